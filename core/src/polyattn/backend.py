@@ -1,0 +1,190 @@
+"""What does a plugin implement? `BackendInfo` (data, imports nothing) and the backend classes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from polyattn.capability import Capabilities
+from polyattn.device import Device, arch_matches
+from polyattn.spec import AttentionKind, LayerSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from polyattn.batch import Batch
+    from polyattn.cache import KVCache
+
+API_VERSION = 1
+"""The number of the contract between core and plugins. It changes when the contract breaks."""
+
+
+class Proof(str, Enum):
+    """How far a claim about a platform has been proven, strongest first."""
+
+    MEASURED = "measured"
+    COMPILED = "compiled"
+    INTERPRETED = "interpreted"
+    SIGNATURE = "signature"
+    UNPROVEN = "unproven"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priority:
+    """How much a backend should be preferred, where the conditions hold (None: anywhere).
+
+    Scores compare across plugins: 0 is a fallback that always works, 50 a good general kernel,
+    100 the best known for the hardware. `why` is shown by `polyattn explain`.
+    """
+
+    score: int
+    platform: str | None = None
+    archs: tuple[str, ...] = ()
+    phase: str | None = None
+    kind: AttentionKind | None = None
+    why: str = ""
+
+    def applies(self, spec: LayerSpec, device: Device, phase: str) -> bool:
+        """Whether this priority speaks of `phase` of `spec` on `device`."""
+        return (
+            self.platform in (None, device.platform)
+            and self.phase in (None, phase)
+            and self.kind in (None, spec.kind)
+            and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendInfo:
+    """A backend as a plugin declares it, in a module that imports neither torch nor its library.
+
+    - `path`: `"package.module:Class"`, imported only when the backend is chosen.
+    - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
+      returns None when the backend can run here, else the reason as text. It must not import
+      the vendor's library: look it up with `find_spec` and `importlib.metadata`.
+    - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
+    - `install`: what the user does when they are not.
+    - `priorities`: the first that applies counts; none means score 0.
+    - `proof`: platform (or arch) to how far the claims there are proven.
+    """
+
+    name: str
+    summary: str
+    path: str
+    capabilities: Capabilities
+    probe: str | None = None
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    priorities: tuple[Priority, ...] = ()
+    proof: Mapping[str, Proof] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.path))
+
+    def priority(self, spec: LayerSpec, device: Device, phase: str) -> Priority:
+        """Return the first of its priorities that applies, or a score of 0."""
+        return next(
+            (p for p in self.priorities if p.applies(spec, device, phase)), Priority(score=0)
+        )
+
+    def proof_on(self, device: Device) -> Proof:
+        """Return how far this backend is proven on `device`: by arch, else by platform."""
+        return self.proof.get(device.arch) or self.proof.get(device.platform, Proof.UNPROVEN)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerParams:
+    """What differs between layers of one spec.
+
+    `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
+    `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
+    """
+
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+class AttentionBackend(ABC):
+    """One instance serves every layer that shares a selection.
+
+    The engine plans once a step; layers then run in any number. Contracts: tensors and masks as
+    in `docs/contracts.md`; `out` is written; unused cache never reaches an output; nothing that
+    `Capabilities` doesn't claim has to be handled, because such a layer never gets here.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, spec: LayerSpec, device: Device) -> None:
+        self.spec = spec
+        self.device = device
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare one step from metadata only. A captured graph must stay valid across plans."""
+        self.batch = batch
+
+    @abstractmethod
+    def forward_prefill(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend for sequences of any query length.
+
+        `query`, `out` (num_tokens, num_heads, head size); `key`, `value` (num_tokens,
+        num_kv_heads, head size) are the step's new tokens, already written to `cache`; where
+        there is no cache (encoders) they are all there is. `lse` (num_tokens, num_heads)
+        float32, natural logarithm, is written where given.
+        """
+
+    @abstractmethod
+    def forward_decode(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend for sequences of one query token each, over the cache alone."""
+
+    def forward_mixed(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Serve a batch of both phases in one launch; only where `"mixed"` is claimed."""
+        raise NotImplementedError(f"{type(self).__name__} claims no phase 'mixed'")
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        cache: KVCache,
+        slot_mapping: Tensor,
+        params: LayerParams,
+    ) -> None:
+        """Store the step's keys and values; slot -1 skips."""
+        cache.write(key, value, slot_mapping, params.k_scale, params.v_scale)
+
+
+def load_object(path: str) -> Any:
+    """Import `"package.module:name"`. Raises what the import raises, or `AttributeError`."""
+    import importlib
+
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

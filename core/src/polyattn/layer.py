@@ -1,0 +1,209 @@
+"""What does an engine hold? `Attention`, one layer; layers of one selection share a plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from polyattn.alibi import alibi_slopes as default_slopes
+from polyattn.backend import LayerParams
+from polyattn.batch import Batch
+from polyattn.cache import STORAGE_DTYPES, KVCache
+from polyattn.errors import BatchError, SpecError
+from polyattn.runtime import Runtime
+from polyattn.selector import Selection, resolve_device, select
+from polyattn.settings import current
+from polyattn.spec import LayerSpec
+
+
+class Attention(nn.Module):
+    """One attention layer on the selected backends.
+
+    Built from a `Selection` it shares that selection's plan with the other layers built from it;
+    built from a `LayerSpec` it selects for itself, and verifies its backends on an accelerator.
+
+    - `sinks` (num_heads,): learned sink logits, where the spec has them.
+    - `alibi_slopes` (num_heads,): default: the paper's.
+    - `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
+    - `checks`: check block tables and slots on the device each step (default: setting `checks`).
+
+    Raises `SpecError`, and what `select` raises.
+    """
+
+    def __init__(
+        self,
+        selection: Selection | LayerSpec,
+        *,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        k_scale: float = 1.0,
+        v_scale: float = 1.0,
+        checks: bool | None = None,
+    ):
+        super().__init__()
+        if isinstance(selection, LayerSpec):
+            verify = current().verify
+            device = resolve_device(None)
+            verify = device.is_accelerator if verify is None else verify
+            selection = select(selection, device, verify=verify)
+        self.selection = selection
+        self.runtime: Runtime = selection.runtime
+        self.runtime.checks |= current().checks if checks is None else checks
+        spec = selection.spec
+        self.params = LayerParams(
+            _per_head(spec, "sinks", sinks, spec.learned_sinks, selection),
+            _per_head(
+                spec,
+                "alibi_slopes",
+                default_slopes(spec.num_heads) if spec.alibi and alibi_slopes is None else alibi_slopes,
+                spec.alibi,
+                selection,
+            ),
+            _scale("k_scale", k_scale),
+            _scale("v_scale", v_scale),
+        )
+        self._shapes = (
+            (spec.num_heads, spec.head_size),
+            (spec.num_kv_heads, spec.head_size),
+            (spec.num_kv_heads, spec.v_head_size),
+        )
+        self._out_shape = (spec.num_heads, spec.v_head_size)
+        self._dtype = STORAGE_DTYPES[spec.dtype]
+        self._needs_lse = spec.needs_lse
+        self._handle: int | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare one step for all layers of this selection; `forward` does it when it wasn't."""
+        self.runtime.plan(batch)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None = None,
+        batch: Batch | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Store the step's keys and values in `cache` and attend.
+
+        `query` (num_tokens, num_heads, head_size); `key`, `value` (num_tokens, num_kv_heads, size),
+        or None when the cache holds them already (cross-attention). `batch` may be left out when
+        it is the one that was planned. Returns the output (num_tokens, num_heads, v_head_size),
+        written to `out` where given, and where the spec says `needs_lse` also the LSE
+        (num_tokens, num_heads), float32. Raises `BatchError`; nothing was changed then.
+        """
+        if torch.compiler.is_compiling():
+            from polyattn.compiled import call
+
+            return call(self, query, key, value, cache, out)
+        runtime = self.runtime
+        if batch is not None and batch is not runtime.batch:
+            runtime.plan(batch)
+        planned = runtime.batch
+        if planned is None:
+            raise BatchError("no batch: pass batch=, or call plan(batch) first")
+        shapes, tokens = self._shapes, planned.num_tokens
+        if query.shape != (tokens, *shapes[0]) or query.dtype is not self._dtype:
+            raise _bad_input("query", query, (tokens, *shapes[0]), self._dtype)
+        if key is not None and value is not None:
+            if key.shape != (tokens, *shapes[1]) or key.dtype is not self._dtype:
+                raise _bad_input("key", key, (tokens, *shapes[1]), self._dtype)
+            if value.shape != (tokens, *shapes[2]) or value.dtype is not self._dtype:
+                raise _bad_input("value", value, (tokens, *shapes[2]), self._dtype)
+        if out is None:
+            out = query.new_empty((tokens, *self._out_shape))
+        elif out.shape != (tokens, *self._out_shape) or out.dtype is not self._dtype:
+            raise _bad_input("out", out, (tokens, *self._out_shape), self._dtype)
+        self._check_cache(query, key, value, cache, planned)
+        lse = None
+        if self._needs_lse:
+            lse = query.new_empty((tokens, self._out_shape[0]), dtype=torch.float32)
+        runtime.forward(query, key, value, cache, self.params, out, lse)
+        return out if lse is None else (out, lse)
+
+    def write_kv(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+        """Store keys and values without attending: the encoder's, for cross-attention.
+
+        `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping` int64, one each.
+        """
+        tokens = slot_mapping.shape[0]
+        for name, tensor, shape in (
+            ("key", key, self._shapes[1]),
+            ("value", value, self._shapes[2]),
+        ):
+            if tensor.shape != (tokens, *shape) or tensor.dtype is not self._dtype:
+                raise _bad_input(name, tensor, (tokens, *shape), self._dtype)
+        self.runtime.decode.write_kv(key, value, cache, slot_mapping, self.params)
+
+    def _check_cache(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        batch: Batch,
+    ) -> None:
+        spec = self.selection.spec
+        if (key is None) != (value is None):
+            raise BatchError("key and value come together, or both are None")
+        if cache is None:
+            if spec.role.has_cache:
+                raise BatchError(f"{spec} attends over a cache; pass cache=")
+            if key is None:
+                raise BatchError(f"{spec} keeps no cache; pass key and value")
+            return
+        if not spec.role.has_cache:
+            raise BatchError(f"{spec} keeps no cache; pass cache=None")
+        if cache.key.shape[1:] != (self.runtime.block_size, *self._shapes[1]):
+            raise _bad_input(
+                "cache.key", cache.key, ("num_blocks", self.runtime.block_size, *self._shapes[1])
+            )
+        if cache.value.shape[2:] != self._shapes[2]:
+            raise _bad_input(
+                "cache.value",
+                cache.value,
+                ("num_blocks", self.runtime.block_size, *self._shapes[2]),
+            )
+        if cache.layout != self.selection.decision.layout and spec.num_kv_heads > 1:
+            raise BatchError(
+                f"the cache's layout is {cache.layout}, the selection's "
+                f"{self.selection.decision.layout}; allocate it with selection.cache_spec(n)"
+            )
+        if cache.key.device != query.device:
+            raise BatchError(f"query is on {query.device}, the cache on {cache.key.device}; move one")
+
+    def extra_repr(self) -> str:
+        """Describe the layer in `print(model)`."""
+        return f"{self.selection.spec}; {self.selection.decision.summary()}"
+
+
+def _per_head(
+    spec: LayerSpec, name: str, values: Tensor | None, wanted: bool, selection: Selection
+) -> Tensor | None:
+    if (values is not None) != wanted:
+        raise SpecError(
+            f"{name} {'is missing' if wanted else 'was given'}: the spec "
+            f"{'asks for it' if wanted else 'does not ask for it'} ({spec})"
+        )
+    if values is None:
+        return None
+    if values.shape != (spec.num_heads,):
+        raise SpecError(f"{name} has shape {tuple(values.shape)}; it must be ({spec.num_heads},)")
+    return values.detach().to(selection.device.torch_device, torch.float32).contiguous()
+
+
+def _scale(name: str, value: float) -> float:
+    if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
+        raise SpecError(f"{name}={value!r} must be a positive number")
+    return float(value)
+
+
+def _bad_input(
+    name: str, tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype | None = None
+) -> BatchError:
+    wanted = f"({', '.join(map(str, shape))})" + (f" of {dtype}" if dtype else "")
+    return BatchError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {wanted}")

@@ -1,0 +1,26 @@
+"""All that a plugin's hook module imports. Light: neither torch nor any vendor's library."""
+
+from polyattn.backend import API_VERSION, BackendInfo, Priority, Proof
+from polyattn.capability import ANY_SIZE, Capabilities, Sizes, multiples, one_of
+from polyattn.device import Device
+from polyattn.hookspecs import Platform, hookimpl
+from polyattn.spec import AttentionKind, GraphCapture, LayerSpec, Role
+
+__all__ = [
+    "ANY_SIZE",
+    "API_VERSION",
+    "AttentionKind",
+    "BackendInfo",
+    "Capabilities",
+    "Device",
+    "GraphCapture",
+    "LayerSpec",
+    "Platform",
+    "Priority",
+    "Proof",
+    "Role",
+    "Sizes",
+    "hookimpl",
+    "multiples",
+    "one_of",
+]

@@ -1,0 +1,160 @@
+"""Runs a selection: loads its backends, plans a step once for all layers, dispatches by phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from polyattn.backend import AttentionBackend, BackendInfo, LayerParams, load_object
+from polyattn.batch import Batch, check_lens_against_table, check_on_device
+from polyattn.cache import KVCache
+from polyattn.errors import BatchError, PluginError
+
+if TYPE_CHECKING:
+    from polyattn.selector import Selection
+
+
+class Runtime:
+    """The loaded backends of one selection and the plan of the current step.
+
+    Sequences of one query token at the front of a batch go to the decode backend, the rest to the
+    prefill backend; one backend that claims `"mixed"` takes both in one launch.
+    """
+
+    def __init__(self, selection: Selection):
+        decision = selection.decision
+        self.spec, self.device = decision.spec, decision.device
+        if not self.device.is_real:
+            raise PluginError(
+                f"{self.device} is a profile to reason about; select on this machine's device to run"
+            )
+        self.block_size = decision.block_size
+        self.kernel_sizes = decision.kernel_block_sizes
+        self.prefill = self._load(selection.prefill)
+        self.decode: AttentionBackend = self.prefill
+        if selection.decode is not None and selection.decode is not selection.prefill:
+            self.decode = self._load(selection.decode)
+        self.mixed = (
+            self.decode is self.prefill and "mixed" in selection.prefill.capabilities.phases
+        )
+        self.checks = False
+        self.batch: Batch | None = None
+        self._split = 0
+        self._steps = [self._ratio(size) for size in self.kernel_sizes]
+        self._tables: dict[tuple[int, int], Tensor] = {}
+
+    def _load(self, info: BackendInfo) -> AttentionBackend:
+        try:
+            backend = load_object(info.path)(self.spec, self.device)
+        except Exception as error:
+            raise PluginError(
+                f"backend {info.name} can't be loaded from {info.path}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        if not isinstance(backend, AttentionBackend):
+            raise PluginError(f"backend {info.name}: {info.path} is no AttentionBackend")
+        return backend
+
+    def _ratio(self, kernel_size: int | None) -> int:
+        return (self.block_size or 1) // (kernel_size or self.block_size or 1)
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare one step for every layer of the selection. Raises `BatchError`."""
+        check_lens_against_table(batch, self.block_size, causal=self.spec.causal)
+        if self.spec.role.has_cache and batch.block_table is None and batch.num_seqs:
+            raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
+        if not self.spec.role.has_cache and batch.lens != batch.query_lens:
+            raise BatchError(f"{self.spec} keeps no cache; seq_lens must equal the query lengths")
+        self.batch = None  # a plan that fails half-way must not look current
+        self._split = batch.num_decodes if self.spec.role.has_cache else 0
+        if self.mixed and 0 < self._split < batch.num_seqs:
+            self.prefill.plan(self._expand(batch, 0))
+        else:
+            if self._split < batch.num_seqs:
+                self.prefill.plan(self._expand(batch.part(self._split, batch.num_seqs), 0))
+            if self._split:
+                self.decode.plan(self._expand(batch.part(0, self._split), 1))
+        self.batch = batch
+
+    def _expand(self, batch: Batch, phase: int) -> Batch:
+        """Give a kernel that walks smaller blocks a block table of those."""
+        ratio = self._ratio(self.kernel_sizes[phase])
+        if ratio == 1 or batch.block_table is None:
+            return batch
+        table = batch.block_table
+        shape = (table.shape[0], table.shape[1] * ratio)
+        out = self._tables.get(shape)
+        if out is None or out.device != table.device:
+            out = self._tables[shape] = table.new_empty(shape)
+        for offset in range(ratio):
+            out[:, offset::ratio] = table * self._steps[phase] + offset
+        return batch.with_block_table(out)
+
+    def _view(self, cache: KVCache, phase: int) -> KVCache:
+        size = self.kernel_sizes[phase]
+        if size is None or size == self.block_size:
+            return cache
+        view, step = cache.in_blocks_of(size)
+        if step != self._steps[phase]:  # K and V share a storage: the blocks lie further apart
+            self._steps[phase] = step
+            assert self.batch is not None
+            self.plan(self.batch)
+        return view
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Store the new keys and values and attend, as planned. Writes `out` (and `lse`)."""
+        batch = self.batch
+        assert batch is not None, "plan(batch) comes before forward"
+        if cache is None:
+            self.prefill.forward_prefill(query, key, value, None, params, out, lse)
+            return
+        if self.checks:
+            check_on_device(batch, cache.num_blocks, cache.block_size)
+        if key is not None and value is not None and batch.slot_mapping is not None:
+            self.decode.write_kv(key, value, cache, batch.slot_mapping, params)
+        split, total = self._split, batch.num_seqs
+        if split == total:
+            if total:
+                self.decode.forward_decode(query, self._view(cache, 1), params, out, lse)
+        elif split == 0:
+            view = self._view(cache, 0)
+            self.prefill.forward_prefill(query, key, value, view, params, out, lse)
+        elif self.mixed:
+            view = self._view(cache, 0)
+            self.prefill.forward_mixed(query, key, value, view, params, out, lse)
+        else:
+            self._forward_split(query, key, value, cache, params, out, lse)
+
+    def _forward_split(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        at = self._split  # one token a decode, so the split of sequences is that of tokens
+        self.decode.forward_decode(
+            query[:at], self._view(cache, 1), params, out[:at], None if lse is None else lse[:at]
+        )
+        self.prefill.forward_prefill(
+            query[at:],
+            None if key is None else key[at:],
+            None if value is None else value[at:],
+            self._view(cache, 0),
+            params,
+            out[at:],
+            None if lse is None else lse[at:],
+        )

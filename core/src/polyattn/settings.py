@@ -1,0 +1,255 @@
+"""What did the user ask for? Argument, flag, environment variable, file, in this order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from polyattn.capability import LAYOUTS
+from polyattn.errors import SettingsError, nearest
+from polyattn.spec import AttentionKind, LayerSpec, Role
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PREFIX = "POLYATTN_"
+VARIABLES: dict[str, str] = {
+    "POLYATTN_BACKEND": "a backend's name, or scoped names: prefill=NAME,decode=NAME,mla=NAME",
+    "POLYATTN_PLUGINS": "comma-separated plugins to load; all others stay unimported",
+    "POLYATTN_DISABLE_PLUGINS": "comma-separated plugins whose code is never imported",
+    "POLYATTN_LAYOUT": "physical KV-cache layout: NHD or HND",
+    "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
+    "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots)",
+    "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe may take (default 2)",
+    "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
+}
+"""Every variable that has an effect."""
+
+FOREIGN_VARIABLES: dict[str, str] = {
+    "VLLM_ATTENTION_BACKEND": "alias of POLYATTN_BACKEND",
+    "VLLM_USE_FLASHINFER": "deprecated: 1 means POLYATTN_BACKEND=FLASHINFER",
+}
+FILE_KEYS = ("backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout")
+PHASE_SCOPES = ("prefill", "decode")
+KIND_SCOPES = tuple(k.value for k in AttentionKind)
+ROLE_SCOPES = tuple(r.value for r in Role)
+SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)
+
+
+@dataclass(frozen=True)
+class Override:
+    """A backend that the user named, for a scope (all of it must match), and where they did."""
+
+    backend: str
+    scope: tuple[str, ...]
+    source: str
+
+    def applies(self, spec: LayerSpec, phase: str) -> bool:
+        """Whether the scope matches `phase` of `spec`. An empty scope matches everything."""
+        return set(self.scope) <= {phase, spec.kind.value, spec.role.value}
+
+    def __str__(self) -> str:
+        scope = ".".join(self.scope)
+        return f"{scope}={self.backend}" if scope else self.backend
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user set, resolved. `sources` are override lists, the strongest first."""
+
+    sources: tuple[tuple[Override, ...], ...] = ()
+    plugins: tuple[str, ...] | None = None
+    disabled_plugins: tuple[str, ...] = ()
+    layout: str | None = None
+    verify: bool | None = None
+    checks: bool = False
+    probe_timeout: float = 2.0
+    notes: tuple[str, ...] = ()
+
+    def override(self, spec: LayerSpec, phase: str) -> Override | None:
+        """Return what the strongest source says of `phase`: its most specific scope."""
+        for source in self.sources:
+            matching = [o for o in source if o.applies(spec, phase)]
+            if matching:
+                return max(matching, key=lambda o: len(o.scope))
+        return None
+
+    def with_backend(self, text: str | None, source: str) -> Settings:
+        """Return the settings with a stronger source in front."""
+        if text is None:
+            return self
+        return replace(self, sources=(parse_overrides(text, source), *self.sources))
+
+
+def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
+    """Parse `"NAME"` or `"prefill=A,mla.decode=B"`. Raises `SettingsError` naming the source."""
+    found: dict[tuple[str, ...], Override] = {}
+    for item in filter(None, (part.strip() for part in text.split(","))):
+        left, equals, right = (word.strip() for word in item.partition("="))
+        scope = tuple(sorted(word.strip() for word in left.split("."))) if equals else ()
+        for word in scope:
+            if word not in SCOPES:
+                raise SettingsError(f"{source}: scope {word!r} is unknown{nearest(word, SCOPES)}")
+        name = right if equals else left
+        if not name:
+            raise SettingsError(f"{source}: {item!r} names no backend; write scope=NAME")
+        if scope in found:
+            raise SettingsError(
+                f"{source}: {item!r} and {str(found[scope])!r} speak of the same layers; keep one"
+            )
+        found[scope] = Override(name.upper(), scope, source)
+    if not found:
+        raise SettingsError(f"{source}: is empty; unset it, or name a backend")
+    return tuple(found.values())
+
+
+def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str) -> Settings:
+    """Resolve variables over a configuration file's values. Pure. Raises `SettingsError`."""
+    for name in environ:
+        if name.startswith(PREFIX) and name not in VARIABLES:
+            raise SettingsError(
+                f"environment variable {name} has no effect{nearest(name, VARIABLES)}"
+            )
+    for key in config:
+        if key not in FILE_KEYS:
+            raise SettingsError(f"{config_name}: key {key!r} is unknown{nearest(key, FILE_KEYS)}")
+
+    def value(key: str) -> tuple[Any, str]:
+        name = PREFIX + key.upper()
+        if name in environ:
+            return environ[name], f"environment variable {name}"
+        return config.get(key), f"{config_name}: {key}"
+
+    notes: list[str] = []
+    sources = []
+    if "POLYATTN_BACKEND" in environ:
+        sources.append(parse_overrides(environ["POLYATTN_BACKEND"], "POLYATTN_BACKEND"))
+    foreign = _foreign_override(environ, notes)
+    if foreign:
+        sources.append(foreign)
+    if "backend" in config:
+        sources.append(parse_overrides(_backend_text(config["backend"], config_name), config_name))
+    plugins = _names(*value("plugins"))
+    layout, layout_source = value("layout")
+    if layout is not None and str(layout).upper() not in LAYOUTS:
+        raise SettingsError(
+            f"{layout_source}={layout!r} is unknown{nearest(str(layout), LAYOUTS)}"
+        )
+    return Settings(
+        sources=tuple(sources),
+        plugins=plugins,
+        disabled_plugins=_names(*value("disable_plugins")) or (),
+        layout=str(layout).upper() if layout is not None else None,
+        verify=_flag(*value("verify")),
+        checks=bool(_flag(*value("checks"))),
+        probe_timeout=_seconds(*value("probe_timeout")),
+        notes=tuple(notes),
+    )
+
+
+_CONFIG_PATHS = (Path("polyattn.toml"), Path.home() / ".config" / "polyattn.toml")
+_cached: tuple[Any, Settings] | None = None
+
+
+def current() -> Settings:
+    """Return the settings of this process.
+
+    The environment is compared on each call (about a microsecond), so a changed variable is never
+    stale; the configuration file is read again when the environment changes, or after `reload()`.
+    """
+    global _cached
+    # The raw mapping compares 30 times faster than os.environ, which decodes each entry.
+    raw = getattr(os.environ, "_data", None)
+    snapshot = raw if raw is not None else dict(os.environ)
+    if _cached is not None and _cached[0] == snapshot:
+        return _cached[1]
+    config, name = read_config_file(os.environ)
+    settings = load(os.environ, config, name)
+    _cached = (dict(snapshot), settings)
+    return settings
+
+
+def reload() -> Settings:
+    """Read the environment and the configuration file again."""
+    global _cached
+    _cached = None
+    return current()
+
+
+def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str]:
+    """Return the configuration file's values and its name. Raises `SettingsError`."""
+    named = environ.get("POLYATTN_CONFIG")
+    if named is not None:
+        path = Path(named)
+        if not path.is_file():
+            raise SettingsError(f"POLYATTN_CONFIG={named!r}: no such file")
+    else:
+        found = next((p for p in _CONFIG_PATHS if p.is_file()), None)
+        if found is None:
+            return {}, "polyattn.toml"
+        path = found
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
+    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: can't be read as TOML: {error}") from error
+
+
+def _foreign_override(environ: Mapping[str, str], notes: list[str]) -> tuple[Override, ...]:
+    if "VLLM_ATTENTION_BACKEND" in environ:
+        name = environ["VLLM_ATTENTION_BACKEND"].upper().removesuffix("_VLLM_V1")
+        source = "VLLM_ATTENTION_BACKEND"
+    elif environ.get("VLLM_USE_FLASHINFER", "0").lower() not in ("", "0", "false"):
+        name, source = "FLASHINFER", "VLLM_USE_FLASHINFER"
+        notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
+    else:
+        return ()
+    if "POLYATTN_BACKEND" in environ:
+        notes.append(f"{source} gives way to POLYATTN_BACKEND where both speak of a layer")
+    else:
+        notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
+    return parse_overrides(name, source)
+
+
+def _backend_text(value: Any, source: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return ",".join(f"{scope}={name}" for scope, name in value.items())
+    raise SettingsError(f"{source}: backend={value!r} must be a name or a table of scope = name")
+
+
+def _names(value: Any, source: str) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    if isinstance(value, str):
+        return tuple(filter(None, (part.strip() for part in value.split(","))))
+    raise SettingsError(f"{source}={value!r} must be plugin names")
+
+
+def _flag(value: Any, source: str) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    if str(value).lower() not in words:
+        raise SettingsError(f"{source}={value!r} must be 1 or 0")
+    return words[str(value).lower()]
+
+
+def _seconds(value: Any, source: str) -> float:
+    if value is None:
+        return 2.0
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = -1.0
+    if not 0 < seconds < float("inf"):
+        raise SettingsError(f"{source}={value!r} must be a positive number of seconds")
+    return seconds

@@ -1,0 +1,47 @@
+"""How do partial results combine? `(output, LSE)` is closed under `merge_states`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Attention over a part of the keys.
+
+    `output` (num_tokens, num_heads, v_head_size); `lse` float32 (num_tokens, num_heads), natural
+    logarithm. A row that saw no key is output 0, LSE -inf, which is the identity of `merge`.
+    """
+
+    output: Tensor
+    lse: Tensor
+
+    @classmethod
+    def identity(cls, like: AttentionState) -> AttentionState:
+        """Return the state over no keys at all."""
+        return cls(torch.zeros_like(like.output), torch.full_like(like.lse, -torch.inf))
+
+    def merge(self, other: AttentionState) -> AttentionState:
+        """Return the state over both parts' keys; associative and commutative."""
+        return merge_states([self, other])
+
+
+def merge_states(states: list[AttentionState]) -> AttentionState:
+    """Return the state over all parts' keys.
+
+    The one operator behind cascades, split-KV and context parallelism: outputs are averaged with
+    the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
+    """
+    if not states:
+        raise ValueError("merge_states needs at least one state")
+    lses = torch.stack([state.lse for state in states])
+    lse = torch.logsumexp(lses, 0)
+    # A row that no part saw has lse -inf; its weights would be exp(nan).
+    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
+    total = torch.zeros_like(states[0].output, dtype=weights.dtype)
+    for state, weight in zip(states, weights, strict=True):
+        total += state.output.to(weights.dtype) * weight[..., None]
+    return AttentionState(total.to(states[0].output.dtype), lse)

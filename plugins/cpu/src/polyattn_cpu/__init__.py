@@ -1,0 +1,1 @@
+"""polyattn's CPU plugin: attention on torch alone, on the CPU and wherever else torch runs."""

@@ -1,0 +1,83 @@
+"""What this plugin declares. Imports neither torch nor anything heavy."""
+
+from __future__ import annotations
+
+from polyattn.plugin import (
+    BackendInfo,
+    Capabilities,
+    Platform,
+    Priority,
+    Proof,
+    Role,
+    hookimpl,
+    one_of,
+)
+
+ALL_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
+ALL_ROLES = frozenset(Role)
+MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window", "chunked", "sink_tokens"})
+
+TORCH_SDPA = BackendInfo(
+    name="TORCH_SDPA",
+    summary="torch's fused attention, one sequence at a time; serves everything",
+    path="polyattn_cpu.sdpa:TorchSDPA",
+    capabilities=Capabilities(
+        platforms={"cpu": (), "cuda": (), "rocm": ()},
+        roles=ALL_ROLES,
+        dtypes=ALL_DTYPES,
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        fp8_formats=frozenset({"ocp", "fnuz"}),
+        layouts=("NHD", "HND"),
+        features=MASKS
+        | {
+            "v_head_size",
+            "logit_soft_cap",
+            "alibi",
+            "learned_sinks",
+            "lse",
+            "deterministic",
+            "batch_invariant",
+        },
+    ),
+    priorities=(
+        Priority(score=50, platform="cpu", why="reads each cached key once; no compiler needed"),
+        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+    ),
+    proof={"cpu": Proof.MEASURED},
+)
+
+FLEX_ATTENTION = BackendInfo(
+    name="FLEX_ATTENTION",
+    summary="torch's flex_attention through torch.compile, the whole batch in one call",
+    path="polyattn_cpu.flex:FlexAttention",
+    probe="polyattn_cpu.probes:compiler",
+    capabilities=Capabilities(
+        platforms={"cpu": (), "cuda": ("sm_80+",), "rocm": ()},
+        roles=ALL_ROLES,
+        dtypes=frozenset({"float32", "bfloat16", "float16"}),
+        head_sizes=one_of(16, 32, 64, 128, 256),
+        gqa_ratios=one_of(1, 2, 4, 8, 16),
+        phases=frozenset({"prefill", "decode", "mixed"}),
+        features=MASKS | {"logit_soft_cap", "alibi"},
+    ),
+    priorities=(
+        Priority(score=20, platform="cpu", why="gathers the cache into one padded tensor"),
+        Priority(score=10, why="needs a compilation for each layer"),
+    ),
+    proof={"cpu": Proof.MEASURED},
+)
+
+
+@hookimpl
+def polyattn_api_versions() -> tuple[int, int]:
+    return (1, 1)
+
+
+@hookimpl
+def polyattn_platforms() -> list[Platform]:
+    return [Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0)]
+
+
+@hookimpl
+def polyattn_backends() -> list[BackendInfo]:
+    return [TORCH_SDPA, FLEX_ATTENTION]

@@ -1,0 +1,275 @@
+"""TORCH_SDPA: torch's fused attention over a paged cache, one sequence at a time.
+
+On the CPU it calls torch's own flash kernel, the one behind `scaled_dot_product_attention`, because
+that also returns the LSE. Decode folds a KV head's query group into the query dimension, so that
+each cached key is read once for the whole group.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from polyattn import (
+    AttentionBackend,
+    AttentionState,
+    Batch,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    merge_states,
+)
+from torch import Tensor
+
+from polyattn_cpu.gather import PagedReader, Span, seen
+
+QUERY_BLOCK = 256
+"""Queries that share one mask or one score matrix, which bounds both."""
+
+
+class TorchSDPA(AttentionBackend):
+    """Serves every feature; what the fused kernel lacks (soft cap, wide V) is plain matmuls."""
+
+    name: ClassVar[str] = "TORCH_SDPA"
+
+    def plan(self, batch: Batch) -> None:
+        self.batch = batch
+        self.reader = PagedReader(batch)
+
+    def forward_prefill(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        batch, starts = self.batch, self.batch.starts
+        # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
+        rounded = cache is not None and cache.key.dtype != query.dtype
+        for index, length in enumerate(batch.lens):
+            rows = slice(starts[index], starts[index + 1])
+            whole = length == batch.query_lens[index] and key is not None and not rounded
+            if whole and key is not None and value is not None:
+                k, v = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
+                source = _Given(k, v)
+            else:
+                assert cache is not None
+                source = _Paged(self.reader, cache, params, index, query.dtype)
+            self._sequence(
+                query[rows], source, length, params, out[rows], None if lse is None else lse[rows]
+            )
+
+    def forward_decode(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        self.forward_prefill(query, None, None, cache, params, out, lse)
+
+    def _sequence(
+        self,
+        query: Tensor,
+        source: _Source,
+        length: int,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        count = query.shape[0]
+        if count == 0:
+            return
+        if length == 0:  # padding: nothing to attend to
+            out.zero_()
+            _store_lse(lse, params, query.new_full((count, out.shape[1]), -torch.inf).float())
+            return
+        context = length - count
+        if self._fits_causal_kernel(count):
+            state = self._causal(query, source, context, length)
+            _store(state, params, out, lse)
+            return
+        step = QUERY_BLOCK if self.spec.causal or self.spec.sliding_window else 4 * QUERY_BLOCK
+        for at in range(0, count, step):
+            rows = slice(at, min(at + step, count))
+            first, last = context + rows.start, context + rows.stop - 1
+            span = seen(self.spec, first, last, length)
+            keys, values = source.read(span)
+            state = self._block(query[rows], keys, values, span, first, params)
+            _store(state, params, out[rows], None if lse is None else lse[rows])
+
+    def _fits_causal_kernel(self, count: int) -> bool:
+        spec = self.spec
+        plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
+        return spec.causal and plain and count > 1 and self._fused
+
+    @property
+    def _fused(self) -> bool:
+        spec = self.spec
+        return (
+            self.device.platform == "cpu"
+            and spec.v_head_size == spec.head_size
+            and spec.logit_soft_cap is None
+        )
+
+    def _causal(
+        self, query: Tensor, source: _Source, context: int, length: int
+    ) -> AttentionState:
+        """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
+        tail = self._kernel(query, *source.read(Span(0, context, length)), causal=True)
+        if context == 0:
+            return tail
+        head = self._kernel(query, *source.read(Span(0, 0, context)))
+        return merge_states([head, tail])
+
+    def _kernel(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        bias: Tensor | None = None,
+        causal: bool = False,
+    ) -> AttentionState:
+        """`query` (queries, heads, size), K and V (KV heads, keys, size)."""
+        output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query.transpose(0, 1)[None],
+            keys[None],
+            values[None],
+            0.0,
+            causal,
+            attn_mask=None if bias is None else bias[None],
+            scale=self.spec.scale,
+        )
+        return AttentionState(output[0].transpose(0, 1), lse[0].T)
+
+    def _block(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        span: Span,
+        first: int,
+        params: LayerParams,
+    ) -> AttentionState:
+        bias = self._bias(query, span, first, params)
+        if not self._fused:
+            return self._matmuls(query, keys, values, bias)
+        if query.shape[0] > 1:
+            return self._kernel(query, keys, values, bias)
+        heads, groups = keys.shape[0], self.spec.gqa_ratio
+        if bias is not None and bias.shape[0] > 1:
+            bias = bias.view(heads, groups, -1)
+        folded = query.view(heads, groups, -1).transpose(0, 1)
+        state = self._kernel(folded, keys, values, bias)
+        return AttentionState(
+            state.output.transpose(0, 1).reshape(1, heads * groups, -1),
+            state.lse.T.reshape(1, -1),
+        )
+
+    def _bias(self, query: Tensor, span: Span, first: int, params: LayerParams) -> Tensor | None:
+        """Return what is added to the scores, (1 or heads, queries, keys), or None for nothing."""
+        spec, count = self.spec, query.shape[0]
+        masked = count > 1 and (spec.causal or spec.sliding_window or spec.chunk_size)
+        if not masked and not spec.alibi:
+            return None
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        key = span.positions().to(query.device)
+        position = torch.arange(first, first + count, device=query.device)[:, None]
+        bias = torch.zeros(1, count, span.size, dtype=dtype, device=query.device)
+        if masked:
+            bias.masked_fill_(~_visible(spec, position, key), -torch.inf)
+        if spec.alibi:
+            assert params.alibi_slopes is not None
+            slopes = params.alibi_slopes.to(dtype)[:, None, None]
+            bias = bias + slopes * (key - position).to(dtype)
+        return bias
+
+    def _matmuls(
+        self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
+    ) -> AttentionState:
+        """The same by hand, in at least float32, for what the fused kernel lacks."""
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        heads, groups, count = keys.shape[0], self.spec.gqa_ratio, query.shape[0]
+        folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
+        folded = folded.reshape(heads, groups * count, -1)
+        scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2)) * self.spec.scale
+        cap = self.spec.logit_soft_cap
+        if cap is not None:
+            scores = scores.div_(cap).tanh_().mul_(cap)
+        scores = scores.view(heads * groups, count, -1)
+        if bias is not None:
+            scores += bias
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.exp(scores - lse[..., None]).view(heads, groups * count, -1)
+        output = torch.bmm(weights, values.to(dtype)).view(heads * groups, count, -1)
+        return AttentionState(output.transpose(0, 1), lse.T)
+
+
+class _Given:
+    """Keys and values that are at hand, (KV heads, keys, size)."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.keys, self.values = keys, values
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        near = slice(span.start, span.stop)
+        if not span.sinks:
+            return self.keys[:, near], self.values[:, near]
+        keys, values = (
+            torch.cat([t[:, : span.sinks], t[:, near]], dim=1) for t in (self.keys, self.values)
+        )
+        return keys, values
+
+
+class _Paged:
+    """Keys and values in the cache."""
+
+    def __init__(
+        self,
+        reader: PagedReader,
+        cache: KVCache,
+        params: LayerParams,
+        index: int,
+        dtype: torch.dtype,
+    ):
+        self.reader, self.cache, self.params = reader, cache, params
+        self.index, self.dtype = index, dtype
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        return self.reader.read(self.cache, self.params, self.index, span, self.dtype)
+
+
+_Source = _Given | _Paged
+
+
+def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:
+    mask = torch.ones(position.shape[0], key.shape[0], dtype=torch.bool, device=key.device)
+    if spec.causal:
+        mask &= key <= position
+    if spec.sliding_window is not None:
+        near = key > position - spec.sliding_window
+        if not spec.causal:
+            near &= key < position + spec.sliding_window
+        mask &= near | (key < spec.sink_tokens)
+    if spec.chunk_size is not None:
+        mask &= key // spec.chunk_size == position // spec.chunk_size
+    return mask
+
+
+def _store(state: AttentionState, params: LayerParams, out: Tensor, lse: Tensor | None) -> None:
+    output = state.output
+    if params.sinks is not None:  # the sink joins the denominator after the fact
+        output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
+    out.copy_(output)
+    _store_lse(lse, params, state.lse)
+
+
+def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:
+    if lse is not None:
+        lse.copy_(values if params.sinks is None else torch.logaddexp(values, params.sinks))
+
+
