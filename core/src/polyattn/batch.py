@@ -78,6 +78,23 @@ class Batch:
             slots = batch.tail_slots(block_size)
         return cls(starts, seq_lens, block_table, slots, device=device)
 
+    @classmethod
+    def on_buffers(
+        cls,
+        lens: list[int],
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+    ) -> Batch:
+        """A decode batch over device buffers that a captured graph reads; copies nothing.
+
+        `lens` says on the host what `seq_lens` holds, or the most that it will ever hold.
+        """
+        batch = cls(list(range(len(lens) + 1)), lens, block_table, slot_mapping)
+        batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
+        return batch
+
     @property
     def num_seqs(self) -> int:
         """Sequences in the batch."""

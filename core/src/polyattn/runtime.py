@@ -33,11 +33,12 @@ class Runtime:
         self.kernel_sizes = decision.kernel_block_sizes
         self.prefill = self._load(selection.prefill)
         self.decode: AttentionBackend = self.prefill
-        if selection.decode is not None and selection.decode is not selection.prefill:
-            self.decode = self._load(selection.decode)
         self.mixed = (
-            self.decode is self.prefill and "mixed" in selection.prefill.capabilities.phases
+            selection.decode is selection.prefill
+            and "mixed" in selection.prefill.capabilities.phases
         )
+        if selection.decode is not None and not self.mixed:
+            self.decode = self._load(selection.decode)  # each phase keeps a plan of its own
         self.checks = False
         self.batch: Batch | None = None
         self._split = 0

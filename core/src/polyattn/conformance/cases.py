@@ -1,0 +1,224 @@
+"""Which cases follow from a backend's claims? Pure data: nothing here runs a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from polyattn.backend import BackendInfo
+from polyattn.capability import Capabilities, check
+from polyattn.device import Device
+from polyattn.spec import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
+
+HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
+GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+CACHED_BATCHES = ("decode", "prefill", "chunked", "mixed", "padded", "empty")
+DENSE_BATCHES = ("dense",)
+
+FEATURE_FIELDS: dict[str, dict[str, Any]] = {
+    "sliding_window": {"sliding_window": 21},
+    "chunked": {"chunk_size": 24},
+    "logit_soft_cap": {"logit_soft_cap": 1.5},
+    "alibi": {"alibi": True},
+    "learned_sinks": {"learned_sinks": True},
+    "sink_tokens": {"sliding_window": 21, "sink_tokens": 3},
+    "lse": {"needs_lse": True},
+    "deterministic": {"deterministic": True},
+    "batch_invariant": {"batch_invariant": True},
+}
+"""What each optional feature sets on the base spec."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: `check` says what is looked at, `batch` names a shape in `batches`."""
+
+    check: str
+    label: str
+    spec: LayerSpec
+    batch: str = "mixed"
+
+    @property
+    def id(self) -> str:
+        """The test's id in pytest."""
+        return f"{self.check}-{self.label}-{self.batch}".replace(" ", "_")
+
+
+def batches(name: str, block: int) -> list[tuple[int, int]]:
+    """Return (query length, sequence length) pairs for a block size.
+
+    Together they hold empty sequences, length 1, exact multiples of a block and one over.
+    """
+    decode = [(1, 1), (1, block), (1, block + 1), (1, 3 * block - 1), (1, 5 * block + 7)]
+    prefill = [(0, 0), (1, 1), (2, 2), (block, block), (block + 1, block + 1), (37, 37)]
+    chunked = [(0, 5), (3, block + 3), (block, 2 * block), (5, 4 * block + 1), (1, 9), (29, 61)]
+    return {
+        "decode": decode,
+        "prefill": prefill,
+        "chunked": chunked,
+        "mixed": decode + [(0, 0)] + prefill[3:] + chunked,
+        "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
+        "empty": [(0, 0), (0, 7)],
+        "dense": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17)],
+    }[name]
+
+
+def derive(info: BackendInfo, device: Device) -> list[Case]:
+    """Return every case that `info`'s capabilities give on `device`."""
+    caps = info.capabilities
+    cases = []
+    roles = [role for role in Role if role in caps.roles]
+    for role in roles:
+        base = base_spec(caps, role)
+        names = _batches_for(caps, role)
+        cases += [Case("numeric", f"{role.value}", base, name) for name in names]
+        for label, spec in _variants(caps, base):
+            cases += [
+                Case("numeric", f"{role.value} {label}", spec, name) for name in _main(names, label)
+            ]
+        if role is roles[0]:
+            cases += _behaviour(caps, base, names)
+    phase = "prefill" if "prefill" in caps.phases else "decode"
+    can = [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, phase)]
+    return can + list(_refusals(caps, base_spec(caps, roles[0]), device, phase))
+
+
+def base_spec(caps: Capabilities, role: Role) -> LayerSpec:
+    """Return the plainest layer that the claims allow in this role."""
+    dtype = next(d for d in ("bfloat16", "float16", "float32", "float64") if d in caps.dtypes)
+    sizes = caps.head_sizes.examples((64, *HEAD_SIZES))
+    head_size = 64 if 64 in sizes else 128 if 128 in sizes else sizes[0]
+    ratio = next((r for r in (2, 4, 1, 8, 16) if r in caps.gqa_ratios), 1)
+    if "gqa" not in caps.features:
+        ratio = 1
+    causal = "causal" in caps.features and role is Role.DECODER
+    return LayerSpec(
+        num_heads=2 * ratio,
+        num_kv_heads=2,
+        head_size=head_size,
+        dtype=dtype,
+        role=role,
+        causal=causal,
+        block_size=caps.preferred_block_size if role.has_cache else None,
+    )
+
+
+def _batches_for(caps: Capabilities, role: Role) -> tuple[str, ...]:
+    if not role.has_cache:
+        return DENSE_BATCHES
+    if "decode" not in caps.phases:
+        return ("prefill", "chunked", "empty")
+    if "prefill" not in caps.phases:
+        return ("decode", "padded")
+    if role is Role.CROSS:
+        return ("decode", "chunked")
+    return CACHED_BATCHES
+
+
+def _main(names: tuple[str, ...], label: str) -> tuple[str, ...]:
+    """The batches that a variant runs: the one that holds most, and decode for features."""
+    most = next(n for n in ("mixed", "chunked", "dense", "decode") if n in names)
+    if label.startswith("feature") and "decode" in names and most != "decode":
+        return (most, "decode")
+    return (most,)
+
+
+def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    for dtype in DTYPES:
+        if dtype in caps.dtypes and dtype != base.dtype:
+            yield f"dtype {dtype}", base.replace(dtype=dtype)
+    for size in caps.head_sizes.examples(HEAD_SIZES):
+        if size != base.head_size:
+            yield f"head_size {size}", base.replace(head_size=size)
+    if "gqa" in caps.features:
+        for ratio in caps.gqa_ratios.examples(GQA_RATIOS):
+            yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
+        if 5 in caps.gqa_ratios:
+            yield "mqa", base.replace(num_heads=5, num_kv_heads=1)
+    if "v_head_size" in caps.features:
+        for size in caps.v_head_sizes.examples((32, 48, 128)):
+            if size != base.head_size:
+                yield f"feature v_head_size {size}", base.replace(v_head_size=size)
+    if base.role.has_cache:
+        yield from _cache_variants(caps, base)
+    if base.role in (Role.DECODER, Role.ENCODER_ONLY):
+        yield from _feature_variants(caps, base)
+
+
+def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    for cached in KV_CACHE_DTYPES:
+        if cached in caps.kv_cache_dtypes and cached != "auto":
+            yield f"feature kv_cache_dtype {cached}", base.replace(kv_cache_dtype=cached)
+    for size in caps.block_sizes.examples(BLOCK_SIZES):
+        if size != base.block_size:
+            yield f"block_size {size}", base.replace(block_size=size)
+    if "NHD" in caps.layouts:
+        preferred = caps.preferred_block_size
+        expanded = next(
+            (preferred * k for k in (2, 3, 5) if preferred * k not in caps.block_sizes), None
+        )
+        if expanded:
+            yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+
+
+def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    claimed = [name for name in FEATURE_FIELDS if name in caps.features]
+    if base.role is not Role.DECODER:
+        claimed = [n for n in claimed if n in ("sliding_window", "logit_soft_cap", "alibi", "lse")]
+    elif "non_causal" in caps.features:
+        yield "feature non_causal", base.replace(causal=False)
+    for name in claimed:
+        yield f"feature {name}", base.replace(**FEATURE_FIELDS[name])
+    for first, second in combinations(claimed, 2):
+        fields = FEATURE_FIELDS[first] | FEATURE_FIELDS[second]
+        yield f"pair {first} {second}", base.replace(**fields)
+    if base.role is Role.DECODER:
+        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+            for name in claimed:
+                changes = FEATURE_FIELDS[name] | {"kv_cache_dtype": cached}
+                yield f"pair {cached} {name}", base.replace(**changes)
+
+
+def _behaviour(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> list[Case]:
+    most = _main(names, "")[0]
+    cases = [Case(check, "", base, most) for check in ("out", "strided", "replan")]
+    if base.role.has_cache:
+        cases += [Case("isolation", "", base, name) for name in dict.fromkeys((most, names[0]))]
+        cases += [Case("layout", layout, base, most) for layout in caps.layouts]
+        cases.append(Case("packed", caps.layouts[0], base, most))
+    for name in ("deterministic", "batch_invariant"):
+        if name in caps.features:
+            cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
+    if caps.graph_capture and base.role.has_cache and "decode" in caps.phases:
+        spec = base.replace(graph_capture="single_token_decode")
+        cases.append(Case("graph", "", spec, "decode"))
+    return cases
+
+
+def _refusals(
+    caps: Capabilities, base: LayerSpec, device: Device, phase: str
+) -> Iterator[Case]:
+    """One case for each thing that the backend doesn't claim."""
+    attempts: list[tuple[str, Callable[[], LayerSpec]]] = []
+    for dtype in DTYPES:
+        attempts.append((f"dtype {dtype}", lambda d=dtype: base.replace(dtype=d)))  # type: ignore[misc]
+    for size in HEAD_SIZES:
+        attempts.append((f"head_size {size}", lambda s=size: base.replace(head_size=s)))  # type: ignore[misc]
+    for cached in KV_CACHE_DTYPES:
+        attempts.append((f"kv_cache_dtype {cached}", lambda c=cached: base.replace(kv_cache_dtype=c)))  # type: ignore[misc]
+    for ratio in GQA_RATIOS:
+        attempts.append(
+            (f"gqa {ratio}", lambda r=ratio: base.replace(num_heads=2 * r, num_kv_heads=2))  # type: ignore[misc]
+        )
+    for name, fields in FEATURE_FIELDS.items():
+        attempts.append((name, lambda f=fields: base.replace(**f)))  # type: ignore[misc]
+    attempts.append(("v_head_size", lambda: base.replace(v_head_size=base.head_size // 2)))
+    if base.role is Role.DECODER:
+        attempts.append(("non_causal", lambda: base.replace(causal=False)))
+    for label, make in attempts:
+        spec = make()
+        if check(caps, spec, device, phase):
+            yield Case("refusal", label, spec, "none")

@@ -1,0 +1,117 @@
+"""The pytest plugin (entry point `pytest11`). Without `--polyattn-backend` it stays out of the way."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from polyattn.backend import BackendInfo
+    from polyattn.conformance.cases import Case
+    from polyattn.conformance.harness import Harness
+    from polyattn.device import Device
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the kit's options."""
+    group = parser.getgroup("polyattn", "polyattn's conformance kit")
+    group.addoption("--polyattn-backend", metavar="NAME", help="the backend to test")
+    group.addoption("--polyattn-device", metavar="DEVICE", help="torch device (default: the best)")
+    group.addoption("--polyattn-seed", type=int, metavar="N", help="seed (default: a fresh one)")
+    group.addoption("--polyattn-report", metavar="FILE", help="write the counts as JSON")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker that ties a test to its kind of case."""
+    config.addinivalue_line("markers", "conformance(check): runs the cases of this kind")
+    if config.getoption("--polyattn-backend", None):
+        config.pluginmanager.register(_Kit(config), "polyattn-conformance-kit")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The suite means nothing without a backend's name."""
+    if collection_path.name == "test_conformance.py" and "polyattn" in collection_path.parts:
+        return None if config.getoption("--polyattn-backend", None) else True
+    return None
+
+
+class _Kit:
+    """The backend under test, its cases and what became of them."""
+
+    def __init__(self, config: pytest.Config):
+        import torch
+
+        from polyattn.conformance.cases import derive
+        from polyattn.discovery import discover
+        from polyattn.errors import PolyattnError
+        from polyattn.selector import resolve_device
+
+        try:
+            self.info: BackendInfo = discover().backend(config.getoption("--polyattn-backend"))
+            self.device: Device = resolve_device(config.getoption("--polyattn-device"))
+        except PolyattnError as error:
+            raise pytest.UsageError(str(error)) from error
+        seed = config.getoption("--polyattn-seed")
+        self.seed = torch.seed() % 2**31 if seed is None else seed
+        config.option.polyattn_seed = self.seed  # workers of pytest-xdist use the same
+        self.report = config.getoption("--polyattn-report")
+        self.cases: list[Case] = derive(self.info, self.device)
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        marker = metafunc.definition.get_closest_marker("conformance")
+        if marker is not None:
+            cases = [case for case in self.cases if case.check == marker.args[0]]
+            metafunc.parametrize("case", cases, ids=[case.id for case in cases])
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Drop the placeholders of checks that the claims give no case for."""
+        items[:] = [item for item in items if not item.name.endswith("[NOTSET]")]
+
+    @pytest.fixture
+    def harness(self) -> Harness:
+        """What builds and runs layers of the backend under test."""
+        from polyattn.conformance.harness import Harness
+
+        return Harness(self.info.name, self.device, self.info.capabilities.phases, self.seed)
+
+    @pytest.fixture
+    def conformance_cases(self) -> list[Case]:
+        """Every case of the backend under test."""
+        return self.cases
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
+            check = report.nodeid.rpartition("::test_")[2].partition("[")[0]
+            self.counts[check, report.outcome] += 1
+
+    def pytest_report_header(self) -> str:
+        return f"polyattn: {self.info.name} on {self.device}, seed {self.seed}"
+
+    def summary(self) -> dict[str, object]:
+        """The counts: refusals apart from passes, a skipped case counted as neither."""
+        counts = self.counts
+        passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
+        return {
+            "backend": self.info.name,
+            "device": str(self.device),
+            "seed": self.seed,
+            "cases": sum(counts.values()),
+            "passed": passed,
+            "refused": counts["refusal", "passed"],
+            "failed": sum(n for (_, o), n in counts.items() if o == "failed"),
+            "skipped": sum(n for (_, o), n in counts.items() if o == "skipped"),
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        result = self.summary()
+        words = ", ".join(
+            f"{result[name]} {name}" for name in ("cases", "passed", "refused", "failed", "skipped")
+        )
+        terminalreporter.write_line(f"polyattn conformance of {self.info.name}: {words}")
+        if self.report:
+            Path(self.report).write_text(json.dumps(result, indent=1) + "\n")
