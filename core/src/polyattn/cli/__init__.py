@@ -1,0 +1,1 @@
+"""The command line: list, explain, doctor, run, bench."""

@@ -1,0 +1,38 @@
+"""The batch grammar of vLLM's attention benchmarks: `8q1s2k`, `q2k`, `2q2k_32q1s1k`."""
+
+from __future__ import annotations
+
+import re
+
+from polyattn.errors import SettingsError
+
+_PART = re.compile(r"(?P<count>\d+)?q(?P<q>\d+k?)(?:s(?P<s>\d+k?))?")
+
+
+def parse_batch(text: str) -> list[tuple[int, int]]:
+    """Return (query length, sequence length) of each sequence.
+
+    Parts are joined by `_`; each is `[count]q<query>[s<sequence>]`, `k` meaning 1,024. Without `s`
+    the sequence is as long as the query. Raises `SettingsError`.
+    """
+    found: list[tuple[int, int]] = []
+    for part in text.split("_"):
+        match = _PART.fullmatch(part)
+        if not match:
+            raise SettingsError(
+                f"batch {text!r}: {part!r} is not [count]q<query>[s<sequence>], like 8q1s2k or q2k"
+            )
+        query = _number(match["q"])
+        length = _number(match["s"]) if match["s"] else query
+        count = int(match["count"] or 1)
+        if not count or not query or length < query:
+            raise SettingsError(
+                f"batch {text!r}: {part!r} needs at least one sequence, and a sequence no shorter "
+                "than its query"
+            )
+        found += [(query, length)] * count
+    return found
+
+
+def _number(text: str) -> int:
+    return int(text[:-1]) * 1024 if text.endswith("k") else int(text)

@@ -1,0 +1,104 @@
+"""Reads request traces: the Azure LLM 2023 CSV and Mooncake's JSONL."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from polyattn.errors import TraceError
+
+HASH_BLOCK = 512
+"""Tokens behind one of Mooncake's `hash_ids`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request. Equal `hash_ids` mean an equal prefix up to that block of `hash_block` tokens."""
+
+    prompt: int
+    output: int
+    hash_ids: tuple[int, ...] = ()
+    hash_block: int = HASH_BLOCK
+
+    def scaled(self, scale: float) -> Request:
+        """Return the request with its lengths multiplied, none below 1."""
+        return replace(
+            self,
+            prompt=max(1, round(self.prompt * scale)),
+            output=max(1, round(self.output * scale)),
+            hash_block=max(1, round(self.hash_block * scale)),
+        )
+
+
+def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
+    """Return the first `limit` requests. Raises `TraceError` that names the file and the line."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"{path}: can't be read: {error}") from error
+    parse = _jsonl if path.suffix == ".jsonl" else _csv
+    requests = []
+    for request in parse(path, lines):
+        requests.append(request)
+        if limit is not None and len(requests) >= limit:
+            break
+    if not requests:
+        raise TraceError(f"{path}: holds no request")
+    return requests
+
+
+def _csv(path: Path, lines: list[str]) -> Iterator[Request]:
+    rows = csv.reader(lines)
+    header = [name.strip() for name in next(rows, [])]
+    columns = []
+    for name in ("ContextTokens", "GeneratedTokens"):
+        if name not in header:
+            raise TraceError(f"{path}, line 1: the header {header} lacks the column {name!r}")
+        columns.append(header.index(name))
+    for number, row in enumerate(rows, 2):
+        if not row:
+            continue
+        try:
+            prompt, output = (int(row[c]) for c in columns)
+        except (ValueError, IndexError):
+            raise TraceError(
+                f"{path}, line {number}: {','.join(row)!r} must have whole numbers in "
+                "ContextTokens and GeneratedTokens"
+            ) from None
+        yield _request(path, number, prompt, output, ())
+
+
+def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            entry: Any = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise TraceError(f"{where}: not JSON: {error}") from None
+        if not isinstance(entry, dict):
+            raise TraceError(f"{where}: must be a JSON object")
+        for name in ("input_length", "output_length"):
+            if not isinstance(entry.get(name), int):
+                raise TraceError(f"{where}: {name}={entry.get(name)!r} must be a whole number")
+        ids = entry.get("hash_ids", [])
+        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+            raise TraceError(f"{where}: hash_ids must be a list of whole numbers")
+        yield _request(path, number, entry["input_length"], entry["output_length"], tuple(ids))
+
+
+def _request(
+    path: Path, number: int, prompt: int, output: int, hash_ids: tuple[int, ...]
+) -> Request:
+    if prompt < 1 or output < 0:
+        raise TraceError(
+            f"{path}, line {number}: {prompt} prompt and {output} output tokens; a request needs at "
+            "least 1 and 0"
+        )
+    return Request(prompt, max(output, 1), hash_ids)
