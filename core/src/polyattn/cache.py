@@ -42,7 +42,9 @@ class KVCacheSpec:
             if not isinstance(value, int) or value <= 0:
                 raise CacheError(f"KVCacheSpec.{name}={value!r} must be a positive integer")
         if self.dtype not in STORAGE_DTYPES:
-            raise CacheError(f"KVCacheSpec.dtype={self.dtype!r}{nearest(self.dtype, STORAGE_DTYPES)}")
+            raise CacheError(
+                f"KVCacheSpec.dtype={self.dtype!r}{nearest(self.dtype, STORAGE_DTYPES)}"
+            )
         if self.layout not in LAYOUTS:
             raise CacheError(f"KVCacheSpec.layout={self.layout!r}{nearest(self.layout, LAYOUTS)}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from polyattn.device import Device, arch_matches
 from polyattn.spec import (
@@ -254,7 +255,7 @@ def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Nee
         )
 
 
-class _Need:
+class _Need(Protocol):
     """The shape of `check`'s inner function, for the helpers' signatures."""
 
     def __call__(

@@ -53,9 +53,7 @@ def call(
     key_cache = None if cache is None else cache.key
     value_cache = None if cache is None else cache.value
     assert layer._handle is not None, "handle(layer) comes before torch.compile"
-    torch.ops.polyattn.attention(
-        query, key, value, key_cache, value_cache, out, lse, layer._handle
-    )
+    torch.ops.polyattn.attention(query, key, value, key_cache, value_cache, out, lse, layer._handle)
     return out if lse is None else (out, lse)
 
 

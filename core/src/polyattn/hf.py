@@ -52,7 +52,9 @@ def read_config(config: Mapping[str, Any] | str | os.PathLike[str] | object) -> 
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file; give a config.json or its directory") from None
+            raise ConfigError(
+                f"{path}: no such file; give a config.json or its directory"
+            ) from None
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not JSON, or truncated: {error}") from error
         except OSError as error:

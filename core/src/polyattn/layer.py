@@ -17,6 +17,8 @@ from polyattn.selector import Selection, resolve_device, select
 from polyattn.settings import current
 from polyattn.spec import LayerSpec
 
+_UNSEEN = object()
+
 
 class Attention(nn.Module):
     """One attention layer on the selected backends.
@@ -57,19 +59,19 @@ class Attention(nn.Module):
             _per_head(
                 spec,
                 "alibi_slopes",
-                default_slopes(spec.num_heads) if spec.alibi and alibi_slopes is None else alibi_slopes,
+                default_slopes(spec.num_heads)
+                if spec.alibi and alibi_slopes is None
+                else alibi_slopes,
                 spec.alibi,
                 selection,
             ),
             _scale("k_scale", k_scale),
             _scale("v_scale", v_scale),
         )
-        self._shapes = (
-            (spec.num_heads, spec.head_size),
-            (spec.num_kv_heads, spec.head_size),
-            (spec.num_kv_heads, spec.v_head_size),
-        )
-        self._out_shape = (spec.num_heads, spec.v_head_size)
+        self._planned: Batch | None = None
+        self._expected: tuple[torch.Size, ...] = ()
+        # Not None, so that the first call looks at what it was given.
+        self._known_cache: KVCache | object | None = _UNSEEN
         self._dtype = STORAGE_DTYPES[spec.dtype]
         self._needs_lse = spec.needs_lse
         self._handle: int | None = None
@@ -106,22 +108,28 @@ class Attention(nn.Module):
         planned = runtime.batch
         if planned is None:
             raise BatchError("no batch: pass batch=, or call plan(batch) first")
-        shapes, tokens = self._shapes, planned.num_tokens
-        if query.shape != (tokens, *shapes[0]) or query.dtype is not self._dtype:
-            raise _bad_input("query", query, (tokens, *shapes[0]), self._dtype)
+        if planned is not self._planned:  # shapes are made once a step, not once a call
+            self._expect(planned)
+        dtype, shapes = self._dtype, self._expected
+        if query.shape != shapes[0] or query.dtype is not dtype:
+            raise _bad_input("query", query, shapes[0], dtype)
         if key is not None and value is not None:
-            if key.shape != (tokens, *shapes[1]) or key.dtype is not self._dtype:
-                raise _bad_input("key", key, (tokens, *shapes[1]), self._dtype)
-            if value.shape != (tokens, *shapes[2]) or value.dtype is not self._dtype:
-                raise _bad_input("value", value, (tokens, *shapes[2]), self._dtype)
+            if key.shape != shapes[1] or key.dtype is not dtype:
+                raise _bad_input("key", key, shapes[1], dtype)
+            if value.shape != shapes[2] or value.dtype is not dtype:
+                raise _bad_input("value", value, shapes[2], dtype)
+        elif key is not None or value is not None or cache is None:
+            self._check_given(key, value, cache)
         if out is None:
-            out = query.new_empty((tokens, *self._out_shape))
-        elif out.shape != (tokens, *self._out_shape) or out.dtype is not self._dtype:
-            raise _bad_input("out", out, (tokens, *self._out_shape), self._dtype)
-        self._check_cache(query, key, value, cache, planned)
+            out = query.new_empty(shapes[3])
+        elif out.shape != shapes[3] or out.dtype is not dtype:
+            raise _bad_input("out", out, shapes[3], dtype)
+        if cache is not self._known_cache:
+            self._check_cache(query, cache)
+            self._known_cache = cache
         lse = None
         if self._needs_lse:
-            lse = query.new_empty((tokens, self._out_shape[0]), dtype=torch.float32)
+            lse = query.new_empty(shapes[3][:2], dtype=torch.float32)
         runtime.forward(query, key, value, cache, self.params, out, lse)
         return out if lse is None else (out, lse)
 
@@ -130,51 +138,56 @@ class Attention(nn.Module):
 
         `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping` int64, one each.
         """
-        tokens = slot_mapping.shape[0]
-        for name, tensor, shape in (
-            ("key", key, self._shapes[1]),
-            ("value", value, self._shapes[2]),
+        tokens, spec = slot_mapping.shape[0], self.selection.spec
+        for name, tensor, size in (
+            ("key", key, spec.head_size),
+            ("value", value, spec.v_head_size),
         ):
-            if tensor.shape != (tokens, *shape) or tensor.dtype is not self._dtype:
-                raise _bad_input(name, tensor, (tokens, *shape), self._dtype)
+            shape = (tokens, spec.num_kv_heads, size)
+            if tensor.shape != shape or tensor.dtype is not self._dtype:
+                raise _bad_input(name, tensor, shape, self._dtype)
         self.runtime.decode.write_kv(key, value, cache, slot_mapping, self.params)
 
-    def _check_cache(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        batch: Batch,
-    ) -> None:
-        spec = self.selection.spec
+    def _expect(self, batch: Batch) -> None:
+        spec, tokens = self.selection.spec, batch.num_tokens
+        self._expected = (
+            torch.Size((tokens, spec.num_heads, spec.head_size)),
+            torch.Size((tokens, spec.num_kv_heads, spec.head_size)),
+            torch.Size((tokens, spec.num_kv_heads, spec.v_head_size)),
+            torch.Size((tokens, spec.num_heads, spec.v_head_size)),
+        )
+        self._planned = batch
+
+    def _check_given(self, key: Tensor | None, value: Tensor | None, cache: KVCache | None) -> None:
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
+        if cache is None and not self.selection.spec.role.has_cache:
+            raise BatchError(f"{self.selection.spec} keeps no cache; pass key and value")
+
+    def _check_cache(self, query: Tensor, cache: KVCache | None) -> None:
+        spec = self.selection.spec
         if cache is None:
             if spec.role.has_cache:
                 raise BatchError(f"{spec} attends over a cache; pass cache=")
-            if key is None:
-                raise BatchError(f"{spec} keeps no cache; pass key and value")
             return
         if not spec.role.has_cache:
             raise BatchError(f"{spec} keeps no cache; pass cache=None")
-        if cache.key.shape[1:] != (self.runtime.block_size, *self._shapes[1]):
-            raise _bad_input(
-                "cache.key", cache.key, ("num_blocks", self.runtime.block_size, *self._shapes[1])
-            )
-        if cache.value.shape[2:] != self._shapes[2]:
-            raise _bad_input(
-                "cache.value",
-                cache.value,
-                ("num_blocks", self.runtime.block_size, *self._shapes[2]),
-            )
+        for name, tensor, size in (
+            ("cache.key", cache.key, spec.head_size),
+            ("cache.value", cache.value, spec.v_head_size),
+        ):
+            shape = (self.runtime.block_size, spec.num_kv_heads, size)
+            if tensor.shape[1:] != shape:
+                raise _bad_input(name, tensor, ("num_blocks", *shape))
         if cache.layout != self.selection.decision.layout and spec.num_kv_heads > 1:
             raise BatchError(
                 f"the cache's layout is {cache.layout}, the selection's "
                 f"{self.selection.decision.layout}; allocate it with selection.cache_spec(n)"
             )
         if cache.key.device != query.device:
-            raise BatchError(f"query is on {query.device}, the cache on {cache.key.device}; move one")
+            raise BatchError(
+                f"query is on {query.device}, the cache on {cache.key.device}; move one"
+            )
 
     def extra_repr(self) -> str:
         """Describe the layer in `print(model)`."""

@@ -138,9 +138,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
     plugins = _names(*value("plugins"))
     layout, layout_source = value("layout")
     if layout is not None and str(layout).upper() not in LAYOUTS:
-        raise SettingsError(
-            f"{layout_source}={layout!r} is unknown{nearest(str(layout), LAYOUTS)}"
-        )
+        raise SettingsError(f"{layout_source}={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
     return Settings(
         sources=tuple(sources),
         plugins=plugins,

@@ -203,4 +203,3 @@ def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts
         text += f"\n  none is for {spec.kind.value} layers on platform {device.platform}"
         text += f'; pip install "polyattn[{device.platform}]"'
     return text + "".join(f"\n  note: {problem}" for problem in facts.problems)
-

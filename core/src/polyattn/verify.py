@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
+from torch import Tensor
 
 from polyattn import reference
-from polyattn.backend import LayerParams
 from polyattn.batch import Batch
-from polyattn.cache import KVCache, KVCacheSpec
+from polyattn.cache import STORAGE_DTYPES, KVCache
 from polyattn.decision import Decision
 from polyattn.discovery import Registry
 from polyattn.errors import PolyattnError
-from polyattn.spec import LayerSpec
+from polyattn.layer import Attention
+from polyattn.selector import Selection
+from polyattn.spec import LayerSpec, Role
 from polyattn.tolerance import TOLERANCES, lse_error, output_error
 
 
@@ -29,86 +29,77 @@ def verify_decision(decision: Decision, registry: Registry) -> dict[str, str]:
 
 
 def _problem(decision: Decision, registry: Registry, phase: str) -> str | None:
-    from polyattn.layer import Attention
-    from polyattn.selector import Selection
-
     spec = decision.spec
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    inputs = _Inputs(spec, str(decision.device.torch_device))
     try:
-        layer = Attention(Selection(decision, registry), **_extras(spec, generator))
+        sinks = inputs.random(spec.num_heads).float() if spec.learned_sinks else None
+        layer = Attention(Selection(decision, registry), sinks=sinks)
         if spec.role.has_cache:
-            return _run_cached(layer, spec, phase, generator)
-        return _run_dense(layer, spec, generator)
+            return _run_cached(layer, phase, inputs)
+        return _run_dense(layer, inputs)
     except PolyattnError as error:
         return str(error)
     except Exception as error:  # whatever a vendor's library raises is a reason, not our end
         return f"{type(error).__name__}: {error}"
 
 
-def _extras(spec: LayerSpec, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    if not spec.learned_sinks:
-        return {}
-    return {"sinks": torch.randn(spec.num_heads, generator=generator)}
+class _Inputs:
+    """Random inputs of one layer on one device."""
+
+    def __init__(self, spec: LayerSpec, device: str):
+        self.spec, self.device = spec, device
+        self.generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+
+    def random(self, *shape: int) -> Tensor:
+        values = torch.randn(*shape, generator=self.generator)
+        return values.to(STORAGE_DTYPES[self.spec.dtype]).to(self.device)
+
+    def step(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        spec = self.spec
+        return (
+            self.random(tokens, spec.num_heads, spec.head_size),
+            self.random(tokens, spec.num_kv_heads, spec.head_size),
+            self.random(tokens, spec.num_kv_heads, spec.v_head_size),
+        )
+
+    def fill(self, cache: KVCache) -> None:
+        for stored in (cache.key, cache.value):
+            values = torch.randn(stored.shape, generator=self.generator)
+            if stored.dtype == torch.int8:
+                values = (values * 32).clamp(-127, 127)
+            stored.copy_(values.to(stored.dtype).to(stored.device))
 
 
-def _random(spec: LayerSpec, generator: torch.Generator, *shape: int) -> torch.Tensor:
-    from polyattn.cache import STORAGE_DTYPES
-
-    return torch.randn(*shape, generator=generator).to(STORAGE_DTYPES[spec.dtype])
-
-
-def _run_cached(layer: object, spec: LayerSpec, phase: str, gen: torch.Generator) -> str | None:
-    from polyattn.layer import Attention
-
-    assert isinstance(layer, Attention)
-    device = layer.selection.device.torch_device
-    size = layer.selection.decision.block_size
+def _run_cached(layer: Attention, phase: str, inputs: _Inputs) -> str | None:
+    spec, size = layer.selection.spec, layer.selection.decision.block_size
     assert size is not None
     lens = [1, size + 1, 3 * size]
-    query_lens = [1, 1, 1] if phase == "decode" else [1, size, 5]
-    query_lens = [min(q, n) for q, n in zip(query_lens, lens, strict=True)]
-    if phase == "prefill":
-        query_lens[0] = 0  # not a decode
+    # A prefill that began with a single token would be taken for a decode.
+    query_lens = [1, 1, 1] if phase == "decode" else [0, size, 5]
     table = torch.tensor([[3, 0, 0], [5, 1, 0], [2, 6, 4]], dtype=torch.int32)
-    cache_spec: KVCacheSpec = layer.selection.cache_spec(8)
-    cache = cache_spec.allocate(str(device))
-    _fill(cache, gen)
-    batch = Batch.from_lens(query_lens, lens, table.to(str(device)), size)
-    tokens = batch.num_tokens
-    query = _random(spec, gen, tokens, spec.num_heads, spec.head_size).to(str(device))
-    key = _random(spec, gen, tokens, spec.num_kv_heads, spec.head_size).to(str(device))
-    value = _random(spec, gen, tokens, spec.num_kv_heads, spec.v_head_size).to(str(device))
-    if spec.role.value == "cross":
-        key_value = (None, None)
+    cache = layer.selection.cache_spec(8).allocate(inputs.device)
+    inputs.fill(cache)
+    batch = Batch.from_lens(query_lens, lens, table.to(inputs.device), size)
+    query, key, value = inputs.step(batch.num_tokens)
+    if spec.role is Role.CROSS:
+        got = layer(query, None, None, cache, batch)
     else:
-        key_value = (key, value)  # type: ignore[assignment]
-    got = layer(query, *key_value, cache, batch)
-    return _compare(spec, got, reference.forward(spec, query, None, None, cache, batch, layer.params))
+        got = layer(query, key, value, cache, batch)
+    expected = reference.forward(spec, query, None, None, cache, batch, layer.params)
+    return _compare(spec, got, expected)
 
 
-def _run_dense(layer: object, spec: LayerSpec, gen: torch.Generator) -> str | None:
-    from polyattn.layer import Attention
-
-    assert isinstance(layer, Attention)
-    device = str(layer.selection.device.torch_device)
-    batch = Batch.from_lens([1, 33], [1, 33], device=device)
-    query = _random(spec, gen, 34, spec.num_heads, spec.head_size).to(device)
-    key = _random(spec, gen, 34, spec.num_kv_heads, spec.head_size).to(device)
-    value = _random(spec, gen, 34, spec.num_kv_heads, spec.v_head_size).to(device)
+def _run_dense(layer: Attention, inputs: _Inputs) -> str | None:
+    spec = layer.selection.spec
+    batch = Batch.from_lens([1, 33], [1, 33], device=inputs.device)
+    query, key, value = inputs.step(34)
     got = layer(query, key, value, None, batch)
-    return _compare(spec, got, reference.forward(spec, query, key, value, None, batch, layer.params))
-
-
-def _fill(cache: KVCache, gen: torch.Generator) -> None:
-    for stored in (cache.key, cache.value):
-        values = torch.randn(stored.shape, generator=gen)
-        if stored.dtype == torch.int8:
-            values = (values * 32).clamp(-127, 127)
-        stored.copy_(values.to(stored.dtype).to(stored.device))
+    expected = reference.forward(spec, query, key, value, None, batch, layer.params)
+    return _compare(spec, got, expected)
 
 
 def _compare(
-    spec: LayerSpec, got: object, expected: tuple[torch.Tensor, torch.Tensor]
+    spec: LayerSpec, got: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 ) -> str | None:
     out, lse = got if isinstance(got, tuple) else (got, None)
     limit = TOLERANCES[spec.dtype]
@@ -120,6 +111,3 @@ def _compare(
         if error > limit.lse:
             return f"its LSE is wrong: error {error:.2g}, allowed {limit.lse:g}"
     return None
-
-
-__all__ = ["LayerParams", "replace", "verify_decision"]

@@ -109,7 +109,9 @@ class Bench:
 
     def _named(self, name: str, phases: set[str]) -> Selection:
         info = discover().backend(name)
-        both = all(not check(info.capabilities, self.spec, self.device, p) for p in ("prefill", "decode"))
+        both = all(
+            not check(info.capabilities, self.spec, self.device, p) for p in ("prefill", "decode")
+        )
         scoped = ",".join(f"{phase}={info.name}" for phase in sorted(phases))
         return select(self.spec, self.device, backend=info.name if both else scoped)
 

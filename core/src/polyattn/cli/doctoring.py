@@ -37,7 +37,9 @@ def examine() -> dict[str, Any]:
         "system": platform.platform(),
         "torch": _torch(problems),
         "variables": {
-            name: os.environ[name] for name in (*VARIABLES, *FOREIGN_VARIABLES) if name in os.environ
+            name: os.environ[name]
+            for name in (*VARIABLES, *FOREIGN_VARIABLES)
+            if name in os.environ
         },
         "devices": [],
         "plugins": [],

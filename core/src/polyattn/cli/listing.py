@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from polyattn.backend import BackendInfo
-from polyattn.cli.output import console, print_json, table
 from polyattn.discovery import Registry, discover
 from polyattn.platforms import availability
 from polyattn.settings import current
@@ -17,24 +18,32 @@ def show(as_json: bool) -> None:
     registry = discover()
     rows = backend_rows(registry)
     if as_json:
-        print_json(
-            {"plugins": plugin_rows(registry), "backends": rows, "problems": registry.problems}
-        )
+        found = {"plugins": plugin_rows(registry), "backends": rows}
+        print(json.dumps(found | {"problems": registry.problems}, indent=2))
         return
-    plugins = table("plugin", "distribution", "version", "status")
-    for row in plugin_rows(registry):
-        plugins.add_row(row["name"], row["distribution"], row["version"], row["status"])
-    console.print(plugins, "")
-    backends = table("backend", "platforms", "proof", "state", "what it is")
+    plugins = [("plugin", "distribution", "version", "status")]
+    plugins += [
+        (r["name"], r["distribution"], r["version"], r["status"]) for r in plugin_rows(registry)
+    ]
+    backends = [("backend", "platforms", "proof", "state", "what it is")]
     for row in rows:
         proof = ", ".join(f"{where} {how}" for where, how in row["proof"].items())
         state = row["problem"] or "ready"
-        backends.add_row(row["name"], ", ".join(row["platforms"]), proof, state, row["summary"])
-    console.print(backends)
+        backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
+    print(f"{columns(plugins)}\n\n{columns(backends)}")
     for problem in registry.problems:
-        console.print(f"\n[red]problem[/]: {problem}", highlight=False)
+        print(f"\nproblem: {problem}")
     if not registry.plugins:
-        console.print('no plugin is installed: pip install "polyattn[cpu]"', markup=False)
+        print('no plugin is installed: pip install "polyattn[cpu]"')
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of text. By hand: importing rich would take half of this command's time."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
 
 
 def plugin_rows(registry: Registry) -> list[dict[str, str]]:

@@ -1,5 +1,6 @@
 """The commands and their options. Each command's work is in a module of its own, imported when
-it runs, so that `polyattn list` costs milliseconds."""
+it runs, so that `polyattn list` costs milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +149,3 @@ def main() -> None:
     except PolyattnError as error:
         print(f"polyattn: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-
-
-if __name__ == "__main__":
-    main()

@@ -27,7 +27,10 @@ def plot_run(report: Report, path: Path) -> None:
     """Write each step's time and the cache's use over the run."""
     figure, axes = _figure(2, 6)
     steps = report.steps
-    for decode, label, colour in ((False, "with prefill", "tab:orange"), (True, "decode only", "tab:blue")):
+    for decode, label, colour in (
+        (False, "with prefill", "tab:orange"),
+        (True, "decode only", "tab:blue"),
+    ):
         chosen = [i for i, s in enumerate(steps) if s.decode is decode]
         axes[0, 0].scatter(
             chosen, [steps[i].seconds * 1e3 for i in chosen], s=8, label=label, color=colour
@@ -39,9 +42,7 @@ def plot_run(report: Report, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def plot_bench(
-    rows: Sequence[dict[str, Any]], path: Path, title: str
-) -> None:
+def plot_bench(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
     """Write a bar for each backend and batch, grouped by batch, the choice in a darker colour."""
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     figure, axes = _figure(len(batches), 0.8 + 0.35 * len(rows) + 0.6 * len(batches))

@@ -75,9 +75,7 @@ def show(options: RunOptions) -> int:
     return 0
 
 
-def _served(
-    specs: list[LayerSpec], options: RunOptions
-) -> tuple[list[LayerSpec], dict[str, int]]:
+def _served(specs: list[LayerSpec], options: RunOptions) -> tuple[list[LayerSpec], dict[str, int]]:
     """Split the layers into those that are served and a count of the other kinds."""
     served, skipped = [], dict[str, int]()
     for spec in specs:
@@ -127,7 +125,9 @@ def _print_selection(
 
 def _print_report(report: Report, clipped: int) -> None:
     data = report.to_dict()
-    phases = table("steps", ">steps", ">tokens", ">seconds", ">p50 ms", ">p99 ms", ">GB/s", ">TFLOP/s")
+    phases = table(
+        "steps", ">steps", ">tokens", ">seconds", ">p50 ms", ">p99 ms", ">GB/s", ">TFLOP/s"
+    )
     for name in ("prefill", "decode"):
         row = data[name]
         phases.add_row(
@@ -156,9 +156,7 @@ def _json(
 ) -> dict[str, Any]:
     return {
         "model": path.stem,
-        "groups": [
-            {"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups
-        ],
+        "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],
         "not_served": skipped,
         "clipped_prompts": clipped,
         **report.to_dict(),

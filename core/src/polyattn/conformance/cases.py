@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -59,7 +59,7 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "decode": decode,
         "prefill": prefill,
         "chunked": chunked,
-        "mixed": decode + [(0, 0)] + prefill[3:] + chunked,
+        "mixed": [*decode, (0, 0), *prefill[3:], *chunked],
         "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
         "empty": [(0, 0), (0, 7)],
         "dense": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17)],
@@ -198,27 +198,17 @@ def _behaviour(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> l
     return cases
 
 
-def _refusals(
-    caps: Capabilities, base: LayerSpec, device: Device, phase: str
-) -> Iterator[Case]:
+def _refusals(caps: Capabilities, base: LayerSpec, device: Device, phase: str) -> Iterator[Case]:
     """One case for each thing that the backend doesn't claim."""
-    attempts: list[tuple[str, Callable[[], LayerSpec]]] = []
-    for dtype in DTYPES:
-        attempts.append((f"dtype {dtype}", lambda d=dtype: base.replace(dtype=d)))  # type: ignore[misc]
-    for size in HEAD_SIZES:
-        attempts.append((f"head_size {size}", lambda s=size: base.replace(head_size=s)))  # type: ignore[misc]
-    for cached in KV_CACHE_DTYPES:
-        attempts.append((f"kv_cache_dtype {cached}", lambda c=cached: base.replace(kv_cache_dtype=c)))  # type: ignore[misc]
-    for ratio in GQA_RATIOS:
-        attempts.append(
-            (f"gqa {ratio}", lambda r=ratio: base.replace(num_heads=2 * r, num_kv_heads=2))  # type: ignore[misc]
-        )
-    for name, fields in FEATURE_FIELDS.items():
-        attempts.append((name, lambda f=fields: base.replace(**f)))  # type: ignore[misc]
-    attempts.append(("v_head_size", lambda: base.replace(v_head_size=base.head_size // 2)))
+    attempts: dict[str, dict[str, Any]] = dict(FEATURE_FIELDS)
+    attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}
+    attempts |= {f"head_size {size}": {"head_size": size} for size in HEAD_SIZES}
+    attempts |= {f"kv_cache_dtype {c}": {"kv_cache_dtype": c} for c in KV_CACHE_DTYPES}
+    attempts |= {f"gqa {r}": {"num_heads": 2 * r, "num_kv_heads": 2} for r in GQA_RATIOS}
+    attempts["v_head_size"] = {"v_head_size": base.head_size // 2}
     if base.role is Role.DECODER:
-        attempts.append(("non_causal", lambda: base.replace(causal=False)))
-    for label, make in attempts:
-        spec = make()
+        attempts["non_causal"] = {"causal": False}
+    for label, changes in attempts.items():
+        spec = base.replace(**changes)
         if check(caps, spec, device, phase):
             yield Case("refusal", label, spec, "none")

@@ -130,9 +130,7 @@ class Harness:
         spec = layer.selection.spec
         shape = (inputs.batch.num_tokens, spec.num_heads, spec.v_head_size)
         out = torch.full(shape, torch.nan, dtype=inputs.query.dtype, device=self.torch_device)
-        got = layer(
-            inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, out=out
-        )
+        got = layer(inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, out=out)
         result, lse = got if isinstance(got, tuple) else (got, None)
         assert result.data_ptr() == out.data_ptr(), "out= was given, and another tensor came back"
         return out, lse

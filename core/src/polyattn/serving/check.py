@@ -73,5 +73,3 @@ class Checker:
                 f"sequence {index} of {batch}, token {at}: error {error:.3g}, allowed {limit:g} "
                 f"({spec}; {ran})"
             )
-
-

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, Role
 from polyattn.cache import STORAGE_DTYPES
-from polyattn.cost import batch_cost
+from polyattn.cost import Cost, batch_cost
 from polyattn.errors import CacheError, ConfigError
 from polyattn.hf import Config
 from polyattn.serving.blocks import BlockAllocator
@@ -130,7 +130,8 @@ class Engine:
             GroupRunner(g, options, n) for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
         ]
         self.encoders = [
-            GroupRunner(g, options, 0) for g in (*by_role[Role.ENCODER], *by_role[Role.ENCODER_ONLY])
+            GroupRunner(g, options, 0)
+            for g in (*by_role[Role.ENCODER], *by_role[Role.ENCODER_ONLY])
         ]
         sources = [r.prompt for r in requests]
         self.crosses = [_Cross(g, options, max(sources)) for g in by_role[Role.CROSS]]
@@ -180,7 +181,7 @@ class Engine:
         counts = [item.count for item in plan]
         lens = [item.start + item.count for item in plan]
         seconds = self._encode(plan)
-        cost = self.report.zero_cost
+        cost = Cost(0, 0)
         for index, runner in enumerate(self.decoders):
             pool = self.pools[index]
             table = _table([item.sequence.blocks[index] for item in plan], runner.device)
@@ -195,7 +196,7 @@ class Engine:
             cost += sum(
                 (batch_cost(r.spec, Batch.from_lens(counts, lens)) * len(r.layers)
                  for r in self.encoders),
-                start=self.report.zero_cost,
+                start=Cost(0, 0),
             )  # fmt: skip
         decode = all(item.count == 1 and item.start > 0 for item in plan)
         used = max((p.allocator.num_used / p.allocator.num_blocks for p in self.pools), default=0.0)

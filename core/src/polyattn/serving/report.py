@@ -30,13 +30,12 @@ class Report:
     preemptions: int = 0
     max_error: float = 0.0
     checked: int = 0
-    zero_cost: Cost = Cost(0, 0)
 
     def phase(self, decode: bool) -> dict[str, Any]:
         """Return counts, milliseconds a step and achieved rates of one kind of step."""
         steps = [s for s in self.steps if s.decode is decode]
         seconds = sum(s.seconds for s in steps)
-        cost = sum((s.cost for s in steps), start=self.zero_cost)
+        cost = sum((s.cost for s in steps), start=Cost(0, 0))
         times = sorted(s.seconds for s in steps)
         return {
             "steps": len(steps),

@@ -34,10 +34,8 @@ def _cpuinfo() -> tuple[str, frozenset[str]]:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:  # not Linux: the features stay unknown, which no backend of ours minds
         return "", frozenset()
-    fields = dict(
-        (key.strip(), value.strip())
-        for key, _, value in (line.partition(":") for line in text.split("\n\n")[0].splitlines())
-    )
+    lines = (line.partition(":") for line in text.split("\n\n")[0].splitlines())
+    fields = {key.strip(): value.strip() for key, _, value in lines}
     return fields.get("model name", ""), frozenset(
         (fields.get("flags") or fields.get("Features") or "").split()
     )

@@ -116,9 +116,7 @@ class TorchSDPA(AttentionBackend):
             and spec.logit_soft_cap is None
         )
 
-    def _causal(
-        self, query: Tensor, source: _Source, context: int, length: int
-    ) -> AttentionState:
+    def _causal(self, query: Tensor, source: _Source, context: int, length: int) -> AttentionState:
         """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
         tail = self._kernel(query, *source.read(Span(0, context, length)), causal=True)
         if context == 0:
@@ -271,5 +269,3 @@ def _store(state: AttentionState, params: LayerParams, out: Tensor, lse: Tensor 
 def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:
     if lse is not None:
         lse.copy_(values if params.sinks is None else torch.logaddexp(values, params.sinks))
-
-
