@@ -197,13 +197,6 @@ def quantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     )
 
 
-def dequantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return `tensor * scale` in `dtype` where `tensor` is quantised, else `tensor` in `dtype`."""
-    if tensor.dtype.itemsize > 1:
-        return tensor.to(dtype)
-    return tensor.to(dtype) * scale
-
-
 def raw(tensor: Tensor) -> Tensor:
     """View a one-byte float as uint8: many indexing kernels know no fp8."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:

@@ -179,7 +179,8 @@ class Attention(nn.Module):
             shape = (self.runtime.block_size, spec.num_kv_heads, size)
             if tensor.shape[1:] != shape:
                 raise _bad_input(name, tensor, ("num_blocks", *shape))
-        if cache.layout != self.selection.decision.layout and spec.num_kv_heads > 1:
+        both = spec.num_kv_heads > 1 and cache.block_size > 1  # else there is but one order
+        if both and cache.layout != self.selection.decision.layout:
             raise BatchError(
                 f"the cache's layout is {cache.layout}, the selection's "
                 f"{self.selection.decision.layout}; allocate it with selection.cache_spec(n)"

@@ -17,14 +17,15 @@ class Tolerance:
 
 
 TOLERANCES: dict[str, Tolerance] = {
-    "float64": Tolerance(1e-12, 1e-11),
+    "float64": Tolerance(1e-12, 5e-6),
     "float32": Tolerance(2e-5, 1e-4),
     "bfloat16": Tolerance(1.5e-2, 4e-3),
     "float16": Tolerance(3e-3, 3e-3),
 }
 """By the layer's dtype. The inputs, a quantised cache included, are what the reference reads too,
 so only the backend's own rounding counts: half a unit in the last place of bf16 is 3.9e-3, of
-fp16 4.9e-4, and a kernel rounds the weights and the output."""
+fp16 4.9e-4, and a kernel rounds the weights and the output. The LSE is float32 by contract, whatever
+the dtype."""
 
 
 def output_error(out: Tensor, reference: Tensor) -> float:

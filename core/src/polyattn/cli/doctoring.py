@@ -7,6 +7,8 @@ import platform
 import sys
 from typing import Any
 
+from rich.markup import escape
+
 from polyattn import __version__
 from polyattn.backend import API_VERSION, load_object
 from polyattn.cli.listing import backend_rows, plugin_rows
@@ -113,11 +115,11 @@ def _print(report: dict[str, Any]) -> None:
     console.print(facts, "")
     plugins = table("plugin", "distribution", "version", "status")
     for row in report["plugins"]:
-        plugins.add_row(row["name"], row["distribution"], row["version"], row["status"])
+        plugins.add_row(row["name"], row["distribution"], row["version"], escape(row["status"]))
     console.print(plugins, "")
     backends = table("backend", "plugin", "state")
     for row in report["backends"]:
-        backends.add_row(row["name"], row["plugin"], row["problem"] or "ready")
+        backends.add_row(row["name"], row["plugin"], escape(row["problem"] or "ready"))
     console.print(backends, "")
     variables = table("variable with an effect", "meaning")
     for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
@@ -126,6 +128,6 @@ def _print(report: dict[str, Any]) -> None:
     for note in report.get("notes", []):
         console.print(f"note: {note}", markup=False)
     for problem in report["problems"]:
-        console.print(f"[red]problem[/]: {problem}", highlight=False)
+        console.print(f"[red]problem[/]: {escape(problem)}", highlight=False)
     if not report["problems"]:
         console.print("[green]no problem found[/]")

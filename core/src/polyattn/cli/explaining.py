@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.markup import escape
 from rich.tree import Tree
 
 from polyattn.cli.models import find_config
@@ -53,15 +54,15 @@ def _json(spec: LayerSpec, layers: list[int], result: Decision | SelectionError)
 def _tree(spec: LayerSpec, layers: list[int], result: Decision | SelectionError) -> Tree:
     tree = Tree(f"[bold]{len(layers)} layers[/]: {spec}")
     if isinstance(result, SelectionError):
-        tree.add(f"[red]{result}[/]")
+        tree.add(f"[red]{escape(str(result))}[/]")
         return tree
     for number, step in enumerate(result.steps, 1):
         node = tree.add(f"{number}. {step.question} [bold]{step.answer}[/]")
         for verdict in step.verdicts:
             mark = "[green]+[/]" if verdict.accepted else "[red]-[/]"
-            leaf = node.add(f"{mark} {verdict_line(verdict)}")
+            leaf = node.add(f"{mark} {escape(verdict_line(verdict))}")
             for rejection in verdict.rejections:
-                leaf.add(str(rejection))
+                leaf.add(escape(str(rejection)))
     tree.add(f"[bold green]=> {result.summary()}[/]")
     for note in result.notes:
         tree.add(f"note: {note}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn import Batch, KVCache, LayerParams, LayerSpec
-from polyattn.cache import dequantize, raw
+from polyattn import Batch, KVCache, LayerSpec
+from polyattn.cache import raw
 from torch import Tensor
 
 
@@ -56,18 +56,22 @@ class PagedReader:
         self._runs: dict[tuple[int, int, int], Tensor | slice] = {}
 
     def read(
-        self, cache: KVCache, params: LayerParams, index: int, span: Span, dtype: torch.dtype
+        self, cache: KVCache, index: int, span: Span, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return K and V of a span as (num_kv_heads, keys, size), scales applied."""
+        """Return K and V of a span as (num_kv_heads, keys, size).
+
+        Quantised values come as they are stored: every one of them is exact in bf16, so the scales
+        are left for the scores and the output, where they cost no rounding.
+        """
         size = cache.block_size
         parts = [(span.start, span.stop)]
         if span.sinks:
             parts.insert(0, (0, span.sinks))
         found = []
-        for stored, scale in ((cache.key, params.k_scale), (cache.value, params.v_scale)):
+        for stored in (cache.key, cache.value):
             pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in parts]
             tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-            found.append(dequantize(tokens, dtype, scale))
+            found.append(tokens.to(dtype))
         return found[0], found[1]
 
     def _piece(

@@ -49,6 +49,8 @@ class TorchSDPA(AttentionBackend):
         batch, starts = self.batch, self.batch.starts
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype
+        self.k_scale = params.k_scale if rounded else 1.0
+        self.v_scale = params.v_scale if rounded else 1.0
         for index, length in enumerate(batch.lens):
             rows = slice(starts[index], starts[index + 1])
             whole = length == batch.query_lens[index] and key is not None and not rounded
@@ -57,7 +59,7 @@ class TorchSDPA(AttentionBackend):
                 source = _Given(k, v)
             else:
                 assert cache is not None
-                source = _Paged(self.reader, cache, params, index, query.dtype)
+                source = _Paged(self.reader, cache, index, query.dtype)
             self._sequence(
                 query[rows], source, length, params, out[rows], None if lse is None else lse[rows]
             )
@@ -91,7 +93,7 @@ class TorchSDPA(AttentionBackend):
         context = length - count
         if self._fits_causal_kernel(count):
             state = self._causal(query, source, context, length)
-            _store(state, params, out, lse)
+            self._store(state, params, out, lse)
             return
         step = QUERY_BLOCK if self.spec.causal or self.spec.sliding_window else 4 * QUERY_BLOCK
         for at in range(0, count, step):
@@ -100,7 +102,7 @@ class TorchSDPA(AttentionBackend):
             span = seen(self.spec, first, last, length)
             keys, values = source.read(span)
             state = self._block(query[rows], keys, values, span, first, params)
-            _store(state, params, out[rows], None if lse is None else lse[rows])
+            self._store(state, params, out[rows], None if lse is None else lse[rows])
 
     def _fits_causal_kernel(self, count: int) -> bool:
         spec = self.spec
@@ -140,7 +142,7 @@ class TorchSDPA(AttentionBackend):
             0.0,
             causal,
             attn_mask=None if bias is None else bias[None],
-            scale=self.spec.scale,
+            scale=self.spec.scale * self.k_scale,
         )
         return AttentionState(output[0].transpose(0, 1), lse[0].T)
 
@@ -194,7 +196,8 @@ class TorchSDPA(AttentionBackend):
         heads, groups, count = keys.shape[0], self.spec.gqa_ratio, query.shape[0]
         folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
         folded = folded.reshape(heads, groups * count, -1)
-        scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2)) * self.spec.scale
+        scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2))
+        scores *= self.spec.scale * self.k_scale
         cap = self.spec.logit_soft_cap
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
@@ -205,6 +208,17 @@ class TorchSDPA(AttentionBackend):
         weights = torch.exp(scores - lse[..., None]).view(heads, groups * count, -1)
         output = torch.bmm(weights, values.to(dtype)).view(heads * groups, count, -1)
         return AttentionState(output.transpose(0, 1), lse.T)
+
+    def _store(
+        self, state: AttentionState, params: LayerParams, out: Tensor, lse: Tensor | None
+    ) -> None:
+        output = state.output
+        if self.v_scale != 1.0:
+            output = output.float() * self.v_scale
+        if params.sinks is not None:  # the sink joins the denominator after the fact
+            output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
+        out.copy_(output)
+        _store_lse(lse, params, state.lse)
 
 
 class _Given:
@@ -230,15 +244,13 @@ class _Paged:
         self,
         reader: PagedReader,
         cache: KVCache,
-        params: LayerParams,
         index: int,
         dtype: torch.dtype,
     ):
-        self.reader, self.cache, self.params = reader, cache, params
-        self.index, self.dtype = index, dtype
+        self.reader, self.cache, self.index, self.dtype = reader, cache, index, dtype
 
     def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        return self.reader.read(self.cache, self.params, self.index, span, self.dtype)
+        return self.reader.read(self.cache, self.index, span, self.dtype)
 
 
 _Source = _Given | _Paged
@@ -256,14 +268,6 @@ def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:
     if spec.chunk_size is not None:
         mask &= key // spec.chunk_size == position // spec.chunk_size
     return mask
-
-
-def _store(state: AttentionState, params: LayerParams, out: Tensor, lse: Tensor | None) -> None:
-    output = state.output
-    if params.sinks is not None:  # the sink joins the denominator after the fact
-        output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
-    out.copy_(output)
-    _store_lse(lse, params, state.lse)
 
 
 def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:

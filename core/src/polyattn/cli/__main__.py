@@ -1,0 +1,5 @@
+"""`python -m polyattn.cli`."""
+
+from polyattn.cli.entry import main
+
+main()

@@ -1,0 +1,1 @@
+"""A polyattn plugin to copy."""

@@ -1,0 +1,30 @@
+"""What the plugin declares. This module must import neither torch nor a vendor's library."""
+
+from __future__ import annotations
+
+from polyattn.plugin import BackendInfo, Capabilities, Priority, Proof, hookimpl, multiples
+
+EXAMPLE_ATTN = BackendInfo(
+    name="EXAMPLE_ATTN",
+    summary="paged attention in 40 lines of torch, to copy",
+    path="polyattn_example.backend:ExampleAttention",
+    capabilities=Capabilities(
+        platforms={"cpu": ()},
+        dtypes=frozenset({"float32", "bfloat16"}),
+        head_sizes=multiples(8, high=256),
+        features=frozenset({"causal", "gqa", "sliding_window", "lse"}),
+    ),
+    # Below every serious backend: chosen only when it is named.
+    priorities=(Priority(score=-10, why="an example; chosen only by name"),),
+    proof={"cpu": Proof.MEASURED},
+)
+
+
+@hookimpl
+def polyattn_api_versions() -> tuple[int, int]:
+    return (1, 1)
+
+
+@hookimpl
+def polyattn_backends() -> list[BackendInfo]:
+    return [EXAMPLE_ATTN]

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from polyattn import settings
+
+
+@pytest.fixture(autouse=True)
+def clean_settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No variable of the developer's shell decides a test."""
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("POLYATTN_") or name in settings.FOREIGN_VARIABLES:
+            monkeypatch.delenv(name)
+    settings.reload()
+    yield
+    monkeypatch.undo()
+    settings.reload()

@@ -1,0 +1,122 @@
+"""The quiet promises: what isn't imported, what the documents say, what the figures are."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import polyattn
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def python(code: str, *options: str, **env: str) -> str:
+    found = subprocess.run(
+        [sys.executable, *options, "-c", code],
+        capture_output=True, text=True, env={**os.environ, **env}, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_import_is_light() -> None:
+    code = (
+        "import polyattn, sys; print([m for m in sys.modules if m.startswith(('torch', 'poly'))])"
+    )
+    loaded = python(code, "-Werror")
+    assert "torch" not in loaded and "polyattn_cpu" not in loaded
+
+
+@pytest.mark.parametrize("args", ["['polyattn', 'list']", "['polyattn', 'list', '--json']"])
+def test_list_imports_no_torch(args: str) -> None:
+    code = f"import sys; sys.argv = {args}; from polyattn.cli.entry import main; main()\n"
+    code += "print('torch' in sys.modules, 'polyattn_cpu.sdpa' in sys.modules)"
+    assert python(code).endswith("False False")
+
+
+def test_selection_imports_no_torch() -> None:
+    code = "import polyattn, sys\nspec = polyattn.LayerSpec(num_heads=4, head_size=64)\n"
+    code += "polyattn.select(spec, 'x86-amx'); print('torch' in sys.modules)"
+    assert python(code) == "False"
+
+
+def test_attention_imports_no_compiler() -> None:
+    code = "import polyattn, sys\nspec = polyattn.LayerSpec(num_heads=4, head_size=64)\n"
+    code += "polyattn.Attention(polyattn.select(spec, 'cpu'))\n"
+    code += "print('torch._inductor' in sys.modules, 'polyattn_cpu.flex' in sys.modules)"
+    assert python(code) == "False False"
+
+
+def test_a_disabled_plugin_is_never_imported() -> None:
+    code = "import polyattn, sys; polyattn.discover(); print('polyattn_cpu' in sys.modules)"
+    assert python(code, POLYATTN_DISABLE_PLUGINS="cpu") == "False"
+    assert python(code, POLYATTN_PLUGINS="example") == "False"
+    assert python(code) == "True"
+
+
+def test_three_hundred_distributions_do_not_slow_discovery(tmp_path: Path) -> None:
+    for index in range(300):
+        folder = tmp_path / f"dist{index}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: dist{index}\nVersion: 1.0\n"
+        )
+        (folder / "entry_points.txt").write_text("[console_scripts]\nx = x:y\n")
+    code = "import time; from polyattn.discovery import discover\nt = time.perf_counter()\n"
+    code += "n = len(discover().plugins); print(n, time.perf_counter() - t)"
+    count, seconds = python(code, PYTHONPATH=str(tmp_path)).split()
+    assert int(count) >= 2
+    assert float(seconds) < 2.0  # 0.05 s where it was measured; this catches quadratic behaviour
+
+
+def test_one_version_everywhere() -> None:
+    from importlib.metadata import version
+
+    assert version("polyattn") == version("polyattn-cpu") == polyattn.__version__
+
+
+def test_every_public_name_is_there() -> None:
+    for name in polyattn.__all__:
+        assert getattr(polyattn, name) is not None
+    with pytest.raises(AttributeError):
+        polyattn.nothing  # noqa: B018
+
+
+def test_import_contracts() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports; exit(lint_imports())"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout
+
+
+def test_wheels_hold_what_is_needed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    found = subprocess.run(
+        [*command, "-w", str(tmp_path), "./core", "./plugins/cpu"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    names = {n for wheel in tmp_path.glob("*.whl") for n in zipfile.ZipFile(wheel).namelist()}
+    for needed in (
+        "polyattn/py.typed",
+        "polyattn/data/models/llama-3.1-8b.json",
+        "polyattn/data/azure_conversation.csv",
+        "polyattn/conformance/test_conformance.py",
+        "polyattn_cpu/hooks.py",
+    ):
+        assert needed in names
+
+
+def test_readme_has_its_two_commands() -> None:
+    commands = [
+        line
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("python3 -m")
+    ]
+    assert len(commands) == 2
+    assert commands[0].endswith("polyattn run") and "pytest" in commands[1]

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import LLAMA
+from polyattn import PolyattnError, select, settings
+from polyattn.capability import Capabilities
+from polyattn.errors import SettingsError
+from polyattn.settings import load
+
+
+def test_precedence_argument_then_variable_then_file() -> None:
+    found = load({"POLYATTN_BACKEND": "B"}, {"backend": "C"}, "polyattn.toml")
+    assert found.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    over = found.with_backend("prefill=A", "flag --backend")
+    assert over.override(LLAMA, "prefill").backend == "A"  # type: ignore[union-attr]
+    assert over.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    only_file = load({}, {"backend": {"decode": "C"}}, "polyattn.toml")
+    assert only_file.override(LLAMA, "decode").source == "polyattn.toml"  # type: ignore[union-attr]
+    assert only_file.override(LLAMA, "prefill") is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "config", "says"),
+    [
+        (
+            {"POLYATTN_BACKND": "X"},
+            {},
+            "POLYATTN_BACKND has no effect; did you mean 'POLYATTN_BACKEND'",
+        ),
+        ({"POLYATTN_BACKEND": "prefil=X"}, {}, "scope 'prefil' is unknown; did you mean 'prefill'"),
+        ({"POLYATTN_BACKEND": ""}, {}, "is empty"),
+        ({"POLYATTN_BACKEND": "decode="}, {}, "names no backend"),
+        ({"POLYATTN_BACKEND": "A,B"}, {}, "keep one"),
+        ({"POLYATTN_LAYOUT": "NDH"}, {}, "POLYATTN_LAYOUT='NDH'"),
+        ({"POLYATTN_VERIFY": "maybe"}, {}, "POLYATTN_VERIFY='maybe' must be 1 or 0"),
+        ({"POLYATTN_PROBE_TIMEOUT": "-1"}, {}, "POLYATTN_PROBE_TIMEOUT='-1'"),
+        ({}, {"bakend": "X"}, "polyattn.toml: key 'bakend' is unknown; did you mean 'backend'"),
+        ({}, {"layout": 3}, "polyattn.toml: layout=3"),
+        ({}, {"backend": 3}, "backend=3"),
+    ],
+)
+def test_bad_settings_are_named(
+    environ: dict[str, str], config: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(environ, config, "polyattn.toml")
+    assert says in str(caught.value)
+
+
+def test_foreign_variables_are_honoured_with_a_note() -> None:
+    found = load({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN_VLLM_V1"}, {}, "")
+    assert found.override(LLAMA, "decode").backend == "FLASH_ATTN"  # type: ignore[union-attr]
+    assert "alias" in found.notes[0]
+    old = load({"VLLM_USE_FLASHINFER": "1", "POLYATTN_BACKEND": "A"}, {}, "")
+    assert old.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
+    assert any("deprecated" in note for note in old.notes)
+    assert any("gives way" in note for note in old.notes)
+
+
+def test_a_changed_variable_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(LLAMA, "cpu").decision.decode == "TORCH_SDPA"
+    monkeypatch.setenv("POLYATTN_BACKEND", "FLEX_ATTENTION")
+    assert select(LLAMA, "cpu").decision.decode == "FLEX_ATTENTION"
+    monkeypatch.delenv("POLYATTN_BACKEND")
+    assert select(LLAMA, "cpu").decision.decode == "TORCH_SDPA"
+
+
+def test_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[backend]\ndecode = "FLEX_ATTENTION"\n')
+    monkeypatch.setenv("POLYATTN_CONFIG", str(path))
+    assert select(LLAMA, "cpu").decision.decode == "FLEX_ATTENTION"
+    path.write_text("not toml")
+    with pytest.raises(SettingsError, match="TOML"):
+        settings.reload()
+    monkeypatch.setenv("POLYATTN_CONFIG", str(tmp_path / "absent"))
+    with pytest.raises(SettingsError, match="no such file"):
+        settings.reload()
+
+
+def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpuu")
+    with pytest.raises(PolyattnError, match="did you mean 'cpu'"):
+        select(LLAMA, "x86-amx")
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpu")
+    with pytest.raises(PolyattnError, match="EXAMPLE_ATTN"):
+        select(LLAMA.replace(alibi=True), "x86-amx")
+
+
+@pytest.mark.parametrize(
+    ("claims", "says"),
+    [
+        ({"dtypes": frozenset()}, "dtypes is empty"),
+        ({"platforms": {}}, "platforms is empty"),
+        ({"features": frozenset({"magic"})}, "unknown ['magic']"),
+        ({"phases": frozenset({"mixed"})}, "'mixed' needs both"),
+        ({"features": frozenset({"causal", "sink_tokens"})}, "needs 'sliding_window'"),
+        ({"features": frozenset({"gqa"})}, "'causal', 'non_causal' or both"),
+    ],
+)
+def test_contradictory_claims(claims: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Capabilities(**({"platforms": {"cpu": ()}} | claims))  # type: ignore[arg-type]
+    assert says in str(caught.value)
