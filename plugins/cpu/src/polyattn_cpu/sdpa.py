@@ -214,7 +214,7 @@ class TorchSDPA(AttentionBackend):
     ) -> None:
         output = state.output
         if self.v_scale != 1.0:
-            output = output.float() * self.v_scale
+            output = output.to(torch.promote_types(output.dtype, torch.float32)) * self.v_scale
         if params.sinks is not None:  # the sink joins the denominator after the fact
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
         out.copy_(output)
