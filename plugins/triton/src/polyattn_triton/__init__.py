@@ -1,0 +1,1 @@
+"""polyattn's Triton kernels: they belong to no vendor."""

@@ -1,0 +1,185 @@
+"""TRITON_ATTN: plans tiles and splits on the host, launches the kernels."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import triton
+from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
+from torch import Tensor
+
+from polyattn_triton.cache_write import write_kv
+from polyattn_triton.configs import Config, pick
+from polyattn_triton.kernels import attention_kernel, merge_kernel
+
+MIN_SPLIT_KEYS = 128
+"""A split below this costs more in the merge than it gains."""
+MAX_SPLITS = 128
+
+
+class TritonAttention(AttentionBackend):
+    """Prefill by tiles of a host-made work list, decode by sequence with split-KV."""
+
+    name: ClassVar[str] = "TRITON_ATTN"
+
+    def __init__(self, spec: LayerSpec, device: Device):
+        super().__init__(spec, device)
+        self.head = triton.next_power_of_2(max(spec.head_size, spec.v_head_size, 16))
+        element = 4 if spec.dtype == "float32" else 2
+        self.prefill_config = self._config("prefill", element)
+        self.decode_config = self._config("decode", element)
+        self.torch_device = torch.device(str(device.torch_device))
+        self.num_sms = (
+            torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+            if self.torch_device.type == "cuda"
+            else 4
+        )
+        self._parts = torch.empty(0, device=self.torch_device)
+        self._part_lse = torch.empty(0, device=self.torch_device)
+        self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+
+    def _config(self, phase: str, element: int) -> Config:
+        config = pick(self.device.arch, phase, self.head, element)
+        rows = max(config.block_m, triton.next_power_of_2(self.spec.gqa_ratio))
+        return Config(rows, config.block_n, config.num_warps, config.num_stages)
+
+    def plan(self, batch: Batch) -> None:
+        self.batch = batch
+        self.decode = batch.num_decodes == batch.num_seqs and self.spec.role.has_cache
+        if self.decode:
+            self._plan_splits(batch)
+        else:
+            self._plan_tiles(batch)
+
+    def _plan_splits(self, batch: Batch) -> None:
+        """Split the keys until the chip is full, and size the workspace once for it."""
+        spec = self.spec
+        longest = batch.max_seq_len
+        for limit in (spec.sliding_window and spec.sliding_window + spec.sink_tokens, spec.chunk_size):
+            longest = min(longest, limit or longest)
+        programs = max(1, batch.num_seqs * spec.num_kv_heads)
+        wanted = -(-2 * self.num_sms // programs)
+        most = -(-longest // MIN_SPLIT_KEYS)
+        # Powers of two, so that few variants are compiled.
+        self.splits = triton.next_power_of_2(max(1, min(wanted, most, MAX_SPLITS)))
+        rows = batch.num_seqs * spec.num_heads * self.splits
+        if self.splits > 1 and self._part_lse.numel() < rows:
+            self._parts = torch.empty(rows * spec.v_head_size, device=self.torch_device)
+            self._part_lse = torch.empty(rows, device=self.torch_device)
+
+    def _plan_tiles(self, batch: Batch) -> None:
+        """List (sequence, first query) of every tile, the ones with most keys first."""
+        step = self.prefill_config.block_m // self.spec.gqa_ratio
+        tiles = [
+            (batch.lens[seq] - length + start, seq, start)
+            for seq, length in enumerate(batch.query_lens)
+            for start in range(0, length, step)
+        ]
+        tiles.sort(reverse=True)
+        packed = torch.tensor([[t[1] for t in tiles], [t[2] for t in tiles]], dtype=torch.int32)
+        if self.torch_device.type == "cuda":
+            packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
+        self.tile_seq, self.tile_start = packed.view(2, -1)
+        self.starts, self.lens = batch.query_start_loc, batch.seq_lens
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor, params: LayerParams
+    ) -> None:
+        write_kv(key, value, cache, slot_mapping, params)
+
+    def forward_prefill(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        if self.decode:
+            assert cache is not None
+            self.forward_decode(query, cache, params, out, lse)
+            return
+        tiles = self.tile_seq.shape[0]
+        if tiles == 0:
+            return
+        batch = self.batch
+        if cache is None or (batch.lens == batch.query_lens and cache.key.dtype == query.dtype and key is not None):
+            assert key is not None and value is not None
+            self._launch((tiles, self.spec.num_kv_heads, 1), query, key, value, None, params, out, lse)
+        else:
+            grid = (tiles, self.spec.num_kv_heads, 1)
+            self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)
+
+    def forward_decode(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        spec, splits = self.spec, self.splits
+        grid = (self.batch.num_seqs, spec.num_kv_heads, splits)
+        self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)
+        if splits == 1:
+            return
+        quantized = cache.key.dtype.itemsize == 1
+        merge_kernel[(self.batch.num_seqs, spec.num_heads)](
+            self._parts, self._part_lse, out, out if lse is None else lse,
+            self._part_lse if params.sinks is None else params.sinks,
+            params.v_scale if quantized else 1.0,
+            out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+            HEADS=spec.num_heads, DV=spec.v_head_size,
+            BLOCK_DV=triton.next_power_of_2(spec.v_head_size), SPLITS=splits,
+            BLOCK_S=splits, HAS_SINKS=params.sinks is not None,
+            HAS_LSE=lse is not None, num_warps=2,
+        )  # fmt: skip
+
+    def _launch(
+        self,
+        grid: tuple[int, int, int],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        spec, batch = self.spec, self.batch
+        config = self.decode_config if self.decode else self.prefill_config
+        quantized = key.dtype.itemsize == 1
+        table = batch.block_table if cache is not None else None
+        none = self._no_tensor
+        if cache is None:  # packed tokens: one "block" that holds them all
+            k_strides, v_strides = (0, *key.stride()[:2]), (0, *value.stride()[:2])
+        else:
+            k_strides, v_strides = key.stride()[:3], value.stride()[:3]
+        attention_kernel[grid](
+            query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
+            none if table is None else table, batch.seq_lens,
+            none if self.decode else self.starts,
+            none if self.decode else self.tile_seq, none if self.decode else self.tile_start,
+            none if params.sinks is None else params.sinks,
+            none if params.alibi_slopes is None else params.alibi_slopes,
+            spec.scale * (params.k_scale if quantized else 1.0),
+            params.v_scale if quantized else 1.0, spec.logit_soft_cap or 1.0,
+            query.stride(0), query.stride(1), *k_strides, *v_strides,
+            out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
+            0 if table is None else table.stride(0),
+            G=spec.gqa_ratio, HEADS=spec.num_heads, D=spec.head_size, DV=spec.v_head_size,
+            BLOCK_D=triton.next_power_of_2(max(16, spec.head_size)),
+            BLOCK_DV=triton.next_power_of_2(max(16, spec.v_head_size)),
+            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+            BLOCK_SIZE=1 if cache is None else cache.block_size,
+            SPLITS=grid[2], DECODE=self.decode, PAGED=cache is not None, CAUSAL=spec.causal,
+            WINDOW=spec.sliding_window or 0, CHUNK=spec.chunk_size or 0,
+            SINK_TOKENS=spec.sink_tokens, SOFT_CAP=spec.logit_soft_cap is not None,
+            ALIBI=spec.alibi, HAS_SINKS=params.sinks is not None and grid[2] == 1,
+            HAS_LSE=lse is not None and grid[2] == 1,
+            PRECISION="ieee" if spec.dtype == "float32" else "tf32",
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Launch configurations, as data: which tile sizes for which chip, phase and head size.
+
+Rows are tried in order; the first whose conditions hold is used. `measured` says where a row comes
+from. BLOCK_M counts (query token, head of its group) rows, BLOCK_N keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polyattn.device import arch_matches
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes and launch parameters of one kernel variant."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration and where it applies: a padded head size up to `head`, bytes an element."""
+
+    arch: str
+    phase: str
+    head: int
+    bytes: int
+    config: Config
+    measured: str = ""
+
+
+TABLE: tuple[Row, ...] = (
+    Row("sm_90", "prefill", 64, 2, Config(128, 128, 4, 3)),
+    Row("sm_90", "prefill", 128, 2, Config(128, 64, 8, 3)),
+    Row("sm_90", "prefill", 256, 2, Config(128, 32, 8, 2)),
+    Row("sm_90", "decode", 64, 2, Config(16, 128, 4, 3)),
+    Row("sm_90", "decode", 128, 2, Config(16, 64, 4, 4)),
+    Row("sm_90", "decode", 256, 2, Config(16, 32, 4, 4)),
+    Row("sm_80+", "prefill", 64, 2, Config(128, 64, 4, 3)),
+    Row("sm_80+", "prefill", 128, 2, Config(128, 32, 4, 3)),
+    Row("sm_80+", "prefill", 256, 2, Config(64, 32, 4, 2)),
+    Row("sm_80+", "decode", 128, 2, Config(16, 64, 4, 2)),
+    Row("sm_80+", "decode", 256, 2, Config(16, 32, 4, 2)),
+    # AMD: wavefronts of 64, 64 KB of LDS (160 on gfx950), so fewer stages.
+    Row("gfx942", "prefill", 128, 2, Config(128, 64, 4, 1)),
+    Row("gfx950", "prefill", 128, 2, Config(128, 64, 4, 2)),
+    Row("gfx90a", "prefill", 128, 2, Config(64, 64, 4, 1)),
+    Row("any", "decode", 128, 2, Config(16, 64, 4, 1)),
+    Row("any", "prefill", 128, 2, Config(64, 32, 4, 1)),
+    Row("any", "decode", 256, 4, Config(16, 16, 4, 1)),
+    Row("any", "prefill", 256, 4, Config(16, 16, 4, 1)),
+)
+
+
+def pick(arch: str, phase: str, head: int, element_bytes: int) -> Config:
+    """Return the first row's configuration that applies."""
+    for row in TABLE:
+        fits = row.arch == "any" or arch_matches(row.arch, arch)
+        if fits and row.phase == phase and head <= row.head and element_bytes <= row.bytes:
+            return row.config
+    raise LookupError(f"no configuration for {arch}, {phase}, head size {head}")
