@@ -90,7 +90,9 @@ def base_spec(caps: Capabilities, role: Role) -> LayerSpec:
     """Return the plainest layer that the claims allow in this role."""
     dtype = next(d for d in ("bfloat16", "float16", "float32", "float64") if d in caps.dtypes)
     sizes = caps.head_sizes.examples((64, *HEAD_SIZES))
-    head_size = 64 if 64 in sizes else 128 if 128 in sizes else sizes[0]
+    # A list of sizes speaks of kernels that are compiled for each: 128 is the one that users have.
+    usual = (128, 64) if caps.head_sizes.values else (64, 128)
+    head_size = next((size for size in usual if size in sizes), sizes[0])
     ratio = next((r for r in (2, 4, 1, 8, 16) if r in caps.gqa_ratios), 1)
     if "gqa" not in caps.features:
         ratio = 1

@@ -56,11 +56,16 @@ class TritonAttention(AttentionBackend):
         """Split the keys until the chip is full, and size the workspace once for it."""
         spec = self.spec
         longest = batch.max_seq_len
-        for limit in (spec.sliding_window and spec.sliding_window + spec.sink_tokens, spec.chunk_size):
+        for limit in (
+            spec.sliding_window and spec.sliding_window + spec.sink_tokens,
+            spec.chunk_size,
+        ):
             longest = min(longest, limit or longest)
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         wanted = -(-2 * self.num_sms // programs)
         most = -(-longest // MIN_SPLIT_KEYS)
+        if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
+            most = MAX_SPLITS
         # Powers of two, so that few variants are compiled.
         self.splits = triton.next_power_of_2(max(1, min(wanted, most, MAX_SPLITS)))
         rows = batch.num_seqs * spec.num_heads * self.splits
@@ -106,9 +111,13 @@ class TritonAttention(AttentionBackend):
         if tiles == 0:
             return
         batch = self.batch
-        if cache is None or (batch.lens == batch.query_lens and cache.key.dtype == query.dtype and key is not None):
+        if cache is None or (
+            batch.lens == batch.query_lens and cache.key.dtype == query.dtype and key is not None
+        ):
             assert key is not None and value is not None
-            self._launch((tiles, self.spec.num_kv_heads, 1), query, key, value, None, params, out, lse)
+            self._launch(
+                (tiles, self.spec.num_kv_heads, 1), query, key, value, None, params, out, lse
+            )
         else:
             grid = (tiles, self.spec.num_kv_heads, 1)
             self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)

@@ -1,0 +1,1 @@
+"""polyattn's CUDA plugin: the NVIDIA kernel libraries behind one interface."""

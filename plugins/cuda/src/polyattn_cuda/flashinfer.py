@@ -1,0 +1,153 @@
+"""FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.cache import STORAGE_DTYPES
+from torch import Tensor
+
+from polyattn_cuda.base import CudaAttention, workspace
+from polyattn_cuda.paging import page_lists
+
+
+class FlashInferAttention(CudaAttention):
+    """One wrapper for prefill and one for decode; for graphs one decode wrapper a batch size."""
+
+    name: ClassVar[str] = "FLASHINFER"
+
+    def __init__(self, spec: LayerSpec, device: Device):
+        super().__init__(spec, device)
+        self.torch_device = torch.device(str(device.torch_device))
+        self.dtype = STORAGE_DTYPES[spec.dtype]
+        quantized = spec.kv_cache_dtype != "auto"
+        self.kv_dtype = STORAGE_DTYPES[spec.kv_cache_dtype] if quantized else self.dtype
+        self.quantized = quantized
+        # Each cached page is read once whatever the group; from four heads on, tensor cores are
+        # what keeps up with the memory.
+        self.tensor_cores = spec.gqa_ratio >= 4
+        self._prefill: Any = None
+        self._decode: dict[int, Any] = {}
+        self._pages: dict[int, int] = {}
+
+    def plan(self, batch: Batch) -> None:
+        self.batch = batch
+        self._block_size: int | None = None
+        self._empty: Tensor | None = None
+        if 0 in batch.lens:
+            lens = torch.tensor(batch.lens) == 0
+            rows = torch.repeat_interleave(lens, torch.tensor(batch.query_lens))
+            self._empty = rows.to(self.torch_device)
+        decode = batch.num_decodes == batch.num_seqs
+        if decode and self.spec.graph_capture and batch.num_seqs in self._decode:
+            # A captured graph reads this wrapper's buffers: they must hold the new step before
+            # it is replayed, and the block size is known from the capture.
+            self._plan_decode(self._pages[batch.num_seqs])
+
+    def _plan_decode(self, block_size: int) -> Any:
+        batch, spec = self.batch, self.spec
+        indptr, indices, last = page_lists(batch, block_size)
+        wrapper = self._decode_wrapper(len(indices))
+        wrapper.plan(
+            indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size, block_size,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            logits_soft_cap=spec.logit_soft_cap, q_data_type=self.dtype,
+            kv_data_type=self.kv_dtype, sm_scale=spec.scale,
+        )  # fmt: skip
+        self._block_size = block_size
+        return wrapper
+
+    def _decode_wrapper(self, pages: int) -> Any:
+        import flashinfer
+
+        make, count = flashinfer.BatchDecodeWithPagedKVCacheWrapper, self.batch.num_seqs
+        buffer = workspace(self.torch_device)
+        if not self.spec.graph_capture:
+            if 0 not in self._decode:
+                self._decode[0] = make(buffer, "NHD", use_tensor_cores=self.tensor_cores)
+            return self._decode[0]
+        if count not in self._decode:
+
+            def ints(size: int) -> Tensor:
+                return torch.zeros(size, dtype=torch.int32, device=self.torch_device)
+
+            self._decode[count] = make(
+                buffer, "NHD", use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
+                paged_kv_indptr_buffer=ints(count + 1), paged_kv_indices_buffer=ints(pages),
+                paged_kv_last_page_len_buffer=ints(count),
+            )  # fmt: skip
+        return self._decode[count]
+
+    def _plan_prefill(self, block_size: int) -> None:
+        import flashinfer
+
+        batch, spec = self.batch, self.spec
+        if self._prefill is None:
+            self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                workspace(self.torch_device), "NHD", backend="fa2" if self.quantized else "auto"
+            )
+        indptr, indices, last = page_lists(batch, block_size)
+        self._prefill.plan(
+            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
+            spec.num_kv_heads, spec.head_size, block_size, causal=spec.causal,
+            sm_scale=spec.scale,
+            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
+            logits_soft_cap=spec.logit_soft_cap, q_data_type=self.dtype,
+            kv_data_type=self.kv_dtype,
+        )  # fmt: skip
+        self._block_size = block_size
+
+    def forward_prefill(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert cache is not None
+        if not self.batch.num_tokens:
+            return
+        if self._block_size != cache.block_size:
+            self._plan_prefill(cache.block_size)
+        self._run(self._prefill, query, cache, params, out, lse)
+
+    def forward_decode(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        if self._block_size != cache.block_size:
+            self._plan_decode(cache.block_size)
+            self._pages[self.batch.num_seqs] = cache.block_size
+        wrapper = self._decode[self.batch.num_seqs if self.spec.graph_capture else 0]
+        self._run(wrapper, query, cache, params, out, lse)
+
+    def _run(
+        self,
+        wrapper: Any,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        wrapper.run(
+            query.contiguous(), (cache.key, cache.value), out=out, lse=lse,
+            return_lse=lse is not None, **scales,
+        )  # fmt: skip
+        if lse is not None:
+            lse.mul_(math.log(2.0))
+        if self._empty is not None:  # older releases say -5e4 where nothing was attended to
+            out.masked_fill_(self._empty[:, None, None], 0.0)
+            if lse is not None:
+                lse.masked_fill_(self._empty[:, None], -torch.inf)

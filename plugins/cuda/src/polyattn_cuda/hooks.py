@@ -1,0 +1,147 @@
+"""What this plugin declares. Imports neither torch nor any library; looks at metadata alone."""
+
+from __future__ import annotations
+
+from polyattn.plugin import (
+    AttentionKind,
+    BackendInfo,
+    Capabilities,
+    GraphCapture,
+    Platform,
+    Priority,
+    Proof,
+    Role,
+    hookimpl,
+    multiples,
+    one_of,
+)
+
+from polyattn_cuda.providers import fa2_provider
+
+MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window"})
+DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
+ATTENTION = AttentionKind.ATTENTION
+
+FLASH_ATTN = BackendInfo(
+    name="FLASH_ATTN",
+    summary="FlashAttention-2: the flash-attn package, vLLM's build of it, or torch's own",
+    path="polyattn_cuda.flash_attn:FlashAttention2",
+    probe="polyattn_cuda.providers:fa2_ready",
+    install="pip install flash-attn (built for your torch), or vllm",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        roles=DECODER_CROSS,
+        head_sizes=multiples(8, low=32, high=256),
+        # Upstream pages by 256 tokens, vLLM's build by 16: the smallest here is the provider's.
+        block_sizes=multiples(256 if fa2_provider() == "flash_attn" else 16),
+        preferred_block_size=256 if fa2_provider() == "flash_attn" else 16,
+        features=MASKS | {"logit_soft_cap", "alibi", "lse"},
+        excludes=((frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),),
+    ),
+    priorities=(
+        Priority(score=70, archs=("sm_80-sm_89",), kind=ATTENTION, why="the fastest before Hopper"),
+        Priority(score=65, kind=ATTENTION, why="FlashAttention-2 works on every NVIDIA from sm_80"),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
+FLASH_ATTN_V3 = BackendInfo(
+    name="FLASH_ATTN_V3",
+    summary="FlashAttention-3 for Hopper: flash_attn_interface, or vLLM's build of it",
+    path="polyattn_cuda.flash_attn_v3:FlashAttention3",
+    probe="polyattn_cuda.providers:fa3_ready",
+    install="build flash-attn's hopper folder, or pip install vllm",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_90",)},
+        roles=DECODER_CROSS,
+        head_sizes=one_of(64, 96, 128, 192, 256),
+        features=MASKS | {"logit_soft_cap", "lse"},
+        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+    ),
+    priorities=(
+        Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
+        Priority(score=70, phase="decode", why="behind FlashInfer's and Triton's decode on Hopper"),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
+FLASH_ATTN_V4 = BackendInfo(
+    name="FLASH_ATTN_V4",
+    summary="FlashAttention-4 (CuTe DSL) for Hopper and Blackwell",
+    path="polyattn_cuda.flash_attn_v4:FlashAttention4",
+    probe="polyattn_cuda.providers:fa4_ready",
+    requires=("flash-attn-4>=4.0.0b20",),
+    install="pip install flash-attn-4 --pre",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_90", "sm_100", "sm_103")},
+        head_sizes=multiples(8, low=32, high=128),
+        phases=frozenset({"prefill"}),
+        features=MASKS - {"non_causal"} | {"logit_soft_cap", "lse"},
+    ),
+    priorities=(
+        Priority(score=95, archs=("sm_100+",), phase="prefill", why="the fastest on Blackwell"),
+        Priority(
+            score=85, phase="prefill", why="copies cached pages first: it can't skip NaN rows"
+        ),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
+FLASHINFER = BackendInfo(
+    name="FLASHINFER",
+    summary="FlashInfer's planned wrappers: paged prefill (fa2, fa3) and decode",
+    path="polyattn_cuda.flashinfer:FlashInferAttention",
+    probe="polyattn_cuda.providers:flashinfer_ready",
+    requires=("flashinfer-python>=0.6.13",),
+    install="pip install flashinfer-python",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        roles=DECODER_CROSS,
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2"}),
+        head_sizes=one_of(64, 128, 256),
+        gqa_ratios=one_of(1, 2, 3, 4, 6, 8, 16),
+        layouts=("NHD", "HND"),
+        features=MASKS | {"logit_soft_cap", "lse"},
+        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+        excludes=(
+            (frozenset({"sliding_window", "non_causal"}), "its window bounds the left side only"),
+        ),
+    ),
+    priorities=(
+        Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
+        Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
+CUDNN_ATTENTION = BackendInfo(
+    name="CUDNN_ATTENTION",
+    summary="torch's cuDNN attention, one sequence at a time",
+    path="polyattn_cuda.cudnn:CudnnAttention",
+    probe="polyattn_cuda.providers:cudnn_ready",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        head_sizes=multiples(8, low=32, high=128),
+        phases=frozenset({"prefill"}),
+        features=frozenset({"causal", "gqa", "lse"}),
+    ),
+    priorities=(
+        Priority(score=68, phase="prefill", why="fast for few long prompts without context"),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
+
+@hookimpl
+def polyattn_api_versions() -> tuple[int, int]:
+    return (1, 1)
+
+
+@hookimpl
+def polyattn_platforms() -> list[Platform]:
+    return [Platform(name="cuda", detect="polyattn_cuda.platform:detect", rank=20)]
+
+
+@hookimpl
+def polyattn_backends() -> list[BackendInfo]:
+    return [FLASH_ATTN, FLASH_ATTN_V3, FLASH_ATTN_V4, FLASHINFER, CUDNN_ATTENTION]
