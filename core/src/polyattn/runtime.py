@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from polyattn.backend import AttentionBackend, BackendInfo, LayerParams, load_object
@@ -119,7 +120,7 @@ class Runtime:
         if cache is None:
             self.prefill.forward_prefill(query, key, value, None, params, out, lse)
             return
-        if self.checks:
+        if self.checks and not _capturing(query):
             check_on_device(batch, cache.num_blocks, cache.block_size)
         if key is not None and value is not None and batch.slot_mapping is not None:
             self.decode.write_kv(key, value, cache, batch.slot_mapping, params)
@@ -159,3 +160,8 @@ class Runtime:
             out[at:],
             None if lse is None else lse[at:],
         )
+
+
+def _capturing(query: Tensor) -> bool:
+    """Whether a graph is being recorded: then nothing can be copied to the host."""
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -11,6 +11,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Role,
+    Sizes,
     hookimpl,
     multiples,
     one_of,
@@ -55,6 +56,9 @@ FLASH_ATTN_V3 = BackendInfo(
         platforms={"cuda": ("sm_90",)},
         roles=DECODER_CROSS,
         head_sizes=one_of(64, 96, 128, 192, 256),
+        # From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a
+        # sequence's end; larger blocks are walked as several.
+        block_sizes=Sizes(low=1, high=64),
         features=MASKS | {"logit_soft_cap", "lse"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
     ),

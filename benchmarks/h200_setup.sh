@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Prepares a bare GPU machine without an index: source it from the repository's root. Expects the
+# wheels of polyattn's distributions and of what is missing there in ./.whl, and compressed shared
+# libraries (FlashAttention-3 as vLLM builds it) in ./.so.
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || return
+export PYTHONPATH=/tmp/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+export FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=16 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+folder=/tmp/site/vllm/vllm_flash_attn
+mkdir -p "$folder"
+touch /tmp/site/vllm/__init__.py
+for file in .so/*.xz; do
+  [ -e "$file" ] || continue
+  target=$folder/$(basename "${file%.xz}")
+  [ -e "$target" ] || python3 -c "import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], 'wb'))" "$file" "$target"
+done

@@ -1,0 +1,59 @@
+"""Times kernels on the device, with a cold L2 and the host's launch time hidden."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+
+def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:
+    """Return the median device time of `call` in microseconds.
+
+    Before each run a large buffer is overwritten: that empties the L2, and while it runs the host
+    gets the call enqueued, so that only device time lies between the events.
+    """
+    scratch = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda")
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        scratch.zero_()
+        scratch.fill_(1)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times)
+
+
+def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 5) -> float:
+    """Return the least host time of `call` in microseconds, the device kept ahead of."""
+    import time
+
+    best = float("inf")
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - started) / calls)
+        torch.cuda.synchronize()
+    return best * 1e6
+
+
+def graph_us(call: Callable[[], object], inner: int = 20, repeats: int = 10) -> float:
+    """Return the median device time of `call` in a replayed CUDA graph of `inner` calls."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(inner):
+            call()
+    return kernel_us(graph.replay, repeats, flush_bytes=1 << 20) / inner
