@@ -143,13 +143,20 @@ class Step:
     """One layer over one batch with random pages, ready to run again and again."""
 
     def __init__(
-        self, selection: Selection, queries: list[int], lens: list[int], device: torch.device
+        self,
+        selection: Selection,
+        queries: list[int],
+        lens: list[int],
+        device: torch.device,
+        shared: int = 0,
     ):
+        """`shared`: leading tokens whose blocks all sequences have in common."""
         spec, size = selection.spec, selection.decision.block_size
         assert size is not None
         needed = [-(-n // size) for n in lens]
         order = torch.randperm(sum(needed)).to(torch.int32).split(needed)
         table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
+        table[:, : shared // size] = table[0, : shared // size]
         self.cache = selection.cache_spec(sum(needed)).allocate(device)
         for stored in (self.cache.key, self.cache.value):
             noise = torch.randn(stored.shape, device=device)

@@ -7,15 +7,19 @@ from typing import ClassVar
 import torch
 import triton
 from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.device import arch_matches
 from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.kernels import attention_kernel, merge_kernel
+from polyattn_triton.launch import Launcher
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
 MAX_SPLITS = 128
+
+_attention, _merge = Launcher(attention_kernel), Launcher(merge_kernel)
 
 
 class TritonAttention(AttentionBackend):
@@ -25,7 +29,8 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, device: Device):
         super().__init__(spec, device)
-        self.head = triton.next_power_of_2(max(spec.head_size, spec.v_head_size, 16))
+        self.block_d = triton.next_power_of_2(max(16, spec.head_size))
+        self.block_dv = triton.next_power_of_2(max(16, spec.v_head_size))
         element = 4 if spec.dtype == "float32" else 2
         self.prefill_config = self._config("prefill", element)
         self.decode_config = self._config("decode", element)
@@ -35,12 +40,13 @@ class TritonAttention(AttentionBackend):
             if self.torch_device.type == "cuda"
             else 4
         )
+        self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
         self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def _config(self, phase: str, element: int) -> Config:
-        config = pick(self.device.arch, phase, self.head, element)
+        config = pick(self.device.arch, phase, max(self.block_d, self.block_dv), element)
         rows = max(config.block_m, triton.next_power_of_2(self.spec.gqa_ratio))
         return Config(rows, config.block_n, config.num_warps, config.num_stages)
 
@@ -107,7 +113,7 @@ class TritonAttention(AttentionBackend):
             assert cache is not None
             self.forward_decode(query, cache, params, out, lse)
             return
-        tiles = self.tile_seq.shape[0]
+        tiles = len(self.tile_seq)
         if tiles == 0:
             return
         batch = self.batch
@@ -130,21 +136,25 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, splits = self.spec, self.splits
-        grid = (self.batch.num_seqs, spec.num_kv_heads, splits)
+        spec, splits, count = self.spec, self.splits, self.batch.num_seqs
+        grid = (count, spec.num_kv_heads, splits)
         self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)
         if splits == 1:
             return
         quantized = cache.key.dtype.itemsize == 1
-        merge_kernel[(self.batch.num_seqs, spec.num_heads)](
-            self._parts, self._part_lse, out, out if lse is None else lse,
-            self._part_lse if params.sinks is None else params.sinks,
-            params.v_scale if quantized else 1.0,
-            out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-            HEADS=spec.num_heads, DV=spec.v_head_size,
-            BLOCK_DV=triton.next_power_of_2(spec.v_head_size), SPLITS=splits,
-            BLOCK_S=splits, HAS_SINKS=params.sinks is not None,
-            HAS_LSE=lse is not None, num_warps=2,
+        _merge(
+            (count, spec.num_heads, 1),
+            (
+                self._parts, self._part_lse, out, out if lse is None else lse,
+                self._part_lse if params.sinks is None else params.sinks,
+            ),
+            (params.v_scale if quantized else 1.0,),
+            (out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)),
+            (
+                spec.num_heads, spec.v_head_size, self.block_dv, splits, splits,
+                params.sinks is not None, lse is not None, self.early,
+            ),
+            {"num_warps": 2} | ({"launch_pdl": True} if self.early else {}),
         )  # fmt: skip
 
     def _launch(
@@ -158,37 +168,43 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, batch = self.spec, self.batch
+        spec, batch, none = self.spec, self.batch, self._no_tensor
         config = self.decode_config if self.decode else self.prefill_config
         quantized = key.dtype.itemsize == 1
         table = batch.block_table if cache is not None else None
-        none = self._no_tensor
+        k, v, q, o = key.stride(), value.stride(), query.stride(), out.stride()
         if cache is None:  # packed tokens: one "block" that holds them all
-            k_strides, v_strides = (0, *key.stride()[:2]), (0, *value.stride()[:2])
+            kv_strides = (0, k[0], k[1], 0, v[0], v[1])
         else:
-            k_strides, v_strides = key.stride()[:3], value.stride()[:3]
-        attention_kernel[grid](
-            query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
-            none if table is None else table, batch.seq_lens,
-            none if self.decode else self.starts,
-            none if self.decode else self.tile_seq, none if self.decode else self.tile_start,
-            none if params.sinks is None else params.sinks,
-            none if params.alibi_slopes is None else params.alibi_slopes,
-            spec.scale * (params.k_scale if quantized else 1.0),
-            params.v_scale if quantized else 1.0, spec.logit_soft_cap or 1.0,
-            query.stride(0), query.stride(1), *k_strides, *v_strides,
-            out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0),
-            0 if table is None else table.stride(0),
-            G=spec.gqa_ratio, HEADS=spec.num_heads, D=spec.head_size, DV=spec.v_head_size,
-            BLOCK_D=triton.next_power_of_2(max(16, spec.head_size)),
-            BLOCK_DV=triton.next_power_of_2(max(16, spec.v_head_size)),
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            BLOCK_SIZE=1 if cache is None else cache.block_size,
-            SPLITS=grid[2], DECODE=self.decode, PAGED=cache is not None, CAUSAL=spec.causal,
-            WINDOW=spec.sliding_window or 0, CHUNK=spec.chunk_size or 0,
-            SINK_TOKENS=spec.sink_tokens, SOFT_CAP=spec.logit_soft_cap is not None,
-            ALIBI=spec.alibi, HAS_SINKS=params.sinks is not None and grid[2] == 1,
-            HAS_LSE=lse is not None and grid[2] == 1,
-            PRECISION="ieee" if spec.dtype == "float32" else "tf32",
-            num_warps=config.num_warps, num_stages=config.num_stages,
+            kv_strides = (k[0], k[1], k[2], v[0], v[1], v[2])
+        split = grid[2] > 1
+        _attention(
+            grid,
+            (
+                query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
+                none if table is None else table, batch.seq_lens,
+                none if self.decode else self.starts,
+                none if self.decode else self.tile_seq, none if self.decode else self.tile_start,
+                none if params.sinks is None else params.sinks,
+                none if params.alibi_slopes is None else params.alibi_slopes,
+            ),
+            (
+                spec.scale * (params.k_scale if quantized else 1.0),
+                params.v_scale if quantized else 1.0,
+                spec.logit_soft_cap or 1.0,
+            ),
+            (
+                q[0], q[1], *kv_strides, o[0], o[1], 0 if lse is None else lse.stride(0),
+                0 if table is None else table.stride(0),
+            ),
+            (
+                spec.gqa_ratio, spec.num_heads, spec.head_size, spec.v_head_size, self.block_d,
+                self.block_dv, config.block_m, config.block_n,
+                1 if cache is None else cache.block_size, grid[2], self.decode, cache is not None,
+                spec.causal, spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
+                spec.logit_soft_cap is not None, spec.alibi,
+                params.sinks is not None and not split, lse is not None and not split,
+                "ieee" if spec.dtype == "float32" else "tf32", self.early and split,
+            ),
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip

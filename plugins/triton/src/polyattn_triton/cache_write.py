@@ -8,6 +8,9 @@ from polyattn import KVCache, LayerParams
 from torch import Tensor
 
 from polyattn_triton.kernels import write_kernel
+from polyattn_triton.launch import Launcher
+
+_write = Launcher(write_kernel)
 
 
 def write_kv(
@@ -22,11 +25,18 @@ def write_kv(
     integer = dtype == torch.int8
     limit = 127.0 if integer else torch.finfo(dtype).max if quantized else 0.0
     width = heads * max(size, value.shape[2])
-    write_kernel[(tokens,)](
-        key, value, cache.key, cache.value, slot_mapping,
-        1.0 / params.k_scale, 1.0 / params.v_scale, limit,
-        *key.stride()[:2], *value.stride()[:2], *cache.key.stride()[:3], *cache.value.stride()[:3],
-        HEADS=heads, D=size, DV=value.shape[2], BLOCK=triton.next_power_of_2(width),
-        BLOCK_SIZE=cache.block_size, QUANTIZED=quantized, INTEGER=integer,
-        num_warps=4 if width >= 512 else 1,
+    k, v = cache.key.stride(), cache.value.stride()
+    _write(
+        (tokens, 1, 1),
+        (key, value, cache.key, cache.value, slot_mapping),
+        (1.0 / params.k_scale, 1.0 / params.v_scale, limit),
+        (
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            k[0], k[1], k[2], v[0], v[1], v[2],
+        ),
+        (
+            heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size, quantized,
+            integer,
+        ),
+        {"num_warps": 4 if width >= 512 else 1},
     )  # fmt: skip

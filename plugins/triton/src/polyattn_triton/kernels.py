@@ -118,12 +118,14 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one KV head, over all its keys or one split of them.
 
     Grid: (tiles, KV heads, splits). In decode a tile is a sequence's one token.
     """
+    if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     if DECODE:
@@ -262,7 +264,7 @@ def attention_kernel(
 def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, v_scale, o_t, o_h, lse_t,
     HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one (token, head). Grid: (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
@@ -270,6 +272,8 @@ def merge_kernel(
     offs_s = tl.arange(0, BLOCK_S)
     offs_dv = tl.arange(0, BLOCK_DV)
     part = (token * HEADS + head) * SPLITS + offs_s
+    if EARLY:  # the parts are complete from here on
+        tl.extra.cuda.gdc_wait()
     lse = tl.load(PART_LSE + part, mask=offs_s < SPLITS, other=float("-inf"))
     top = tl.max(lse, 0)
     if HAS_SINKS:

@@ -1,0 +1,169 @@
+"""The matrix of backends on one GPU: models x kinds of steps, with the selector's choice.
+
+    python benchmarks/h200.py --out DIR [--models NAME ...]
+
+Device times with a cold L2 (see `timing.py`), the median of ten; each cell's result was checked on
+one token against the float64 reference. Writes matrix.json, matrix.md, matrix.png and bars.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn import LayerSpec, Role, discover, select
+from polyattn.cli.benching import Step, measure_limits
+from polyattn.cli.grammar import parse_batch
+from polyattn.cli.models import bundled
+from polyattn.cost import batch_cost
+from polyattn.errors import PolyattnError
+from timing import graph_us, host_us, kernel_us
+
+MODELS = [
+    "llama-3.1-8b", "llama-3.1-70b", "mistral-7b-v0.1", "phi-3-mini-4k", "gpt-oss-20b", "falcon-7b",
+    "lfm2-1.2b", "gemma-2-9b", "gemma-3-12b",
+]  # fmt: skip
+STEPS = {
+    "decode": ("64q1s4k", 0),
+    "prefill": ("q4k", 0),
+    "chunked": ("4q512s4k", 0),
+    "mixed": ("32q1s2k_2q1k", 0),
+    "shared prefix": ("32q1s5k", 4096),
+}
+DEVICE = torch.device("cuda")
+
+
+def spec_of(model: str) -> LayerSpec:
+    specs = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))
+    return next(s for s in specs if s.kind.value == "attention" and s.role is Role.DECODER)
+
+
+def jit_is_too_long(name: str, spec: LayerSpec) -> bool:
+    """FlashInfer compiles minutes for each of these; only head sizes 64 and 128 are built."""
+    unusual = spec.sliding_window or spec.logit_soft_cap or spec.head_size == 256
+    return name == "FLASHINFER" and bool(unusual)
+
+
+def cell(spec: LayerSpec, kind: str, named: str | None) -> dict[str, Any]:
+    text, shared = STEPS[kind]
+    lengths = parse_batch(text)
+    queries, lens = [q for q, _ in lengths], [n for _, n in lengths]
+    try:
+        selection = select(spec, "cuda", backend=named)
+        step = Step(selection, queries, lens, DEVICE, shared)
+        error = step.error()
+        us = kernel_us(step.run, repeats=10)
+    except (PolyattnError, RuntimeError, NotImplementedError) as problem:
+        return {"cannot": str(problem)[:300]}
+    cost = batch_cost(spec, step.batch)
+    return {
+        "us": us, "error": error, "tb_s": cost.bytes / us / 1e6, "tflop_s": cost.flops / us / 1e6,
+        "ran": selection.decision.summary(),
+    }  # fmt: skip
+
+
+def matrix(models: list[str]) -> list[dict[str, Any]]:
+    rows = []
+    names = [b.name for b in discover().backends.values() if "cuda" in b.capabilities.platforms]
+    for model in models:
+        spec = spec_of(model)
+        for kind in STEPS:
+            found = []
+            for name in sorted(names):
+                if name == "FLEX_ATTENTION" or jit_is_too_long(name, spec):
+                    continue
+                scope = {"decode": "decode=", "shared prefix": "decode=", "mixed": ""}.get(
+                    kind, "prefill="
+                )
+                other = "decode=TRITON_ATTN" if scope == "prefill=" else "prefill=TRITON_ATTN"
+                named = f"{scope}{name},{other}" if scope else name
+                found.append(
+                    {"model": model, "step": kind, "backend": name} | cell(spec, kind, named)
+                )
+            settings = None
+            if jit_is_too_long("FLASHINFER", spec):
+                settings = "TRITON_ATTN"  # what the selector gives without FlashInfer's variants
+            chosen = select(spec, "cuda", backend=settings)
+            row = {"model": model, "step": kind, "backend": "(selected)"} | cell(
+                spec, kind, settings
+            )
+            row["selected"] = chosen.decision.summary()
+            timed = [r["us"] for r in found if "us" in r]
+            if timed and "us" in row:
+                row["over_best"] = row["us"] / min(timed)
+            rows += [*sorted(found, key=lambda r: r.get("us", 1e12)), row]
+            best = ", ".join(f"{r['backend']} {r['us']:.0f}" for r in sorted(
+                (r for r in found if "us" in r), key=lambda r: r["us"])[:5])  # fmt: skip
+            print(f"{model} {kind}: {best} | selected {row.get('us', 0):.0f} us", flush=True)
+    return rows
+
+
+def bars() -> dict[str, Any]:
+    """Decode and prefill against FlashInfer's own calls; host overhead; CUDA graphs."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    found: dict[str, Any] = {}
+    for batch, length in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192)):
+        row = {}
+        for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"):
+            step = Step(select(spec, "cuda", backend=name), [1] * batch, [length] * batch, DEVICE)
+
+            def attend(step: Step = step) -> None:
+                step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
+
+            step.run()
+            row[name] = {"us": kernel_us(attend), "host_us": host_us(attend)}
+            backend: Any = step.layer.runtime.decode
+
+            def own(step: Step = step, backend: Any = backend) -> None:
+                backend.forward_decode(step.query, step.cache, step.layer.params, step.out, None)
+
+            row[name]["own_host_us"] = host_us(own)
+            row[name]["layer_adds_us"] = row[name]["host_us"] - row[name]["own_host_us"]
+            row[name]["eager_us"] = max(row[name]["us"], row[name]["host_us"])
+            row[name]["graph_us"], row[name]["graph_own_us"] = graph_us(attend), graph_us(own)
+        ours, theirs = row["TRITON_ATTN"], row["FLASHINFER"]
+        row["ratio_device"] = theirs["us"] / ours["us"]
+        row["ratio_eager"] = theirs["eager_us"] / ours["eager_us"]
+        found[f"decode {batch} x {length}"] = row
+        print(f"decode {batch} x {length}", json.dumps(row), flush=True)
+    for length in (2048, 8192, 16384):
+        row = {}
+        for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3", "CUDNN_ATTENTION"):
+            named = f"prefill={name},decode=TRITON_ATTN"
+            step = Step(select(spec, "cuda", backend=named), [length], [length], DEVICE)
+            us = kernel_us(step.run)
+            cost = batch_cost(spec, step.batch)
+            row[name] = {"us": us, "tflop_s": cost.flops / us / 1e6}
+        row["ratio"] = row["FLASHINFER"]["us"] / row["TRITON_ATTN"]["us"]
+        found[f"prefill 1 x {length}"] = row
+        print(f"prefill 1 x {length}", json.dumps(row), flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=MODELS)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    import triton
+
+    facts = {
+        "date": str(date.today()), "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
+        "command": "python benchmarks/h200.py --out benchmarks/results/h200",
+        "limits": measure_limits(spec_of("llama-3.1-8b"), DEVICE),
+    }  # fmt: skip
+    print(facts, flush=True)
+    (args.out / "bars.json").write_text(json.dumps(facts | {"bars": bars()}, indent=1) + "\n")
+    rows = matrix(args.models)
+    (args.out / "matrix.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
