@@ -33,14 +33,14 @@ PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (4, 512, 4608)]
 
 def decode_configs(head: str) -> list[tuple[int, ...]]:
     blocks = {"64": (64, 128), "128": (32, 64, 128), "256": (16, 32, 64)}[head]
-    return list(itertools.product((16,), blocks, (2, 4, 8), (2, 3, 4)))
+    return list(itertools.product((16,), blocks, (2, 4), (2, 3)))
 
 
 def prefill_configs(head: str) -> list[tuple[int, ...]]:
     blocks = {"64": (64, 128), "128": (32, 64, 128), "256": (32, 64)}[head]
     return [
         c
-        for c in itertools.product((64, 128), blocks, (4, 8), (2, 3, 4))
+        for c in itertools.product((64, 128), blocks, (4, 8), (2, 3))
         if not (head == "256" and c[1] == 64 and c[3] > 2)
     ]
 
@@ -50,7 +50,8 @@ def make(head: str, phase: str, config: tuple[int, ...], shape: tuple[int, ...])
 
     selection = select(SPECS[head], "cuda", backend="TRITON_ATTN")
     backend: Any = getattr(selection.runtime, phase)
-    setattr(backend, f"{phase}_config", Config(*config))
+    for kind in ("decode",) if phase == "decode" else ("prefill", "paged"):
+        setattr(backend, f"{kind}_config", Config(*config))
     if phase == "decode":
         queries, lens = [1] * shape[0], [shape[1]] * shape[0]
     else:

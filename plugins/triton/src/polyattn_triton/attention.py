@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -33,6 +34,10 @@ class TritonAttention(AttentionBackend):
         self.block_dv = triton.next_power_of_2(max(16, spec.v_head_size))
         element = 4 if spec.dtype == "float32" else 2
         self.prefill_config = self._config("prefill", element)
+        # The plan lists tiles before it is known where the keys are read from.
+        self.paged_config = replace(
+            self._config("paged", element), block_m=self.prefill_config.block_m
+        )
         self.decode_config = self._config("decode", element)
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = (
@@ -169,7 +174,9 @@ class TritonAttention(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         spec, batch, none = self.spec, self.batch, self._no_tensor
-        config = self.decode_config if self.decode else self.prefill_config
+        config = self.decode_config
+        if not self.decode:
+            config = self.prefill_config if cache is None else self.paged_config
         quantized = key.dtype.itemsize == 1
         table = batch.block_table if cache is not None else None
         k, v, q, o = key.stride(), value.stride(), query.stride(), out.stride()
