@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs the conformance kit for every backend that this GPU has; counts go to the folder named.
+# FlashInfer compiles minutes for each variant: of its claims, one head size and dtype are tested.
+out=$1
+for backend in ${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 CUDNN_ATTENTION FLASHINFER}; do
+  chosen=()
+  [ "$backend" = FLASHINFER ] && chosen=(-k "not float16 and not head_size and not fp8 and not pair and not soft_cap or refusal")
+  (cd /tmp && python3 -m pytest -q -p no:cacheprovider --pyargs polyattn.conformance \
+    --polyattn-backend "$backend" --polyattn-report "$out/conformance-$backend.json" \
+    -n "${WORKERS:-8}" "${chosen[@]}" > "$out/$backend.log" 2>&1)
+  tail -3 "$out/$backend.log" | cut -c1-160
+done
