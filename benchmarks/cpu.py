@@ -1,0 +1,154 @@
+"""The figures of the CPU side, as ratios in one run. Prints them; fails on nothing.
+
+python benchmarks/cpu.py [--out FILE.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn import Attention, AttentionBackend, Batch, LayerSpec, discover, select
+from polyattn.cli.benching import Step
+
+CPU = torch.device("cpu")
+
+
+def best_ms(call: Callable[[], object], repeats: int = 7) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times) * 1e3
+
+
+def decode(dtype: str) -> dict[str, float]:
+    """Batch 8 x 2,048 tokens, 32/8 heads of 128: ours against a gather and torch's SDPA."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=dtype, block_size=16)
+    step = Step(select(spec, "cpu", backend="TORCH_SDPA"), [1] * 8, [2048] * 8, CPU)
+    table, cache = step.batch.block_table, step.cache
+    assert table is not None
+
+    def naive() -> torch.Tensor:
+        keys, values = (
+            t[table.long()].reshape(8, 2048, 8, 128).transpose(1, 2).repeat_interleave(4, 1)
+            for t in (cache.key, cache.value)
+        )
+        return torch.nn.functional.scaled_dot_product_attention(
+            step.query[:, :, None], keys, values
+        )
+
+    return _ratio(best_ms(naive), best_ms(step.run))
+
+
+def prefill(dtype: str) -> dict[str, float]:
+    """One prompt of 2,048 tokens: ours, paged, against one dense SDPA call."""
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=dtype, block_size=16)
+    step = Step(select(spec, "cpu", backend="TORCH_SDPA"), [2048], [2048], CPU)
+    query, key, value = (t.transpose(0, 1)[None] for t in (step.query, step.key, step.value))
+
+    def dense() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=True
+        )
+
+    return _ratio(best_ms(dense, 5), best_ms(step.run, 5))
+
+
+def _ratio(theirs: float, ours: float) -> dict[str, float]:
+    return {"baseline_ms": theirs, "ours_ms": ours, "ratio": theirs / ours}
+
+
+def selection() -> dict[str, float]:
+    discover()
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    cold = []
+    for heads in range(1, 9):
+        other = spec.replace(num_heads=heads * 8)
+        started = time.perf_counter()
+        select(other, "cpu")
+        cold.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    for _ in range(20000):
+        select(spec, "cpu")
+    return {
+        "cold_first_ms": cold[0] * 1e3,
+        "cold_median_ms": statistics.median(cold) * 1e3,
+        "cached_us": (time.perf_counter() - started) / 20000 * 1e6,
+    }
+
+
+def layer_overhead() -> float:
+    """Microseconds that `Attention.forward` adds to a backend that does nothing."""
+
+    class Nothing(AttentionBackend):
+        def forward_prefill(self, *args: Any) -> None: ...
+        def forward_decode(self, *args: Any) -> None: ...
+        def write_kv(self, *args: Any) -> None: ...
+
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    chosen = select(spec, "cpu")
+    layer = Attention(chosen)
+    layer.runtime.decode = Nothing(spec, chosen.device)
+    cache = chosen.cache_spec(4).allocate()
+    batch = Batch.from_lens([1], [17], torch.tensor([[2, 1]], dtype=torch.int32), 16)
+    query, key = torch.randn(1, 32, 128).bfloat16(), torch.randn(1, 8, 128).bfloat16()
+    out = torch.empty_like(query)
+    layer(query, key, key, cache, batch, out=out)
+    return best_ms(lambda: [layer(query, key, key, cache, batch, out=out) for _ in range(1000)])
+
+
+def list_seconds() -> float:
+    """Seconds of `polyattn list` with 300 other distributions on the path."""
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(300):
+            info = Path(folder) / f"dist{index}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(
+                f"Metadata-Version: 2.1\nName: dist{index}\nVersion: 1\n"
+            )
+            (info / "entry_points.txt").write_text("[console_scripts]\nx = x:y\n")
+        command = [sys.executable, "-m", "polyattn.cli", "list"]
+        env = {"PYTHONPATH": folder, "PATH": "/usr/bin:/bin"}
+
+        def run() -> None:
+            subprocess.run(command, env=env, check=True, capture_output=True)
+
+        return best_ms(run, 5) / 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    figures: dict[str, Any] = {
+        "date": str(date.today()), "machine": f"{platform.processor() or platform.machine()}, "
+        f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__, "command": "python benchmarks/cpu.py",
+    }  # fmt: skip
+    for dtype in ("float32", "bfloat16"):
+        figures[f"decode 8 x 2048, {dtype}, over gather + SDPA"] = decode(dtype)
+        figures[f"prefill 1 x 2048, {dtype}, over one dense SDPA"] = prefill(dtype)
+    figures["select"] = selection()
+    figures["layer adds, us"] = layer_overhead()
+    figures["polyattn list, 300 distributions, s"] = list_seconds()
+    print(json.dumps(figures, indent=1))
+    if args.out:
+        args.out.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Turns the JSON of a GPU run into the table and the plot that are committed beside it.
+
+python benchmarks/report.py benchmarks/results/h200
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def main(folder: Path) -> None:
+    matrix = json.loads((folder / "matrix.json").read_text())
+    bars = json.loads((folder / "bars.json").read_text())
+    counts = [json.loads(p.read_text()) for p in sorted(folder.glob("conformance-*.json"))]
+    lines = [
+        f"# {matrix['device']}, {matrix['date']}",
+        "",
+        f"torch {matrix['torch']}, Triton {matrix['triton']}, FlashInfer 0.6.13, FlashAttention-3 as "
+        "vLLM 0.24.0 builds it. Commands: `benchmarks/h200_conformance.sh DIR`, "
+        f"`{matrix['command']}`, `python benchmarks/report.py benchmarks/results/h200`.",
+        "",
+        "Device times with a cold L2, median of ten. Limits measured in the same run: copy "
+        f"{matrix['limits']['copy_gb_per_s']:.0f} GB/s, bf16 matmul "
+        f"{matrix['limits']['matmul_tflop_per_s']:.0f} TFLOP/s.",
+        "",
+        "## Conformance",
+        "",
+        "| backend | cases | passed | refused | failed | skipped |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        *(
+            f"| {c['backend']} | {c['cases']} | {c['passed']} | {c['refused']} | {c['failed']} | "
+            f"{c['skipped']} |"
+            for c in counts
+        ),
+        "",
+        "FLASHINFER: one dtype and head size only, without soft cap, fp8 and pairs; each of its "
+        "variants compiles for minutes.",
+        "",
+        *_bars(bars["bars"]),
+        "",
+        *_matrix(matrix["rows"]),
+    ]
+    (folder / "README.md").write_text("\n".join(lines) + "\n")
+    _plot(matrix["rows"], folder / "matrix.png", f"{matrix['device']}, {matrix['date']}")
+
+
+def _bars(bars: dict[str, Any]) -> list[str]:
+    lines = [
+        "## Against FlashInfer (bf16, 32/8 heads of 128, block 16)",
+        "",
+        "Attention alone, new tokens already stored. Ratio: FlashInfer's time over ours. `graph`: "
+        "back to back in a replayed graph, L2 warm. `layer adds`: host time of `Attention.forward` "
+        "over the backend's own call.",
+        "",
+        "| decode | TRITON_ATTN us | FLASHINFER us | FA3 us | ratio | graph us, ours/FlashInfer | "
+        "host us, ours/FlashInfer | layer adds us |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, row in bars.items():
+        if name.startswith("decode"):
+            ours, theirs, third = row["TRITON_ATTN"], row["FLASHINFER"], row["FLASH_ATTN_V3"]
+            lines.append(
+                f"| {name[7:]} | {ours['us']:.1f} | {theirs['us']:.1f} | {third['us']:.1f} | "
+                f"{row['ratio_device']:.2f} | {ours['graph_us']:.1f} / {theirs['graph_us']:.1f} | "
+                f"{ours['host_us']:.1f} / {theirs['host_us']:.1f} | {ours['layer_adds_us']:.1f} |"
+            )
+    lines += ["", "| prefill, causal | TRITON_ATTN | FLASHINFER (fa3) | FA3 | cuDNN | ratio |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
+    for name, row in bars.items():
+        if name.startswith("prefill"):
+            rates = " | ".join(
+                f"{row[b]['tflop_s']:.0f}"
+                for b in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3", "CUDNN_ATTENTION")
+            )
+            lines.append(f"| {name[8:]} (TFLOP/s) | {rates} | {row['ratio']:.2f} |")
+    return lines
+
+
+def _matrix(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "## Every backend that ran (microseconds; the selector's choice last)",
+        "",
+        "| model | step | backends, fastest first | selected | over the best single backend |",
+        "| --- | --- | --- | ---: | ---: |",
+    ]
+    for model, step in dict.fromkeys((r["model"], r["step"]) for r in rows):
+        here = [r for r in rows if (r["model"], r["step"]) == (model, step)]
+        timed = [r for r in here if "us" in r and r["backend"] != "(selected)"]
+        chosen = next(r for r in here if r["backend"] == "(selected)")
+        times = ", ".join(f"{r['backend']} {r['us']:.0f}" for r in timed)
+        lines.append(
+            f"| {model} | {step} | {times} | {chosen['us']:.0f} | {chosen['over_best']:.2f} |"
+        )
+    return lines
+
+
+def _plot(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    steps = list(dict.fromkeys(r["step"] for r in rows))
+    models = list(dict.fromkeys(r["model"] for r in rows))
+    names = ["TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3", "CUDNN_ATTENTION", "(selected)"]
+    figure, axes = pyplot.subplots(
+        len(steps), 1, figsize=(11, 3 * len(steps)), layout="constrained"
+    )
+    for axis, step in zip(axes, steps, strict=True):
+        for offset, name in enumerate(names):
+            heights = [
+                next((r.get("us", 0) for r in rows
+                      if (r["model"], r["step"], r["backend"]) == (m, step, name)), 0)
+                for m in models
+            ]  # fmt: skip
+            places = [i + (offset - 2) * 0.16 for i in range(len(models))]
+            axis.bar(places, heights, 0.16, label=name)
+        axis.set(title=step, ylabel="us", xticks=range(len(models)), xticklabels=models)
+    axes[0].legend(ncols=5, fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
