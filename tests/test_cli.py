@@ -109,6 +109,12 @@ def test_run_shares_prefixes_and_plots(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_example_loop_runs() -> None:
+    loop = Path(__file__).parent.parent / "examples" / "serving_loop.py"
+    found = subprocess.run([sys.executable, str(loop)], capture_output=True, text=True, check=True)
+    assert found.stdout.count("new tokens after") == 4
+
+
 def test_run_on_a_quantized_cache() -> None:
     assert serve("llama-3.1-8b", "--kv-cache-dtype", "int8")["max_error"] < 0.01
 

@@ -76,7 +76,8 @@ def test_three_hundred_distributions_do_not_slow_discovery(tmp_path: Path) -> No
 def test_one_version_everywhere() -> None:
     from importlib.metadata import version
 
-    assert version("polyattn") == version("polyattn-cpu") == polyattn.__version__
+    names = ("polyattn", "polyattn-cpu", "polyattn-cuda", "polyattn-triton")
+    assert {version(name) for name in names} == {polyattn.__version__}
 
 
 def test_every_public_name_is_there() -> None:
@@ -97,7 +98,7 @@ def test_import_contracts() -> None:
 def test_wheels_hold_what_is_needed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     found = subprocess.run(
-        [*command, "-w", str(tmp_path), "./core", "./plugins/cpu"],
+        [*command, "-w", str(tmp_path), "./core", "./plugins/cpu", "./plugins/cuda", "./plugins/triton"],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr
@@ -108,6 +109,8 @@ def test_wheels_hold_what_is_needed(tmp_path: Path) -> None:
         "polyattn/data/azure_conversation.csv",
         "polyattn/conformance/test_conformance.py",
         "polyattn_cpu/hooks.py",
+        "polyattn_cuda/hooks.py",
+        "polyattn_triton/hooks.py",
     ):
         assert needed in names
 

@@ -93,6 +93,12 @@ def test_nobody_can_names_every_rejection_of_every_candidate() -> None:
 def test_no_backend_of_the_kind_says_what_to_install() -> None:
     with pytest.raises(SelectionError, match=r'pip install "polyattn\[rocm\]"'):
         choose(*ALL, device=Device.profile("mi300x"))
+    from polyattn.spec import RecurrentSpec
+
+    mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
+    with pytest.raises(SelectionError) as caught:
+        choose(*ALL, spec=mamba)
+    assert "none is for mamba2" in str(caught.value) and "pip install" not in str(caught.value)
 
 
 def test_steps_are_recorded_in_order() -> None:

@@ -201,5 +201,7 @@ def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts
         text += "".join(f"\n    {rejection}" for rejection in verdict.rejections)
     if not verdicts:
         text += f"\n  none is for {spec.kind.value} layers on platform {device.platform}"
-        text += f'; pip install "polyattn[{device.platform}]"'
+        here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())
+        if not here:
+            text += f'; pip install "polyattn[{device.platform}]"'
     return text + "".join(f"\n  note: {problem}" for problem in facts.problems)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.backend import BackendInfo
@@ -94,11 +97,16 @@ class _Kit:
 
     def summary(self) -> dict[str, object]:
         """The counts: refusals apart from passes, a skipped case counted as neither."""
+        import torch
+
         counts = self.counts
         passed = sum(n for (c, o), n in counts.items() if o == "passed" and c != "refusal")
         return {
             "backend": self.info.name,
             "device": str(self.device),
+            "date": str(date.today()),
+            "polyattn": __version__,
+            "torch": torch.__version__,
             "seed": self.seed,
             "cases": sum(counts.values()),
             "passed": passed,

@@ -66,7 +66,7 @@ FLASH_ATTN_V3 = BackendInfo(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
         Priority(score=70, phase="decode", why="behind FlashInfer's and Triton's decode on Hopper"),
     ),
-    proof={"cuda": Proof.SIGNATURE},
+    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
 FLASH_ATTN_V4 = BackendInfo(
@@ -115,7 +115,7 @@ FLASHINFER = BackendInfo(
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),
-    proof={"cuda": Proof.SIGNATURE},
+    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
 CUDNN_ATTENTION = BackendInfo(
@@ -132,7 +132,7 @@ CUDNN_ATTENTION = BackendInfo(
     priorities=(
         Priority(score=68, phase="prefill", why="fast for few long prompts without context"),
     ),
-    proof={"cuda": Proof.SIGNATURE},
+    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -23,6 +23,37 @@ MAX_SPLITS = 128
 _attention, _merge = Launcher(attention_kernel), Launcher(merge_kernel)
 
 
+def attention_constants(
+    spec: LayerSpec,
+    config: Config,
+    block_size: int,
+    splits: int,
+    decode: bool,
+    paged: bool,
+    lse: bool,
+    early: bool,
+) -> tuple[Any, ...]:
+    """Return `attention_kernel`'s constants, in its order."""
+    split = splits > 1
+    return (
+        spec.gqa_ratio, spec.num_heads, spec.head_size, spec.v_head_size,
+        triton.next_power_of_2(max(16, spec.head_size)),
+        triton.next_power_of_2(max(16, spec.v_head_size)),
+        config.block_m, config.block_n, block_size, splits, decode, paged, spec.causal,
+        spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
+        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks and not split,
+        lse and not split, early and split,
+    )  # fmt: skip
+
+
+def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
+    """Return the configuration of a phase (prefill, paged, decode) on `arch`."""
+    width = triton.next_power_of_2(max(16, spec.head_size, spec.v_head_size))
+    config = pick(arch, phase, width, 4 if spec.dtype == "float32" else 2)
+    rows = max(config.block_m, triton.next_power_of_2(spec.gqa_ratio))
+    return replace(config, block_m=rows)
+
+
 class TritonAttention(AttentionBackend):
     """Prefill by tiles of a host-made work list, decode by sequence with split-KV."""
 
@@ -30,15 +61,13 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, device: Device):
         super().__init__(spec, device)
-        self.block_d = triton.next_power_of_2(max(16, spec.head_size))
         self.block_dv = triton.next_power_of_2(max(16, spec.v_head_size))
-        element = 4 if spec.dtype == "float32" else 2
-        self.prefill_config = self._config("prefill", element)
+        self.decode_config = tile_config(spec, device.arch, "decode")
+        self.prefill_config = tile_config(spec, device.arch, "prefill")
         # The plan lists tiles before it is known where the keys are read from.
         self.paged_config = replace(
-            self._config("paged", element), block_m=self.prefill_config.block_m
+            tile_config(spec, device.arch, "paged"), block_m=self.prefill_config.block_m
         )
-        self.decode_config = self._config("decode", element)
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = (
             torch.cuda.get_device_properties(self.torch_device).multi_processor_count
@@ -49,11 +78,6 @@ class TritonAttention(AttentionBackend):
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
         self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
-
-    def _config(self, phase: str, element: int) -> Config:
-        config = pick(self.device.arch, phase, max(self.block_d, self.block_dv), element)
-        rows = max(config.block_m, triton.next_power_of_2(self.spec.gqa_ratio))
-        return Config(rows, config.block_n, config.num_warps, config.num_stages)
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch
@@ -184,7 +208,6 @@ class TritonAttention(AttentionBackend):
             kv_strides = (0, k[0], k[1], 0, v[0], v[1])
         else:
             kv_strides = (k[0], k[1], k[2], v[0], v[1], v[2])
-        split = grid[2] > 1
         _attention(
             grid,
             (
@@ -204,14 +227,9 @@ class TritonAttention(AttentionBackend):
                 q[0], q[1], *kv_strides, o[0], o[1], 0 if lse is None else lse.stride(0),
                 0 if table is None else table.stride(0),
             ),
-            (
-                spec.gqa_ratio, spec.num_heads, spec.head_size, spec.v_head_size, self.block_d,
-                self.block_dv, config.block_m, config.block_n,
-                1 if cache is None else cache.block_size, grid[2], self.decode, cache is not None,
-                spec.causal, spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
-                spec.logit_soft_cap is not None, spec.alibi,
-                params.sinks is not None and not split, lse is not None and not split,
-                "ieee" if spec.dtype == "float32" else "tf32", self.early and split,
+            attention_constants(
+                spec, config, 1 if cache is None else cache.block_size, grid[2], self.decode,
+                cache is not None, lse is not None, self.early,
             ),
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip

@@ -69,7 +69,12 @@ TRITON_ATTN = BackendInfo(
         ),
         Priority(score=60, why="a good general kernel wherever Triton runs"),
     ),
-    proof={"cuda": Proof.COMPILED, "rocm": Proof.COMPILED, "cpu": Proof.INTERPRETED},
+    proof={
+        "sm_90": Proof.MEASURED,
+        "cuda": Proof.COMPILED,
+        "rocm": Proof.COMPILED,
+        "cpu": Proof.INTERPRETED,
+    },
 )
 
 

@@ -52,7 +52,7 @@ def _tiles(
     MASK: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, PRECISION: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
 ):  # fmt: skip
     """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -89,7 +89,7 @@ def _tiles(
                 v = tl.load(v_ptr)
             else:
                 v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = _logits(
             s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
             MASK, CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
@@ -103,7 +103,7 @@ def _tiles(
         p = tl.exp2(s - base[:, None])
         l = l * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision=PRECISION)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         m = m_new
     return acc, m, l
 
@@ -118,7 +118,7 @@ def attention_kernel(
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One tile of query rows of one KV head, over all its keys or one split of them.
 
@@ -215,20 +215,20 @@ def attention_kernel(
             acc, m, l, q, K, V, BT, token0, low_tile, full_low, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, PRECISION,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
         )  # fmt: skip
     if SINK_TOKENS == 0:
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, token0, full_low, full_high, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, PRECISION,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
         )  # fmt: skip
     acc, m, l = _tiles(
         acc, m, l, q, K, V, BT, token0, full_high, high_tile, skip_from, skip_by, row_pos,
         seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
         True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, PRECISION,
+        CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
     )  # fmt: skip
 
     if SPLITS > 1:

@@ -1,0 +1,106 @@
+"""Compiles the kernels ahead of time for a GPU that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from polyattn import LayerSpec
+from polyattn.device import arch_matches
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from polyattn_triton.attention import attention_constants, tile_config
+from polyattn_triton.kernels import attention_kernel, merge_kernel, write_kernel
+
+ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
+PHASES = ("prefill", "paged", "decode", "split", "merge", "write")
+
+
+def target_of(arch: str) -> GPUTarget:
+    """Return Triton's target for `sm_90` or `gfx942`."""
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    return GPUTarget("hip", arch, 64)
+
+
+def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
+    """Compile one of `PHASES` of TRITON_ATTN down to machine code.
+
+    Returns Triton's compiled kernel, whose `asm` holds `cubin` or `hsaco`. Raises what Triton
+    raises when the target can't do it.
+    """
+    query = ELEMENT[spec.dtype]
+    cached = CACHE.get(spec.kv_cache_dtype, query)
+    if cached == "fp8e4nv" and arch == "gfx942":
+        cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
+    early = arch_matches("sm_90+", arch)
+    splits = 8
+    if phase in ("merge", "write"):
+        return _compile_small(spec, arch, phase, query, cached, block_size, splits, early)
+    decode = phase in ("decode", "split")
+    config = tile_config(spec, arch, "decode" if decode else phase)
+    constants = attention_constants(
+        spec, config, block_size if phase != "prefill" else 1, splits if phase == "split" else 1,
+        decode, phase != "prefill", spec.needs_lse, early,
+    )  # fmt: skip
+    pointers = {
+        "Q": query, "K": query if phase == "prefill" else cached,
+        "V": query if phase == "prefill" else cached, "OUT": query, "BT": "i32", "SEQ_LENS": "i32",
+        "STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32",
+    }  # fmt: skip
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return _compile(attention_kernel, pointers, constants, arch, options)
+
+
+def _compile_small(
+    spec: LayerSpec,
+    arch: str,
+    phase: str,
+    query: str,
+    cached: str,
+    block_size: int,
+    splits: int,
+    early: bool,
+) -> Any:
+    if phase == "merge":
+        width = triton.next_power_of_2(max(16, spec.v_head_size))
+        constants: tuple[Any, ...] = (
+            spec.num_heads, spec.v_head_size, width, splits, splits, spec.learned_sinks,
+            spec.needs_lse, early,
+        )  # fmt: skip
+        return _compile(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
+    width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
+    constants = (
+        spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
+        block_size, cached != query, cached == "i8",
+    )  # fmt: skip
+    pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
+    return _compile(write_kernel, pointers, constants, arch, {"num_warps": 4})
+
+
+FLOATS = {"scale", "v_scale", "soft_cap", "k_inv", "v_inv", "limit"}
+
+
+def _compile(
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: tuple[Any, ...],
+    arch: str,
+    options: dict[str, int],
+) -> Any:
+    names = kernel.arg_names
+    fixed = dict(zip(names[-len(constants) :], constants, strict=True))
+    signature = {}
+    for name in names:
+        if name in fixed:
+            signature[name] = "constexpr"
+        elif name in FLOATS:
+            signature[name] = "fp32"
+        elif name.isupper():
+            signature[name] = f"*{pointers.get(name, 'fp32')}"
+        else:
+            signature[name] = "i32"
+    source = ASTSource(kernel, signature, fixed)
+    return triton.compile(source, target=target_of(arch), options=options)

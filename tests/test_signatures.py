@@ -1,0 +1,157 @@
+"""The adapters' calls, bound against the signatures recorded from the real packages."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from inspect import Parameter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from polyattn import Batch, Device, LayerParams, LayerSpec
+from polyattn.cache import KVCacheSpec
+
+pytest.importorskip("triton")
+RECORDS = {
+    p.stem: json.loads(p.read_text()) for p in Path(__file__).parent.glob("signatures/*.json")
+}
+
+
+def signature(package: str, function: str) -> inspect.Signature:
+    """Rebuild a recorded signature."""
+    record = RECORDS[package]["functions"][function]
+    names = record["positional"]
+    required = len(names) - record["defaults"]
+    parameters = [
+        Parameter(
+            name,
+            Parameter.POSITIONAL_OR_KEYWORD,
+            default=Parameter.empty if index < required else None,
+        )
+        for index, name in enumerate(names)
+    ]
+    if record["varargs"]:
+        parameters.append(Parameter(record["varargs"], Parameter.VAR_POSITIONAL))
+    parameters += [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=None if optional else Parameter.empty)
+        for name, optional in record["keyword"].items()
+    ]
+    return inspect.Signature(parameters)
+
+
+def bind(package: str, function: str, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Bind a call; on a mismatch fail with the package, its version and the argument."""
+    try:
+        return dict(signature(package, function).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        where = f"{RECORDS[package]['package']} {RECORDS[package]['version']}: {function}"
+        pytest.fail(f"{where}: {error}")
+
+
+def test_a_changed_signature_fails_with_the_argument() -> None:
+    with pytest.raises(pytest.fail.Exception, match=r"flashinfer-python 0\.6\.13.*'surprise'"):
+        bind(
+            "flashinfer", "BatchDecodeWithPagedKVCacheWrapper.plan", 1, 2, 3, 4, 5, 6, 7, surprise=1
+        )
+
+
+def fake_flashinfer(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
+    """A module whose wrappers bind every call as the real ones would."""
+
+    def wrapper(name: str) -> type:
+        class Wrapper:
+            def __init__(self, *args: Any, **kwargs: Any):
+                calls.append(("init", bind("flashinfer", f"{name}.__init__", *args, **kwargs)))
+
+            def plan(self, *args: Any, **kwargs: Any) -> None:
+                calls.append(("plan", bind("flashinfer", f"{name}.plan", *args, **kwargs)))
+
+            def run(self, *args: Any, **kwargs: Any) -> None:
+                found = bind("flashinfer", f"{name}.run", *args, **kwargs)
+                calls.append(("run", found))
+                found["out"].zero_()
+                if found.get("lse") is not None:
+                    found["lse"].fill_(2.0)
+
+        return Wrapper
+
+    module = ModuleType("flashinfer")
+    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+        setattr(module, name, wrapper(name))
+    return module
+
+
+SPEC = LayerSpec(
+    num_heads=8, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9, needs_lse=True,
+    logit_soft_cap=30.0,
+)  # fmt: skip
+CPU = Device("cuda", "sm_90", torch_device="cpu")
+
+
+def step(lens: list[int], queries: list[int]) -> tuple[Batch, Any, torch.Tensor]:
+    cache = KVCacheSpec(
+        num_blocks=8, block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
+    ).allocate()
+    table = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32)
+    batch = Batch.from_lens(queries, lens, table, 16)
+    return batch, cache, torch.zeros(batch.num_tokens, 8, 64, dtype=torch.float16)
+
+
+def test_flashinfer_decode_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(calls))
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    backend = FlashInferAttention(SPEC, CPU)
+    batch, cache, query = step([17, 5], [1, 1])
+    backend.plan(batch)
+    lse = torch.zeros(2, 8)
+    backend.forward_decode(query, cache, LayerParams(), query.clone(), lse)
+    assert [name for name, _ in calls] == ["init", "plan", "run"]
+    plan = calls[1][1]
+    assert plan["indptr"].tolist() == [0, 2, 3] and plan["indices"].tolist() == [3, 1, 5]
+    assert plan["last_page_len"].tolist() == [1, 5]
+    assert plan["window_left"] == 8  # theirs doesn't count the query itself
+    assert plan["logits_soft_cap"] == 30.0 and plan["sm_scale"] == 64**-0.5
+    assert lse.allclose(torch.tensor(2.0 * 0.6931472))  # their LSE is in base 2
+
+
+def test_flashinfer_prefill_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(calls))
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    backend = FlashInferAttention(SPEC.replace(sliding_window=None, kv_cache_dtype="fp8_e4m3"), CPU)
+    batch, cache, query = step([17, 5], [4, 5])
+    backend.plan(batch)
+    backend.forward_prefill(query, None, None, cache, LayerParams(k_scale=2.0), query.clone(), None)
+    plan, run = calls[1][1], calls[2][1]
+    assert plan["causal"] is True and plan["qo_indptr"].tolist() == [0, 4, 9]
+    assert plan["window_left"] == -1 and plan["kv_data_type"] == torch.float8_e4m3fn
+    assert run["k_scale"] == 2.0 and run["return_lse"] is False
+
+
+def test_flash_attn_4_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def varlen(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = bind("flash_attn_4", "flash_attn_varlen_func", *args, **kwargs)
+        calls.append(found)
+        return torch.zeros_like(found["q"]), torch.full((8, len(found["q"])), 1.5)
+
+    for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flash_attn.cute.interface"].flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
+    from polyattn_cuda.flash_attn_v4 import FlashAttention4
+
+    backend = FlashAttention4(SPEC, CPU)
+    batch, cache, query = step([17, 5], [4, 5])
+    backend.plan(batch)
+    lse = torch.zeros(9, 8)
+    backend.forward_prefill(query, None, None, cache, LayerParams(), query.clone(), lse)
+    assert calls[0]["cu_seqlens_k"].tolist() == [0, 17, 22] and calls[0]["k"].shape == (22, 2, 64)
+    assert calls[0]["window_size"] == (8, 0) and bool((lse == 1.5).all())

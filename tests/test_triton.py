@@ -1,0 +1,92 @@
+"""TRITON_ATTN without a GPU: the kit in Triton's interpreter, and machine code for every target."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from polyattn import LayerSpec
+
+triton = pytest.importorskip("triton")
+
+BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+VARIANTS = {
+    "plain": BASE,
+    "head 64, sinks, window": BASE.replace(
+        num_heads=64, head_size=64, learned_sinks=True, sliding_window=128
+    ),
+    "head 256, soft cap, window": BASE.replace(
+        num_heads=16, head_size=256, logit_soft_cap=50.0, sliding_window=4096
+    ),
+    "head 96, MHA, lse": BASE.replace(num_kv_heads=32, head_size=96, needs_lse=True),
+    "ALiBi": BASE.replace(num_kv_heads=32, alibi=True),
+    "MQA of 71": BASE.replace(num_heads=71, num_kv_heads=1, head_size=64),
+    "chunked, sink tokens": BASE.replace(chunk_size=8192, sliding_window=512, sink_tokens=4),
+    "int8 cache": BASE.replace(kv_cache_dtype="int8"),
+    "fp32": BASE.replace(dtype="float32"),
+}
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")
+FP8_TARGETS = ("sm_90", "gfx942", "gfx950")
+
+
+def compiled_bytes(spec: LayerSpec, arch: str) -> dict[str, int]:
+    from polyattn_triton.aot import PHASES, compile_phase
+
+    kind = "cubin" if arch.startswith("sm_") else "hsaco"
+    return {phase: len(compile_phase(spec, arch, phase).asm[kind]) for phase in PHASES}
+
+
+FEW = ("plain", "int8 cache")
+CASES = [
+    (arch, variant)
+    for arch in TARGETS
+    for variant in (VARIANTS if arch in ("sm_90", "gfx942") else FEW)
+]
+"""Every variant for one chip of each vendor; for the others those that differ in instructions."""
+
+
+@pytest.mark.parametrize(("arch", "variant"), CASES)
+def test_compiles_to_machine_code(arch: str, variant: str) -> None:
+    sizes = compiled_bytes(VARIANTS[variant], arch)
+    assert len(sizes) == 6 and all(size > 500 for size in sizes.values())
+
+
+@pytest.mark.parametrize("arch", FP8_TARGETS)
+def test_compiles_fp8_caches(arch: str) -> None:
+    assert all(compiled_bytes(BASE.replace(kv_cache_dtype="fp8_e4m3"), arch).values())
+
+
+def test_compilation_can_fail() -> None:
+    """The negative control: a head size that fits no chip's shared memory is not waved through."""
+    from polyattn_triton.aot import compile_phase
+
+    with pytest.raises(Exception, match=r"."):
+        compile_phase(BASE.replace(head_size=4096), "sm_90", "prefill")
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "pair and (sliding_window or chunked)",
+        "pair and not (sliding_window or chunked)",
+        "decoder and not pair",
+        "not pair and not decoder",
+    ],
+)
+def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
+         "polyattn.conformance", "--polyattn-backend", "TRITON_ATTN", "--polyattn-device", "cpu",
+         "--polyattn-report", str(report), "-k", chosen],
+        cwd="/", env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
+        timeout=900, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
+    counts = json.loads(report.read_text())
+    assert counts["passed"] >= 20 and counts["failed"] == counts["skipped"] == 0
