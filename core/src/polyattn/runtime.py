@@ -120,6 +120,8 @@ class Runtime:
         if cache is None:
             self.prefill.forward_prefill(query, key, value, None, params, out, lse)
             return
+        if self.checks and self.device.is_accelerator:
+            _check_aligned(query=query, key=key, value=value, out=out)
         if self.checks and not _capturing(query):
             check_on_device(batch, cache.num_blocks, cache.block_size)
         if key is not None and value is not None and batch.slot_mapping is not None:
@@ -160,6 +162,16 @@ class Runtime:
             out[at:],
             None if lse is None else lse[at:],
         )
+
+
+def _check_aligned(**tensors: Tensor | None) -> None:
+    """Accelerators' kernels load 16 bytes at a time; some fault on anything else."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise BatchError(
+                f"{name} starts at an address that is not a multiple of 16 bytes; copy it, or slice at "
+                "a multiple"
+            )
 
 
 def _capturing(query: Tensor) -> bool:

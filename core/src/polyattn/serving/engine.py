@@ -95,7 +95,8 @@ class GroupRunner:
             stock = torch.randn(2 * max(need, 1 << 16), generator=self.generator)
             stock = stock.to(STORAGE_DTYPES[self.spec.dtype]).to(self.device)
             self._stock[width] = stock
-        at = int(torch.randint(len(stock) - need + 1, (1,), generator=self.generator))
+        # Kernels load 16 bytes at a time, so the place is a multiple of 16 elements.
+        at = int(torch.randint((len(stock) - need) // 16 + 1, (1,), generator=self.generator)) * 16
         return stock[at : at + need].view(tokens, width)
 
     def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:

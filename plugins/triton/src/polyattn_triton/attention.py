@@ -178,7 +178,8 @@ class TritonAttention(AttentionBackend):
                 self._part_lse if params.sinks is None else params.sinks,
             ),
             (params.v_scale if quantized else 1.0,),
-            (out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)),
+            (out.stride(0), out.stride(1)),
+            (0 if lse is None else lse.stride(0),),
             (
                 spec.num_heads, spec.v_head_size, self.block_dv, splits, splits,
                 params.sinks is not None, lse is not None, self.early,
@@ -224,9 +225,9 @@ class TritonAttention(AttentionBackend):
                 spec.logit_soft_cap or 1.0,
             ),
             (
-                q[0], q[1], *kv_strides, o[0], o[1], 0 if lse is None else lse.stride(0),
-                0 if table is None else table.stride(0),
+                q[0], q[1], *kv_strides, o[0], o[1],
             ),
+            (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
             attention_constants(
                 spec, config, 1 if cache is None else cache.block_size, grid[2], self.decode,
                 cache is not None, lse is not None, self.early,

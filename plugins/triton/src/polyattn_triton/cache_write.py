@@ -34,6 +34,7 @@ def write_kv(
             key.stride(0), key.stride(1), value.stride(0), value.stride(1),
             k[0], k[1], k[2], v[0], v[1], v[2],
         ),
+        (),
         (
             heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size, quantized,
             integer,

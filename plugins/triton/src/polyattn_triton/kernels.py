@@ -108,7 +108,7 @@ def _tiles(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t"])
+@triton.jit(do_not_specialize=["lse_t", "bt_s"])
 def attention_kernel(
     Q, K, V, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, TILE_SEQ, TILE_START, SINKS, SLOPES,
     scale, v_scale, soft_cap,

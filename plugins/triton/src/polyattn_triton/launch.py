@@ -16,9 +16,10 @@ Key = tuple[Any, ...]
 class Launcher:
     """One kernel's compiled variants, by everything that Triton specialises on.
 
-    Arguments go by position: tensors, then floats and integers, then constants. Integers are part
+    Arguments go by position: tensors, floats, integers, free integers, constants. Integers are part
     of the key, since Triton specialises on 1 and on multiples of 16; so are the pointers'
-    alignments and the device.
+    alignments and the device. Free integers change from step to step (a block table's width): the
+    kernel declares them `do_not_specialize`.
     """
 
     def __init__(self, kernel: Any):
@@ -31,6 +32,7 @@ class Launcher:
         tensors: tuple[Tensor, ...],
         floats: tuple[float, ...],
         ints: tuple[int, ...],
+        free: tuple[int, ...],
         constants: tuple[Any, ...],
         options: dict[str, Any],
     ) -> None:
@@ -42,8 +44,8 @@ class Launcher:
         key: Key = (ints, constants, dtypes, which, tensors[0].device, *options.values())
         variant = self.variants.get(key)
         if variant is None:
-            variant = self.kernel[grid](*tensors, *floats, *ints, *constants, **options)
+            variant = self.kernel[grid](*tensors, *floats, *ints, *free, *constants, **options)
             if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
                 self.variants[key] = variant
             return
-        variant[grid](*tensors, *floats, *ints, *constants)
+        variant[grid](*tensors, *floats, *ints, *free, *constants)

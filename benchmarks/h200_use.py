@@ -1,0 +1,70 @@
+"""Uses polyattn on this GPU as an engine would: verification, torch.compile, allocations.
+
+python benchmarks/h200_use.py
+"""
+
+from __future__ import annotations
+
+import torch
+from polyattn import Attention, Batch, LayerSpec, select
+from polyattn.cli.benching import Step
+from polyattn.compiled import handle
+
+
+def verified() -> None:
+    """`Attention(spec)` verifies what it chose, by default, on an accelerator."""
+    layer = Attention(LayerSpec(num_heads=32, num_kv_heads=8, head_size=128))
+    print("verified:", layer.selection)
+
+
+def compiled() -> None:
+    """One graph, the eager result."""
+    selection = select(LayerSpec(num_heads=32, num_kv_heads=8, head_size=128), "cuda")
+    step = Step(selection, [1] * 8, [2048] * 8, torch.device("cuda"))
+    step.run()
+    handle(step.layer)
+    step.layer.plan(step.batch)
+
+    def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return step.layer(query * 1.5, key, value, step.cache) + 1
+
+    eager = function(step.query, step.key, step.value)
+    traced = torch.compile(function, fullgraph=True)(step.query, step.key, step.value)
+    print("compiled, fullgraph: largest difference", (traced - eager).abs().max().item())
+
+
+def allocations() -> None:
+    """Device allocations of one planned call with `out=`."""
+    for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"):
+        spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+        step = Step(select(spec, "cuda", backend=name), [1] * 8, [2048] * 8, torch.device("cuda"))
+        for _ in range(3):
+            step.run()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        step.run()
+        after = torch.cuda.memory_stats()["allocation.all.allocated"]
+        print(f"allocations in one decode call of {name}: {after - before}")
+
+
+def replanned() -> None:
+    """The host's time to plan a step of 64 decodes."""
+    from timing import host_us
+
+    for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"):
+        spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+        step = Step(select(spec, "cuda", backend=name), [1] * 64, [4096] * 64, torch.device("cuda"))
+        step.run()
+
+        def plan(step: Step = step) -> None:
+            batch = step.batch
+            step.layer.plan(Batch(batch.starts, batch.lens, batch.block_table, batch.slot_mapping))
+
+        print(f"plan of 64 decodes on {name}: {host_us(plan, calls=50):.0f} us")
+
+
+if __name__ == "__main__":
+    verified()
+    compiled()
+    allocations()
+    replanned()
