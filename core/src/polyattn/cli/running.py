@@ -56,7 +56,9 @@ def show(options: RunOptions) -> int:
     served, skipped = _served(specs, options)
     settings = current().with_backend(options.backend, "flag --backend")
     device = resolve_device(options.device)
-    groups = select_layers(served, device, settings=settings)
+    # On an accelerator the check also compiles kernels, outside the times that are reported.
+    verify = True if device.is_accelerator else None
+    groups = select_layers(served, device, settings=settings, verify=verify)
     if not options.json:
         _print_selection(path, groups, skipped, options)
     requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
