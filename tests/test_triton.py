@@ -40,13 +40,13 @@ def compiled_bytes(spec: LayerSpec, arch: str) -> dict[str, int]:
     return {phase: len(compile_phase(spec, arch, phase).asm[kind]) for phase in PHASES}
 
 
-FEW = ("plain", "int8 cache")
+slow = pytest.mark.slow
 CASES = [
-    (arch, variant)
+    pytest.param(arch, variant, marks=[] if variant == "plain" or arch == "sm_90" else [slow])
     for arch in TARGETS
-    for variant in (VARIANTS if arch in ("sm_90", "gfx942") else FEW)
+    for variant in VARIANTS
 ]
-"""Every variant for one chip of each vendor; for the others those that differ in instructions."""
+"""Every variant for every target; the quick suite has one chip's whole set and a sample of others."""
 
 
 @pytest.mark.parametrize(("arch", "variant"), CASES)
@@ -72,8 +72,8 @@ def test_compilation_can_fail() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "pair and (sliding_window or chunked)",
-        "pair and not (sliding_window or chunked)",
+        pytest.param("pair and (sliding_window or chunked)", marks=slow),
+        pytest.param("pair and not (sliding_window or chunked)", marks=slow),
         "decoder and not pair",
         "not pair and not decoder",
     ],
