@@ -1,0 +1,82 @@
+"""A backend that fails or is wrong on this machine: passed over when automatic, raised when named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from polyattn import LayerSpec, register, select, unregister
+from polyattn.backend import BackendInfo, Priority
+from polyattn.capability import Capabilities
+from polyattn.errors import PluginError, SelectionError
+from polyattn.plugin import hookimpl
+from polyattn_cpu.sdpa import TorchSDPA
+from torch import Tensor
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+
+
+class Wrong(TorchSDPA):
+    """Right in prefill, wrong in decode."""
+
+    def forward_decode(self, query: Tensor, *rest: object) -> None:
+        super().forward_decode(query * 1.01, *rest)  # type: ignore[arg-type]
+
+
+class Failing(TorchSDPA):
+    def forward_decode(self, *args: object) -> None:
+        raise RuntimeError("ninja: build stopped: subcommand failed")
+
+
+def info(name: str, score: int) -> BackendInfo:
+    return BackendInfo(
+        name=name,
+        summary="",
+        path=f"test_verify:{name.title()}",
+        capabilities=Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"})),
+        priorities=(Priority(score=score),),
+    )
+
+
+class Plugin:
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_backends(self) -> list[BackendInfo]:
+        return [info("WRONG", 99), info("FAILING", 98)]
+
+
+@pytest.fixture(autouse=True)
+def plugin() -> Iterator[None]:
+    register(Plugin(), "verify-test")
+    yield
+    unregister("verify-test")
+
+
+def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:
+    assert select(SPEC, "cpu").decision.decode == "WRONG"  # without verification nobody knows
+    decision = select(SPEC, "cpu", verify=True).decision
+    assert decision.decode == decision.prefill == "TORCH_SDPA"
+    reasons = {v.backend: str(v.rejections) for v in decision.verdicts() if v.rejections}
+    assert "its output is wrong" in reasons["WRONG"]
+    assert "ninja: build stopped" in reasons["FAILING"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("WRONG", "is wrong"), ("FAILING", "build stopped")])
+def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
+    with pytest.raises(SelectionError, match=says):
+        select(SPEC, "cpu", backend=name, verify=True)
+
+
+def test_a_late_registration_is_never_stale() -> None:
+    assert select(SPEC, "cpu").decision.decode == "WRONG"
+    unregister("verify-test")
+    assert select(SPEC, "cpu").decision.decode == "TORCH_SDPA"
+    with pytest.raises(PluginError, match="no plugin named"):
+        unregister("verify-test")
+    register(Plugin(), "verify-test")
+    assert select(SPEC, "cpu").decision.decode == "WRONG"
+    with pytest.raises(PluginError, match="registered already"):
+        register(Plugin(), "verify-test")
