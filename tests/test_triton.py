@@ -75,7 +75,7 @@ def test_compilation_can_fail() -> None:
         pytest.param("pair and (sliding_window or chunked)", marks=slow),
         pytest.param("pair and not (sliding_window or chunked)", marks=slow),
         "decoder and not pair",
-        "not pair and not decoder",
+        pytest.param("not pair and not decoder", marks=slow),
     ],
 )
 def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
