@@ -44,7 +44,7 @@ def seen(spec: LayerSpec, first: int, last: int, length: int) -> Span:
     sinks = 0
     if spec.sink_tokens and start:
         low = first // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0
-        sinks = max(0, min(spec.sink_tokens, start) - low) if low == 0 else 0
+        sinks = min(spec.sink_tokens, start) if low == 0 else 0
     return Span(sinks, start, max(start, stop))
 
 

@@ -10,7 +10,7 @@ from polyattn import AttentionState, Batch, KVCache, LayerParams, merge_states
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention
-from polyattn_cuda.paging import token_slots
+from polyattn_cuda.paging import read_slots, token_slots
 
 
 class CudnnAttention(CudaAttention):
@@ -41,8 +41,7 @@ class CudnnAttention(CudaAttention):
             assert cache is not None
             if self.slots is None:
                 self.slots = token_slots(batch, cache.block_size)
-            block, offset = self.slots // cache.block_size, self.slots % cache.block_size
-            key, value = cache.key[block, offset], cache.value[block, offset]
+            key, value = read_slots(cache, self.slots)
             starts = self.key_starts
         assert key is not None and value is not None
         for index, count in enumerate(batch.query_lens):

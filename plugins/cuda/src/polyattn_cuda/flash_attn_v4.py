@@ -14,7 +14,7 @@ from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention, store_lse
-from polyattn_cuda.paging import token_slots
+from polyattn_cuda.paging import read_slots, token_slots
 
 
 class FlashAttention4(CudaAttention):
@@ -58,8 +58,7 @@ class FlashAttention4(CudaAttention):
             assert cache is not None
             if self.fresh or self.slots is None:
                 self.slots = token_slots(batch, cache.block_size)
-            block, offset = self.slots // cache.block_size, self.slots % cache.block_size
-            key, value = cache.key[block, offset], cache.value[block, offset]
+            key, value = read_slots(cache, self.slots)
         result, found = self.func(
             query, key, value, cu_seqlens_q=self.starts, cu_seqlens_k=self.key_starts,
             max_seqlen_q=batch.max_query_len, max_seqlen_k=batch.max_seq_len,

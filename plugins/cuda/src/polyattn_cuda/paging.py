@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from polyattn import Batch
+from polyattn import Batch, KVCache
 from torch import Tensor
 
 
@@ -42,3 +42,9 @@ def token_slots(batch: Batch, block_size: int) -> Tensor:
     at = _upload(np.stack([row, position]), batch.device)
     block = batch.block_table[at[0], at[1] // block_size].long()
     return block * block_size + at[1] % block_size
+
+
+def read_slots(cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Copy keys and values out of their pages: (slots, num_kv_heads, size) each."""
+    block, offset = slots // cache.block_size, slots % cache.block_size
+    return cache.key[block, offset], cache.value[block, offset]

@@ -121,7 +121,7 @@ class TritonAttention(AttentionBackend):
         if self.torch_device.type == "cuda":
             packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
         self.tile_seq, self.tile_start = packed.view(2, -1)
-        self.starts, self.lens = batch.query_start_loc, batch.seq_lens
+        self.starts = batch.query_start_loc
 
     def write_kv(
         self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor, params: LayerParams
