@@ -89,4 +89,4 @@ def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
     counts = json.loads(report.read_text())
-    assert counts["passed"] >= 20 and counts["failed"] == counts["skipped"] == 0
+    assert counts["passed"] >= 15 and counts["failed"] == counts["skipped"] == 0
