@@ -7,7 +7,8 @@ import pytest
 from polyattn import LayerSpec
 from polyattn.cli.models import bundled, bundled_models
 from polyattn.errors import ConfigError, SpecError
-from polyattn.spec import features, group_layers
+from polyattn.parts import group_layers
+from polyattn.spec import features
 
 # model -> the groups of its layers: (count, what str(spec) says)
 MODELS = {

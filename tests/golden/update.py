@@ -7,7 +7,7 @@ from pathlib import Path
 from polyattn import LayerSpec, select
 from polyattn.cli.models import bundled, bundled_models
 from polyattn.errors import SelectionError
-from polyattn.spec import group_layers
+from polyattn.parts import group_layers
 
 TABLES = {
     "nvidia.md": ("a100", "l40s", "h100-sxm", "h200", "b200", "rtx4090", "rtx5090"),

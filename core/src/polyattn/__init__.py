@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from polyattn._version import __version__
 
 if TYPE_CHECKING:
-    from polyattn.backend import AttentionBackend, BackendInfo, LayerParams
+    from polyattn.backend import AttentionBackend, BackendInfo, LayerParams, RecurrentBackend
     from polyattn.batch import Batch
     from polyattn.cache import KVCache, KVCacheSpec
     from polyattn.capability import Capabilities, Rejection
@@ -23,11 +23,15 @@ if TYPE_CHECKING:
     from polyattn.device import Device
     from polyattn.discovery import discover, register, unregister
     from polyattn.errors import PolyattnError
+    from polyattn.indexer import choose_tokens
+    from polyattn.latent import LatentAttention
     from polyattn.layer import Attention
+    from polyattn.recurrent import Recurrent
     from polyattn.selector import LayerGroup, Selection, select, select_layers
     from polyattn.settings import Settings
     from polyattn.spec import AttentionKind, GraphCapture, LayerSpec, Role
     from polyattn.state import AttentionState, merge_states
+    from polyattn.states import StateCache, StateCacheSpec
 
 _HOME = {
     "Attention": "layer",
@@ -42,14 +46,20 @@ _HOME = {
     "GraphCapture": "spec",
     "KVCache": "cache",
     "KVCacheSpec": "cache",
+    "LatentAttention": "latent",
     "LayerGroup": "selector",
     "LayerParams": "backend",
     "LayerSpec": "spec",
     "PolyattnError": "errors",
+    "Recurrent": "recurrent",
+    "RecurrentBackend": "backend",
     "Rejection": "capability",
     "Role": "spec",
     "Selection": "selector",
     "Settings": "settings",
+    "StateCache": "states",
+    "StateCacheSpec": "states",
+    "choose_tokens": "indexer",
     "discover": "discovery",
     "merge_states": "state",
     "register": "discovery",
@@ -71,15 +81,21 @@ __all__ = [
     "GraphCapture",
     "KVCache",
     "KVCacheSpec",
+    "LatentAttention",
     "LayerGroup",
     "LayerParams",
     "LayerSpec",
     "PolyattnError",
+    "Recurrent",
+    "RecurrentBackend",
     "Rejection",
     "Role",
     "Selection",
     "Settings",
+    "StateCache",
+    "StateCacheSpec",
     "__version__",
+    "choose_tokens",
     "discover",
     "merge_states",
     "register",

@@ -170,6 +170,22 @@ class AttentionBackend(ABC):
         """Serve a batch of both phases in one launch; only where `"mixed"` is claimed."""
         raise NotImplementedError(f"{type(self).__name__} claims no phase 'mixed'")
 
+    def forward_sparse(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend each token to the cache rows `slots` alone; only for kind `"sparse_mla"`.
+
+        `query` (num_tokens, num_heads, latent size), `slots` int32 (num_tokens, topk): block times
+        block size plus offset, -1 for none; `out` (num_tokens, num_heads, latent rank).
+        """
+        raise NotImplementedError(f"{type(self).__name__} claims no kind 'sparse_mla'")
+
     def write_kv(
         self,
         key: Tensor,
@@ -180,6 +196,47 @@ class AttentionBackend(ABC):
     ) -> None:
         """Store the step's keys and values; slot -1 skips."""
         cache.write(key, value, slot_mapping, params.k_scale, params.v_scale)
+
+
+class RecurrentBackend(ABC):
+    """One instance serves every layer that shares a selection; plans once a step, as above.
+
+    `inputs` and `params` are by the names of the layer's form (`polyattn.forms`), parameters
+    float32; `states` is the whole `StateCache.data`. A sequence continues from its slot's state
+    where its length exceeds its query, else it starts from zero, whatever the slot holds. Each
+    sequence's slot is left with its new state; other slots aren't read or written. A sequence
+    without query tokens changes nothing; a padding row (slot -1) neither, and its output is free.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, spec: LayerSpec, device: Device) -> None:
+        self.spec = spec
+        self.device = device
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare one step from metadata only. A captured graph must stay valid across plans."""
+        self.batch = batch
+
+    @abstractmethod
+    def forward_prefill(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Run sequences of any query length."""
+
+    @abstractmethod
+    def forward_decode(
+        self,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Run sequences of one token each."""
 
 
 def load_object(path: str) -> Any:

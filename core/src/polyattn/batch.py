@@ -24,6 +24,8 @@ class Batch:
       length are never read. None where there is no cache.
     - `slot_mapping` int64 (num_tokens,): where each new token is stored,
       `block * block_size + offset`; -1 skips. None stores nothing.
+    - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
+      -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
 
     Sequences of one query token that come first are served as decodes, all others as prefill;
     put decodes first. A padding row has one query token, length 0 and slot -1. Lengths given as
@@ -37,16 +39,19 @@ class Batch:
         block_table: Tensor | None = None,
         slot_mapping: Tensor | None = None,
         *,
+        state_slots: Tensor | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = _ints("query_start_loc", query_start_loc)
         self.lens = _ints("seq_lens", seq_lens)
         _check_lengths(self.starts, self.lens)
         if device is None:
-            source = next((t for t in (block_table, slot_mapping) if t is not None), "cpu")
+            given = (block_table, slot_mapping, state_slots)
+            source = next((t for t in given if t is not None), "cpu")
             device = source.device if isinstance(source, Tensor) else source
         self.device = torch.device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
+        self.state_slots = state_slots
         _check_tensors(self)
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
             self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
@@ -61,6 +66,7 @@ class Batch:
         block_table: Tensor | None = None,
         block_size: int | None = None,
         *,
+        state_slots: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -76,7 +82,7 @@ class Batch:
                 raise BatchError("block_table without block_size; give the cache's block size")
             batch = cls(starts, seq_lens, block_table, device=device)
             slots = batch.tail_slots(block_size)
-        return cls(starts, seq_lens, block_table, slots, device=device)
+        return cls(starts, seq_lens, block_table, slots, state_slots=state_slots, device=device)
 
     @classmethod
     def on_buffers(
@@ -147,12 +153,18 @@ class Batch:
         first, last = self.starts[start], self.starts[stop]
         table = None if self.block_table is None else self.block_table[start:stop]
         slots = None if self.slot_mapping is None else self.slot_mapping[first:last]
+        states = None if self.state_slots is None else self.state_slots[start:stop]
         starts = [at - first for at in self.starts[start : stop + 1]]
-        return Batch(starts, self.lens[start:stop], table, slots, device=self.device)
+        return Batch(
+            starts, self.lens[start:stop], table, slots, state_slots=states, device=self.device
+        )
 
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
-        batch = Batch(self.starts, self.lens, block_table, self.slot_mapping, device=self.device)
+        batch = Batch(
+            self.starts, self.lens, block_table, self.slot_mapping,
+            state_slots=self.state_slots, device=self.device,
+        )  # fmt: skip
         for name in ("query_start_loc", "seq_lens"):
             if name in self.__dict__:
                 batch.__dict__[name] = self.__dict__[name]
@@ -234,6 +246,25 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
             )
 
 
+def check_state_slots(batch: Batch, num_slots: int) -> None:
+    """Check the values of `state_slots`; costs a copy to the host. Raises `BatchError`."""
+    assert batch.state_slots is not None
+    slots = batch.state_slots.tolist()
+    taken: dict[int, int] = {}
+    for index, slot in enumerate(slots):
+        padding = batch.query_lens[index] == 1 and batch.lens[index] == 0
+        if not -1 <= slot < num_slots or (slot == -1) != padding:
+            raise BatchError(
+                f"state_slots[{index}]={slot}: there are {num_slots} slots, and -1 is for padding rows "
+                "(one query token, length 0)"
+            )
+        if slot in taken and slot != -1:
+            raise BatchError(
+                f"state_slots[{index}]={slot} is sequence {taken[slot]}'s too; each needs its own"
+            )
+        taken[slot] = index
+
+
 def _ints(name: str, values: Ints) -> list[int]:
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
@@ -268,6 +299,7 @@ def _check_tensors(batch: Batch) -> None:
     for name, tensor, dtype, shape in (
         ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
         ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
+        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
     ):
         if tensor is None:
             continue

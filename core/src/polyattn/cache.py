@@ -26,7 +26,10 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheSpec:
-    """The size and form of one layer's paged cache. `dtype` is a key of `STORAGE_DTYPES`."""
+    """The size and form of one layer's paged cache. `dtype` is a key of `STORAGE_DTYPES`.
+
+    `value_in_key`: an MLA latent: the first `v_head_size` elements of a key are its value.
+    """
 
     num_blocks: int
     block_size: int
@@ -35,6 +38,7 @@ class KVCacheSpec:
     v_head_size: int
     dtype: str
     layout: str = "NHD"
+    value_in_key: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "v_head_size"):
@@ -53,24 +57,27 @@ class KVCacheSpec:
         """Return the cache that a decision's backends share. Raises `CacheError` for encoders."""
         spec = decision.spec
         if decision.block_size is None:
-            raise CacheError(f"{spec} keeps no cache; pass cache=None")
+            remedy = "ask for state_spec(n)" if spec.kind.is_recurrent else "pass cache=None"
+            raise CacheError(f"{spec} keeps no keys and values; {remedy}")
         stored = spec.dtype if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
         if stored == "fp8_e4m3" and decision.device.fp8 == "fnuz":
             stored = "fp8_e4m3fnuz"
+        latent = spec.latent
         return cls(
             num_blocks=num_blocks,
             block_size=decision.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_size=spec.head_size,
-            v_head_size=spec.v_head_size,
+            num_kv_heads=1 if latent else spec.num_kv_heads,
+            head_size=latent.size if latent else spec.head_size,
+            v_head_size=latent.rank if latent else spec.v_head_size,
             dtype=stored,
             layout=decision.layout,
+            value_in_key=latent is not None,
         )
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take in one layer."""
-        width = self.head_size + self.v_head_size
+        width = self.head_size + (0 if self.value_in_key else self.v_head_size)
         return self.num_kv_heads * width * STORAGE_DTYPES[self.dtype].itemsize
 
     @property
@@ -88,7 +95,10 @@ class KVCacheSpec:
                 return torch.empty(n, b, h, size, dtype=dtype, device=device)
             return torch.empty(n, h, b, size, dtype=dtype, device=device).transpose(1, 2)
 
-        return KVCache(empty(self.head_size), empty(self.v_head_size))
+        key = empty(self.head_size)
+        return KVCache(
+            key, key[..., : self.v_head_size] if self.value_in_key else empty(self.v_head_size)
+        )
 
 
 class KVCache:
@@ -134,6 +144,11 @@ class KVCache:
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.key.shape[1]
+
+    @cached_property
+    def value_in_key(self) -> bool:
+        """Whether a value is the first part of its key: an MLA latent."""
+        return self.value.data_ptr() == self.key.data_ptr()
 
     @cached_property
     def layout(self) -> str:

@@ -93,6 +93,7 @@ class Capabilities:
       tuple means every arch of it.
     - `cpu_features`: device features that must all be there (`"avx2"`).
     - `fp8_formats`: the e4m3 flavours (`"ocp"`, `"fnuz"`) that its fp8 kernels compute.
+    - `gqa_ratios`: query heads to a KV head; for MLA, where one latent serves all, the heads.
     - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both.
     - `features`: names of `polyattn.spec.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
@@ -181,7 +182,8 @@ def check(
             caps.v_head_sizes,
         )
     if not spec.kind.is_recurrent:
-        need(spec.gqa_ratio in caps.gqa_ratios, "gqa_ratio", spec.gqa_ratio, caps.gqa_ratios)
+        ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
+        need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:
         rank = spec.latent.rank
         need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)

@@ -77,9 +77,9 @@ class Decision:
         """Return the choice in one line."""
         if self.decode is None:
             return f"prefill {self.prefill}"
-        cache = f"layout {self.layout}"
-        if self.block_size:
-            cache += f", block size {self.block_size}"
+        if self.block_size is None:
+            return f"prefill {self.prefill}, decode {self.decode}"
+        cache = f"layout {self.layout}, block size {self.block_size}"
         expanded = [
             f"{phase} in blocks of {size}"
             for phase, size in zip(("prefill", "decode"), self.kernel_block_sizes, strict=True)

@@ -150,7 +150,7 @@ def _mamba1(cfg: Config) -> LayerSpec:
         recurrent=RecurrentSpec(
             state_size=cfg.need("mamba_d_state", "state_size"),
             conv_width=cfg.need("mamba_d_conv", "conv_kernel"),
-            dt_rank=cfg.need("mamba_dt_rank", "time_step_rank"),
+            activation="silu",
         ),
     )
 
@@ -166,7 +166,7 @@ def _mamba2(cfg: Config) -> LayerSpec:
         recurrent=RecurrentSpec(
             state_size=cfg.need("mamba_d_state", "state_size"),
             conv_width=cfg.need("mamba_d_conv", "conv_kernel"),
-            num_groups=groups,
+            activation="silu",
         ),
     )
 
@@ -183,6 +183,8 @@ def _linear(cfg: Config) -> LayerSpec:
             recurrent=RecurrentSpec(
                 state_size=cfg.need("linear_key_head_dim"),
                 conv_width=cfg.need("linear_conv_kernel_dim"),
+                activation="silu",
+                qk_norm=True,
             ),
         )
     heads = cfg.need("num_attention_heads")

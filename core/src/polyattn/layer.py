@@ -13,7 +13,7 @@ from polyattn.batch import Batch
 from polyattn.cache import STORAGE_DTYPES, KVCache
 from polyattn.errors import BatchError, SpecError
 from polyattn.runtime import Runtime
-from polyattn.selector import Selection, resolve_device, select
+from polyattn.selector import Selection, select_for_layer
 from polyattn.settings import current
 from polyattn.spec import LayerSpec
 
@@ -46,12 +46,13 @@ class Attention(nn.Module):
     ):
         super().__init__()
         if isinstance(selection, LayerSpec):
-            verify = current().verify
-            device = resolve_device(None)
-            verify = device.is_accelerator if verify is None else verify
-            selection = select(selection, device, verify=verify)
+            selection = select_for_layer(selection)
         self.selection = selection
-        self.runtime: Runtime = selection.runtime
+        runtime = selection.runtime
+        if not isinstance(runtime, Runtime):
+            other = "Recurrent" if selection.spec.kind.is_recurrent else "LatentAttention"
+            raise SpecError(f"{selection.spec} is no layer for Attention; use {other}")
+        self.runtime = runtime
         self.runtime.checks |= current().checks if checks is None else checks
         spec = selection.spec
         self.params = LayerParams(

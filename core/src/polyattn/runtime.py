@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -10,10 +10,75 @@ from torch import Tensor
 from polyattn.backend import AttentionBackend, BackendInfo, LayerParams, load_object
 from polyattn.batch import Batch, check_lens_against_table, check_on_device
 from polyattn.cache import KVCache
+from polyattn.device import Device
 from polyattn.errors import BatchError, PluginError
+from polyattn.spec import LayerSpec
 
 if TYPE_CHECKING:
     from polyattn.selector import Selection
+
+
+Backend = TypeVar("Backend")
+
+
+def load_backend(info: BackendInfo, spec: LayerSpec, device: Device, base: type[Backend]) -> Backend:
+    """Import and build a backend. Raises `PluginError`."""
+    if not device.is_real:
+        raise PluginError(
+            f"{device} is a profile to reason about; select on this machine's device to run"
+        )
+    try:
+        backend = load_object(info.path)(spec, device)
+    except Exception as error:
+        raise PluginError(
+            f"backend {info.name} can't be loaded from {info.path}: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(backend, base):
+        raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+    return backend
+
+
+class Walk:
+    """Block-table expansion: a kernel that takes only smaller blocks walks each block as several."""
+
+    def __init__(self, block_size: int | None, kernel_size: int | None):
+        self.size = kernel_size
+        self.ratio = (block_size or 1) // (kernel_size or block_size or 1)
+        self._step = self.ratio
+        self._tables: dict[tuple[int, int], Tensor] = {}
+
+    def expand(self, batch: Batch) -> Batch:
+        """Return the batch with a block table of the kernel's blocks."""
+        if self.ratio == 1 or batch.block_table is None:
+            return batch
+        table = batch.block_table
+        shape = (table.shape[0], table.shape[1] * self.ratio)
+        out = self._tables.get(shape)
+        if out is None or out.device != table.device:
+            out = self._tables[shape] = table.new_empty(shape)
+        for offset in range(self.ratio):
+            out[:, offset :: self.ratio] = table * self._step + offset
+        return batch.with_block_table(out)
+
+    def moved(self, cache: KVCache) -> bool:
+        """Whether the table was expanded for blocks that lie closer than this cache's do.
+
+        So it is where K and V share a storage; the next `expand` is for this cache.
+        """
+        if self.ratio == 1:
+            return False
+        assert self.size is not None
+        _, step = cache.in_blocks_of(self.size)
+        moved = step != self._step
+        self._step = step
+        return moved
+
+    def view(self, cache: KVCache) -> KVCache:
+        """Return the cache in the kernel's blocks."""
+        if self.ratio == 1:
+            return cache
+        assert self.size is not None
+        return cache.in_blocks_of(self.size)[0]
 
 
 class Runtime:
@@ -26,12 +91,7 @@ class Runtime:
     def __init__(self, selection: Selection):
         decision = selection.decision
         self.spec, self.device = decision.spec, decision.device
-        if not self.device.is_real:
-            raise PluginError(
-                f"{self.device} is a profile to reason about; select on this machine's device to run"
-            )
         self.block_size = decision.block_size
-        self.kernel_sizes = decision.kernel_block_sizes
         self.prefill = self._load(selection.prefill)
         self.decode: AttentionBackend = self.prefill
         self.mixed = (
@@ -43,23 +103,10 @@ class Runtime:
         self.checks = False
         self.batch: Batch | None = None
         self._split = 0
-        self._steps = [self._ratio(size) for size in self.kernel_sizes]
-        self._tables: dict[tuple[int, int], Tensor] = {}
+        self.walks = [Walk(decision.block_size, size) for size in decision.kernel_block_sizes]
 
     def _load(self, info: BackendInfo) -> AttentionBackend:
-        try:
-            backend = load_object(info.path)(self.spec, self.device)
-        except Exception as error:
-            raise PluginError(
-                f"backend {info.name} can't be loaded from {info.path}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(backend, AttentionBackend):
-            raise PluginError(f"backend {info.name}: {info.path} is no AttentionBackend")
-        return backend
-
-    def _ratio(self, kernel_size: int | None) -> int:
-        return (self.block_size or 1) // (kernel_size or self.block_size or 1)
+        return load_backend(info, self.spec, self.device, AttentionBackend)
 
     def plan(self, batch: Batch) -> None:
         """Prepare one step for every layer of the selection. Raises `BatchError`."""
@@ -71,38 +118,20 @@ class Runtime:
         self.batch = None  # a plan that fails half-way must not look current
         self._split = batch.num_decodes if self.spec.role.has_cache else 0
         if self.mixed and 0 < self._split < batch.num_seqs:
-            self.prefill.plan(self._expand(batch, 0))
+            self.prefill.plan(self.walks[0].expand(batch))
         else:
             if self._split < batch.num_seqs:
-                self.prefill.plan(self._expand(batch.part(self._split, batch.num_seqs), 0))
+                self.prefill.plan(self.walks[0].expand(batch.part(self._split, batch.num_seqs)))
             if self._split:
-                self.decode.plan(self._expand(batch.part(0, self._split), 1))
+                self.decode.plan(self.walks[1].expand(batch.part(0, self._split)))
         self.batch = batch
 
-    def _expand(self, batch: Batch, phase: int) -> Batch:
-        """Give a kernel that walks smaller blocks a block table of those."""
-        ratio = self._ratio(self.kernel_sizes[phase])
-        if ratio == 1 or batch.block_table is None:
-            return batch
-        table = batch.block_table
-        shape = (table.shape[0], table.shape[1] * ratio)
-        out = self._tables.get(shape)
-        if out is None or out.device != table.device:
-            out = self._tables[shape] = table.new_empty(shape)
-        for offset in range(ratio):
-            out[:, offset::ratio] = table * self._steps[phase] + offset
-        return batch.with_block_table(out)
-
     def _view(self, cache: KVCache, phase: int) -> KVCache:
-        size = self.kernel_sizes[phase]
-        if size is None or size == self.block_size:
-            return cache
-        view, step = cache.in_blocks_of(size)
-        if step != self._steps[phase]:  # K and V share a storage: the blocks lie further apart
-            self._steps[phase] = step
+        walk = self.walks[phase]
+        if walk.moved(cache):
             assert self.batch is not None
             self.plan(self.batch)
-        return view
+        return walk.view(cache)
 
     def forward(
         self,
@@ -122,7 +151,7 @@ class Runtime:
             return
         if self.checks and self.device.is_accelerator:
             _check_aligned(query=query, key=key, value=value, out=out)
-        if self.checks and not _capturing(query):
+        if self.checks and not capturing(query):
             check_on_device(batch, cache.num_blocks, cache.block_size)
         if key is not None and value is not None and batch.slot_mapping is not None:
             self.decode.write_kv(key, value, cache, batch.slot_mapping, params)
@@ -174,6 +203,6 @@ def _check_aligned(**tensors: Tensor | None) -> None:
             )
 
 
-def _capturing(query: Tensor) -> bool:
+def capturing(query: Tensor) -> bool:
     """Whether a graph is being recorded: then nothing can be copied to the host."""
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()
+    return query.is_cuda and torch.cuda.is_current_streamcapturing()

@@ -14,14 +14,18 @@ from polyattn.decision import Decision
 from polyattn.device import Device
 from polyattn.discovery import Registry, ask, discover
 from polyattn.errors import PluginError
+from polyattn.parts import group_layers
 from polyattn.platforms import availability
 from polyattn.settings import Settings, current
-from polyattn.spec import LayerSpec, group_layers
+from polyattn.spec import LayerSpec
 from polyattn.tree import Facts, decide
 
 if TYPE_CHECKING:
     from polyattn.cache import KVCacheSpec
+    from polyattn.latent import LatentRuntime
+    from polyattn.recurrent import RecurrentRuntime
     from polyattn.runtime import Runtime
+    from polyattn.states import StateCacheSpec
 
 log = logging.getLogger("polyattn")
 
@@ -56,8 +60,16 @@ class Selection:
         return None if name is None else self.registry.backends[name]
 
     @cached_property
-    def runtime(self) -> Runtime:
+    def runtime(self) -> Runtime | LatentRuntime | RecurrentRuntime:
         """The loaded backends and their plan, shared by every layer of this selection."""
+        if self.spec.kind.is_recurrent:
+            from polyattn.recurrent import RecurrentRuntime
+
+            return RecurrentRuntime(self)
+        if self.spec.kind.is_latent:
+            from polyattn.latent import LatentRuntime
+
+            return LatentRuntime(self)
         from polyattn.runtime import Runtime
 
         return Runtime(self)
@@ -67,6 +79,12 @@ class Selection:
         from polyattn.cache import KVCacheSpec
 
         return KVCacheSpec.for_decision(self.decision, num_blocks)
+
+    def state_spec(self, num_slots: int) -> StateCacheSpec:
+        """Return the state cache that a recurrent layer works on, `num_slots` sequences."""
+        from polyattn.states import StateCacheSpec
+
+        return StateCacheSpec.for_layer(self.spec, num_slots)
 
     def explain(self) -> str:
         """Return the decision tree with every candidate's verdict, as text."""
@@ -142,6 +160,13 @@ def select(
         strict = settings.with_backend(backend, "argument backend")
         found = _memo.table[key] = _select(spec, resolved, strict, verify)
     return Selection(*found)
+
+
+def select_for_layer(spec: LayerSpec) -> Selection:
+    """Select for one layer on this machine's device, verified where that is an accelerator."""
+    device = resolve_device(None)
+    verify = current().verify
+    return select(spec, device, verify=device.is_accelerator if verify is None else verify)
 
 
 def select_layers(

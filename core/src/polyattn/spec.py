@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
@@ -85,12 +85,18 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RecurrentSpec:
-    """The state of a recurrent layer (sizes in elements)."""
+    """What makes a recurrent layer (sizes in elements); `polyattn.forms` says what fits which kind.
+
+    - `activation`: what follows the short convolution: `"silu"`, or None.
+    - `dt_softplus`: Mamba's step size is softplus(dt + dt_bias).
+    - `qk_norm`: queries and keys of a delta rule are scaled to length 1 first.
+    """
 
     state_size: int = 0
     conv_width: int = 0
-    num_groups: int = 1
-    dt_rank: int = 0
+    activation: str | None = None
+    dt_softplus: bool = True
+    qk_norm: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,14 +294,6 @@ def features(spec: LayerSpec) -> frozenset[str]:
     return frozenset(name for name, asked in wanted.items() if asked)
 
 
-def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
-    """Return each distinct spec with the indices of its layers, in order of first appearance."""
-    groups: dict[LayerSpec, list[int]] = {}
-    for index, spec in enumerate(specs):
-        groups.setdefault(spec, []).append(index)
-    return groups
-
-
 def _member(name: str, value: Any, enum: type[Enum]) -> Enum:
     if isinstance(value, str) and issubclass(enum, IntEnum):
         value = enum.__members__.get(value.upper(), value)
@@ -349,6 +347,13 @@ def _check_relations(spec: LayerSpec) -> None:
     if spec.kind.is_recurrent != (spec.recurrent is not None):
         raise SpecError(
             f"kind={spec.kind.value!r} and recurrent={spec.recurrent!r} don't go together"
+        )
+    if spec.recurrent and spec.recurrent.activation not in (None, "silu"):
+        raise SpecError(f"recurrent.activation={spec.recurrent.activation!r} must be 'silu' or None")
+    if spec.latent and spec.head_size <= spec.latent.rope_head_size:
+        raise SpecError(
+            f"head_size={spec.head_size} must exceed latent.rope_head_size="
+            f"{spec.latent.rope_head_size}: it counts the part without positions and the rope part"
         )
 
 

@@ -11,8 +11,9 @@ from polyattn.decision import Decision, Step, Verdict
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, nearest
 from polyattn.joint import SharedCache, share_cache
+from polyattn.parts import questions
 from polyattn.settings import Override, Settings
-from polyattn.spec import LayerSpec
+from polyattn.spec import AttentionKind, LayerSpec
 
 Availability = Callable[[BackendInfo], str | None]
 Rank = Callable[[str, tuple[str, ...]], Sequence[str]]
@@ -39,7 +40,7 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
     notes = list(settings.notes)
     named = {p: _named(spec, p, facts, settings, notes) for p in phases}
     steps = [_named_step(named), *_family_steps(spec)]
-    family = [b for b in facts.backends.values() if spec.kind in b.capabilities.kinds]
+    family = _family(spec, phases, facts)
     here = [b for b in family if device.platform in b.capabilities.platforms]
     steps.append(
         Step(
@@ -51,7 +52,10 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
     verdicts: list[Verdict] = []
     for phase in phases:
         override = named[phase]
-        candidates = [facts.backends[override.backend]] if override else here
+        able = _family(spec, (phase,), facts)
+        candidates = [b for b in here if b in able]
+        if override:
+            candidates = [facts.backends[override.backend]]
         judged = _judge(candidates, spec, device, phase, facts)
         verdicts += judged
         ranking[phase] = _ranked(judged, phase, facts)
@@ -64,6 +68,11 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
         return Decision(
             spec, device, trace, ranking["prefill"][0].name, None, "NHD", None, (None, None),
             tuple(notes),
+        )  # fmt: skip
+    if spec.kind.is_recurrent:  # a state has one form: any two backends share it
+        return Decision(
+            spec, device, trace, ranking["prefill"][0].name, ranking["decode"][0].name, "NHD", None,
+            (None, None), tuple(notes),
         )  # fmt: skip
     prefill, decode, shared = _best_pair(spec, device, ranking, settings, named)
     return Decision(
@@ -85,14 +94,32 @@ def _named(
         raise SettingsError(
             f"{override.source}: backend {override.backend!r} is unknown{known}{problems}"
         )
-    recurrent = any(kind.is_recurrent for kind in info.capabilities.kinds)
+    kinds = info.capabilities.kinds
+    recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"
+    what = None
     if not strict and recurrent != spec.kind.is_recurrent:
-        note = f"{override.source}={override} does not apply to {spec.kind.value} layers"
-        if note not in notes:
-            notes.append(note)
-        return None
-    return override
+        what = f"{spec.kind.value} layers"
+    elif phase not in override.scope and not _asked(spec, phase) & kinds:
+        other = "decode" if phase == "prefill" else "prefill"
+        if _asked(spec, other) & kinds:  # an MLA layer's phases are of two kinds
+            what = f"the {phase} of {spec.kind.value} layers"
+    if what is None:
+        return override
+    note = f"{override.source}={override} does not apply to {what}"
+    if note not in notes:
+        notes.append(note)
+    return None
+
+
+def _asked(spec: LayerSpec, phase: str) -> set[AttentionKind]:
+    return {question.kind for question in questions(spec, phase)}
+
+
+def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[BackendInfo]:
+    """The backends of the kinds that these phases of a layer come down to."""
+    kinds = set().union(*(_asked(spec, phase) for phase in phases))
+    return [b for b in facts.backends.values() if kinds & b.capabilities.kinds]
 
 
 def _named_step(named: Mapping[str, Override | None]) -> Step:
@@ -115,10 +142,13 @@ def _judge(
 ) -> list[Verdict]:
     judged = []
     for info in candidates:
-        rejections = check(info.capabilities, spec, device, phase)
+        asked = questions(spec, phase)
+        rejections = tuple(
+            dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, phase))
+        )
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
-        priority = info.priority(spec, device, phase)
+        priority = info.priority(asked[0], device, phase)
         proof = info.proof_on(device).value
         judged.append(Verdict(info.name, phase, priority.score, rejections, priority.why, proof))
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
@@ -159,7 +189,9 @@ def _best_pair(
     ]
     refused: list[Rejection] = []
     for _, prefill, decode in sorted(pairs, key=lambda pair: pair[0]):
-        shared = share_cache(spec, prefill, decode, settings.layout)
+        # An MLA prefill works on keys and values that it makes for itself: only decode has the cache.
+        apart = spec.kind is AttentionKind.MLA
+        shared = share_cache(spec, decode if apart else prefill, decode, settings.layout)
         if isinstance(shared, SharedCache):
             return prefill, decode, shared
         refused.append(shared)
@@ -187,7 +219,7 @@ def _named_failure(
 ) -> str:
     text = f"{override.source} names {override.backend} for {phase}, which can't serve {spec}"
     text += f" on {device}:" + "".join(f"\n  {rejection}" for rejection in verdict.rejections)
-    family = [b for b in facts.backends.values() if spec.kind in b.capabilities.kinds]
+    family = _family(spec, (phase,), facts)
     able = [v.backend for v in _judge(family, spec, device, phase, facts) if v.accepted]
     nearest_able = f"{able[0]} can" if able else "no installed backend can"
     return f"{text}\n  {nearest_able}; a named backend never falls back in silence"

@@ -13,7 +13,8 @@ from polyattn.decision import Decision, verdict_line
 from polyattn.errors import SelectionError
 from polyattn.selector import resolve_device, select, unmatched_overrides
 from polyattn.settings import current
-from polyattn.spec import LayerSpec, group_layers
+from polyattn.parts import group_layers
+from polyattn.spec import LayerSpec
 
 
 def show(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 from polyattn.backend import BackendInfo
 from polyattn.capability import Capabilities, check
+from polyattn.conformance.case import Case
+from polyattn.conformance.families import derive_latent, derive_recurrent
 from polyattn.device import Device
 from polyattn.spec import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
 
@@ -30,21 +31,6 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "batch_invariant": {"batch_invariant": True},
 }
 """What each optional feature sets on the base spec."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One test: `check` says what is looked at, `batch` names a shape in `batches`."""
-
-    check: str
-    label: str
-    spec: LayerSpec
-    batch: str = "mixed"
-
-    @property
-    def id(self) -> str:
-        """The test's id in pytest."""
-        return f"{self.check}-{self.label}-{self.batch}".replace(" ", "_")
 
 
 def batches(name: str, block: int) -> list[tuple[int, int]]:
@@ -69,6 +55,10 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
 def derive(info: BackendInfo, device: Device) -> list[Case]:
     """Return every case that `info`'s capabilities give on `device`."""
     caps = info.capabilities
+    if any(kind.is_recurrent for kind in caps.kinds):
+        return derive_recurrent(info, device)
+    if any(kind.is_latent for kind in caps.kinds):
+        return derive_latent(info, device)
     cases = []
     roles = [role for role in Role if role in caps.roles]
     for role in roles:

@@ -90,21 +90,21 @@ class Harness:
         if block is None:
             batch = Batch.from_lens(queries, lens, device=self.torch_device)
             return Inputs(batch, query, key, value, None)
-        table, num_blocks = self._block_table(lens, block)
+        table, num_blocks = self.block_table(lens, block)
         cache = self._cache(layer, num_blocks, packed)
         whole = Batch.from_lens(lens, lens, table, block)
         count = sum(lens)
         keys = self.random(count, spec.num_kv_heads, spec.head_size, dtype=dtype)
         values = self.random(count, spec.num_kv_heads, spec.v_head_size, dtype=dtype)
-        slots = _without_new(whole, queries, cross=spec.role is Role.CROSS)
+        slots = without_new(whole, queries, cross=spec.role is Role.CROSS)
         cache.write(keys, values, slots, layer.params.k_scale, layer.params.v_scale)
         if spec.role is Role.CROSS:
             batch = Batch([0, *_cumulative(queries)], lens, table)
             return Inputs(batch, query, None, None, cache)
-        batch = _batch_with_padding(queries, lens, table, block)
+        batch = batch_with_padding(queries, lens, table, block)
         return Inputs(batch, query, key, value, cache)
 
-    def _block_table(self, lens: Sequence[int], block: int) -> tuple[Tensor, int]:
+    def block_table(self, lens: Sequence[int], block: int) -> tuple[Tensor, int]:
         """Random blocks; entries past a length point at block 0, which is all NaN."""
         needed = [-(-n // block) for n in lens]
         num_blocks = sum(needed) + 3
@@ -178,7 +178,7 @@ def _cumulative(lens: Sequence[int]) -> list[int]:
     return found
 
 
-def _without_new(whole: Batch, queries: Sequence[int], cross: bool) -> Tensor:
+def without_new(whole: Batch, queries: Sequence[int], cross: bool) -> Tensor:
     """Return every token's slot, -1 for those that the step itself will store."""
     assert whole.slot_mapping is not None
     slots = whole.slot_mapping.clone()
@@ -188,7 +188,7 @@ def _without_new(whole: Batch, queries: Sequence[int], cross: bool) -> Tensor:
     return slots
 
 
-def _batch_with_padding(
+def batch_with_padding(
     queries: Sequence[int], lens: Sequence[int], table: Tensor, block: int
 ) -> Batch:
     """Like `Batch.from_lens`, with slot -1 for padding rows (one query token, length 0)."""

@@ -14,7 +14,7 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.backend import BackendInfo
-    from polyattn.conformance.cases import Case
+    from polyattn.conformance.case import Case
     from polyattn.conformance.harness import Harness
     from polyattn.device import Device
 
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The suite means nothing without a backend's name."""
-    if collection_path.name == "test_conformance.py" and "polyattn" in collection_path.parts:
+    if collection_path.name in ("test_conformance.py", "test_families.py") and "polyattn" in collection_path.parts:
         return None if config.getoption("--polyattn-backend", None) else True
     return None
 

@@ -68,11 +68,11 @@ class PagedReader:
         if span.sinks:
             parts.insert(0, (0, span.sinks))
         found = []
-        for stored in (cache.key, cache.value):
+        for stored in (cache.key,) if cache.value_in_key else (cache.key, cache.value):
             pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in parts]
             tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
             found.append(tokens.to(dtype))
-        return found[0], found[1]
+        return found[0], found[-1][..., : cache.value.shape[3]]
 
     def _piece(
         self, stored: Tensor, index: int, start: int, stop: int, size: int, layout: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyattn.plugin import (
+    AttentionKind,
     BackendInfo,
     Capabilities,
     Platform,
@@ -67,6 +68,42 @@ FLEX_ATTENTION = BackendInfo(
     proof={"cpu": Proof.MEASURED},
 )
 
+TORCH_MLA = BackendInfo(
+    name="TORCH_MLA",
+    summary="absorbed MLA decode and sparse MLA over the latent cache, in torch",
+    path="polyattn_cpu.mla:TorchMLA",
+    capabilities=Capabilities(
+        platforms={"cpu": (), "cuda": (), "rocm": ()},
+        kinds=frozenset({AttentionKind.MLA, AttentionKind.SPARSE_MLA}),
+        dtypes=ALL_DTYPES,
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        fp8_formats=frozenset({"ocp", "fnuz"}),
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+    ),
+    priorities=(
+        Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
+        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+    ),
+    proof={"cpu": Proof.MEASURED},
+)
+
+TORCH_SCAN = BackendInfo(
+    name="TORCH_SCAN",
+    summary="Mamba, linear attention, the gated delta rule and short convolutions, in torch",
+    path="polyattn_cpu.recurrent:TorchScan",
+    capabilities=Capabilities(
+        platforms={"cpu": (), "cuda": (), "rocm": ()},
+        kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
+        dtypes=ALL_DTYPES,
+        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+    ),
+    priorities=(
+        Priority(score=50, platform="cpu", why="matrix products in chunks; no compiler needed"),
+        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+    ),
+    proof={"cpu": Proof.MEASURED},
+)
+
 
 @hookimpl
 def polyattn_api_versions() -> tuple[int, int]:
@@ -80,4 +117,4 @@ def polyattn_platforms() -> list[Platform]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [TORCH_SDPA, FLEX_ATTENTION]
+    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_SCAN]

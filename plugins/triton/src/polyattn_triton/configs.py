@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polyattn import AttentionKind
 from polyattn.device import arch_matches
 
 
@@ -74,3 +75,83 @@ def pick(arch: str, phase: str, head: int, element_bytes: int) -> Config:
     if phase == "paged":  # prefill over pages, where it isn't tuned apart from packed keys
         return pick(arch, "prefill", head, element_bytes)
     raise LookupError(f"no configuration for {arch}, {phase}, head size {head}")
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Tile sizes of the MLA kernel: heads and rows."""
+
+    block_h: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class MLARow:
+    """A configuration and where it applies: up to `heads` heads, bytes an element."""
+
+    arch: str
+    heads: int
+    bytes: int
+    config: MLAConfig
+    measured: str = ""
+
+
+MLA_TABLE: tuple[MLARow, ...] = (
+    MLARow("sm_90+", 16, 2, MLAConfig(16, 32, 4, 2)),
+    MLARow("sm_90+", 1 << 30, 2, MLAConfig(64, 32, 8, 2)),
+    MLARow("any", 1 << 30, 2, MLAConfig(16, 16, 4, 1)),
+    MLARow("any", 1 << 30, 4, MLAConfig(16, 16, 4, 1)),
+)
+
+
+def pick_mla(arch: str, heads: int, element_bytes: int) -> MLAConfig:
+    """Return the first row's configuration that applies."""
+    for row in MLA_TABLE:
+        fits = row.arch == "any" or arch_matches(row.arch, arch)
+        if fits and heads <= row.heads and element_bytes <= row.bytes:
+            return row.config
+    raise LookupError(f"no MLA configuration for {arch}, {heads} heads")
+
+
+@dataclass(frozen=True)
+class ScanConfig:
+    """Tile sizes of the recurrent kernels: values (Mamba-1: channels) and tokens of a chunk."""
+
+    block_v: int
+    chunk: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class ScanRow:
+    """A configuration and the kind and phase that it is for."""
+
+    arch: str
+    kind: AttentionKind
+    phase: str
+    config: ScanConfig
+    measured: str = ""
+
+
+SCAN_TABLE: tuple[ScanRow, ...] = (
+    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(32, 1, 1, 3)),
+    ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
+    ScanRow("any", AttentionKind.MAMBA2, "prefill", ScanConfig(64, 64, 4, 2)),
+    ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
+    ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 32, 4, 2)),
+    ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
+    ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(32, 1, 4, 1)),
+    ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(32, 1, 4, 1)),
+)
+
+
+def pick_scan(arch: str, kind: AttentionKind, phase: str) -> ScanConfig:
+    """Return the first row's configuration that applies."""
+    for row in SCAN_TABLE:
+        fits = row.arch == "any" or arch_matches(row.arch, arch)
+        if fits and row.kind is kind and row.phase == phase:
+            return row.config
+    raise LookupError(f"no configuration for {kind.value} {phase} on {arch}")

@@ -22,6 +22,16 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NVIDIA = ("sm_80+",)
 AMD = ("gfx90a", "gfx942", "gfx950")
 
+PLATFORMS = {"cuda": NVIDIA, "rocm": AMD} | ({"cpu": ()} if INTERPRETED else {})
+# The interpreter computes bf16 wrongly, so there it isn't claimed.
+DTYPES = frozenset({"float32", "float16"} | (set() if INTERPRETED else {"bfloat16"}))
+PROOF = {
+    "sm_90": Proof.MEASURED,
+    "cuda": Proof.COMPILED,
+    "rocm": Proof.COMPILED,
+    "cpu": Proof.INTERPRETED,
+}
+
 TRITON_ATTN = BackendInfo(
     name="TRITON_ATTN",
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
@@ -30,10 +40,9 @@ TRITON_ATTN = BackendInfo(
     requires=("triton>=3.4",),
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
-        platforms={"cuda": NVIDIA, "rocm": AMD} | ({"cpu": ()} if INTERPRETED else {}),
+        platforms=PLATFORMS,
         roles=frozenset(Role),
-        # The interpreter computes bf16 wrongly, so there it isn't claimed.
-        dtypes=frozenset({"float32", "float16"} | (set() if INTERPRETED else {"bfloat16"})),
+        dtypes=DTYPES,
         kv_cache_dtypes=frozenset({"auto", "int8"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
@@ -69,12 +78,73 @@ TRITON_ATTN = BackendInfo(
         ),
         Priority(score=60, why="a good general kernel wherever Triton runs"),
     ),
-    proof={
-        "sm_90": Proof.MEASURED,
-        "cuda": Proof.COMPILED,
-        "rocm": Proof.COMPILED,
-        "cpu": Proof.INTERPRETED,
-    },
+    proof=PROOF,
+)
+
+def _latent(name: str, kind: AttentionKind, phases: frozenset[str], summary: str) -> BackendInfo:
+    return BackendInfo(
+        name=name,
+        summary=summary,
+        path="polyattn_triton.mla:TritonMLA",
+        probe="polyattn_triton.probes:ready",
+        requires=("triton>=3.4",),
+        install='pip install "polyattn[triton]"',
+        capabilities=Capabilities(
+            platforms=PLATFORMS,
+            kinds=frozenset({kind}),
+            dtypes=DTYPES,
+            kv_cache_dtypes=frozenset({"auto", "int8"})
+            | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
+            fp8_formats=frozenset({"ocp", "fnuz"}),
+            latent_ranks=multiples(16, high=512),
+            block_sizes=multiples(1, high=1024),
+            preferred_block_size=64,
+            phases=phases,
+            features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+            graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
+        ),
+        priorities=(
+            Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
+            Priority(score=60, why="a good general kernel wherever Triton runs"),
+        ),
+        proof=PROOF,
+    )
+
+
+TRITON_MLA = _latent(
+    "TRITON_MLA",
+    AttentionKind.MLA,
+    frozenset({"decode"}),
+    "absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
+)
+TRITON_MLA_SPARSE = _latent(
+    "TRITON_MLA_SPARSE",
+    AttentionKind.SPARSE_MLA,
+    frozenset({"prefill", "decode"}),
+    "MLA over the chosen rows of the latent cache, in Triton",
+)
+
+TRITON_SCAN = BackendInfo(
+    name="TRITON_SCAN",
+    summary="Mamba, linear attention, the gated delta rule and short convolutions, in Triton",
+    path="polyattn_triton.scan:TritonScan",
+    probe="polyattn_triton.probes:ready",
+    requires=("triton>=3.4",),
+    install='pip install "polyattn[triton]"',
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
+        dtypes=DTYPES,
+        head_sizes=multiples(1, high=256),
+        v_head_sizes=multiples(1, high=256),
+        features=frozenset({"causal", "gqa", "v_head_size", "deterministic", "batch_invariant"}),
+        graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
+    ),
+    priorities=(
+        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
+        Priority(score=70, why="one launch for a whole prefill; states stay in registers"),
+    ),
+    proof=PROOF,
 )
 
 
@@ -85,4 +155,4 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [TRITON_ATTN]
+    return [TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN]

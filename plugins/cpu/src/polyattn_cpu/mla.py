@@ -1,0 +1,53 @@
+"""TORCH_MLA: absorbed decode over the latent cache, and attention to chosen rows of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from polyattn import Device, KVCache, LayerParams, LayerSpec
+from polyattn.cache import raw
+from polyattn.parts import absorbed
+from torch import Tensor
+
+from polyattn_cpu.sdpa import TorchSDPA
+
+SPARSE_ELEMENTS = 1 << 24
+"""Elements of gathered rows that are held at a time."""
+
+
+class TorchMLA(TorchSDPA):
+    """MQA whose one key is latent and rope key, and whose value is the key's first part."""
+
+    name: ClassVar[str] = "TORCH_MLA"
+
+    def __init__(self, spec: LayerSpec, device: Device):
+        super().__init__(absorbed(spec), device)
+
+    def forward_sparse(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        stored, rank = cache.key, cache.value.shape[3]
+        compute = torch.float64 if query.dtype == torch.float64 else torch.float32
+        scale = params.k_scale if stored.dtype.itemsize == 1 else 1.0
+        step = max(1, SPARSE_ELEMENTS // (slots.shape[1] * stored.shape[3]))
+        for start in range(0, len(query), step):
+            part = slice(start, start + step)
+            chosen = slots[part].long()
+            unused = (chosen < 0)[:, :, None]
+            chosen = chosen.clamp(min=0)
+            rows = raw(stored)[chosen // cache.block_size, chosen % cache.block_size, 0]
+            rows = rows.view(stored.dtype).to(compute).masked_fill_(unused, 0.0)
+            scores = query[part].to(compute) @ rows.transpose(1, 2) * (self.spec.scale * scale)
+            scores = scores.masked_fill_(unused.transpose(1, 2), -torch.inf)
+            total = torch.logsumexp(scores, dim=2)
+            weights = torch.exp(scores - total.masked_fill(total == -torch.inf, 0.0)[..., None])
+            out[part] = weights @ rows[..., :rank] * scale
+            if lse is not None:
+                lse[part] = total

@@ -1,0 +1,151 @@
+"""TRITON_MLA and TRITON_MLA_SPARSE: plan splits on the host, launch the kernel."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import triton
+from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.device import arch_matches
+from torch import Tensor
+
+from polyattn_triton.cache_write import write_kv
+from polyattn_triton.configs import MLAConfig, pick_mla
+from polyattn_triton.kernels import merge_kernel
+from polyattn_triton.launch import Launcher
+from polyattn_triton.mla_kernels import mla_kernel
+
+MIN_SPLIT_ROWS = 128
+MAX_SPLITS = 64
+
+_mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
+
+
+def mla_constants(
+    spec: LayerSpec, config: MLAConfig, block_size: int, splits: int, topk: int, lse: bool, early: bool
+) -> tuple[Any, ...]:
+    """Return `mla_kernel`'s constants, in its order. `topk` is 0 where every row is attended to."""
+    assert spec.latent is not None
+    rank, rope = spec.latent.rank, spec.latent.rope_head_size
+    return (
+        spec.num_heads, rank, rope, triton.next_power_of_2(max(16, rank)),
+        triton.next_power_of_2(max(16, rope)), config.block_h, config.block_n, block_size, splits,
+        topk > 0, topk, lse and splits == 1, early and splits > 1,
+    )  # fmt: skip
+
+
+class TritonMLA(AttentionBackend):
+    """Absorbed decode, and attention to chosen rows, over the latent cache."""
+
+    name: ClassVar[str] = "TRITON_MLA"
+
+    def __init__(self, spec: LayerSpec, device: Device):
+        super().__init__(spec, device)
+        assert spec.latent is not None
+        self.rank = spec.latent.rank
+        wide = 4 if spec.dtype == "float32" else 2
+        self.config = pick_mla(device.arch, spec.num_heads, wide)
+        self.torch_device = torch.device(str(device.torch_device))
+        self.num_sms = (
+            torch.cuda.get_device_properties(self.torch_device).multi_processor_count
+            if self.torch_device.type == "cuda"
+            else 4
+        )
+        self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
+        self.head_blocks = -(-spec.num_heads // self.config.block_h)
+        self._parts = torch.empty(0, device=self.torch_device)
+        self._part_lse = torch.empty(0, device=self.torch_device)
+        self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+
+    def plan(self, batch: Batch) -> None:
+        self.batch = batch
+        rows = batch.max_seq_len
+        if self.spec.graph_capture:  # a captured graph keeps its number of splits
+            rows = MAX_SPLITS * MIN_SPLIT_ROWS
+        self._plan_splits(batch.num_tokens, rows)
+
+    def _plan_splits(self, tokens: int, rows: int) -> None:
+        """Split the rows until the chip is full, and size the workspace once for it."""
+        wanted = -(-self.num_sms // max(1, tokens * self.head_blocks))
+        most = max(1, min(wanted, rows // MIN_SPLIT_ROWS, MAX_SPLITS))
+        self.splits = 1 << (most.bit_length() - 1)
+        count = tokens * self.spec.num_heads * self.splits
+        if self.splits > 1 and self._part_lse.numel() < count:
+            self._parts = torch.empty(count * self.rank, device=self.torch_device)
+            self._part_lse = torch.empty(count, device=self.torch_device)
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor, params: LayerParams
+    ) -> None:
+        write_kv(key, value, cache, slot_mapping, params)
+
+    def forward_prefill(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("an MLA prefill is expanded; this backend decodes")
+
+    def forward_decode(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        self._launch(query, cache, None, params, out, lse)
+
+    def forward_sparse(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        slots: Tensor,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        self._plan_splits(len(query), slots.shape[1])
+        self._launch(query, cache, slots.contiguous(), params, out, lse)
+
+    def _launch(
+        self,
+        query: Tensor,
+        cache: KVCache,
+        slots: Tensor | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        spec, config, none, splits = self.spec, self.config, self._none, self.splits
+        quantized = cache.key.dtype.itemsize == 1
+        v_scale = params.k_scale if quantized else 1.0
+        table = self.batch.block_table if slots is None else None
+        k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
+        _mla(
+            (len(query), self.head_blocks, splits),
+            (
+                query, cache.key, out, out if lse is None else lse, self._parts, self._part_lse,
+                none if table is None else table, none if slots is None else slots,
+                self.batch.seq_lens,
+            ),
+            (spec.scale * v_scale, v_scale),
+            (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
+            (lse_t, 0 if table is None else table.stride(0)),
+            mla_constants(
+                spec, config, cache.block_size, splits, 0 if slots is None else slots.shape[1],
+                lse is not None, self.early,
+            ),
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        )  # fmt: skip
+        if splits == 1:
+            return
+        block = triton.next_power_of_2(max(16, self.rank))
+        _merge(
+            (len(query), spec.num_heads, 1),
+            (self._parts, self._part_lse, out, out if lse is None else lse, self._part_lse),
+            (v_scale,),
+            (out.stride(0), out.stride(1)),
+            (lse_t,),
+            (
+                spec.num_heads, self.rank, block, splits, splits, False, lse is not None, self.early,
+            ),
+            {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),
+        )  # fmt: skip

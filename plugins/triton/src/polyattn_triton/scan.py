@@ -1,0 +1,205 @@
+"""TRITON_SCAN: every recurrent family; plans tiles on the host, launches the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import triton
+from polyattn import AttentionKind, Batch, Device, LayerSpec, RecurrentBackend
+from torch import Tensor
+
+from polyattn_triton.configs import pick_scan
+from polyattn_triton.launch import Launcher
+from polyattn_triton.scan_kernels import (
+    conv_kernel,
+    delta_kernel,
+    gated_kernel,
+    mamba1_kernel,
+    step_kernel,
+)
+
+Tensors = Mapping[str, Tensor]
+CONV_TOKENS, CONV_CHANNELS = 16, 128
+
+_conv, _mamba1 = Launcher(conv_kernel), Launcher(mamba1_kernel)
+_gated, _delta, _step = Launcher(gated_kernel), Launcher(delta_kernel), Launcher(step_kernel)
+
+
+def power(size: int) -> int:
+    """Return the tile that holds `size`; a matrix product wants 16 at least."""
+    return triton.next_power_of_2(max(16, size))
+
+
+def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
+    """Return the state's sizes along keys and values: Mamba-2's are N and its head size."""
+    assert spec.recurrent is not None
+    if spec.kind is AttentionKind.MAMBA2:
+        return spec.recurrent.state_size, spec.head_size
+    return spec.head_size, spec.v_head_size
+
+
+def scan_constants(spec: LayerSpec, phase: str, arch: str, params: frozenset[str]) -> tuple[Any, ...]:
+    """Return the constants of `spec`'s kernel for `phase`, in its order."""
+    form = spec.recurrent
+    assert form is not None
+    kind, decode = spec.kind, phase == "decode"
+    has = tuple(name in params for name in ("D", "dt_bias"))
+    if kind is AttentionKind.SHORT_CONV:
+        return (
+            spec.num_heads, form.conv_width, 1 if decode else CONV_TOKENS, CONV_CHANNELS,
+            "bias" in params, form.activation == "silu", decode,
+        )  # fmt: skip
+    if kind is AttentionKind.MAMBA1:
+        config = pick_scan(arch, kind, phase)
+        n = triton.next_power_of_2(form.state_size)
+        return (spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus)
+    config = pick_scan(arch, kind, phase)
+    keys, values = key_value_sizes(spec)
+    sizes = (
+        spec.num_heads // spec.num_kv_heads, keys, values, power(keys),
+        min(config.block_v, power(values)),
+    )  # fmt: skip
+    mamba, delta = kind is AttentionKind.MAMBA2, kind is AttentionKind.GDN
+    softplus = mamba and form.dt_softplus
+    if decode:
+        return (*sizes, mamba, delta, softplus, *has, form.qk_norm)
+    if delta:
+        return (*sizes, config.chunk, form.qk_norm)
+    return (*sizes, config.chunk, mamba, softplus, *has)
+
+
+class TritonScan(RecurrentBackend):
+    """One kernel a family; decode of the matrix states is a kernel of its own."""
+
+    name: ClassVar[str] = "TRITON_SCAN"
+
+    def __init__(self, spec: LayerSpec, device: Device):
+        super().__init__(spec, device)
+        self.torch_device = torch.device(str(device.torch_device))
+        self._none = torch.empty(0, device=self.torch_device)
+        self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
+
+    def plan(self, batch: Batch) -> None:
+        assert batch.state_slots is not None
+        self.batch = batch
+        self.starts, self.seq_lens, self.slots = batch.query_start_loc, batch.seq_lens, batch.state_slots
+        if self.spec.kind is AttentionKind.SHORT_CONV and batch.num_decodes < batch.num_seqs:
+            tiles = [
+                (seq, start)
+                for seq, count in enumerate(batch.query_lens)
+                for start in range(0, count, CONV_TOKENS)
+            ]
+            packed = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).T.contiguous()
+            if self.torch_device.type == "cuda":
+                packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
+            self.tile_seq, self.tile_start = packed
+
+    def forward_prefill(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        self._run("prefill", inputs, params, states, out)
+
+    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        self._run("decode", inputs, params, states, out)
+
+    def _run(
+        self, phase: str, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        given = frozenset(params)
+        constants = self._constants.get((phase, given))
+        if constants is None:
+            constants = scan_constants(self.spec, phase, self.device.arch, given)
+            self._constants[phase, given] = constants
+        kind = self.spec.kind
+        if kind is AttentionKind.SHORT_CONV:
+            self._convolve(phase, inputs["x"], params, states, out, constants)
+        elif kind is AttentionKind.MAMBA1:
+            self._selective(phase, inputs, params, states, out, constants)
+        else:
+            self._matrix(phase, inputs, params, states, out, constants)
+
+    def _convolve(
+        self, phase: str, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
+        constants: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        decode = phase == "decode"
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        tiles = self.batch.num_seqs if decode else len(self.tile_seq)
+        if tiles == 0:
+            return
+        _conv(
+            (tiles, triton.cdiv(self.spec.num_heads, CONV_CHANNELS), 1),
+            (
+                x, out, states, params["weight"], params.get("bias", self._none), self.starts,
+                self.seq_lens, self.slots, self.slots if decode else self.tile_seq,
+                self.slots if decode else self.tile_start,
+            ),
+            (), (x.stride(0), out.stride(0), states.stride(0)), (), constants, {"num_warps": 4},
+        )  # fmt: skip
+
+    def _selective(
+        self, phase: str, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
+        constants: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        x, dt, B, C = (dense(inputs[name]) for name in ("x", "dt", "B", "C"))
+        config = pick_scan(self.device.arch, self.spec.kind, phase)
+        _mamba1(
+            (self.batch.num_seqs, triton.cdiv(self.spec.num_heads, config.block_v), 1),
+            (
+                x, dt, params["A"], B, C, params.get("D", self._none),
+                params.get("dt_bias", self._none), out, states, self.starts, self.seq_lens, self.slots,
+            ),
+            (),
+            (x.stride(0), dt.stride(0), B.stride(0), C.stride(0), out.stride(0), states.stride(0)),
+            (), constants, {"num_warps": config.num_warps, "num_stages": config.num_stages},
+        )  # fmt: skip
+
+    def _matrix(
+        self, phase: str, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
+        constants: tuple[Any, ...],
+    ) -> None:  # fmt: skip
+        spec, none = self.spec, self._none
+        mamba, delta = spec.kind is AttentionKind.MAMBA2, spec.kind is AttentionKind.GDN
+        names = ("C", "B", "x") if mamba else ("q", "k", "v")
+        q, k, v = (dense(inputs[name]) for name in names)
+        dt, g, beta = (inputs.get(name, none) for name in ("dt", "g", "beta"))
+        rate = params["A"] if mamba else params.get("decay", none)
+        optional = (params.get("D", none), params.get("dt_bias", none))
+        strides = (
+            q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        )  # fmt: skip
+        rows = tuple(t.stride(0) if t.dim() == 2 else 0 for t in (dt, g, beta))
+        s = states.stride()
+        along = (s[3], s[2]) if mamba else (s[2], s[3])  # Mamba-2's state is (head size, N)
+        config = pick_scan(self.device.arch, spec.kind, phase)
+        grid = (
+            self.batch.num_seqs, spec.num_heads,
+            triton.cdiv(key_value_sizes(spec)[1], constants[4]),
+        )  # fmt: skip
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        o = (out.stride(0), out.stride(1))
+        scale = (1.0 if mamba else spec.scale,)
+        if phase == "decode":
+            _step(
+                grid,
+                (q, k, v, dt, g, beta, rate, *optional, out, states, self.seq_lens, self.slots),
+                scale, (*strides, *rows, *o, s[0], s[1], *along), (), constants, options,
+            )  # fmt: skip
+        elif delta:
+            _delta(
+                grid,
+                (q, k, v, g, beta, out, states, self.starts, self.seq_lens, self.slots),
+                scale, (*strides, *rows[1:], *o, s[0], s[1]), (), constants, options,
+            )  # fmt: skip
+        else:
+            _gated(
+                grid,
+                (q, k, v, dt, g, rate, *optional, out, states, self.starts, self.seq_lens, self.slots),
+                scale, (*strides, *rows[:2], *o, s[0], s[1], *along), (), constants, options,
+            )  # fmt: skip
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor with its last dimension contiguous, which the kernels count on."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,346 @@
+"""The recurrent kernels: convolution, Mamba-1, the gated scan of Mamba-2 and linear attention, the
+gated delta rule, and the single step of the last three.
+
+A program owns a sequence's part of the state from its first token to its last, in registers: one
+launch, each input read once, no state written between chunks. Chunks as in Dao and Gu (2024) and
+Yang et al. (2024). States are float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def conv_kernel(
+    X, OUT, STATE, WEIGHT, BIAS, STARTS, SEQ_LENS, STATE_SLOTS, TILE_SEQ, TILE_START,
+    x_t, o_t, st_s,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DECODE: tl.constexpr,
+):  # fmt: skip
+    """A tile of a sequence's tokens and channels; the first tile also makes the new state.
+
+    Grid: (tiles, channel blocks). State (slots, CHANNELS, WIDTH - 1).
+    """
+    if DECODE:
+        seq = tl.program_id(0)
+        first = 0
+        start = seq
+        count = 1
+    else:
+        seq = tl.load(TILE_SEQ + tl.program_id(0))
+        first = tl.load(TILE_START + tl.program_id(0))
+        start = tl.load(STARTS + seq)
+        count = tl.load(STARTS + seq + 1) - start
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_ok = c < CHANNELS
+    t = first + tl.arange(0, BLOCK_T)
+    x_row = X + start.to(tl.int64) * x_t
+    state = STATE + slot * st_s + c * (WIDTH - 1)
+    acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + c, mask=c_ok, other=0.0)[None, :]
+    for w in tl.static_range(WIDTH):
+        at = t - (WIDTH - 1) + w
+        new = tl.load(
+            x_row + at[:, None] * x_t + c[None, :],
+            mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if WIDTH > 1:
+            new += tl.load(
+                state[None, :] + (at + WIDTH - 1)[:, None],
+                mask=((at < 0) & begun)[:, None] & c_ok[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+        acc += new * tl.load(WEIGHT + c * WIDTH + w, mask=c_ok, other=0.0)[None, :]
+    if SILU:
+        acc = acc / (1.0 + tl.exp(-acc))
+    tl.store(
+        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :], acc.to(OUT.dtype.element_ty),
+        mask=(t < count)[:, None] & c_ok[None, :],
+    )  # fmt: skip
+    if first == 0:
+        # In the order of the state, so that what is read is never yet overwritten.
+        for w in tl.static_range(WIDTH - 1):
+            at = count - (WIDTH - 1) + w
+            new = tl.load(x_row + at * x_t + c, mask=c_ok & (at >= 0), other=0.0)
+            old = tl.load(state + at + WIDTH - 1, mask=c_ok & (at < 0) & begun, other=0.0)
+            kept = tl.where(at >= 0, new.to(tl.float32), old.to(tl.float32))
+            tl.debug_barrier()
+            tl.store(state + w, kept.to(STATE.dtype.element_ty), mask=c_ok)
+
+
+@triton.jit
+def mamba1_kernel(
+    X, DT, A, B, C, D, DT_BIAS, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS,
+    x_t, dt_t, b_t, c_t, o_t, st_s,
+    CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+):  # fmt: skip
+    """One sequence and some channels, token by token. Grid: (sequences, channel blocks)."""
+    seq = tl.program_id(0)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    ok = (d < CHANNELS)[:, None] & (n < N)[None, :]
+    a = tl.load(A + d[:, None] * N + n[None, :], mask=ok, other=0.0)
+    place = STATE + slot * st_s + d[:, None] * N + n[None, :]
+    h = tl.load(place, mask=ok & begun, other=0.0)
+    skip = tl.zeros([BLOCK_D], tl.float32)
+    bias = tl.zeros([BLOCK_D], tl.float32)
+    if HAS_D:
+        skip = tl.load(D + d, mask=d < CHANNELS, other=0.0)
+    if HAS_BIAS:
+        bias = tl.load(DT_BIAS + d, mask=d < CHANNELS, other=0.0)
+    for t in range(0, count):
+        row = (start + t).to(tl.int64)
+        x = tl.load(X + row * x_t + d, mask=d < CHANNELS, other=0.0).to(tl.float32)
+        dt = tl.load(DT + row * dt_t + d, mask=d < CHANNELS, other=0.0).to(tl.float32) + bias
+        if SOFTPLUS:
+            dt = _softplus(dt)
+        b = tl.load(B + row * b_t + n, mask=n < N, other=0.0).to(tl.float32)
+        c = tl.load(C + row * c_t + n, mask=n < N, other=0.0).to(tl.float32)
+        h = tl.exp(dt[:, None] * a) * h + (dt * x)[:, None] * b[None, :]
+        y = tl.sum(h * c[None, :], 1) + skip * x
+        tl.store(OUT + row * o_t + d, y.to(OUT.dtype.element_ty), mask=d < CHANNELS)
+    tl.store(place, h, mask=ok)
+
+
+@triton.jit
+def gated_kernel(
+    Q, K, V, DT, G, A, D, DT_BIAS, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, o_t, o_h, st_s, st_h, st_k, st_v,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, MAMBA: tl.constexpr, SOFTPLUS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Mamba-2 (q = C, k = B, v = dt x, g = dt A) and linear attention (g constant), in chunks.
+
+    Grid: (sequences, heads, value blocks).
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    place = STATE + slot * st_s + head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
+    rate = tl.load(A + head)
+    if HAS_D:
+        skip = tl.load(D + head)
+    if HAS_BIAS:
+        bias = tl.load(DT_BIAS + head)
+    group = head // EACH
+    rows = tl.arange(0, CHUNK)
+    past = rows[:, None] >= rows[None, :]
+    for first in range(0, count, CHUNK):
+        at = first + rows
+        ok = at < count
+        row = (start + at).to(tl.int64)
+        q = tl.load(
+            Q + row[:, None] * q_t + group * q_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        k = tl.load(
+            K + row[:, None] * k_t + group * k_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            V + row[:, None] * v_t + head * v_h + vv[None, :],
+            mask=ok[:, None] & v_ok[None, :], other=0.0,
+        )  # fmt: skip
+        v = x
+        if MAMBA:
+            dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                dt += bias
+            if SOFTPLUS:
+                dt = _softplus(dt)
+            dt = tl.where(ok, dt, 0.0)
+            g = dt * rate
+            v = (x.to(tl.float32) * dt[:, None]).to(x.dtype)
+        else:
+            g = tl.where(ok, rate, 0.0)
+        total = tl.cumsum(g, 0)
+        last = tl.sum(g, 0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = s * tl.exp(tl.where(past, total[:, None] - total[None, :], float("-inf")))
+        y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(s.to(v.dtype), v, y, input_precision="ieee")
+        kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(k.dtype)
+        h = tl.dot(tl.trans(kept), v, h * tl.exp(last), input_precision="ieee")
+        y = y * scale
+        if HAS_D:
+            y += skip * x.to(tl.float32)
+        tl.store(
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            mask=ok[:, None] & v_ok[None, :],
+        )  # fmt: skip
+    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def delta_kernel(
+    Q, K, V, G, BETA, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, g_t, b_t, o_t, o_h, st_s, st_h,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The gated delta rule in chunks; a chunk's triangular system is solved row by row.
+
+    Grid: (sequences, heads, value blocks).
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    place = STATE + slot * st_s + head * st_h + kk[:, None] * VS + vv[None, :]
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
+    group = head // EACH
+    rows = tl.arange(0, CHUNK)
+    for first in range(0, count, CHUNK):
+        at = first + rows
+        ok = at < count
+        row = (start + at).to(tl.int64)
+        q = tl.load(
+            Q + row[:, None] * q_t + group * q_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        k = tl.load(
+            K + row[:, None] * k_t + group * k_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            V + row[:, None] * v_t + head * v_h + vv[None, :],
+            mask=ok[:, None] & v_ok[None, :], other=0.0,
+        )  # fmt: skip
+        kind = v.dtype
+        g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
+        beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
+        if NORM:
+            q = _unit(q.to(tl.float32)).to(kind)
+            k = _unit(k.to(tl.float32)).to(kind)
+        total = tl.cumsum(g, 0)
+        last = tl.sum(g, 0)
+        decay = tl.exp(
+            tl.where(rows[:, None] >= rows[None, :], total[:, None] - total[None, :], float("-inf"))
+        )
+        low = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
+        low = tl.where(rows[:, None] > rows[None, :], low, 0.0)
+        # (I + low)^-1 by forward substitution: row i is e_i - sum_j low[i, j] row j.
+        inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+        for i in range(1, CHUNK):
+            mine = tl.sum(tl.where(rows[:, None] == i, low, 0.0), 0)
+            done = tl.sum(mine[:, None] * inverse, 0)
+            inverse = tl.where(rows[:, None] == i, inverse - done[None, :], inverse)
+        right = v.to(tl.float32) * beta[:, None]
+        carried = tl.dot(k, h.to(kind), input_precision="ieee")
+        right -= carried * (beta * tl.exp(total))[:, None]
+        fresh = tl.dot(inverse, right, input_precision="ieee").to(kind)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
+        y = tl.dot(q, h.to(kind), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(s.to(kind), fresh, y, input_precision="ieee") * scale
+        kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
+        h = tl.dot(tl.trans(kept), fresh, h * tl.exp(last), input_precision="ieee")
+        tl.store(
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            mask=ok[:, None] & v_ok[None, :],
+        )  # fmt: skip
+    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
+
+
+@triton.jit
+def step_kernel(
+    Q, K, V, DT, G, BETA, A, D, DT_BIAS, OUT, STATE, SEQ_LENS, STATE_SLOTS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, o_t, o_h, st_s, st_h, st_k, st_v,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, MAMBA: tl.constexpr, DELTA: tl.constexpr, SOFTPLUS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """One token of Mamba-2, linear attention or the delta rule; the state is updated in place.
+
+    Grid: (sequences, heads, value blocks).
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > 1
+    row = seq.to(tl.int64)
+    group = head // EACH
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    place = STATE + slot * st_s + head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
+    q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
+    k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0).to(tl.float32)
+    x = tl.load(V + row * v_t + head * v_h + vv, mask=v_ok, other=0.0).to(tl.float32)
+    v = x
+    if MAMBA:
+        dt = tl.load(DT + row * dt_t + head).to(tl.float32)
+        if HAS_BIAS:
+            dt += tl.load(DT_BIAS + head)
+        if SOFTPLUS:
+            dt = _softplus(dt)
+        g = dt * tl.load(A + head)
+        v = x * dt
+    elif DELTA:
+        g = tl.load(G + row * g_t + head).to(tl.float32)
+    else:
+        g = tl.load(A + head)
+    h = h * tl.exp(g)
+    if DELTA:
+        if NORM:
+            q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = tl.load(BETA + row * b_t + head).to(tl.float32)
+        v = beta * (v - tl.sum(h * k[:, None], 0))
+    h += k[:, None] * v[None, :]
+    y = tl.sum(h * q[:, None], 0) * scale
+    if HAS_D:
+        y += tl.load(D + head) * x
+    tl.store(OUT + row * o_t + head * o_h + vv, y.to(OUT.dtype.element_ty), mask=v_ok)
+    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
