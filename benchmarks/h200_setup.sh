@@ -3,6 +3,8 @@
 # wheels of polyattn's distributions and of what is missing there in ./.whl, and compressed shared
 # libraries (FlashAttention-3 as vLLM builds it) in ./.so.
 python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || return
+# Packages without their compiled parts (mamba-ssm's Triton kernels) lie in ./.so/pure as they are.
+[ -d .so/pure ] && cp -r .so/pure/. /tmp/site/
 export PYTHONPATH=/tmp/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=16 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 folder=/tmp/site/vllm/vllm_flash_attn

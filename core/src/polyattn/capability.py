@@ -93,6 +93,8 @@ class Capabilities:
       tuple means every arch of it.
     - `cpu_features`: device features that must all be there (`"avx2"`).
     - `fp8_formats`: the e4m3 flavours (`"ocp"`, `"fnuz"`) that its fp8 kernels compute.
+    - `v_head_pairs`: the (K, V) head sizes that may differ, where only some do; empty: any that
+      `head_sizes` and `v_head_sizes` allow.
     - `gqa_ratios`: query heads to a KV head; for MLA, where one latent serves all, the heads.
     - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both.
     - `features`: names of `polyattn.spec.FEATURES`.
@@ -111,8 +113,10 @@ class Capabilities:
     fp8_formats: frozenset[str] = frozenset({"ocp"})
     head_sizes: Sizes = ANY_SIZE
     v_head_sizes: Sizes = ANY_SIZE
+    v_head_pairs: frozenset[tuple[int, int]] = frozenset()
     gqa_ratios: Sizes = ANY_SIZE
     latent_ranks: Sizes = ANY_SIZE
+    topks: Sizes = ANY_SIZE
     block_sizes: Sizes = ANY_SIZE
     preferred_block_size: int = 16
     layouts: tuple[str, ...] = ("NHD",)
@@ -181,12 +185,21 @@ def check(
             spec.v_head_size,
             caps.v_head_sizes,
         )
+        pair = (spec.head_size, spec.v_head_size)
+        need(
+            not caps.v_head_pairs or pair in caps.v_head_pairs or spec.latent is not None,
+            "v_head_size",
+            f"{pair[0]}/{pair[1]}",
+            [f"{k}/{v}" for k, v in caps.v_head_pairs],
+        )
     if not spec.kind.is_recurrent:
         ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
         need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:
         rank = spec.latent.rank
         need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)
+        if spec.latent.topk:
+            need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
     for name in sorted(asked - caps.features):
         need(False, name, FEATURES[name], sorted(caps.features), _FEATURE_REMEDIES.get(name, ""))

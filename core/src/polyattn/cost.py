@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from polyattn.batch import Batch
 from polyattn.cache import STORAGE_DTYPES
+from polyattn.forms import form_of, shape_of
 from polyattn.spec import LayerSpec
 
 
@@ -25,6 +27,10 @@ class Cost:
 
 def batch_cost(spec: LayerSpec, batch: Batch) -> Cost:
     """Return what one layer of `spec` must do for `batch`. A multiply-add counts as two."""
+    if spec.kind.is_recurrent:
+        return _recurrent_cost(spec, batch)
+    if spec.latent is not None:
+        return _latent_cost(spec, batch)
     pairs = keys = 0
     for query, length in zip(batch.query_lens, batch.lens, strict=True):
         pairs += visible_pairs(spec, query, length)
@@ -34,6 +40,40 @@ def batch_cost(spec: LayerSpec, batch: Batch) -> Cost:
     kv_bytes = keys * spec.num_kv_heads * width * STORAGE_DTYPES[stored].itemsize
     qo_bytes = batch.num_tokens * spec.num_heads * width * STORAGE_DTYPES[spec.dtype].itemsize
     return Cost(2 * pairs * spec.num_heads * width, kv_bytes + qo_bytes)
+
+
+def _recurrent_cost(spec: LayerSpec, batch: Batch) -> Cost:
+    """Each token: three multiply-adds an element of the state; a sequence: its state in and out."""
+    form = form_of(spec)
+    state = prod(shape_of(spec, form.state))
+    width = sum(prod(shape_of(spec, letters, 1)) for letters in form.inputs.values())
+    width += prod(shape_of(spec, form.output, 1))
+    size = STORAGE_DTYPES[spec.dtype].itemsize
+    seqs = sum(count > 0 for count in batch.query_lens)
+    states = 2 * seqs * state * (4 if form.state_in_float32 else size)
+    return Cost(6 * batch.num_tokens * state, batch.num_tokens * width * size + states)
+
+
+def _latent_cost(spec: LayerSpec, batch: Batch) -> Cost:
+    """Decodes and sparse layers absorbed; other prefills expanded, the up-projection included."""
+    assert spec.latent is not None
+    latent, flops, rows = spec.latent, 0, 0
+    for query, length in zip(batch.query_lens, batch.lens, strict=True):
+        pairs = visible_pairs(spec, query, length)
+        if latent.topk:
+            pairs = min(pairs, query * latent.topk)
+        if query == 1 or latent.topk:
+            flops += 2 * pairs * spec.num_heads * (latent.size + latent.rank)
+        else:
+            nope = spec.head_size - latent.rope_head_size
+            flops += 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size)
+            flops += 2 * length * spec.num_heads * latent.rank * (nope + spec.v_head_size)
+        rows += min(length, pairs) if query else 0
+    stored = spec.dtype if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
+    width = spec.num_heads * (spec.head_size + spec.v_head_size)
+    size = STORAGE_DTYPES[spec.dtype].itemsize
+    cached = rows * latent.size * STORAGE_DTYPES[stored].itemsize
+    return Cost(flops, cached + batch.num_tokens * width * size)
 
 
 def visible_pairs(spec: LayerSpec, queries: int, keys: int) -> int:

@@ -84,8 +84,6 @@ class LatentRuntime:
                 self.prefill.plan(rest)
             else:
                 self._plan_expansions(rest)
-        if self.sparse:
-            self._token_tables = _token_rows(batch)
         self.batch = batch
 
     def _plan_expansions(self, batch: Batch) -> None:
@@ -193,7 +191,7 @@ class LatentRuntime:
         assert topk is not None
         at, size = self.split, self.block_size
         positions = topk.clamp(min=0).long()
-        blocks = self._token_tables.gather(1, positions // size)
+        blocks = self._token_rows().long().gather(1, positions // size)
         slots = (blocks * size + positions % size).int().masked_fill_(topk < 0, -1)
         found = query.new_empty(*query.shape[:2], cache.value.shape[3])
         latent = absorb(query, weights[0])
@@ -204,6 +202,15 @@ class LatentRuntime:
                     None if lse is None else lse[rows],
                 )  # fmt: skip
         project(found, weights[1], out)
+
+    def _token_rows(self) -> Tensor:
+        """Return each query token's row of the block table, int32 (num_tokens, max_blocks)."""
+        batch = self.batch
+        assert batch is not None and batch.block_table is not None
+        if batch.num_decodes == batch.num_seqs:  # as it is, where a captured graph reads it
+            return batch.block_table
+        counts = torch.tensor(batch.query_lens, device=batch.device)
+        return torch.repeat_interleave(batch.block_table, counts, dim=0)
 
     def _expanded(
         self,
@@ -271,13 +278,6 @@ def absorb(query: Tensor, w_uk: Tensor) -> Tensor:
 def project(latent: Tensor, w_uv: Tensor, out: Tensor) -> None:
     """Write `latent W_UV`: (tokens, heads, rank) to (tokens, heads, v_head_size)."""
     out.copy_(torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1))
-
-
-def _token_rows(batch: Batch) -> Tensor:
-    """Return each query token's row of the block table, int64 (num_tokens, max_blocks)."""
-    assert batch.block_table is not None
-    counts = torch.tensor(batch.query_lens, device=batch.device)
-    return torch.repeat_interleave(batch.block_table.long(), counts, dim=0)
 
 
 class LatentAttention(nn.Module):

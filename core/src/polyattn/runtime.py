@@ -205,4 +205,4 @@ def _check_aligned(**tensors: Tensor | None) -> None:
 
 def capturing(query: Tensor) -> bool:
     """Whether a graph is being recorded: then nothing can be copied to the host."""
-    return query.is_cuda and torch.cuda.is_current_streamcapturing()
+    return query.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -243,7 +243,10 @@ class LayerSpec:
             if self.head_size == self.v_head_size
             else f"{self.head_size}/{self.v_head_size}"
         )
-        words = [self.kind.value, f"{heads} of {size}", self.dtype]
+        sized = f"{heads} of {size}"
+        if self.kind.is_recurrent and self.head_size == 1:
+            sized = f"{self.num_heads} channels"
+        words = [self.kind.value, sized, self.dtype]
         if self.kv_cache_dtype != "auto":
             words.append(f"cache {self.kv_cache_dtype}")
         if self.block_size:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn import reference
+from polyattn import reference, reference_latent, reference_recurrent, samples
 from polyattn.batch import Batch
 from polyattn.cache import STORAGE_DTYPES, KVCache
 from polyattn.decision import Decision
 from polyattn.discovery import Registry
 from polyattn.errors import PolyattnError
+from polyattn.latent import LatentAttention
 from polyattn.layer import Attention
+from polyattn.recurrent import Recurrent
 from polyattn.selector import Selection
 from polyattn.spec import LayerSpec, Role
 from polyattn.tolerance import TOLERANCES, lse_error, output_error
@@ -32,6 +34,10 @@ def _problem(decision: Decision, registry: Registry, phase: str) -> str | None:
     spec = decision.spec
     inputs = _Inputs(spec, str(decision.device.torch_device))
     try:
+        if spec.kind.is_recurrent:
+            return _run_recurrent(Selection(decision, registry), phase, inputs)
+        if spec.kind.is_latent:
+            return _run_latent(Selection(decision, registry), phase, inputs)
         sinks = inputs.random(spec.num_heads).float() if spec.learned_sinks else None
         layer = Attention(Selection(decision, registry), sinks=sinks)
         if spec.role.has_cache:
@@ -70,16 +76,61 @@ class _Inputs:
             stored.copy_(values.to(stored.dtype).to(stored.device))
 
 
-def _run_cached(layer: Attention, phase: str, inputs: _Inputs) -> str | None:
-    spec, size = layer.selection.spec, layer.selection.decision.block_size
+def _paged_step(selection: Selection, phase: str, inputs: _Inputs) -> tuple[Batch, KVCache]:
+    size = selection.decision.block_size
     assert size is not None
     lens = [1, size + 1, 3 * size]
     # A prefill that began with a single token would be taken for a decode.
     query_lens = [1, 1, 1] if phase == "decode" else [0, size, 5]
     table = torch.tensor([[3, 0, 0], [5, 1, 0], [2, 6, 4]], dtype=torch.int32)
-    cache = layer.selection.cache_spec(8).allocate(inputs.device)
+    cache = selection.cache_spec(8).allocate(inputs.device)
     inputs.fill(cache)
-    batch = Batch.from_lens(query_lens, lens, table.to(inputs.device), size)
+    return Batch.from_lens(query_lens, lens, table.to(inputs.device), size), cache
+
+
+def _run_latent(selection: Selection, phase: str, inputs: _Inputs) -> str | None:
+    spec = selection.spec
+    assert spec.latent is not None
+    layer = LatentAttention(selection, *samples.latent_weights(spec, inputs.generator))
+    batch, cache = _paged_step(selection, phase, inputs)
+    tokens, topk = batch.num_tokens, None
+    if spec.latent.topk:
+        topk = samples.chosen_positions(
+            batch.lens, batch.query_lens, spec.latent.topk, inputs.generator
+        ).to(inputs.device)
+    query = inputs.random(tokens, spec.num_heads, spec.head_size)
+    latent = inputs.random(tokens, spec.latent.rank)
+    rope = inputs.random(tokens, spec.latent.rope_head_size)
+    got = layer(query, latent, rope, cache, batch, topk=topk)
+    expected = reference_latent.forward(
+        spec, query, cache, batch, layer.weights, layer.params, topk
+    )
+    return _compare(spec, got, expected)
+
+
+def _run_recurrent(selection: Selection, phase: str, inputs: _Inputs) -> str | None:
+    spec = selection.spec
+    layer = Recurrent(selection, **samples.recurrent_params(spec, inputs.generator))
+    queries, lens = ([1, 1], [5, 1]) if phase == "decode" else ([0, 70, 5], [3, 70, 9])
+    states = layer.state_spec(4).allocate(inputs.device)
+    states.data.copy_(torch.randn(states.data.shape, generator=inputs.generator) * 0.5)
+    slots = torch.tensor([3, 1, 0][: len(lens)], device=inputs.device)
+    batch = Batch.from_lens(queries, lens, state_slots=slots, device=inputs.device)
+    given = samples.recurrent_inputs(spec, sum(queries), inputs.generator, inputs.device)
+    named = dict(zip(layer.form.inputs, given, strict=True))
+    expected, after = reference_recurrent.forward(spec, named, layer.params, states.data, batch)
+    out = layer(*given, states=states, batch=batch)
+    limit, rows = TOLERANCES[spec.dtype].output, len(out)
+    error = output_error(out.reshape(rows, -1), expected.reshape(rows, -1))
+    error = max(error, output_error(states.data.flatten(1), after.flatten(1)))
+    if not error <= limit:
+        return f"its output or state is wrong: relative error {error:.2g}, allowed {limit:g}"
+    return None
+
+
+def _run_cached(layer: Attention, phase: str, inputs: _Inputs) -> str | None:
+    spec = layer.selection.spec
+    batch, cache = _paged_step(layer.selection, phase, inputs)
     query, key, value = inputs.step(batch.num_tokens)
     if spec.role is Role.CROSS:
         got = layer(query, None, None, cache, batch)

@@ -14,11 +14,12 @@ from polyattn.cli.output import console, print_json, table
 from polyattn.errors import SettingsError
 from polyattn.hf import layer_specs, read_config
 from polyattn.selector import LayerGroup, resolve_device, select_layers
-from polyattn.serving.engine import Engine, Options, fit_requests
+from polyattn.serving.engine import Engine, fit_requests
 from polyattn.serving.report import Report
+from polyattn.serving.runners import Options
 from polyattn.serving.trace import read_trace
 from polyattn.settings import current
-from polyattn.spec import AttentionKind, LayerSpec
+from polyattn.spec import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,21 @@ def show(options: RunOptions) -> int:
             raise SettingsError(f"--{name.replace('_', '-')}={value} must be positive")
     path = find_config(options.model)
     config = read_config(path)
-    specs = layer_specs(path)
-    served, skipped = _served(specs, options)
+    served = _served(layer_specs(path), options)
     settings = current().with_backend(options.backend, "flag --backend")
     device = resolve_device(options.device)
     # On an accelerator the check also compiles kernels, outside the times that are reported.
     verify = True if device.is_accelerator else None
     groups = select_layers(served, device, settings=settings, verify=verify)
     if not options.json:
-        _print_selection(path, groups, skipped, options)
+        _print_selection(path, groups, options)
     requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
     requests = [request.scaled(options.scale) for request in requests]
     requests, clipped = fit_requests(requests, config, served, options.max_tokens)
     engine = Engine(groups, requests, _engine_options(options))
     report = _run(engine, quiet=options.json)
     if options.json:
-        print_json(_json(path, groups, skipped, clipped, report))
+        print_json(_json(path, groups, clipped, report))
     else:
         _print_report(report, clipped)
     if options.plot:
@@ -77,18 +77,15 @@ def show(options: RunOptions) -> int:
     return 0
 
 
-def _served(specs: list[LayerSpec], options: RunOptions) -> tuple[list[LayerSpec], dict[str, int]]:
-    """Split the layers into those that are served and a count of the other kinds."""
-    served, skipped = [], dict[str, int]()
+def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
+    """Return the layers as the command line wants them served."""
+    served = []
     for spec in specs:
-        if spec.kind is not AttentionKind.ATTENTION:
-            skipped[spec.kind.value] = skipped.get(spec.kind.value, 0) + 1
-            continue
         changes: dict[str, Any] = {}
-        if spec.role.has_cache:
+        if spec.role.has_cache and not spec.kind.is_recurrent:
             changes = {"block_size": options.block_size, "kv_cache_dtype": options.kv_cache_dtype}
         served.append(spec.replace(**changes))
-    return served, skipped
+    return served
 
 
 def _engine_options(options: RunOptions) -> Options:
@@ -111,9 +108,7 @@ def _run(engine: Engine, quiet: bool) -> Report:
         return engine.run(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _print_selection(
-    path: Path, groups: list[LayerGroup], skipped: dict[str, int], options: RunOptions
-) -> None:
+def _print_selection(path: Path, groups: list[LayerGroup], options: RunOptions) -> None:
     console.print(f"[bold]{path.stem}[/] on {groups[0].selection.device}" if groups else path.stem)
     for group in groups:
         running = min(options.layers, len(group.layers))
@@ -121,8 +116,28 @@ def _print_selection(
         console.print(f"    => {group.selection.decision.summary()}", markup=False)
         for note in group.selection.decision.notes:
             console.print(f"    note: {note}", markup=False)
-    for kind, count in skipped.items():
-        console.print(f"  {count} layers: {kind}: not served", markup=False)
+        line = memory_line(group)
+        if line:
+            console.print(f"    {line}", markup=False)
+    if any(g.spec.kind.is_recurrent for g in groups):
+        console.print("  prefixes are not shared: recurrent states are kept at sequences' ends alone")
+
+
+def memory_line(group: LayerGroup) -> str | None:
+    """Say what a token or a sequence costs where that isn't keys and values: latents, states."""
+    spec, count = group.spec, len(group.layers)
+    if spec.kind.is_recurrent:
+        size = group.selection.state_spec(1).bytes_per_slot
+        return f"state: {size * count / 2**20:.2f} MiB a sequence in {count} layers, any length"
+    if spec.latent is None:
+        return None
+    cache = group.selection.cache_spec(1)
+    wide = spec.num_heads * (spec.head_size + spec.v_head_size)
+    narrow = spec.latent.size
+    return (
+        f"cache: {cache.bytes_per_token} bytes a token and layer, {narrow} elements where MHA would "
+        f"hold {wide}: {wide / narrow:.1f} times less"
+    )
 
 
 def _print_report(report: Report, clipped: int) -> None:
@@ -153,13 +168,10 @@ def _print_report(report: Report, clipped: int) -> None:
     )
 
 
-def _json(
-    path: Path, groups: list[LayerGroup], skipped: dict[str, int], clipped: int, report: Report
-) -> dict[str, Any]:
+def _json(path: Path, groups: list[LayerGroup], clipped: int, report: Report) -> dict[str, Any]:
     return {
         "model": path.stem,
         "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],
-        "not_served": skipped,
         "clipped_prompts": clipped,
         **report.to_dict(),
     }

@@ -130,7 +130,9 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
             yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
         if 5 in caps.gqa_ratios:
             yield "mqa", base.replace(num_heads=5, num_kv_heads=1)
-    if "v_head_size" in caps.features:
+    for k, v in sorted(caps.v_head_pairs):
+        yield f"feature v_head_size {k}/{v}", base.replace(head_size=k, v_head_size=v)
+    if "v_head_size" in caps.features and not caps.v_head_pairs:
         for size in caps.v_head_sizes.examples((32, 48, 128)):
             if size != base.head_size:
                 yield f"feature v_head_size {size}", base.replace(v_head_size=size)
@@ -176,7 +178,7 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
 
 def _behaviour(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> list[Case]:
     most = _main(names, "")[0]
-    cases = [Case(check, "", base, most) for check in ("out", "strided", "replan")]
+    cases = [Case(name, "", base, most) for name in ("out", "strided", "replan")]
     if base.role.has_cache:
         contexts = [
             name for name in names if name in ("decode", "chunked")

@@ -17,7 +17,7 @@ from polyattn.spec import (
     RecurrentSpec,
 )
 
-TOPK = 24
+TOPKS = (24, 128, 2048)
 
 
 def derive_latent(info: BackendInfo, device: Device) -> list[Case]:
@@ -45,7 +45,7 @@ def _latent_base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
     rank = caps.latent_ranks.examples((64, 512))[0]
     small = rank < 512
     rope = 16 if small else 64
-    topk = TOPK if kind is AttentionKind.SPARSE_MLA else None
+    topk = caps.topks.examples(TOPKS)[0] if kind is AttentionKind.SPARSE_MLA else None
     return LayerSpec(
         kind=kind,
         num_heads=16 if 16 in caps.gqa_ratios else 128,
@@ -99,8 +99,8 @@ def derive_recurrent(info: BackendInfo, device: Device) -> list[Case]:
         exact = next((d for d in ("float64", "float32") if d in caps.dtypes), dtype)
         cases.append(Case("pieces", kind.value, base.replace(dtype=exact), "none"))
         cases += [
-            Case(check, kind.value, base, "mixed")
-            for check in ("state_isolation", "recurrent_out", "recurrent_strided")
+            Case(looked_at, kind.value, base, "mixed")
+            for looked_at in ("state_isolation", "recurrent_out", "recurrent_strided")
         ]
         if caps.graph_capture:
             spec = base.replace(graph_capture="single_token_decode")

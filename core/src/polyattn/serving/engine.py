@@ -1,121 +1,34 @@
-"""Serves a model's attention layers over a trace, step by step, as an inference engine would.
+"""Serves a model's layers over a trace, step by step, as an inference engine would.
 
-There are no weights: queries, keys and values are random. All else is real: selection, paged caches,
-batches, block tables, prefix sharing. Everything here uses polyattn's public API alone.
+Selection, paged caches, state slots, batches, block tables and prefix sharing are real; only the
+tensors are random. Everything here uses polyattn's public API alone.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, Role
-from polyattn.cache import STORAGE_DTYPES
+from polyattn import Batch, LayerGroup, LayerSpec, Role
 from polyattn.cost import Cost, batch_cost
 from polyattn.errors import CacheError, ConfigError
 from polyattn.hf import Config
 from polyattn.serving.blocks import BlockAllocator
 from polyattn.serving.check import Checker
 from polyattn.serving.report import Report, StepRecord
+from polyattn.serving.runners import (
+    AttentionRunner,
+    LatentRunner,
+    Options,
+    RecurrentRunner,
+)
 from polyattn.serving.scheduler import Pool, Running, Scheduled, Scheduler
 from polyattn.serving.trace import Request
 
 DECODER_PROMPT = 4
 """Tokens that an encoder-decoder model's decoder starts with (Whisper's task tokens)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to serve. `layers` counts the layers of each group that really run."""
-
-    layers: int = 1
-    token_budget: int = 2048
-    max_seqs: int = 64
-    cache_bytes: int = 1 << 30
-    check_tokens: int = 2
-    seed: int = 0
-
-
-class GroupRunner:
-    """The layers of one group that run, and their caches."""
-
-    def __init__(self, group: LayerGroup, options: Options, num_blocks: int):
-        self.group, self.spec = group, group.spec
-        self.generator = torch.Generator().manual_seed(options.seed)
-        selection = group.selection
-        self.device = torch.device(selection.device.torch_device or "cpu")
-        quantized = self.spec.kv_cache_dtype != "auto"
-        scale = 0.04 if self.spec.kv_cache_dtype == "int8" else 1.0
-        count = min(options.layers, len(group.layers))
-        self.layers = [
-            Attention(
-                selection,
-                sinks=torch.randn(self.spec.num_heads, generator=self.generator)
-                if self.spec.learned_sinks
-                else None,
-                k_scale=scale if quantized else 1.0,
-                v_scale=scale if quantized else 1.0,
-                checks=True,
-            )
-            for _ in range(count)
-        ]
-        self.caches: list[KVCache | None] = [None] * count
-        if self.spec.role.has_cache:
-            spec = selection.cache_spec(num_blocks)
-            self.caches = [spec.allocate(self.device) for _ in range(count)]
-        self._stock: dict[int, Tensor] = {}
-
-    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return random (query, key, value) for one layer and step.
-
-        Drawn from a stock at a random place: fresh numbers for each layer would cost more than the
-        attention that they are for.
-        """
-        spec = self.spec
-        widths = (
-            spec.num_heads * spec.head_size,
-            spec.num_kv_heads * spec.head_size,
-            spec.num_kv_heads * spec.v_head_size,
-        )
-        query, key, value = (self._draw(tokens, width) for width in widths)
-        return (
-            query.view(tokens, spec.num_heads, -1),
-            key.view(tokens, spec.num_kv_heads, -1),
-            value.view(tokens, spec.num_kv_heads, -1),
-        )
-
-    def _draw(self, tokens: int, width: int) -> Tensor:
-        need = tokens * width
-        stock = self._stock.get(width)
-        if stock is None or len(stock) < 2 * need:
-            stock = torch.randn(2 * max(need, 1 << 16), generator=self.generator)
-            stock = stock.to(STORAGE_DTYPES[self.spec.dtype]).to(self.device)
-            self._stock[width] = stock
-        # Kernels load 16 bytes at a time, so the place is a multiple of 16 elements.
-        at = int(torch.randint((len(stock) - need) // 16 + 1, (1,), generator=self.generator)) * 16
-        return stock[at : at + need].view(tokens, width)
-
-    def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:
-        """Run every layer over `batch`; returns the seconds that the layers took."""
-        seconds = 0.0
-        for layer, cache in zip(self.layers, self.caches, strict=True):
-            query, key, value = self.inputs(batch.num_tokens)
-            given = (key, value) if stores else (None, None)
-            started = self._clock()
-            got = layer(query, *given, cache, batch)
-            seconds += self._clock() - started
-            out = got[0] if isinstance(got, tuple) else got
-            checker.check(layer, query, given, cache, batch, out)
-        return seconds
-
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
 
 
 class Engine:
@@ -124,14 +37,19 @@ class Engine:
     def __init__(self, groups: Sequence[LayerGroup], requests: Sequence[Request], options: Options):
         self.options, self.report = options, Report(requests=len(requests))
         self.checker = Checker(options.check_tokens, options.seed)
+        recurrent = [g for g in groups if g.spec.kind.is_recurrent]
+        groups = [g for g in groups if not g.spec.kind.is_recurrent]
         by_role = {role: [g for g in groups if g.spec.role is role] for role in Role}
         self.pools: list[Pool] = []
         blocks = self._size_pools(by_role[Role.DECODER])
         self.decoders = [
-            GroupRunner(g, options, n) for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
+            (LatentRunner if g.spec.kind.is_latent else AttentionRunner)(g, options, n)
+            for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
         ]
+        self.recurrent = [RecurrentRunner(g, options) for g in recurrent]
+        self.slots: dict[Running, int] = {}
         self.encoders = [
-            GroupRunner(g, options, 0)
+            AttentionRunner(g, options, 0)
             for g in (*by_role[Role.ENCODER], *by_role[Role.ENCODER_ONLY])
         ]
         sources = [r.prompt for r in requests]
@@ -139,10 +57,14 @@ class Engine:
         self.sources: dict[Running, int] = {}
         if self.crosses:
             requests = [Request(DECODER_PROMPT, r.output) for r in requests]
-        self.scheduler = Scheduler(requests, self.pools, options.token_budget, options.max_seqs)
+        # A shared prefix would need its state too, and states are kept at sequences' ends alone.
+        self.scheduler = Scheduler(
+            requests, self.pools, options.token_budget, options.max_seqs,
+            share_prefixes=not self.recurrent,
+        )  # fmt: skip
         for index, running in enumerate(self.scheduler.waiting):
             self.sources[running] = sources[index]
-        self.encoder_only = not self.decoders
+        self.encoder_only = not self.decoders and not self.recurrent
 
     def _size_pools(self, groups: Sequence[LayerGroup]) -> list[int]:
         """Share the cache's bytes so that every group holds the same number of tokens."""
@@ -189,6 +111,12 @@ class Engine:
             batch = Batch.from_lens(counts, lens, table, pool.block_size)
             seconds += runner.step(batch, self.checker)
             cost += batch_cost(runner.spec, batch) * len(runner.layers)
+        if self.recurrent:
+            slots = self._state_slots([item.sequence for item in plan])
+            for states in self.recurrent:
+                batch = Batch.from_lens(counts, lens, state_slots=slots.to(states.device))
+                seconds += states.step(batch, self.checker)
+                cost += batch_cost(states.spec, batch) * len(states.layers)
         for cross in self.crosses:
             batch = cross.batch([(i.sequence, i.count) for i in plan], self.sources)
             seconds += cross.runner.step(batch, self.checker, stores=False)
@@ -205,6 +133,16 @@ class Engine:
             if item.start == item.sequence.shared:
                 self.report.shared_tokens += item.sequence.shared
         self.report.steps.append(StepRecord(decode, sum(counts), seconds, cost, used))
+
+    def _state_slots(self, sequences: Sequence[Running]) -> Tensor:
+        """Return each sequence's state slot; those that stopped running give theirs back."""
+        running = set(self.scheduler.running)
+        self.slots = {s: slot for s, slot in self.slots.items() if s in running}
+        free = set(range(self.options.max_seqs)) - set(self.slots.values())
+        for sequence in sequences:
+            if sequence not in self.slots:
+                self.slots[sequence] = free.pop()
+        return torch.tensor([self.slots[s] for s in sequences], dtype=torch.int64)
 
     def _encode(self, plan: list[Scheduled]) -> float:
         """Run the encoders over requests that start in this step, and fill the cross caches."""
@@ -231,7 +169,7 @@ class _Cross:
         self.size, self.per_request = size, -(-longest // size)
         count = self.per_request * options.max_seqs
         self.allocator = BlockAllocator(count)
-        self.runner = GroupRunner(group, options, count)
+        self.runner = AttentionRunner(group, options, count)
         self.blocks: dict[Running, list[int]] = {}
 
     def store(self, sequences: Sequence[Running], sources: dict[Running, int]) -> None:

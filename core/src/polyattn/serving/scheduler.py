@@ -58,11 +58,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, requests: Sequence[Request], pools: Sequence[Pool], budget: int, max_seqs: int
+        self,
+        requests: Sequence[Request],
+        pools: Sequence[Pool],
+        budget: int,
+        max_seqs: int,
+        share_prefixes: bool = True,
     ):
         self.pools, self.budget, self.max_seqs = list(pools), budget, max_seqs
         self.waiting = deque(Running(request) for request in requests)
         self.running: list[Running] = []
+        self.share_prefixes = share_prefixes
         self.preemptions = 0
         for index, request in enumerate(requests):
             self._check_fits(index, request)
@@ -178,7 +184,7 @@ class Scheduler:
 
     def _share_prefix(self, sequence: Running) -> None:
         """Take the cached blocks of the longest prefix that every pool still has."""
-        if not sequence.request.hash_ids or not self.pools:
+        if not (self.share_prefixes and sequence.request.hash_ids and self.pools):
             return
         # At least one token is left to compute: its output is what the request is after.
         length = sequence.request.prompt - 1
@@ -205,7 +211,7 @@ class Scheduler:
 
     def _publish(self, sequence: Running) -> None:
         """Name the blocks that are now full of prompt, so that later requests find them."""
-        if not sequence.request.hash_ids:
+        if not (self.share_prefixes and sequence.request.hash_ids):
             return
         for index, pool in enumerate(self.pools):
             full = min(sequence.computed, sequence.request.prompt) // pool.block_size

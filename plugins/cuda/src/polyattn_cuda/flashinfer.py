@@ -10,7 +10,7 @@ from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
 from polyattn.cache import STORAGE_DTYPES
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, workspace
+from polyattn_cuda.base import CudaAttention, blank, empty_rows, workspace
 from polyattn_cuda.paging import page_lists
 
 
@@ -36,11 +36,7 @@ class FlashInferAttention(CudaAttention):
     def plan(self, batch: Batch) -> None:
         self.batch = batch
         self._block_size: int | None = None
-        self._empty: Tensor | None = None
-        if 0 in batch.lens:
-            lens = torch.tensor(batch.lens) == 0
-            rows = torch.repeat_interleave(lens, torch.tensor(batch.query_lens))
-            self._empty = rows.to(self.torch_device)
+        self._empty = empty_rows(batch)
         decode = batch.num_decodes == batch.num_seqs
         if decode and self.spec.graph_capture and batch.num_seqs in self._decode:
             # A captured graph reads this wrapper's buffers: they must hold the new step before
@@ -147,7 +143,4 @@ class FlashInferAttention(CudaAttention):
         )  # fmt: skip
         if lse is not None:
             lse.mul_(math.log(2.0))
-        if self._empty is not None:  # older releases say -5e4 where nothing was attended to
-            out.masked_fill_(self._empty[:, None, None], 0.0)
-            if lse is not None:
-                lse.masked_fill_(self._empty[:, None], -torch.inf)
+        blank(self._empty, out, lse)  # older releases say -5e4 where nothing was attended to

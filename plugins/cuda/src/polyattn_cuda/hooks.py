@@ -17,6 +17,7 @@ from polyattn.plugin import (
     one_of,
 )
 
+from polyattn_cuda.families import FAMILIES
 from polyattn_cuda.providers import fa2_provider
 
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window"})
@@ -59,7 +60,8 @@ FLASH_ATTN_V3 = BackendInfo(
         # From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a
         # sequence's end; larger blocks are walked as several.
         block_sizes=Sizes(low=1, high=64),
-        features=MASKS | {"logit_soft_cap", "lse"},
+        v_head_pairs=frozenset({(192, 128)}),  # an MLA layer's, expanded
+        features=MASKS | {"v_head_size", "logit_soft_cap", "lse"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
     ),
     priorities=(
@@ -148,4 +150,4 @@ def polyattn_platforms() -> list[Platform]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [FLASH_ATTN, FLASH_ATTN_V3, FLASH_ATTN_V4, FLASHINFER, CUDNN_ATTENTION]
+    return [FLASH_ATTN, FLASH_ATTN_V3, FLASH_ATTN_V4, FLASHINFER, CUDNN_ATTENTION, *FAMILIES]

@@ -21,9 +21,10 @@ def vllm_library(name: str) -> Path | None:
     """Return the shared library `name` of an installed vLLM, without importing vLLM."""
     spec = find_spec("vllm")
     for folder in (spec.submodule_search_locations or []) if spec else []:
-        path = Path(folder) / "vllm_flash_attn" / f"{name}.abi3.so"
-        if path.is_file():
-            return path
+        for place in (Path(folder), Path(folder) / "vllm_flash_attn"):
+            path = place / f"{name}.abi3.so"
+            if path.is_file():
+                return path
     return None
 
 
@@ -67,6 +68,24 @@ def fa4_ready() -> str | None:
     if find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl"
     return None
+
+
+@cache
+def flashmla_provider() -> str | None:
+    """Return `"flash_mla"`, `"vllm"` or None."""
+    if find_spec("flash_mla"):
+        return "flash_mla"
+    return "vllm" if vllm_library("_flashmla_C") else None
+
+
+def flashmla_ready() -> str | None:
+    """Say why FlashMLA isn't here, or None."""
+    return None if flashmla_provider() else "neither flash_mla nor vllm is installed"
+
+
+def fla_ready() -> str | None:
+    """Say why flash-linear-attention isn't here, or None."""
+    return None if find_spec("triton") else "triton is not installed; fla's kernels are written in it"
 
 
 def flashinfer_ready() -> str | None:

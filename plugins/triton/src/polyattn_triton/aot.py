@@ -51,7 +51,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         "STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32",
     }  # fmt: skip
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return _compile(attention_kernel, pointers, constants, arch, options)
+    return compile_kernel(attention_kernel, pointers, constants, arch, options)
 
 
 def _compile_small(
@@ -70,20 +70,21 @@ def _compile_small(
             spec.num_heads, spec.v_head_size, width, splits, splits, spec.learned_sinks,
             spec.needs_lse, early,
         )  # fmt: skip
-        return _compile(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
+        return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
         block_size, cached != query, cached == "i8",
     )  # fmt: skip
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
-    return _compile(write_kernel, pointers, constants, arch, {"num_warps": 4})
+    return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
+FREE = {"lse_t", "bt_s", "st_k", "st_v"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_inv", "v_inv", "limit"}
 
 
-def _compile(
+def compile_kernel(
     kernel: Any,
     pointers: dict[str, str],
     constants: tuple[Any, ...],
@@ -102,5 +103,12 @@ def _compile(
             signature[name] = f"*{pointers.get(name, 'fp32')}"
         else:
             signature[name] = "i32"
-    source = ASTSource(kernel, signature, fixed)
+    # As a launch finds them: aligned pointers, strides that are multiples of 16. Without these no
+    # load is vectorised, and what is compiled is not what runs.
+    attrs = {
+        (index,): [["tt.divisibility", 16]]
+        for index, name in enumerate(names)
+        if name not in fixed and name not in FLOATS and name not in FREE
+    }
+    source = ASTSource(kernel, signature, fixed, attrs)
     return triton.compile(source, target=target_of(arch), options=options)

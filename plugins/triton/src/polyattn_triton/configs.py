@@ -79,12 +79,13 @@ def pick(arch: str, phase: str, head: int, element_bytes: int) -> Config:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Tile sizes of the MLA kernel: heads and rows."""
+    """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment."""
 
     block_h: int
     block_n: int
     num_warps: int
     num_stages: int
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ class MLARow:
 
 MLA_TABLE: tuple[MLARow, ...] = (
     MLARow("sm_90+", 16, 2, MLAConfig(16, 32, 4, 2)),
+    MLARow("sm_90", 1 << 30, 2, MLAConfig(64, 64, 8, 2, True)),
     MLARow("sm_90+", 1 << 30, 2, MLAConfig(64, 32, 8, 2)),
     MLARow("any", 1 << 30, 2, MLAConfig(16, 16, 4, 1)),
     MLARow("any", 1 << 30, 4, MLAConfig(16, 16, 4, 1)),
@@ -141,10 +143,10 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "prefill", ScanConfig(64, 64, 4, 2)),
     ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
-    ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 32, 4, 2)),
+    ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
-    ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(32, 1, 4, 1)),
-    ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(32, 1, 4, 1)),
+    ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
+    ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
 )
 
 

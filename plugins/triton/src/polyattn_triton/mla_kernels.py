@@ -19,6 +19,7 @@ def _rows(
     acc, m, l, q, q_rope, KV, BT, SLOTS, first, last, length, scale, kv_b, kv_t,
     MASK: tl.constexpr, SPARSE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles `first` to `last` of the sequence's rows, or of the chosen ones."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -63,9 +64,20 @@ def _rows(
                     mask=(offs_p < ROPE)[None, :], other=0.0,
                 )  # fmt: skip
         k = k.to(q.dtype)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
-        s = tl.dot(q_rope, tl.trans(k_rope.to(q.dtype)), s, input_precision="ieee")
-        s = s * (scale * LOG2E)
+        k_rope = k_rope.to(q.dtype)
+        by = scale * LOG2E
+        if APART:
+            # Always taken. The branch keeps the compiler from laying the scores out for the product
+            # that follows, which on Hopper has every warp group compute all of them; scaled apart,
+            # the two products aren't made a chain of their own, with the same effect.
+            if last > 0:
+                s = tl.dot(q, tl.trans(k), input_precision="ieee") * by
+                s += tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee") * by
+            else:
+                s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(k), input_precision="ieee")
+            s = tl.dot(q_rope, tl.trans(k_rope), s, input_precision="ieee") * by
         if MASK:
             s = tl.where(inside[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, 1))
@@ -89,7 +101,7 @@ def mla_kernel(
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPARSE: tl.constexpr, TOPK: tl.constexpr,
-    HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    HAS_LSE: tl.constexpr, EARLY: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One token, some of its heads, all its rows or one split of them.
 
@@ -133,12 +145,12 @@ def mla_kernel(
     if not SPARSE:
         acc, m, l = _rows(
             acc, m, l, q, q_rope, KV, BT, SLOTS, first, full, length, scale, kv_b, kv_t,
-            False, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
+            False, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART,
         )  # fmt: skip
         first = full
     acc, m, l = _rows(
         acc, m, l, q, q_rope, KV, BT, SLOTS, first, last, length, scale, kv_b, kv_t,
-        True, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
+        True, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART,
     )  # fmt: skip
 
     safe = tl.where(l == 0.0, 1.0, l)

@@ -71,10 +71,10 @@ def conv_kernel(
     if first == 0:
         # In the order of the state, so that what is read is never yet overwritten.
         for w in tl.static_range(WIDTH - 1):
-            at = count - (WIDTH - 1) + w
-            new = tl.load(x_row + at * x_t + c, mask=c_ok & (at >= 0), other=0.0)
-            old = tl.load(state + at + WIDTH - 1, mask=c_ok & (at < 0) & begun, other=0.0)
-            kept = tl.where(at >= 0, new.to(tl.float32), old.to(tl.float32))
+            source = count - (WIDTH - 1) + w
+            given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)
+            held = tl.load(state + source + WIDTH - 1, mask=c_ok & (source < 0) & begun, other=0.0)
+            kept = tl.where(source >= 0, given.to(tl.float32), held.to(tl.float32))
             tl.debug_barrier()
             tl.store(state + w, kept.to(STATE.dtype.element_ty), mask=c_ok)
 

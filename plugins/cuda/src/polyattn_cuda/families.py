@@ -1,0 +1,193 @@
+"""What this plugin declares for MLA and recurrent layers. Imports neither torch nor any library."""
+
+from __future__ import annotations
+
+from polyattn.plugin import (
+    AttentionKind,
+    BackendInfo,
+    Capabilities,
+    Priority,
+    Proof,
+    Sizes,
+    multiples,
+    one_of,
+)
+
+MLA, SPARSE = AttentionKind.MLA, AttentionKind.SPARSE_MLA
+FEATURES = frozenset({"causal", "v_head_size", "lse"})
+MEASURED = {"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE}
+SIGNATURE = {"cuda": Proof.SIGNATURE}
+
+FLASHINFER_MLA = BackendInfo(
+    name="FLASHINFER_MLA",
+    summary="FlashInfer's planned MLA wrapper, absorbed decode",
+    path="polyattn_cuda.mla:FlashInferMLA",
+    probe="polyattn_cuda.providers:flashinfer_ready",
+    requires=("flashinfer-python>=0.6.13",),
+    install="pip install flashinfer-python",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        kinds=frozenset({MLA}),
+        latent_ranks=one_of(512),
+        block_sizes=multiples(1, high=64),
+        preferred_block_size=64,
+        phases=frozenset({"decode"}),
+        features=FEATURES,
+    ),
+    priorities=(Priority(score=75, why="FlashAttention-3's pipeline on Hopper"),),
+    proof=MEASURED,
+)
+FLASHINFER_MLA_SPARSE = BackendInfo(
+    name="FLASHINFER_MLA_SPARSE",
+    summary="FlashInfer's trtllm-gen kernel over chosen rows",
+    path="polyattn_cuda.mla:FlashInferSparseMLA",
+    probe="polyattn_cuda.providers:flashinfer_ready",
+    requires=("flashinfer-python>=0.6.13",),
+    install="pip install flashinfer-python",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_100", "sm_103")},
+        kinds=frozenset({SPARSE}),
+        dtypes=frozenset({"bfloat16"}),
+        latent_ranks=one_of(512),
+        block_sizes=one_of(32, 64),
+        preferred_block_size=64,
+        features=FEATURES - {"lse"},
+    ),
+    priorities=(Priority(score=80, why="NVIDIA's own kernel for Blackwell"),),
+    proof=SIGNATURE,
+)
+FLASHMLA = BackendInfo(
+    name="FLASHMLA",
+    summary="FlashMLA's dense decode: the flash_mla package, or vLLM's build of it",
+    path="polyattn_cuda.mla:FlashMLA",
+    probe="polyattn_cuda.providers:flashmla_ready",
+    install="build FlashMLA, or pip install vllm",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_90",)},
+        kinds=frozenset({MLA}),
+        latent_ranks=one_of(512),
+        block_sizes=one_of(64),
+        preferred_block_size=64,
+        phases=frozenset({"decode"}),
+        features=FEATURES,
+    ),
+    priorities=(Priority(score=90, why="DeepSeek's own kernel for Hopper"),),
+    proof=MEASURED,
+)
+FLASHMLA_SPARSE = BackendInfo(
+    name="FLASHMLA_SPARSE",
+    summary="FlashMLA over chosen rows of a bf16 cache",
+    path="polyattn_cuda.mla:FlashSparseMLA",
+    probe="polyattn_cuda.providers:flashmla_ready",
+    install="build FlashMLA, or pip install vllm",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_90", "sm_100")},
+        kinds=frozenset({SPARSE}),
+        dtypes=frozenset({"bfloat16"}),
+        latent_ranks=one_of(512),
+        gqa_ratios=multiples(64, high=128),
+        topks=multiples(128),
+        block_sizes=Sizes(),
+        preferred_block_size=64,
+        features=FEATURES,
+    ),
+    priorities=(Priority(score=85, why="DeepSeek's own kernel"),),
+    proof=MEASURED,
+)
+CUTLASS_MLA = BackendInfo(
+    name="CUTLASS_MLA",
+    summary="CUTLASS's MLA decode for Blackwell, through FlashInfer",
+    path="polyattn_cuda.mla:CutlassMLA",
+    probe="polyattn_cuda.providers:flashinfer_ready",
+    requires=("flashinfer-python>=0.6.13",),
+    install="pip install flashinfer-python",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_100", "sm_103")},
+        kinds=frozenset({MLA}),
+        latent_ranks=one_of(512),
+        gqa_ratios=one_of(128),
+        block_sizes=one_of(128),
+        preferred_block_size=128,
+        phases=frozenset({"decode"}),
+        features=FEATURES - {"lse"},
+    ),
+    priorities=(Priority(score=85, why="NVIDIA's own kernel for Blackwell"),),
+    proof=SIGNATURE,
+)
+FLASH_ATTN_MLA = BackendInfo(
+    name="FLASH_ATTN_MLA",
+    summary="FlashAttention-3 with a second query for the latent part",
+    path="polyattn_cuda.mla:FlashAttentionMLA",
+    probe="polyattn_cuda.providers:fa3_ready",
+    install="build flash-attn's hopper folder, or pip install vllm",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_90",)},
+        kinds=frozenset({MLA}),
+        latent_ranks=one_of(512),
+        # A page of 64 tokens is loaded whole, with the NaN behind a sequence's end.
+        block_sizes=multiples(1, high=32),
+        preferred_block_size=32,
+        phases=frozenset({"decode"}),
+        features=FEATURES,
+    ),
+    priorities=(Priority(score=80, why="behind FlashMLA on Hopper"),),
+    proof=MEASURED,
+)
+
+FLA = BackendInfo(
+    name="FLA",
+    summary="flash-linear-attention: Mamba-2, linear attention, the gated delta rule",
+    path="polyattn_cuda.recurrent:FlashLinearAttention",
+    probe="polyattn_cuda.providers:fla_ready",
+    requires=("flash-linear-attention>=0.5",),
+    install="pip install flash-linear-attention",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        kinds=frozenset({AttentionKind.MAMBA2, AttentionKind.LINEAR, AttentionKind.GDN}),
+        head_sizes=multiples(8, high=256),
+        v_head_sizes=multiples(8, high=256),
+        features=frozenset({"causal", "gqa", "v_head_size"}),
+    ),
+    priorities=(
+        Priority(
+            score=75, kind=AttentionKind.GDN, phase="prefill", why="chunks of a prompt in parallel"
+        ),
+        Priority(score=60, why="several launches, states copied out of their slots and back"),
+    ),
+    proof=MEASURED,
+)
+MAMBA_SSM = BackendInfo(
+    name="MAMBA_SSM",
+    summary="mamba-ssm's Mamba-2 kernels",
+    path="polyattn_cuda.recurrent:MambaSSM",
+    requires=("mamba-ssm>=2.2",),
+    install="pip install mamba-ssm --no-build-isolation",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        kinds=frozenset({AttentionKind.MAMBA2}),
+        head_sizes=multiples(8, high=256),
+        features=frozenset({"causal", "gqa"}),
+    ),
+    priorities=(Priority(score=65, why="the authors' kernels; states copied out and back"),),
+    proof=SIGNATURE,
+)
+CAUSAL_CONV1D = BackendInfo(
+    name="CAUSAL_CONV1D",
+    summary="causal-conv1d's short convolution",
+    path="polyattn_cuda.recurrent:CausalConv1d",
+    requires=("causal-conv1d>=1.4",),
+    install="pip install causal-conv1d --no-build-isolation",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        kinds=frozenset({AttentionKind.SHORT_CONV}),
+        dtypes=frozenset({"bfloat16", "float16", "float32"}),
+        features=frozenset({"causal"}),
+    ),
+    priorities=(Priority(score=60, why="one call for sequences of one length"),),
+    proof=SIGNATURE,
+)
+
+FAMILIES = [
+    FLASHINFER_MLA, FLASHINFER_MLA_SPARSE, FLASHMLA, FLASHMLA_SPARSE, CUTLASS_MLA, FLASH_ATTN_MLA,
+    FLA, MAMBA_SSM, CAUSAL_CONV1D,
+]  # fmt: skip

@@ -1,0 +1,237 @@
+"""FLA, MAMBA_SSM and CAUSAL_CONV1D: the libraries' recurrent kernels over our state slots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from polyattn import AttentionKind, Batch, RecurrentBackend
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+
+class SlotStates(RecurrentBackend):
+    """Gathers the states that a step continues from, and scatters the new ones."""
+
+    def plan(self, batch: Batch) -> None:
+        assert batch.state_slots is not None
+        self.batch = batch
+        live = [i for i, n in enumerate(batch.lens) if n and batch.query_lens[i]]
+        # Padding rows and empty queries are left out; all others lie side by side already, unless
+        # a padding row lies between them.
+        self.seqs = torch.tensor(live, dtype=torch.int64, device=batch.device)
+        lens = [batch.query_lens[i] for i in live]
+        self.lens = lens
+        starts = torch.tensor([0, *torch.tensor(lens, dtype=torch.int64).cumsum(0).tolist()])
+        self.starts = starts.to(batch.device)
+        kept = [batch.starts[i] + t for i in live for t in range(batch.query_lens[i])]
+        whole = len(kept) == batch.num_tokens
+        self.rows = None if whole else torch.tensor(kept, device=batch.device)
+        self.slots = batch.state_slots[self.seqs]
+        self.begun = torch.tensor(
+            [batch.lens[i] > batch.query_lens[i] for i in live], device=batch.device
+        )
+
+    def take(self, inputs: Tensors) -> dict[str, Tensor]:
+        """Return the inputs without padding rows."""
+        if self.rows is None:
+            return dict(inputs)
+        return {name: tensor[self.rows] for name, tensor in inputs.items()}
+
+    def initial(self, states: Tensor) -> Tensor:
+        """Return each sequence's state, zero where it starts fresh."""
+        found = states[self.slots]
+        # Not a product: an unused slot may hold NaN.
+        return torch.where(self.begun.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+
+    def put(self, out: Tensor, result: Tensor) -> None:
+        """Write the output of the tokens that were taken."""
+        if self.rows is None:
+            out.copy_(result)
+        else:
+            out[self.rows] = result.to(out.dtype)
+
+
+def step_size(dt: Tensor, params: Tensors, softplus: bool) -> Tensor:
+    """Return Mamba's step size, float32."""
+    dt = dt.float() + params["dt_bias"] if "dt_bias" in params else dt.float()
+    return torch.nn.functional.softplus(dt) if softplus else dt
+
+
+class FlashLinearAttention(SlotStates):
+    """fla's chunked and recurrent kernels; states (heads, K, V), Mamba-2's with V first."""
+
+    name: ClassVar[str] = "FLA"
+
+    def forward_prefill(
+        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        self._run(inputs, params, states, out, decode=False)
+
+    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        self._run(inputs, params, states, out, decode=True)
+
+    def _run(
+        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor, decode: bool
+    ) -> None:
+        if not len(self.seqs):
+            return
+        x = self.take(inputs)
+        run = self._delta if self.spec.kind is AttentionKind.GDN else self._gated
+        result, final = run(x, params, self.initial(states), decode)
+        states[self.slots] = final
+        self.put(out, result)
+
+    def _gated(
+        self, x: dict[str, Tensor], params: Tensors, initial: Tensor, decode: bool
+    ) -> tuple[Tensor, Tensor]:
+        from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
+
+        spec = self.spec
+        assert spec.recurrent is not None
+        mamba = spec.kind is AttentionKind.MAMBA2
+        each = spec.num_heads // spec.num_kv_heads
+        if mamba:
+            dt = step_size(x["dt"], params, spec.recurrent.dt_softplus)
+            q, k, v, g = x["C"], x["B"], (x["x"] * dt[..., None]).to(x["x"].dtype), dt * params["A"]
+        else:
+            q, k, v = x["q"], x["k"], x["v"]
+            g = params["decay"].expand(len(v), -1)
+        if each > 1:
+            q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
+        call = fused_recurrent_simple_gla if decode else chunk_simple_gla
+        result, final = call(
+            q=q[None], k=k[None], v=v[None], g=g[None].contiguous(),
+            scale=1.0 if mamba else spec.scale, initial_state=initial, output_final_state=True,
+            state_v_first=mamba, cu_seqlens=self.starts,
+        )  # fmt: skip
+        result = result[0]
+        if mamba and "D" in params:
+            result = result + params["D"][:, None] * x["x"]
+        return result, final
+
+    def _delta(
+        self, x: dict[str, Tensor], params: Tensors, initial: Tensor, decode: bool
+    ) -> tuple[Tensor, Tensor]:
+        from fla.ops.gated_delta_rule import (
+            chunk_gated_delta_rule,
+            fused_recurrent_gated_delta_rule,
+        )
+
+        assert self.spec.recurrent is not None
+        call = fused_recurrent_gated_delta_rule if decode else chunk_gated_delta_rule
+        result, final = call(
+            q=x["q"][None], k=x["k"][None], v=x["v"][None], g=x["g"][None].float(),
+            beta=x["beta"][None], scale=self.spec.scale, initial_state=initial,
+            output_final_state=True, use_qk_l2norm_in_kernel=self.spec.recurrent.qk_norm,
+            cu_seqlens=self.starts,
+        )  # fmt: skip
+        return result[0], final
+
+
+class MambaSSM(SlotStates):
+    """mamba-ssm's Mamba-2 kernels: sequences of one length in one call."""
+
+    name: ClassVar[str] = "MAMBA_SSM"
+
+    def forward_prefill(
+        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        assert self.spec.recurrent is not None
+        x, initial = self.take(inputs), self.initial(states)
+        result = torch.empty_like(x["x"])
+        for first, last, length in _runs(self.lens):
+            rows = slice(int(sum(self.lens[:first])), int(sum(self.lens[:last])))
+            part = {n: t[rows].unflatten(0, (last - first, length)) for n, t in x.items()}
+            found, final = mamba_chunk_scan_combined(
+                part["x"], part["dt"], params["A"], part["B"], part["C"], CHUNK, D=params.get("D"),
+                dt_bias=params.get("dt_bias"), initial_states=initial[first:last],
+                dt_softplus=self.spec.recurrent.dt_softplus, return_final_states=True,
+            )  # fmt: skip
+            result[rows] = found.flatten(0, 1)
+            states[self.slots[first:last]] = final.to(states.dtype)
+        self.put(out, result)
+
+    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+
+        assert self.spec.recurrent is not None
+        spec = self.spec
+        x, slots = self.take(inputs), self.slots
+        states[slots] = self.initial(states)
+        shape = (spec.num_heads, spec.head_size, spec.recurrent.state_size)
+
+        def wide(name: str) -> Tensor | None:
+            found = params.get(name)
+            return None if found is None else found[:, None].expand(shape[:2])
+
+        result = selective_state_update(
+            states, x["x"], x["dt"][..., None].expand(-1, -1, spec.head_size),
+            params["A"][:, None, None].expand(shape), x["B"], x["C"], D=wide("D"),
+            dt_bias=wide("dt_bias"), dt_softplus=spec.recurrent.dt_softplus,
+            state_batch_indices=slots.int(),
+        )  # fmt: skip
+        self.put(out, result)
+
+
+CHUNK = 256
+"""Tokens of a chunk, as Mamba-2's own models have it."""
+
+
+def _runs(lens: list[int]) -> list[tuple[int, int, int]]:
+    """Return (first, last, length) of neighbours of one length."""
+    found: list[tuple[int, int, int]] = []
+    for index, length in enumerate(lens):
+        if found and found[-1][2] == length:
+            found[-1] = (found[-1][0], index + 1, length)
+        else:
+            found.append((index, index + 1, length))
+    return found
+
+
+class CausalConv1d(SlotStates):
+    """causal-conv1d's kernels: sequences of one length in one call, channels last."""
+
+    name: ClassVar[str] = "CAUSAL_CONV1D"
+
+    def forward_prefill(
+        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        from causal_conv1d import causal_conv1d_fn
+
+        x, initial = self.take(inputs)["x"], self.initial(states)
+        result = torch.empty_like(x)
+        assert self.spec.recurrent is not None
+        for first, last, length in _runs(self.lens):
+            rows = slice(int(sum(self.lens[:first])), int(sum(self.lens[:last])))
+            part = x[rows].unflatten(0, (last - first, length)).transpose(1, 2)
+            # Both states channels last, as the kernel wants them beside such an input.
+            before = initial[first:last].transpose(1, 2).contiguous().transpose(1, 2)
+            found, final = causal_conv1d_fn(
+                part, params["weight"].to(x.dtype), _bias(params, x), initial_states=before,
+                return_final_states=True, activation=self.spec.recurrent.activation,
+            )  # fmt: skip
+            result[rows] = found.transpose(1, 2).flatten(0, 1)
+            states[self.slots[first:last]] = final
+        self.put(out, result)
+
+    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        from causal_conv1d import causal_conv1d_update
+
+        assert self.spec.recurrent is not None
+        x, state = self.take(inputs)["x"], self.initial(states)
+        result = causal_conv1d_update(
+            x, state, params["weight"].to(x.dtype), _bias(params, x),
+            activation=self.spec.recurrent.activation,
+        )  # fmt: skip
+        states[self.slots] = state
+        self.put(out, result)
+
+
+def _bias(params: Tensors, x: Tensor) -> Tensor | None:
+    bias = params.get("bias")
+    return None if bias is None else bias.to(x.dtype)

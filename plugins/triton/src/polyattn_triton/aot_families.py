@@ -1,0 +1,67 @@
+"""Compiles the MLA and recurrent kernels ahead of time for a GPU that need not be here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn import AttentionKind, LayerSpec
+from polyattn.device import arch_matches
+
+from polyattn_triton.aot import CACHE, ELEMENT, compile_kernel
+from polyattn_triton.configs import pick_mla, pick_scan
+from polyattn_triton.mla import mla_constants
+from polyattn_triton.mla_kernels import mla_kernel
+from polyattn_triton.scan import scan_constants
+from polyattn_triton.scan_kernels import (
+    conv_kernel,
+    delta_kernel,
+    gated_kernel,
+    mamba1_kernel,
+    step_kernel,
+)
+
+PREFILLS = {
+    AttentionKind.SHORT_CONV: conv_kernel,
+    AttentionKind.MAMBA1: mamba1_kernel,
+    AttentionKind.MAMBA2: gated_kernel,
+    AttentionKind.LINEAR: gated_kernel,
+    AttentionKind.GDN: delta_kernel,
+}
+OPTIONAL = frozenset({"D", "dt_bias", "bias"})
+
+
+def compile_mla(spec: LayerSpec, arch: str, splits: int, block_size: int = 64) -> Any:
+    """Compile TRITON_MLA's kernel (TRITON_MLA_SPARSE's for a sparse layer) to machine code."""
+    assert spec.latent is not None
+    element = ELEMENT[spec.dtype]
+    cached = CACHE.get(spec.kv_cache_dtype, element)
+    if cached == "fp8e4nv" and arch == "gfx942":
+        cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
+    config = pick_mla(arch, spec.num_heads, 4 if spec.dtype == "float32" else 2)
+    constants = mla_constants(
+        spec, config, block_size, splits, spec.latent.topk or 0, spec.needs_lse,
+        arch_matches("sm_90+", arch),
+    )  # fmt: skip
+    pointers = {
+        "Q": element, "KV": cached, "OUT": element, "BT": "i32", "SLOTS": "i32", "SEQ_LENS": "i32",
+    }  # fmt: skip
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(mla_kernel, pointers, constants, arch, options)
+
+
+def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
+    """Compile TRITON_SCAN's kernel for prefill or decode of a recurrent layer to machine code."""
+    kind, element = spec.kind, ELEMENT[spec.dtype]
+    matrix = kind not in (AttentionKind.SHORT_CONV, AttentionKind.MAMBA1)
+    kernel = step_kernel if phase == "decode" and matrix else PREFILLS[kind]
+    given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
+    constants = scan_constants(spec, phase, arch, given)
+    pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA"), element)
+    pointers |= dict.fromkeys(("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START"), "i32")
+    pointers["STATE_SLOTS"] = "i64"
+    pointers["STATE"] = element if kind is AttentionKind.SHORT_CONV else "fp32"
+    options = {"num_warps": 4}
+    if kind is not AttentionKind.SHORT_CONV:
+        config = pick_scan(arch, kind, phase)
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(kernel, pointers, constants, arch, options)
