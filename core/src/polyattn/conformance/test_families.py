@@ -67,9 +67,10 @@ def test_latent_graph(case: Case, family: FamilyHarness) -> None:
         batch.block_table.clone(), batch.slot_mapping.clone(),
     )  # fmt: skip
     out = torch.empty_like(family.latent_run(layer, step)[0])
+    topk = None if step.topk is None else step.topk.clone()
 
     def run() -> None:
-        layer(step.query, step.latent, step.rope, step.cache, topk=step.topk, out=out)
+        layer(step.query, step.latent, step.rope, step.cache, topk=topk, out=out)
 
     layer.plan(held)
     side = torch.cuda.Stream()
@@ -85,6 +86,9 @@ def test_latent_graph(case: Case, family: FamilyHarness) -> None:
     held.seq_lens.copy_(batch.seq_lens[order])
     held.block_table.copy_(batch.block_table[order])
     held.slot_mapping.copy_(batch.slot_mapping[order])
+    if topk is not None and step.topk is not None:
+        topk.copy_(step.topk[order])
+        step.topk = topk
     lens = batch.lens[::-1]
     layer.plan(
         Batch.on_buffers(

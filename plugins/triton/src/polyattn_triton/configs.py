@@ -79,13 +79,14 @@ def pick(arch: str, phase: str, head: int, element_bytes: int) -> Config:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment."""
+    """Tile sizes of the MLA kernel: heads and rows. `apart`, `ahead`: see the kernel's comments."""
 
     block_h: int
     block_n: int
     num_warps: int
     num_stages: int
     apart: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ def mla_constants(
         spec.num_heads, rank, rope, triton.next_power_of_2(max(16, rank)),
         triton.next_power_of_2(max(16, rope)), config.block_h, config.block_n, block_size, splits,
         topk > 0, topk, lse and splits == 1, early and splits > 1, config.apart,
+        config.ahead,
     )  # fmt: skip
 
 

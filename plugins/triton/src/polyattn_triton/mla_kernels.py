@@ -15,82 +15,120 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def _load(
+    KV, BT, SLOTS, tile, length, kv_b, kv_t,
+    MASK: tl.constexpr, SPARSE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of rows: latents, rope keys, and which of them there are.
+
+    Slots past the length may hold NaN: with `MASK` they are not loaded at all.
+    """
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_r = tl.arange(0, BLOCK_R)
+    offs_p = tl.arange(0, BLOCK_P)
+    at = tile * BLOCK_N + offs_n
+    inside = at < length
+    if SPARSE:
+        slot = tl.load(SLOTS + at, mask=inside, other=-1)
+        inside = slot >= 0
+        slot = tl.maximum(slot, 0)
+        row = (slot // BLOCK_SIZE).to(tl.int64) * kv_b + (slot % BLOCK_SIZE) * kv_t
+    elif BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block: one pointer, short offsets
+        block = tl.load(BT + tile * BLOCK_N // BLOCK_SIZE, mask=tile * BLOCK_N < length, other=0)
+        KV += block.to(tl.int64) * kv_b + (tile * BLOCK_N % BLOCK_SIZE) * kv_t
+        row = offs_n * kv_t
+    else:
+        block = tl.load(BT + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        row = block * kv_b + (at % BLOCK_SIZE) * kv_t
+    latent = KV + (row[:, None] + offs_r[None, :])
+    rope = KV + RANK + (row[:, None] + offs_p[None, :])
+    if MASK:
+        k = tl.load(latent, mask=inside[:, None] & (offs_r < RANK)[None, :], other=0.0)
+        k_rope = tl.load(rope, mask=inside[:, None] & (offs_p < ROPE)[None, :], other=0.0)
+    else:
+        if RANK == BLOCK_R:
+            k = tl.load(latent)
+        else:
+            k = tl.load(latent, mask=(offs_r < RANK)[None, :], other=0.0)
+        if ROPE == BLOCK_P:
+            k_rope = tl.load(rope)
+        else:
+            k_rope = tl.load(rope, mask=(offs_p < ROPE)[None, :], other=0.0)
+    return k, k_rope, inside
+
+
+@triton.jit
+def _attend(
+    acc, m, l, q, q_rope, k, k_rope, inside, scale, taken, MASK: tl.constexpr, APART: tl.constexpr
+):
+    """Take one tile of rows into the running softmax."""
+    k = k.to(q.dtype)
+    k_rope = k_rope.to(q.dtype)
+    by = scale * LOG2E
+    if APART:
+        # Always taken. The branch keeps the compiler from laying the scores out for the product
+        # that follows, which on Hopper has every warp group compute all of them; scaled apart,
+        # the two products aren't made a chain of their own, with the same effect.
+        if taken:
+            s = tl.dot(q, tl.trans(k), input_precision="ieee") * by
+            s += tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee") * by
+        else:
+            s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = tl.dot(q_rope, tl.trans(k_rope), s, input_precision="ieee") * by
+    if MASK:
+        s = tl.where(inside[None, :], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, 1))
+    if MASK:  # a row that has seen nothing yet must not become NaN
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+    else:
+        base = m_new
+    alpha = tl.exp2(m - base)
+    p = tl.exp2(s - base[:, None])
+    l = l * alpha + tl.sum(p, 1)
+    acc = acc * alpha[:, None]
+    acc = tl.dot(p.to(q.dtype), k, acc, input_precision="ieee")
+    return acc, m_new, l
+
+
+@triton.jit
 def _rows(
     acc, m, l, q, q_rope, KV, BT, SLOTS, first, last, length, scale, kv_b, kv_t,
     MASK: tl.constexpr, SPARSE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    APART: tl.constexpr,
+    APART: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles `first` to `last` of the sequence's rows, or of the chosen ones."""
-    offs_n = tl.arange(0, BLOCK_N)
-    offs_r = tl.arange(0, BLOCK_R)
-    offs_p = tl.arange(0, BLOCK_P)
-    for tile in range(first, last):
-        at = tile * BLOCK_N + offs_n
-        inside = at < length
-        if SPARSE:
-            slot = tl.load(SLOTS + at, mask=inside, other=-1)
-            inside = slot >= 0
-            slot = tl.maximum(slot, 0)
-            row = (slot // BLOCK_SIZE).to(tl.int64) * kv_b + (slot % BLOCK_SIZE) * kv_t
-        elif BLOCK_SIZE % BLOCK_N == 0:  # the whole tile lies in one block
-            block = tl.load(BT + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
-            row = block * kv_b + (tile * BLOCK_N % BLOCK_SIZE + offs_n) * kv_t
-        else:
-            block = tl.load(BT + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-            row = block * kv_b + (at % BLOCK_SIZE) * kv_t
-        # Slots past the length may hold NaN: they are not loaded at all.
-        if MASK:
-            k = tl.load(
-                KV + row[:, None] + offs_r[None, :],
-                mask=inside[:, None] & (offs_r < RANK)[None, :], other=0.0,
+    if AHEAD:
+        # The next tile is on its way in registers while this one is worked on: where the compiler's
+        # own pipeline would ask for it only after both products.
+        if first < last:
+            k, k_rope, inside = _load(
+                KV, BT, SLOTS, first, length, kv_b, kv_t,
+                MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
             )  # fmt: skip
-            k_rope = tl.load(
-                KV + RANK + row[:, None] + offs_p[None, :],
-                mask=inside[:, None] & (offs_p < ROPE)[None, :], other=0.0,
-            )  # fmt: skip
-        else:
-            if RANK == BLOCK_R:
-                k = tl.load(KV + row[:, None] + offs_r[None, :])
-            else:
-                k = tl.load(
-                    KV + row[:, None] + offs_r[None, :], mask=(offs_r < RANK)[None, :], other=0.0
-                )
-            if ROPE == BLOCK_P:
-                k_rope = tl.load(KV + RANK + row[:, None] + offs_p[None, :])
-            else:
-                k_rope = tl.load(
-                    KV + RANK + row[:, None] + offs_p[None, :],
-                    mask=(offs_p < ROPE)[None, :], other=0.0,
+            for tile in range(first, last):
+                next_k, next_rope, next_inside = _load(
+                    KV, BT, SLOTS, tl.minimum(tile + 1, last - 1), length, kv_b, kv_t,
+                    MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
                 )  # fmt: skip
-        k = k.to(q.dtype)
-        k_rope = k_rope.to(q.dtype)
-        by = scale * LOG2E
-        if APART:
-            # Always taken. The branch keeps the compiler from laying the scores out for the product
-            # that follows, which on Hopper has every warp group compute all of them; scaled apart,
-            # the two products aren't made a chain of their own, with the same effect.
-            if last > 0:
-                s = tl.dot(q, tl.trans(k), input_precision="ieee") * by
-                s += tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee") * by
-            else:
-                s = tl.dot(q_rope, tl.trans(k_rope), input_precision="ieee")
-        else:
-            s = tl.dot(q, tl.trans(k), input_precision="ieee")
-            s = tl.dot(q_rope, tl.trans(k_rope), s, input_precision="ieee") * by
-        if MASK:
-            s = tl.where(inside[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        if MASK:  # a row that has seen nothing yet must not become NaN
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        else:
-            base = m_new
-        alpha = tl.exp2(m - base)
-        p = tl.exp2(s - base[:, None])
-        l = l * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(q.dtype), k, acc, input_precision="ieee")
-        m = m_new
+                acc, m, l = _attend(
+                    acc, m, l, q, q_rope, k, k_rope, inside, scale, last > 0, MASK, APART
+                )
+                k = next_k
+                k_rope = next_rope
+                inside = next_inside
+    else:
+        for tile in range(first, last):
+            k, k_rope, inside = _load(
+                KV, BT, SLOTS, tile, length, kv_b, kv_t,
+                MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
+            )  # fmt: skip
+            acc, m, l = _attend(
+                acc, m, l, q, q_rope, k, k_rope, inside, scale, last > 0, MASK, APART
+            )
     return acc, m, l
 
 
@@ -102,6 +140,7 @@ def mla_kernel(
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPARSE: tl.constexpr, TOPK: tl.constexpr,
     HAS_LSE: tl.constexpr, EARLY: tl.constexpr, APART: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token, some of its heads, all its rows or one split of them.
 
@@ -145,12 +184,12 @@ def mla_kernel(
     if not SPARSE:
         acc, m, l = _rows(
             acc, m, l, q, q_rope, KV, BT, SLOTS, first, full, length, scale, kv_b, kv_t,
-            False, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART,
+            False, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART, AHEAD,
         )  # fmt: skip
         first = full
     acc, m, l = _rows(
         acc, m, l, q, q_rope, KV, BT, SLOTS, first, last, length, scale, kv_b, kv_t,
-        True, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART,
+        True, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART, AHEAD,
     )  # fmt: skip
 
     safe = tl.where(l == 0.0, 1.0, l)
