@@ -68,7 +68,7 @@ def test_any_layer_and_batch(
         or check(caps, spec, DEVICE, "decode")
     ):
         return
-    harness = Harness(backend, DEVICE, caps.phases, seed)
+    harness = Harness(backend, DEVICE, seed)
     layer = harness.layer(spec, layout)
     decision = layer.selection.decision
     assert {decision.prefill, decision.decode} == {backend}
@@ -151,7 +151,7 @@ def test_alibi_slopes_are_the_papers() -> None:
 
 def test_decodes_need_not_come_first() -> None:
     """The order of a batch changes speed, never the result."""
-    harness = Harness("TORCH_SDPA", DEVICE, frozenset({"prefill", "decode"}), 3)
+    harness = Harness("TORCH_SDPA", DEVICE, 3)
     layer = harness.layer(LayerSpec(num_heads=4, head_size=16, dtype="float32"))
     harness.check(layer, harness.inputs(layer, [(5, 9), (1, 30), (0, 3), (1, 1), (7, 7)]))
 
@@ -160,7 +160,7 @@ def test_torch_compile_sees_one_graph() -> None:
     """`Attention` traces without a graph break and gives the eager bits."""
     from polyattn.compiled import handle
 
-    harness = Harness("TORCH_SDPA", DEVICE, frozenset({"prefill", "decode"}), 5)
+    harness = Harness("TORCH_SDPA", DEVICE, 5)
     layer = harness.layer(LayerSpec(num_heads=4, head_size=16, dtype="float32"))
     inputs = harness.inputs(layer, "mixed")
     handle(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from polyattn.device import Device
 from polyattn.spec import LayerSpec
 
 
@@ -20,3 +21,8 @@ class Case:
     def id(self) -> str:
         """The test's id in pytest."""
         return f"{self.check}-{self.label}-{self.batch}".replace(" ", "_")
+
+
+def captures(device: Device) -> bool:
+    """Whether this machine's device records graphs: torch calls CUDA's and ROCm's both so."""
+    return str(device.torch_device).startswith("cuda")

@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn.backend import BackendInfo
 from polyattn.capability import Capabilities, check
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, captures
 from polyattn.conformance.families import derive_latent, derive_recurrent
 from polyattn.device import Device
 from polyattn.spec import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
@@ -70,10 +70,14 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
                 Case("numeric", f"{role.value} {label}", spec, name) for name in _main(names, label)
             ]
         if role is roles[0]:
-            cases += _behaviour(caps, base, names)
-    phase = "prefill" if "prefill" in caps.phases else "decode"
-    can = [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, phase)]
-    return can + list(_refusals(caps, base_spec(caps, roles[0]), device, phase))
+            cases += _behaviour(caps, base, names, captures(device))
+    can = [c for c in cases if served_phases(caps, c.spec, device)]
+    return can + list(_refusals(caps, base_spec(caps, roles[0]), device))
+
+
+def served_phases(caps: Capabilities, spec: LayerSpec, device: Device) -> list[str]:
+    """Return which of prefill and decode the claims cover for a layer."""
+    return [p for p in ("prefill", "decode") if not check(caps, spec, device, p)]
 
 
 def base_spec(caps: Capabilities, role: Role) -> LayerSpec:
@@ -176,7 +180,9 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
                 yield f"pair {cached} {name}", base.replace(**changes)
 
 
-def _behaviour(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> list[Case]:
+def _behaviour(
+    caps: Capabilities, base: LayerSpec, names: tuple[str, ...], graphs: bool
+) -> list[Case]:
     most = _main(names, "")[0]
     cases = [Case(name, "", base, most) for name in ("out", "strided", "replan")]
     if base.role.has_cache:
@@ -189,13 +195,13 @@ def _behaviour(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> l
     for name in ("deterministic", "batch_invariant"):
         if name in caps.features:
             cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
-    if caps.graph_capture and base.role.has_cache and "decode" in caps.phases:
+    if graphs and caps.graph_capture and base.role.has_cache and "decode" in caps.phases:
         spec = base.replace(graph_capture="single_token_decode")
         cases.append(Case("graph", "", spec, "decode"))
     return cases
 
 
-def _refusals(caps: Capabilities, base: LayerSpec, device: Device, phase: str) -> Iterator[Case]:
+def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
     """One case for each thing that the backend doesn't claim."""
     attempts: dict[str, dict[str, Any]] = dict(FEATURE_FIELDS)
     attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}
@@ -207,5 +213,5 @@ def _refusals(caps: Capabilities, base: LayerSpec, device: Device, phase: str) -
         attempts["non_causal"] = {"causal": False}
     for label, changes in attempts.items():
         spec = base.replace(**changes)
-        if check(caps, spec, device, phase):
+        if not served_phases(caps, spec, device):
             yield Case("refusal", label, spec, "none")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from polyattn.backend import BackendInfo
 from polyattn.capability import Capabilities, check
-from polyattn.conformance.case import Case
+from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
 from polyattn.spec import (
     DTYPES,
@@ -34,7 +34,7 @@ def derive_latent(info: BackendInfo, device: Device) -> list[Case]:
             cases.append(Case("latent", f"{kind.value} {label}", spec, "decode"))
         cases.append(Case("latent_isolation", kind.value, base, "decode"))
         cases.append(Case("latent_replan", kind.value, base, "decode"))
-        if caps.graph_capture:
+        if caps.graph_capture and captures(device):
             spec = base.replace(graph_capture="single_token_decode")
             cases.append(Case("latent_graph", kind.value, spec, "decode"))
         cases += _refusals(caps, base, device, "decode")
@@ -102,7 +102,7 @@ def derive_recurrent(info: BackendInfo, device: Device) -> list[Case]:
             Case(looked_at, kind.value, base, "mixed")
             for looked_at in ("state_isolation", "recurrent_out", "recurrent_strided")
         ]
-        if caps.graph_capture:
+        if caps.graph_capture and captures(device):
             spec = base.replace(graph_capture="single_token_decode")
             cases.append(Case("recurrent_graph", kind.value, spec, "tokens"))
         cases += _refusals(caps, base, device, "prefill")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -11,11 +11,12 @@ from torch import Tensor
 from polyattn import reference
 from polyattn.batch import Batch
 from polyattn.cache import STORAGE_DTYPES, KVCache
-from polyattn.conformance.cases import batches
+from polyattn.conformance.cases import batches, served_phases
 from polyattn.device import Device
+from polyattn.discovery import discover
 from polyattn.layer import Attention
 from polyattn.selector import Selection, select
-from polyattn.settings import Settings
+from polyattn.settings import current
 from polyattn.spec import LayerSpec, Role
 from polyattn.tolerance import TOLERANCES, lse_error, output_error
 
@@ -34,20 +35,19 @@ class Inputs:
 class Harness:
     """Builds and runs layers of one backend on one device."""
 
-    def __init__(self, backend: str, device: Device, phases: frozenset[str], seed: int):
-        self.backend, self.device, self.phases = backend, device, phases
+    def __init__(self, backend: str, device: Device, seed: int):
+        self.backend, self.device = backend, device
         self.generator = torch.Generator().manual_seed(seed)
         self.torch_device = torch.device(device.torch_device or "cpu")
 
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:
         """Select the backend under test, by name, for the phases it claims."""
-        if "decode" not in self.phases and spec.role.has_cache:
-            named = f"prefill={self.backend}"
-        elif "prefill" not in self.phases:
-            named = f"decode={self.backend}"
-        else:
-            named = self.backend
-        selection = select(spec, self.device, backend=named, settings=Settings(layout=layout))
+        named = self.backend
+        if spec.role.has_cache:
+            served = served_phases(discover().backend(self.backend).capabilities, spec, self.device)
+            if len(served) == 1:  # the other phase is somebody else's
+                named = f"{served[0]}={self.backend}"
+        selection = select(spec, self.device, backend=named, settings=replace(current(), layout=layout))
         ran = {selection.decision.prefill, selection.decision.decode}
         assert self.backend in ran, f"{self.backend} was named, {ran} was chosen"
         return selection

@@ -24,6 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("polyattn", "polyattn's conformance kit")
     group.addoption("--polyattn-backend", metavar="NAME", help="the backend to test")
     group.addoption("--polyattn-device", metavar="DEVICE", help="torch device (default: the best)")
+    group.addoption(
+        "--polyattn-as",
+        metavar="PROFILE",
+        help="take the torch device for this one: for a fake of a library whose hardware is absent",
+    )
     group.addoption("--polyattn-seed", type=int, metavar="N", help="seed (default: a fresh one)")
     group.addoption("--polyattn-report", metavar="FILE", help="write the counts as JSON")
 
@@ -56,6 +61,9 @@ class _Kit:
         try:
             self.info: BackendInfo = discover().backend(config.getoption("--polyattn-backend"))
             self.device: Device = resolve_device(config.getoption("--polyattn-device"))
+            taken_for = config.getoption("--polyattn-as")
+            if taken_for:
+                self.device = resolve_device(taken_for).on(str(self.device.torch_device))
         except PolyattnError as error:
             raise pytest.UsageError(str(error)) from error
         seed = config.getoption("--polyattn-seed")
@@ -80,7 +88,7 @@ class _Kit:
         """What builds and runs layers of the backend under test."""
         from polyattn.conformance.harness import Harness
 
-        return Harness(self.info.name, self.device, self.info.capabilities.phases, self.seed)
+        return Harness(self.info.name, self.device, self.seed)
 
     @pytest.fixture
     def conformance_cases(self) -> list[Case]:

@@ -56,8 +56,6 @@ def test_latent_isolation(case: Case, family: FamilyHarness) -> None:
 @pytest.mark.conformance("latent_graph")
 def test_latent_graph(case: Case, family: FamilyHarness) -> None:
     """A captured decode, re-planned with other lengths, equals eager bit for bit."""
-    if family.device.type != "cuda":
-        pytest.skip("graphs are captured on CUDA and ROCm devices only")
     layer = family.latent_layer(case.spec)
     step = family.latent_step(layer, case.batch)
     batch = step.batch
@@ -191,8 +189,6 @@ def test_recurrent_strided(case: Case, family: FamilyHarness) -> None:
 @pytest.mark.conformance("recurrent_graph")
 def test_recurrent_graph(case: Case, family: FamilyHarness) -> None:
     """A captured step over changed state slots and lengths equals eager bit for bit."""
-    if family.device.type != "cuda":
-        pytest.skip("graphs are captured on CUDA and ROCm devices only")
     layer = family.recurrent_layer(case.spec)
     step = family.recurrent_step(layer, case.batch)
     start, batch = step.states.data.clone(), step.batch

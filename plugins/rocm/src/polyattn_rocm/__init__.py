@@ -1,0 +1,1 @@
+"""AMD GPUs: Composable Kernel attention through AITER and flash-attn."""

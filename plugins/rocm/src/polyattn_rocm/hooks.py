@@ -1,0 +1,94 @@
+"""What this plugin declares. Imports neither torch nor any library."""
+
+from __future__ import annotations
+
+from polyattn.plugin import (
+    AttentionKind,
+    BackendInfo,
+    Capabilities,
+    GraphCapture,
+    Platform,
+    Priority,
+    Proof,
+    Role,
+    hookimpl,
+    multiples,
+    one_of,
+)
+
+ATTENTION = AttentionKind.ATTENTION
+PROOF = {"rocm": Proof.SIGNATURE}
+DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
+
+ROCM_ATTN = BackendInfo(
+    name="ROCM_ATTN",
+    summary="Composable Kernel attention through AITER: paged varlen prefill, paged decode",
+    path="polyattn_rocm.aiter:AiterAttention",
+    probe="polyattn_rocm.providers:aiter_ready",
+    requires=("amd-aiter>=0.1.5",),
+    install="pip install amd-aiter",
+    capabilities=Capabilities(
+        platforms={"rocm": ("gfx942", "gfx950")},
+        roles=frozenset({Role.DECODER}),
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+        fp8_formats=frozenset({"fnuz", "ocp"}),
+        head_sizes=one_of(64, 128, 256),
+        gqa_ratios=multiples(1, high=16),
+        block_sizes=one_of(16, 32),
+        features=frozenset({"causal", "gqa", "sliding_window", "logit_soft_cap", "alibi", "lse"}),
+        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+        excludes=(
+            (frozenset({"lse", "decode"}), "its paged decode returns no LSE"),
+            (
+                frozenset({"fp8_e4m3", "prefill"}),
+                "its paged prefill reads caches of the query's dtype alone",
+            ),
+        ),
+    ),
+    priorities=(
+        Priority(score=90, kind=ATTENTION, phase="prefill", why="AMD's own kernels, in assembly"),
+        Priority(score=80, kind=ATTENTION, phase="decode", why="AMD's own paged decode"),
+    ),
+    proof=PROOF,
+)
+
+ROCM_FLASH_ATTN = BackendInfo(
+    name="ROCM_FLASH_ATTN",
+    summary="Composable Kernel attention through the ROCm build of flash-attn",
+    path="polyattn_rocm.flash_attn:CkFlashAttention",
+    probe="polyattn_rocm.providers:flash_attn_ready",
+    requires=("flash-attn>=2.6",),
+    install="build github.com/ROCm/flash-attention for your ROCm release",
+    capabilities=Capabilities(
+        platforms={"rocm": ("gfx90a", "gfx942", "gfx950")},
+        roles=DECODER_CROSS,
+        head_sizes=multiples(8, low=32, high=256),
+        block_sizes=multiples(256),
+        preferred_block_size=256,
+        features=frozenset(
+            {"causal", "non_causal", "gqa", "sliding_window", "logit_soft_cap", "alibi", "lse"}
+        ),
+        excludes=((frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),),
+    ),
+    priorities=(
+        Priority(score=75, phase="prefill", why="Composable Kernel, where AITER isn't there"),
+        Priority(score=55, phase="decode", why="pages of 256 tokens"),
+    ),
+    proof=PROOF,
+)
+
+
+@hookimpl
+def polyattn_api_versions() -> tuple[int, int]:
+    return (1, 1)
+
+
+@hookimpl
+def polyattn_platforms() -> list[Platform]:
+    # Before CUDA's detector, which knows a ROCm build of torch too and keeps out of it.
+    return [Platform(name="rocm", detect="polyattn_rocm.platform:detect", rank=20)]
+
+
+@hookimpl
+def polyattn_backends() -> list[BackendInfo]:
+    return [ROCM_ATTN, ROCM_FLASH_ATTN]

@@ -1,0 +1,55 @@
+"""A fake AITER: binds the recorded signatures and computes with the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from polyattn_fake_rocm import FP8, attend_paged, bind, lengths
+from torch import Tensor
+
+
+def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Varlen over pages; LSE (heads, tokens), natural."""
+    a = bind("aiter", "flash_attn_varlen_func", args, kwargs)
+    assert a["return_lse"] is True and a["block_table"] is not None
+    assert a["k"].dtype == a["q"].dtype, "its paged prefill reads caches of the query's dtype alone"
+    starts, queries = lengths(a["cu_seqlens_q"])
+    _, lens = lengths(a["cu_seqlens_k"])
+    assert a["max_seqlen_q"] == max(queries) and a["max_seqlen_k"] == max(lens)
+    assert a["causal"] == (a["window_size"][1] == 0)
+    out, lse = attend_paged(
+        a["q"], a["k"], a["v"], starts, lens, a["block_table"], scale=a["softmax_scale"],
+        window=a["window_size"], soft_cap=a["logits_soft_cap"], slopes=a["alibi_slopes"],
+    )  # fmt: skip
+    a["out"].copy_(out)
+    return a["out"], lse
+
+
+def paged_attention_v1(*args: Any, **kwargs: Any) -> Tensor:
+    """One query token a sequence; writes `out`, returns no LSE."""
+    a = bind("aiter", "paged_attention_v1", args, kwargs)
+    query, key, value = a["query"], a["key_cache"], a["value_cache"]
+    count, heads, size = query.shape
+    assert a["kv_cache_layout"] == "NHD" and a["mtp"] == 1 and a["cu_query_lens"] is None
+    assert a["context_lens"].dtype == torch.int32 and key.shape[1] in (16, 32)
+    lens = a["context_lens"].tolist()
+    assert a["max_context_len"] >= max(lens)
+    parts = count * heads * -(-a["max_context_len"] // a["partition_size"])
+    assert a["workspace_buffer"].numel() >= parts * (size * query.element_size() + 8)
+    a["workspace_buffer"].fill_(0xFF)
+    scales = (1.0, 1.0)
+    if a["kv_cache_dtype"] == "fp8":
+        # The hardware computes its own e4m3, whatever the tensor's dtype claims.
+        key, value = key.view(torch.uint8).view(FP8), value.view(torch.uint8).view(FP8)
+        scales = (float(a["k_scale"]), float(a["v_scale"]))
+    else:
+        assert a["kv_cache_dtype"] == "auto" and key.dtype == query.dtype
+    window = a["sliding_window"]
+    out, _ = attend_paged(
+        query, key, value, list(range(count + 1)), lens, a["block_tables"], scale=a["scale"],
+        window=(window - 1, 0) if window else (-1, 0), soft_cap=a["logits_soft_cap"],
+        slopes=a["alibi_slopes"], scales=scales,
+    )  # fmt: skip
+    a["out"].copy_(out)
+    return a["out"]

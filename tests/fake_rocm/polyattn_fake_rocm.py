@@ -1,0 +1,83 @@
+"""What the fakes of AITER and flash-attn share: they bind, check and compute with the reference.
+
+Each call is bound against the signature recorded from the real package, and the answer comes from the
+very arguments: pages, starts, window, scales. What the libraries leave undefined is NaN here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn import LayerParams, LayerSpec, reference
+from torch import Tensor
+
+RECORDS = Path(__file__).parent.parent / "signatures"
+FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}[os.environ["FAKE_GFX"]]
+"""The e4m3 that the pretended chip computes, whatever a tensor says that it holds."""
+
+
+def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Bind a call as the real function would; unnamed arguments are None."""
+    record = json.loads((RECORDS / f"{package}.json").read_text())["functions"][function]
+    names = record["positional"]
+    required = len(names) - record["defaults"]
+    signature = inspect.Signature(
+        [
+            Parameter(
+                name, Parameter.POSITIONAL_OR_KEYWORD,
+                default=Parameter.empty if index < required else None,
+            )
+            for index, name in enumerate(names)
+        ]
+    )  # fmt: skip
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def attend_paged(
+    query: Tensor, key: Tensor, value: Tensor, starts: list[int], lens: list[int], table: Tensor,
+    *, scale: float, window: tuple[int, int], soft_cap: float, slopes: Tensor | None,
+    scales: tuple[float, float] = (1.0, 1.0),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend over pages (blocks, block, KV heads, size); returns the output and LSE (heads, tokens).
+
+    `window` is (left, right) beside the query, -1 for none; a row without keys has LSE +inf, and
+    padding beyond what is defined is NaN.
+    """
+    assert table.dtype == torch.int32 and key.stride(3) == 1 and value.stride(3) == 1
+    left, right = window
+    assert right in (0, -1) or right == left, "only causal, symmetric or no windows are asked for"
+    spec = LayerSpec(
+        num_heads=query.shape[1], num_kv_heads=key.shape[2], head_size=query.shape[2],
+        v_head_size=value.shape[3], scale=scale, causal=right == 0,
+        sliding_window=None if left < 0 else left + 1, logit_soft_cap=soft_cap or None,
+        alibi=slopes is not None, needs_lse=True,
+    )  # fmt: skip
+    out = torch.full((len(query), query.shape[1], value.shape[3]), torch.nan, dtype=torch.float64)
+    lse = torch.full((query.shape[1], len(query)), torch.inf, dtype=torch.float64)
+    for index, length in enumerate(lens):
+        rows = slice(starts[index], starts[index + 1])
+        if length == 0 or rows.start == rows.stop:
+            continue
+        blocks = table[index, : -(-length // key.shape[1])].long()
+        keys = key[blocks].flatten(0, 1)[:length].to(torch.float64) * scales[0]
+        values = value[blocks].flatten(0, 1)[:length].to(torch.float64) * scales[1]
+        out[rows], found = reference.attend(
+            spec, query[rows], keys, values, LayerParams(alibi_slopes=slopes)
+        )
+        lse[:, rows] = found.T
+    return out.to(query.dtype), lse.float()
+
+
+def lengths(starts: Tensor) -> tuple[list[int], list[int]]:
+    """Return starts and lengths of int32 (num_seqs + 1,)."""
+    assert starts.dtype == torch.int32 and starts.dim() == 1
+    found = starts.tolist()
+    return found, [b - a for a, b in zip(found[:-1], found[1:], strict=True)]

@@ -1,0 +1,112 @@
+"""The ROCm adapters by value: over fakes that bind the real signatures and compute what they are asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from polyattn import Device, discover
+from polyattn.errors import SelectionError
+from polyattn.selector import select
+from polyattn.spec import LayerSpec
+
+FAKES = Path(__file__).parent / "fake_rocm"
+
+
+def conformance(backend: str, profile: str, computes: str, report: Path) -> dict[str, int]:
+    """Run the kit over the fakes, the CPU taken for `profile`; the fake chip computes `computes`' fp8."""
+    environment = os.environ | {
+        "PYTHONPATH": str(FAKES), "FAKE_GFX": computes, "POLYATTN_DISABLE_PLUGINS": "triton",
+    }  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
+         "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-as", profile,
+         "--polyattn-device", "cpu", "--polyattn-report", str(report), "-x"],
+        cwd="/", env=environment, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    return json.loads(report.read_text())
+
+
+@pytest.mark.parametrize(
+    ("backend", "profile", "chip"),
+    [
+        ("ROCM_ATTN", "mi300x", "gfx942"),
+        ("ROCM_ATTN", "mi355x", "gfx950"),
+        ("ROCM_FLASH_ATTN", "mi250x", "gfx942"),
+    ],
+)
+def test_conforms_over_the_fake(backend: str, profile: str, chip: str, tmp_path: Path) -> None:
+    counts = conformance(backend, profile, chip, tmp_path / "report.json")
+    assert counts["passed"] >= 40 and counts["failed"] == counts["skipped"] == 0
+
+
+def test_the_wrong_fp8_flavour_is_caught(tmp_path: Path) -> None:
+    """The negative control: a chip that computes OCP bits over a cache that was written as FNUZ."""
+    counts = conformance("ROCM_ATTN", "mi300x", "gfx950", tmp_path / "report.json")
+    assert counts["failed"] == 1  # -x stops at the first
+
+
+def test_each_chip_says_why_not() -> None:
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    with pytest.raises(SelectionError, match="arch: wanted gfx90a"):
+        select(spec, "mi250x", backend="ROCM_ATTN")
+    with pytest.raises(SelectionError, match="head_size: wanted 96"):
+        select(spec.replace(head_size=96), "mi300x", backend="ROCM_ATTN")
+    decision = select(spec.replace(kv_cache_dtype="fp8_e4m3"), "mi300x").decision
+    assert decision.decode == "ROCM_ATTN" and decision.prefill != "ROCM_ATTN"
+
+
+class FakeProperties:
+    gcnArchName = "gfx942:sramecc+:xnack-"
+    name = "AMD Instinct MI300X"
+
+
+def test_a_rocm_machine_is_no_nvidia_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.cuda` answers on both; what tells them apart is `torch.version.hip`."""
+    from polyattn_cuda.platform import detect as detect_cuda
+    from polyattn_rocm.platform import detect as detect_rocm
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: FakeProperties)
+    monkeypatch.setattr(torch.version, "hip", "6.4.0")
+    found = detect_rocm()
+    assert found is not None and (found.platform, found.arch) == ("rocm", "gfx942")
+    assert found.fp8 == "fnuz" and found.torch_device == "cuda:0"
+    assert detect_cuda() is None and detect_rocm("cpu") is None
+    assert Device.detect().platform == "rocm"
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
+    assert detect_rocm() is None
+    found = detect_cuda()
+    assert found is not None and (found.platform, found.arch) == ("cuda", "sm_90")
+
+
+def test_every_vendor_is_installed_beside_the_others() -> None:
+    """One machine with all plugins: each profile's choice is of its own platform."""
+    backends = discover().backends
+    assert {"ROCM_ATTN", "FLASH_ATTN_V3", "PALLAS_ATTN", "TRITON_ATTN"} <= set(backends)
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+    for profile in ("mi250x", "mi300x", "mi355x", "h200", "tpu-v6e", "x86-amx"):
+        decision = select(spec, profile).decision
+        for name in (decision.prefill, decision.decode):
+            assert decision.device.platform in backends[name].capabilities.platforms
+
+
+def test_a_denied_plugin_is_never_imported() -> None:
+    code = (
+        "import sys, polyattn; from polyattn import LayerSpec, select;"
+        "select(LayerSpec(num_heads=8, head_size=64), 'cpu');"
+        "print([m for m in sys.modules if m.startswith(('polyattn_rocm', 'polyattn_tpu', 'polyattn_cuda'))])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env=os.environ | {"POLYATTN_DISABLE_PLUGINS": "rocm,tpu,cuda"},
+    )  # fmt: skip
+    assert found.stdout.strip() == "[]"
