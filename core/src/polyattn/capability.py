@@ -38,12 +38,13 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of allowed sizes: listed values, or a range with a multiple."""
+    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps."""
 
     values: frozenset[int] = frozenset()
     low: int = 1
     high: int | None = None
     multiple: int = 1
+    why: str = ""
 
     def __contains__(self, size: object) -> bool:
         if not isinstance(size, int):
@@ -69,7 +70,8 @@ class Sizes:
             words.append(f"{self.low} to {self.high}")
         elif self.low > 1:
             words.append(f"{self.low} or more")
-        return ", ".join(words) or "any"
+        text = ", ".join(words) or "any"
+        return f"{text} ({self.why})" if self.why else text
 
 
 def one_of(*values: int) -> Sizes:

@@ -1,0 +1,1 @@
+"""TPUs: ragged paged attention in Pallas."""

@@ -1,0 +1,17 @@
+"""Can JAX reach a TPU here? Looks at packages alone: importing JAX takes the TPU for this process."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+
+def ready() -> str | None:
+    """Say why Pallas can't work on this machine, or None."""
+    if os.environ.get("PALLAS_INTERPRET") == "1":
+        return None
+    if find_spec("libtpu") is None:
+        return "libtpu is not installed; pip install libtpu, on a TPU VM"
+    if find_spec("torch_xla") is None:
+        return "torch_xla is not installed: torch needs it to hold tensors on a TPU"
+    return None
