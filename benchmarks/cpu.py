@@ -19,8 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import Attention, AttentionBackend, Batch, LayerSpec, discover, select
+from polyattn import (
+    Attention,
+    AttentionBackend,
+    Batch,
+    LatentAttention,
+    LayerSpec,
+    Recurrent,
+    discover,
+    samples,
+    select,
+)
 from polyattn.cli.benching import Step
+from polyattn.cli.models import bundled
 
 CPU = torch.device("cpu")
 
@@ -66,6 +77,57 @@ def prefill(dtype: str) -> dict[str, float]:
         )
 
     return _ratio(best_ms(dense, 5), best_ms(step.run, 5))
+
+
+def mamba2() -> dict[str, float]:
+    """Mamba-2 2.7B, a prompt of 2,048 tokens: ours in chunks, against a loop over tokens."""
+    spec = LayerSpec.from_hf_config(bundled("models", "mamba2-2.7b.json"))[0]
+    generator = torch.Generator().manual_seed(0)
+    layer = Recurrent(select(spec, "cpu"), **samples.recurrent_params(spec, generator))
+    states = layer.state_spec(1).allocate()
+    inputs = samples.recurrent_inputs(spec, 2048, generator)
+    slot = torch.zeros(1, dtype=torch.int64)
+    whole = Batch.from_lens([2048], [2048], state_slots=slot)
+    x, dt, B, C = (t.float() for t in inputs)
+    A, D, bias = (layer.params[name] for name in ("A", "D", "dt_bias"))
+
+    def loop() -> torch.Tensor:
+        """The recurrence as it is written, a token at a time, in float32."""
+        h, outs = torch.zeros(80, 64, 128), []
+        for t in range(256):
+            step = torch.nn.functional.softplus(dt[t] + bias)[:, None, None]
+            h = torch.exp(step * A[:, None, None]) * h + step * x[t, :, :, None] * B[t][:, None]
+            outs.append((h * C[t][:, None]).sum(-1) + D[:, None] * x[t])
+        return torch.stack(outs)
+
+    # An eighth of the loop: each token costs the same.
+    return _ratio(8 * best_ms(loop, 2), best_ms(lambda: layer(*inputs, states=states, batch=whole), 5))
+
+
+def mla() -> dict[str, float]:
+    """DeepSeek-V2-Lite, one decode after 2,048 tokens: absorbed, against expanded."""
+    spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v2-lite.json"))[0]
+    generator = torch.Generator().manual_seed(0)
+    layer = LatentAttention(select(spec, "cpu"), *samples.latent_weights(spec, generator))
+    cache = layer.selection.cache_spec(128).allocate()
+    cache.key.normal_()
+    table = torch.randperm(128)[None].int()
+    batch = Batch.from_lens([1], [2048], table, cache.block_size)
+    query = torch.randn(1, 16, 192).bfloat16()
+    latent, rope = torch.randn(1, 512).bfloat16(), torch.randn(1, 64).bfloat16()
+    w_uk, w_uv = layer.weights
+
+    def expand() -> torch.Tensor:
+        """Every head's keys and values of the whole context, then attention."""
+        rows = cache.key[table[0].long()].flatten(0, 1)[:, 0]
+        key = torch.einsum("tr,hnr->htn", rows[:, :512], w_uk)
+        key = torch.cat([key, rows[None, :, 512:].expand(16, -1, -1)], dim=2)
+        value = torch.einsum("tr,hrv->htv", rows[:, :512], w_uv)
+        return torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key[None], value[None], scale=spec.scale
+        )
+
+    return _ratio(best_ms(expand), best_ms(lambda: layer(query, latent, rope, cache, batch)))
 
 
 def _ratio(theirs: float, ours: float) -> dict[str, float]:
@@ -142,6 +204,8 @@ def main() -> None:
     for dtype in ("float32", "bfloat16"):
         figures[f"decode 8 x 2048, {dtype}, over gather + SDPA"] = decode(dtype)
         figures[f"prefill 1 x 2048, {dtype}, over one dense SDPA"] = prefill(dtype)
+    figures["Mamba-2 prefill 1 x 2048, over a loop over tokens"] = mamba2()
+    figures["MLA decode 1 x 2048, absorbed over expanded"] = mla()
     figures["select"] = selection()
     figures["layer adds, us"] = layer_overhead()
     figures["polyattn list, 300 distributions, s"] = list_seconds()

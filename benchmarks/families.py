@@ -27,6 +27,7 @@ from timing import kernel_us
 DEVICE = torch.device("cuda")
 GENERATOR = torch.Generator()
 MLA_BACKENDS = ("TRITON_MLA", "FLASHMLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA")
+SAME_BLOCKS = ("FLASHMLA", "FLASHINFER_MLA")
 MLA_SHAPES = ((64, 4096), (16, 4096), (128, 2048), (1, 8192))
 
 
@@ -81,9 +82,11 @@ def mla(spec: LayerSpec, limits: dict[str, float]) -> list[dict[str, Any]]:
             outputs[name] = step.out.float()
             rows.append(show(row))
             del step
-        for name, out in outputs.items():  # the seeds are the same, and so must the outputs be
+        for name, out in outputs.items():
+            # Where blocks are as large, the same seed makes the same problem.
             error = float((out - outputs["TRITON_MLA"]).norm() / out.norm())
-            print(f"{count} x {length} {name}: differs from TRITON_MLA by {error:.1e}")
+            if name in SAME_BLOCKS:
+                print(f"{count} x {length} {name}: differs from TRITON_MLA by {error:.1e}")
     return rows
 
 
@@ -154,6 +157,7 @@ def share_configs(index: int, count: int) -> None:
     """
     import gc
 
+    import fla.ops.gated_delta_rule
     import fla.ops.simple_gla
     import mamba_ssm.ops.triton.ssd_combined
     from triton.runtime import Autotuner
@@ -222,6 +226,8 @@ def main() -> None:
             step = Scan(mamba2, "TRITON_SCAN", queries, lens)
             for call in library_calls(step, len(lens), queries[0]).values():
                 call()
+            for spec in (gdn, linear):
+                Scan(spec, "FLA", queries, lens)()
         return
     limits = measure_limits(deepseek, DEVICE)
     ours, libraries = ("TRITON_SCAN",), ("TRITON_SCAN", "FLA", "MAMBA_SSM")

@@ -13,5 +13,6 @@ touch /tmp/site/vllm/__init__.py
 for file in .so/*.xz; do
   [ -e "$file" ] || continue
   target=$folder/$(basename "${file%.xz}")
+  case "$file" in *flashmla*) target=/tmp/site/vllm/$(basename "${file%.xz}") ;; esac
   [ -e "$target" ] || python3 -c "import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], 'wb'))" "$file" "$target"
 done

@@ -20,10 +20,12 @@ from polyattn_triton.configs import MLAConfig, ScanConfig
 from timing import kernel_us
 
 MLA_CANDIDATES = [
-    MLAConfig(64, n, 8, stages, apart)
-    for n, stages in ((64, 2), (64, 3), (32, 3), (32, 4), (32, 5))
-    for apart in (False, True)
-]
+    MLAConfig(64, 64, 8, 2, False, False), MLAConfig(64, 64, 8, 2, True, False),
+    MLAConfig(64, 64, 8, 1, True, True), MLAConfig(64, 64, 8, 1, False, True),
+    MLAConfig(64, 32, 8, 1, True, True), MLAConfig(64, 32, 8, 5, True, False),
+    MLAConfig(32, 64, 4, 1, False, True), MLAConfig(32, 64, 4, 2, False, False),
+    MLAConfig(64, 64, 4, 1, False, True), MLAConfig(16, 64, 4, 1, False, True),
+]  # fmt: skip
 PREFILL = [
     ScanConfig(v, c, w, s)
     for v, c, w, s in itertools.product((32, 64), (32, 64), (4, 8), (1, 2, 3))

@@ -37,7 +37,7 @@ def conformance(backend: str, profile: str, computes: str, report: Path) -> dict
     [
         ("ROCM_ATTN", "mi300x", "gfx942"),
         ("ROCM_ATTN", "mi355x", "gfx950"),
-        ("ROCM_FLASH_ATTN", "mi250x", "gfx942"),
+        pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", marks=pytest.mark.slow),
     ],
 )
 def test_conforms_over_the_fake(backend: str, profile: str, chip: str, tmp_path: Path) -> None:

@@ -31,17 +31,24 @@ MODELS = {
         (12, "attention, 64/8 heads of 64, bfloat16, learned_sinks"),
     ],
     "jamba-v0.1": [
-        (28, "mamba1, 8192 heads of 1, bfloat16"),
+        (28, "short_conv, 8192 channels, bfloat16"),
+        (28, "mamba1, 8192 channels, bfloat16"),
         (4, "attention, 32/8 heads of 128, bfloat16"),
     ],
     "lfm2-1.2b": [
-        (10, "short_conv, 2048 heads of 1, bfloat16"),
+        (10, "short_conv, 2048 channels, bfloat16"),
         (6, "attention, 32/8 heads of 64, bfloat16"),
     ],
     "llama-3.1-70b": [(80, "attention, 64/8 heads of 128, bfloat16")],
     "llama-3.1-8b": [(32, "attention, 32/8 heads of 128, bfloat16")],
-    "mamba-2.8b": [(64, "mamba1, 5120 heads of 1, float32")],
-    "mamba2-2.7b": [(64, "mamba2, 80/1 heads of 64, bfloat16")],
+    "mamba-2.8b": [
+        (64, "short_conv, 5120 channels, float32"),
+        (64, "mamba1, 5120 channels, float32"),
+    ],
+    "mamba2-2.7b": [
+        (64, "short_conv, 5376 channels, bfloat16"),
+        (64, "mamba2, 80/1 heads of 64, bfloat16"),
+    ],
     "minimax-text-01": [
         (70, "linear, 64 heads of 128, bfloat16"),
         (10, "attention, 64/8 heads of 128, bfloat16"),
@@ -50,6 +57,7 @@ MODELS = {
     "phi-3-mini-4k": [(32, "attention, 32 heads of 96, bfloat16, window 2047")],
     "qwen3-8b": [(36, "attention, 32/8 heads of 128, bfloat16")],
     "qwen3-next-80b-a3b": [
+        (36, "short_conv, 8192 channels, bfloat16"),
         (36, "gdn, 32/16 heads of 128, bfloat16"),
         (12, "attention, 16/2 heads of 256, bfloat16"),
     ],

@@ -84,7 +84,10 @@ def test_vmem_bounds_the_pages() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "decoder and not pair and not head_size and not gqa and not block_size",
+        "feature_lse or isolation or layout",
+        pytest.param(
+            "decoder and not pair and not head_size and not gqa and not block_size", marks=slow
+        ),
         pytest.param("decoder and (head_size or gqa or block_size)", marks=slow),
         pytest.param("pair or not decoder", marks=slow),
     ],
@@ -100,7 +103,7 @@ def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
     counts = json.loads(report.read_text())
-    assert counts["passed"] >= 10 and counts["failed"] == counts["skipped"] == 0
+    assert counts["passed"] >= 4 and counts["failed"] == counts["skipped"] == 0
 
 
 TPU_ON_CPU = Device("tpu", "v6e", torch_device="cpu")

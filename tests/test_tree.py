@@ -23,7 +23,7 @@ from polyattn.capability import check
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
 from polyattn.settings import Settings, parse_overrides
-from polyattn.spec import LayerSpec
+from polyattn.spec import Role, LayerSpec
 
 ALL = (FAST_PREFILL, FAST_DECODE, GENERAL, HOPPER)
 
@@ -168,8 +168,16 @@ def test_each_kind_is_asked_of_its_own_backends() -> None:
     )  # fmt: skip
     mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
     claims = LATENT.capabilities.features | {"v_head_size"}
-    able = backend("LATENT", kinds=LATENT.capabilities.kinds, features=claims)
-    assert choose(*ALL, able, MAMBA, spec=latent).decode == "LATENT"
+    able = backend(
+        "LATENT", kinds=LATENT.capabilities.kinds, features=claims, phases=frozenset({"decode"})
+    )
+    # Its prefill is expanded: attention with two head sizes, over new tokens and over the context.
+    wide = backend(
+        "WIDE", 10, features=frozenset({"causal", "non_causal", "v_head_size", "lse"}),
+        roles=frozenset({Role.DECODER, Role.CROSS}),
+    )  # fmt: skip
+    decision = choose(*ALL, able, wide, MAMBA, spec=latent)
+    assert (decision.prefill, decision.decode) == ("WIDE", "LATENT")
     assert choose(*ALL, able, MAMBA, spec=mamba).decode == "MAMBA"
 
 

@@ -60,6 +60,29 @@ def test_compiles_fp8_caches(arch: str) -> None:
     assert all(compiled_bytes(BASE.replace(kv_cache_dtype="fp8_e4m3"), arch).values())
 
 
+FAMILY_MODELS = (
+    "deepseek-v3", "deepseek-v2-lite", "deepseek-v3.2", "jamba-v0.1", "mamba2-2.7b",
+    "minimax-text-01", "qwen3-next-80b-a3b", "lfm2-1.2b",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[] if a == "sm_90" else [slow]) for a in TARGETS]
+)
+@pytest.mark.parametrize("model", FAMILY_MODELS)
+def test_families_compile_to_machine_code(arch: str, model: str) -> None:
+    from polyattn.cli.models import bundled
+    from polyattn_triton.aot_families import compile_mla, compile_scan
+
+    kind = "cubin" if arch.startswith("sm_") else "hsaco"
+    spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
+    if spec.latent:
+        made = [compile_mla(spec, arch, splits) for splits in (1, 8)]
+    else:
+        made = [compile_scan(spec, arch, phase) for phase in ("prefill", "decode")]
+    assert all(len(kernel.asm[kind]) > 500 for kernel in made)
+
+
 def test_compilation_can_fail() -> None:
     """The negative control: a head size that fits no chip's shared memory is not waved through."""
     from polyattn_triton.aot import compile_phase
@@ -74,7 +97,8 @@ def test_compilation_can_fail() -> None:
     [
         pytest.param("pair and (sliding_window or chunked)", marks=slow),
         pytest.param("pair and not (sliding_window or chunked)", marks=slow),
-        "decoder and not pair",
+        "feature_lse or isolation or replan",
+        pytest.param("decoder and not pair", marks=slow),
         pytest.param("not pair and not decoder", marks=slow),
     ],
 )
@@ -89,4 +113,4 @@ def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
     counts = json.loads(report.read_text())
-    assert counts["passed"] >= 15 and counts["failed"] == counts["skipped"] == 0
+    assert counts["passed"] >= 4 and counts["failed"] == counts["skipped"] == 0

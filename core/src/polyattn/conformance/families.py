@@ -77,7 +77,7 @@ def _latent_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str,
         yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
     if "lse" in caps.features:
         yield "lse", base.replace(needs_lse=True)
-    yield "scale", base.replace(scale=0.3)
+    yield "scale", base.replace(scale=0.135)  # DeepSeek-V3's, with YaRN
 
 
 def derive_recurrent(info: BackendInfo, device: Device) -> list[Case]:

@@ -34,7 +34,7 @@ FLASHINFER_MLA = BackendInfo(
         phases=frozenset({"decode"}),
         features=FEATURES,
     ),
-    priorities=(Priority(score=75, why="FlashAttention-3's pipeline on Hopper"),),
+    priorities=(Priority(score=90, why="the fastest measured on Hopper: 136 us at 64 x 4,096"),),
     proof=MEASURED,
 )
 FLASHINFER_MLA_SPARSE = BackendInfo(
@@ -71,7 +71,7 @@ FLASHMLA = BackendInfo(
         phases=frozenset({"decode"}),
         features=FEATURES,
     ),
-    priorities=(Priority(score=90, why="DeepSeek's own kernel for Hopper"),),
+    priorities=(Priority(score=85, why="DeepSeek's own kernel for Hopper: 145 us there"),),
     proof=MEASURED,
 )
 FLASHMLA_SPARSE = BackendInfo(
@@ -130,7 +130,7 @@ FLASH_ATTN_MLA = BackendInfo(
         phases=frozenset({"decode"}),
         features=FEATURES,
     ),
-    priorities=(Priority(score=80, why="behind FlashMLA on Hopper"),),
+    priorities=(Priority(score=80, why="141 us there; pages of 32 at most"),),
     proof=MEASURED,
 )
 
@@ -169,7 +169,7 @@ MAMBA_SSM = BackendInfo(
         features=frozenset({"causal", "gqa"}),
     ),
     priorities=(Priority(score=65, why="the authors' kernels; states copied out and back"),),
-    proof=SIGNATURE,
+    proof=MEASURED,
 )
 CAUSAL_CONV1D = BackendInfo(
     name="CAUSAL_CONV1D",
