@@ -101,7 +101,9 @@ def mamba2() -> dict[str, float]:
         return torch.stack(outs)
 
     # An eighth of the loop: each token costs the same.
-    return _ratio(8 * best_ms(loop, 2), best_ms(lambda: layer(*inputs, states=states, batch=whole), 5))
+    return _ratio(
+        8 * best_ms(loop, 2), best_ms(lambda: layer(*inputs, states=states, batch=whole), 5)
+    )
 
 
 def mla() -> dict[str, float]:

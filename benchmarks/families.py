@@ -157,9 +157,6 @@ def share_configs(index: int, count: int) -> None:
     """
     import gc
 
-    import fla.ops.gated_delta_rule
-    import fla.ops.simple_gla
-    import mamba_ssm.ops.triton.ssd_combined
     from triton.runtime import Autotuner
 
     for found in gc.get_objects():

@@ -111,7 +111,9 @@ def _families(data: dict[str, Any]) -> list[str]:
         if "us" not in row:
             continue
         rates = [f"{row[k]:.2f}" if k in row else "" for k in ("tb_s", "tflop_s", "limit_us")]
-        lines.append(f"| {row['what']} | {row['backend']} | {row['us']:.1f} | {' | '.join(rates)} |")
+        lines.append(
+            f"| {row['what']} | {row['backend']} | {row['us']:.1f} | {' | '.join(rates)} |"
+        )
     return lines
 
 

@@ -90,13 +90,22 @@ def main() -> None:
             try:
                 print(at, run(name, config, make, timed=True), flush=True)
             except Exception as error:
-                print(at, "failed", type(error).__name__, str(error)[:60].replace("\n", " "), flush=True)
+                print(
+                    at,
+                    "failed",
+                    type(error).__name__,
+                    str(error)[:60].replace("\n", " "),
+                    flush=True,
+                )
                 if "CUDA error" in str(error):
                     return
         return
     shares = [
-        subprocess.Popen([sys.executable, __file__, "--only", args.only, "--jobs", str(args.jobs), "--share", str(i)],
-                         stderr=subprocess.DEVNULL)
+        subprocess.Popen(
+            [sys.executable, __file__, "--only", args.only, "--jobs", str(args.jobs),
+             "--share", str(i)],
+            stderr=subprocess.DEVNULL,
+        )
         for i in range(args.jobs)
     ]  # fmt: skip
     for share in shares:

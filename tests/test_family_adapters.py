@@ -6,6 +6,7 @@ float64 from the very arguments, in the library's own conventions, and compared 
 
 from __future__ import annotations
 
+import itertools
 import sys
 from types import ModuleType
 from typing import Any
@@ -65,7 +66,9 @@ class Wrapper:
     """FlashInfer's MLA wrapper."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.backend = bind("flashinfer_mla", "BatchMLAPagedAttentionWrapper.__init__", *args, **kwargs)
+        self.backend = bind(
+            "flashinfer_mla", "BatchMLAPagedAttentionWrapper.__init__", *args, **kwargs
+        )
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         self.planned = bind("flashinfer_mla", "BatchMLAPagedAttentionWrapper.plan", *args, **kwargs)
@@ -81,7 +84,7 @@ class Wrapper:
             p = self.planned
             assert p["head_dim_ckv"] == rank and p["page_size"] == page and p["causal"] is True
             starts, lens, scale = p["kv_indptr"].tolist(), p["kv_len_arr"].tolist(), p["sm_scale"]
-            table = [p["kv_indices"][b:e] for b, e in zip(starts, starts[1:], strict=False)]
+            table = [p["kv_indices"][b:e] for b, e in itertools.pairwise(starts)]
         out, lse = decode_all(query, rows, table, lens, scale, rank, page)
         a["out"].copy_(out)
         if a.get("return_lse"):
@@ -98,7 +101,9 @@ def sparse_trtllm(*args: Any, **kwargs: Any) -> None:
         assert len(chosen) == a["seq_lens"][index]
         if len(chosen):
             scale = a["bmm1_scale"]
-            a["out"][index, 0] = mqa(a["query"][index, 0], rows[chosen], scale, a["kv_lora_rank"])[0]
+            a["out"][index, 0] = mqa(a["query"][index, 0], rows[chosen], scale, a["kv_lora_rank"])[
+                0
+            ]
 
 
 def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -134,7 +139,9 @@ SPARSE = SPEC.replace(kind="sparse_mla", latent=LatentSpec(rank=512, rope_head_s
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of FlashInfer's and FlashMLA's modules."""
-    flashinfer, mla, flash_mla = (ModuleType(n) for n in ("flashinfer", "flashinfer.mla", "flash_mla"))
+    flashinfer, mla, flash_mla = (
+        ModuleType(n) for n in ("flashinfer", "flashinfer.mla", "flash_mla")
+    )
     mla.BatchMLAPagedAttentionWrapper = Wrapper  # type: ignore[attr-defined]
     mla.trtllm_batch_decode_with_kv_cache_mla = sparse_trtllm  # type: ignore[attr-defined]
     flash_mla.flash_mla_with_kvcache = flash_mla_with_kvcache  # type: ignore[attr-defined]
@@ -295,7 +302,9 @@ def fake_conv(spec: LayerSpec) -> ModuleType:
             scan_by_reference(spec, {"x": x[i].T}, params, state[i : i + 1], [0, x.shape[2]])
             for i in range(len(x))
         ]
-        return torch.stack([f[0].T for f in found]).float(), torch.cat([f[1] for f in found]).float()
+        return torch.stack([f[0].T for f in found]).float(), torch.cat(
+            [f[1] for f in found]
+        ).float()
 
     def causal_conv1d_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         a = bind("causal_conv1d", "causal_conv1d_fn", *args, **kwargs)
@@ -351,7 +360,11 @@ def test_recurrent(
     generator = torch.Generator().manual_seed(torch.seed() % 2**31)
     params = {n: t.float() for n, t in samples.recurrent_params(spec, generator).items()}
     inputs = dict(
-        zip(form_of(spec).inputs, samples.recurrent_inputs(spec, sum(queries), generator), strict=True)
+        zip(
+            form_of(spec).inputs,
+            samples.recurrent_inputs(spec, sum(queries), generator),
+            strict=True,
+        )
     )
     states = StateCacheSpec.for_layer(spec, 6).allocate().data.fill_(torch.nan)
     for slot, query, length in zip(slots.tolist(), queries, lens, strict=True):

@@ -13,6 +13,7 @@ import pytest
 from polyattn.conformance.cases import derive
 from polyattn.device import Device
 from polyattn.discovery import discover
+from polyattn.spec import AttentionKind
 from zoo.build import HEAD, write_wheel
 
 CPU = Device.detect("cpu")

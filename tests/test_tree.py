@@ -23,7 +23,7 @@ from polyattn.capability import check
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
 from polyattn.settings import Settings, parse_overrides
-from polyattn.spec import Role, LayerSpec
+from polyattn.spec import LayerSpec, Role
 
 ALL = (FAST_PREFILL, FAST_DECODE, GENERAL, HOPPER)
 

@@ -7,6 +7,7 @@ very arguments: pages, starts, window, scales. What the libraries leave undefine
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import os
 from inspect import Parameter
@@ -80,4 +81,4 @@ def lengths(starts: Tensor) -> tuple[list[int], list[int]]:
     """Return starts and lengths of int32 (num_seqs + 1,)."""
     assert starts.dtype == torch.int32 and starts.dim() == 1
     found = starts.tolist()
-    return found, [b - a for a, b in zip(found[:-1], found[1:], strict=True)]
+    return found, [b - a for a, b in itertools.pairwise(found)]

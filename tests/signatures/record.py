@@ -1,4 +1,6 @@
-"""Records signatures from a package's source: python tests/signatures/record.py OUT PACKAGE VERSION FILE NAME...
+"""Records signatures from a package's source.
+
+    python tests/signatures/record.py OUT PACKAGE VERSION FILE NAME...
 
 Reads the file with `ast`, so the package need not be importable here. NAME is a function, or
 Class.method.

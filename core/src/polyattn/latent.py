@@ -109,7 +109,12 @@ class LatentRuntime:
         return load_backend(self._info, spec, self.device, AttentionBackend)
 
     def _add(
-        self, backend: AttentionBackend, batch: Batch, firsts: list[int], lens: list[int], block: int
+        self,
+        backend: AttentionBackend,
+        batch: Batch,
+        firsts: list[int],
+        lens: list[int],
+        block: int,
     ) -> None:
         """Plan `backend` over tokens `firsts[i]` to `firsts[i] + lens[i]` of each sequence."""
         assert batch.block_table is not None

@@ -156,8 +156,13 @@ class Recurrent(nn.Module):
         elif out.shape != shape or out.dtype is not self._dtype or not out.is_contiguous():
             raise _bad_input("out", out, shape, self._dtype)
         wanted = self.state_spec(states.num_slots)
-        if states.data.shape[1:] != wanted.shape or states.data.dtype is not STORAGE_DTYPES[wanted.dtype]:
-            raise _bad_input("states", states.data, ("slots", *wanted.shape), STORAGE_DTYPES[wanted.dtype])
+        if (
+            states.data.shape[1:] != wanted.shape
+            or states.data.dtype is not STORAGE_DTYPES[wanted.dtype]
+        ):
+            raise _bad_input(
+                "states", states.data, ("slots", *wanted.shape), STORAGE_DTYPES[wanted.dtype]
+            )
         if runtime.checks and not capturing(out):
             check_state_slots(batch, states.num_slots)
         runtime.forward(named, self.params, states.data, out)

@@ -18,9 +18,7 @@ from polyattn.spec import AttentionKind, LayerSpec
 Tensors = Mapping[str, Tensor]
 
 
-def scan(
-    spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor
-) -> tuple[Tensor, Tensor]:
+def scan(spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
     """Run one sequence, `inputs` (tokens, …), from `state`; returns the output and the new state."""
     outputs = []
     tokens = next(iter(inputs.values())).shape[0]

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 Backend = TypeVar("Backend")
 
 
-def load_backend(info: BackendInfo, spec: LayerSpec, device: Device, base: type[Backend]) -> Backend:
+def load_backend(
+    info: BackendInfo, spec: LayerSpec, device: Device, base: type[Backend]
+) -> Backend:
     """Import and build a backend. Raises `PluginError`."""
     if not device.is_real:
         raise PluginError(

@@ -64,7 +64,9 @@ def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor,
     return w_uk.to(dtype), (w_uv / math.sqrt(rank)).to(dtype)
 
 
-def chosen_positions(lens: list[int], queries: list[int], topk: int, generator: torch.Generator) -> Tensor:
+def chosen_positions(
+    lens: list[int], queries: list[int], topk: int, generator: torch.Generator
+) -> Tensor:
     """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 past them."""
     rows = []
     for length, count in zip(lens, queries, strict=True):

@@ -352,7 +352,9 @@ def _check_relations(spec: LayerSpec) -> None:
             f"kind={spec.kind.value!r} and recurrent={spec.recurrent!r} don't go together"
         )
     if spec.recurrent and spec.recurrent.activation not in (None, "silu"):
-        raise SpecError(f"recurrent.activation={spec.recurrent.activation!r} must be 'silu' or None")
+        raise SpecError(
+            f"recurrent.activation={spec.recurrent.activation!r} must be 'silu' or None"
+        )
     if spec.latent and spec.head_size <= spec.latent.rope_head_size:
         raise SpecError(
             f"head_size={spec.head_size} must exceed latent.rope_head_size="

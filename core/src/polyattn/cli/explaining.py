@@ -11,9 +11,9 @@ from polyattn.cli.models import find_config
 from polyattn.cli.output import console, print_json
 from polyattn.decision import Decision, verdict_line
 from polyattn.errors import SelectionError
+from polyattn.parts import group_layers
 from polyattn.selector import resolve_device, select, unmatched_overrides
 from polyattn.settings import current
-from polyattn.parts import group_layers
 from polyattn.spec import LayerSpec
 
 

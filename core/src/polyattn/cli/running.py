@@ -120,7 +120,9 @@ def _print_selection(path: Path, groups: list[LayerGroup], options: RunOptions) 
         if line:
             console.print(f"    {line}", markup=False)
     if any(g.spec.kind.is_recurrent for g in groups):
-        console.print("  prefixes are not shared: recurrent states are kept at sequences' ends alone")
+        console.print(
+            "  prefixes are not shared: recurrent states are kept at sequences' ends alone"
+        )
 
 
 def memory_line(group: LayerGroup) -> str | None:

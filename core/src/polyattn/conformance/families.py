@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from polyattn.backend import BackendInfo
 from polyattn.capability import Capabilities, check
@@ -112,7 +113,7 @@ def derive_recurrent(info: BackendInfo, device: Device) -> list[Case]:
 def _recurrent_specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
     """Sizes that models have, odd ones, and every option of the kind."""
 
-    def spec(heads: int, size: int = 1, groups: int = 0, value: int = 0, **form: object) -> LayerSpec:
+    def spec(heads: int, size: int = 1, groups: int = 0, value: int = 0, **form: Any) -> LayerSpec:
         return LayerSpec(
             kind=kind, num_heads=heads, num_kv_heads=groups, head_size=size, v_head_size=value,
             dtype=dtype, recurrent=RecurrentSpec(**form),
@@ -146,9 +147,7 @@ def _recurrent_specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSp
     ]
 
 
-def _refusals(
-    caps: Capabilities, base: LayerSpec, device: Device, phase: str
-) -> Iterator[Case]:
+def _refusals(caps: Capabilities, base: LayerSpec, device: Device, phase: str) -> Iterator[Case]:
     attempts = {f"{base.kind.value} dtype {d}": base.replace(dtype=d) for d in DTYPES}
     if base.kind.is_latent:
         for cached in KV_CACHE_DTYPES:

@@ -20,7 +20,18 @@ from polyattn.states import StateCache
 from polyattn.tolerance import TOLERANCES, lse_error, output_error
 
 RECURRENT_BATCHES = {
-    "mixed": [(1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (129, 140), (3, 80), (1, 2)],
+    "mixed": [
+        (1, 9),
+        (1, 1),
+        (1, 0),
+        (1, 300),
+        (0, 7),
+        (5, 5),
+        (70, 70),
+        (129, 140),
+        (3, 80),
+        (1, 2),
+    ],
     "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
     "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
     "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],

@@ -47,7 +47,9 @@ class Harness:
             served = served_phases(discover().backend(self.backend).capabilities, spec, self.device)
             if len(served) == 1:  # the other phase is somebody else's
                 named = f"{served[0]}={self.backend}"
-        selection = select(spec, self.device, backend=named, settings=replace(current(), layout=layout))
+        selection = select(
+            spec, self.device, backend=named, settings=replace(current(), layout=layout)
+        )
         ran = {selection.decision.prefill, selection.decision.decode}
         assert self.backend in ran, f"{self.backend} was named, {ran} was chosen"
         return selection

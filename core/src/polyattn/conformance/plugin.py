@@ -42,7 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The suite means nothing without a backend's name."""
-    if collection_path.name in ("test_conformance.py", "test_families.py") and "polyattn" in collection_path.parts:
+    if (
+        collection_path.name in ("test_conformance.py", "test_families.py")
+        and "polyattn" in collection_path.parts
+    ):
         return None if config.getoption("--polyattn-backend", None) else True
     return None
 

@@ -143,7 +143,10 @@ def test_state_isolation(case: Case, family: FamilyHarness) -> None:
     ended = step.states.data.clone()
     batch = step.batch
     assert batch.state_slots is not None
-    victim = max(range(batch.num_seqs), key=lambda i: (batch.lens[i] > batch.query_lens[i], batch.query_lens[i]))
+    victim = max(
+        range(batch.num_seqs),
+        key=lambda i: (batch.lens[i] > batch.query_lens[i], batch.query_lens[i]),
+    )
     slot = int(batch.state_slots[victim])
     step.states.data.copy_(start)
     step.states.data[slot] = 2.0

@@ -44,9 +44,7 @@ def gated_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Ten
     return out
 
 
-def delta_scan(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
-) -> Tensor:
+def delta_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
     """The gated delta rule; shapes as `gated_scan`'s, `q` and `k` (heads, …), `beta` like `g`.
 
     Within a chunk the rule is a unit triangular system (Yang et al., 2024).

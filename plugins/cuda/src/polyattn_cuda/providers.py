@@ -85,7 +85,9 @@ def flashmla_ready() -> str | None:
 
 def fla_ready() -> str | None:
     """Say why flash-linear-attention isn't here, or None."""
-    return None if find_spec("triton") else "triton is not installed; fla's kernels are written in it"
+    return (
+        None if find_spec("triton") else "triton is not installed; fla's kernels are written in it"
+    )
 
 
 def flashinfer_ready() -> str | None:

@@ -44,7 +44,15 @@ PALLAS_ATTN = BackendInfo(
         layouts=("HND",),
         phases=frozenset({"prefill", "decode", "mixed"}),
         features=frozenset(
-            {"causal", "non_causal", "gqa", "sliding_window", "logit_soft_cap", "lse", "deterministic"}
+            {
+                "causal",
+                "non_causal",
+                "gqa",
+                "sliding_window",
+                "logit_soft_cap",
+                "lse",
+                "deterministic",
+            }
         ),
         excludes=(
             (

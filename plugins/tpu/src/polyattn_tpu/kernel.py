@@ -188,7 +188,7 @@ def paged_attention(
     interpret: bool = False,
 ) -> tuple[Any, Any]:
     """Attend; returns (tokens, heads, V head size) and the LSE (tokens, heads), natural."""
-    tokens, heads, size = query.shape
+    _tokens, heads, size = query.shape
     kv_heads, page, v_size = k_pages.shape[1], k_pages.shape[2], v_pages.shape[3]
     tiles = tile_seq.shape[0]
     used = form.tokens * form.group

@@ -142,7 +142,13 @@ class ScanRow:
 SCAN_TABLE: tuple[ScanRow, ...] = (
     ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(32, 1, 1, 3)),
     ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
-    ScanRow("any", AttentionKind.MAMBA2, "prefill", ScanConfig(64, 64, 4, 2), "H200: 1087 us at 8 x 4,096"),
+    ScanRow(
+        "any",
+        AttentionKind.MAMBA2,
+        "prefill",
+        ScanConfig(64, 64, 4, 2),
+        "H200: 1087 us at 8 x 4,096",
+    ),
     ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
     ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),

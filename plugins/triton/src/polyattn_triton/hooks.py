@@ -81,6 +81,7 @@ TRITON_ATTN = BackendInfo(
     proof=PROOF,
 )
 
+
 def _latent(name: str, kind: AttentionKind, phases: frozenset[str], summary: str) -> BackendInfo:
     return BackendInfo(
         name=name,

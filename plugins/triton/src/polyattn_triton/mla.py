@@ -23,7 +23,13 @@ _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
 
 
 def mla_constants(
-    spec: LayerSpec, config: MLAConfig, block_size: int, splits: int, topk: int, lse: bool, early: bool
+    spec: LayerSpec,
+    config: MLAConfig,
+    block_size: int,
+    splits: int,
+    topk: int,
+    lse: bool,
+    early: bool,
 ) -> tuple[Any, ...]:
     """Return `mla_kernel`'s constants, in its order. `topk` is 0 where every row is attended to."""
     assert spec.latent is not None

@@ -202,9 +202,7 @@ def mla_kernel(
     else:
         out = acc * (v_scale / safe)[:, None]
         o_row = token * o_t + head * o_h
-        tl.store(
-            OUT + o_row[:, None] + offs_r[None, :], out.to(OUT.dtype.element_ty), mask=stored
-        )
+        tl.store(OUT + o_row[:, None] + offs_r[None, :], out.to(OUT.dtype.element_ty), mask=stored)
         if HAS_LSE:
             lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe)) * LN2)
             tl.store(LSE + token * lse_t + head, lse, mask=head_ok)

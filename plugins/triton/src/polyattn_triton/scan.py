@@ -40,7 +40,9 @@ def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
     return spec.head_size, spec.v_head_size
 
 
-def scan_constants(spec: LayerSpec, phase: str, arch: str, params: frozenset[str]) -> tuple[Any, ...]:
+def scan_constants(
+    spec: LayerSpec, phase: str, arch: str, params: frozenset[str]
+) -> tuple[Any, ...]:
     """Return the constants of `spec`'s kernel for `phase`, in its order."""
     form = spec.recurrent
     assert form is not None
@@ -84,7 +86,11 @@ class TritonScan(RecurrentBackend):
     def plan(self, batch: Batch) -> None:
         assert batch.state_slots is not None
         self.batch = batch
-        self.starts, self.seq_lens, self.slots = batch.query_start_loc, batch.seq_lens, batch.state_slots
+        self.starts, self.seq_lens, self.slots = (
+            batch.query_start_loc,
+            batch.seq_lens,
+            batch.state_slots,
+        )
         if self.spec.kind is AttentionKind.SHORT_CONV and batch.num_decodes < batch.num_seqs:
             tiles = [
                 (seq, start)
@@ -96,7 +102,9 @@ class TritonScan(RecurrentBackend):
                 packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
             self.tile_seq, self.tile_start = packed
 
-    def forward_prefill(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def forward_prefill(
+        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
         self._run("prefill", inputs, params, states, out)
 
     def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:

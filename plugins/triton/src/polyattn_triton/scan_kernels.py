@@ -108,7 +108,7 @@ def mamba1_kernel(
         skip = tl.load(D + d, mask=d < CHANNELS, other=0.0)
     if HAS_BIAS:
         bias = tl.load(DT_BIAS + d, mask=d < CHANNELS, other=0.0)
-    for t in range(0, count):
+    for t in range(count):
         row = (start + t).to(tl.int64)
         x = tl.load(X + row * x_t + d, mask=d < CHANNELS, other=0.0).to(tl.float32)
         dt = tl.load(DT + row * dt_t + d, mask=d < CHANNELS, other=0.0).to(tl.float32) + bias
