@@ -38,8 +38,8 @@ class TorchScan(RecurrentBackend):
             state = states[slot]
             if self.fresh[index]:
                 state.zero_()
-            part = {name: tensor[rows].to(_compute(states)) for name, tensor in inputs.items()}
-            out[rows] = run(self.spec, part, params, state)
+            part = {name: tensor[rows] for name, tensor in inputs.items()}
+            run(self.spec, part, params, state, out[rows])
 
     def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
         live = [i for i, slot in enumerate(self.slots) if slot >= 0]
@@ -80,8 +80,11 @@ def _activate(spec: LayerSpec, y: Tensor) -> Tensor:
     return silu(y) if spec.recurrent.activation == "silu" else y
 
 
-def _conv_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Tensor:
-    joined = torch.cat([state.to(x["x"].dtype), x["x"].T], dim=1)
+def _conv_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    compute = _compute(state)
+    joined = torch.cat([state.to(compute), x["x"].T.to(compute)], dim=1)
     weight = params["weight"].to(joined.dtype)
     bias = params.get("bias")
     y = conv1d(
@@ -89,38 +92,47 @@ def _conv_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) 
         groups=len(weight),
     )[0]  # fmt: skip
     state.copy_(joined[:, joined.shape[1] - state.shape[1] :])
-    return _activate(spec, y).T
+    out.copy_(_activate(spec, y).T)
 
 
-def _mamba1_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Tensor:
+def _mamba1_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
     dt = step_size(spec, x["dt"], params)
     y = selective_scan(x["x"], dt, params["A"], x["B"], x["C"], state)
-    return y + params["D"] * x["x"] if "D" in params else y
+    out.copy_(y + params["D"] * x["x"] if "D" in params else y)
 
 
-def _mamba2_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Tensor:
-    dt = step_size(spec, x["dt"], params).T
-    v = x["x"].transpose(0, 1)
-    q, k = x["C"].transpose(0, 1), x["B"].transpose(0, 1)
-    h = state.transpose(1, 2).contiguous()
-    y = gated_scan(q, k, v * dt[..., None], dt * params["A"][:, None], h)
-    state.copy_(h.transpose(1, 2))
-    if "D" in params:
-        y = y + params["D"][:, None, None] * v
-    return y.transpose(0, 1)
+def _mamba2_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    dt = step_size(spec, x["dt"].to(state.dtype), params)
+    groups = spec.num_kv_heads
+    # (heads, V, K) as (groups, K, heads of a group * V)
+    wide = state.view(groups, -1, state.shape[2]).transpose(1, 2).contiguous()
+    gated_scan(x["C"], x["B"], x["x"], dt * params["A"], wide, out, dt, params.get("D"))
+    state.view(groups, -1, state.shape[2]).copy_(wide.transpose(1, 2))
 
 
-def _linear_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Tensor:
-    q, k, v = (x[name].transpose(0, 1) for name in "qkv")
-    g = params["decay"][:, None].expand(-1, v.shape[1])
-    return gated_scan(q * spec.scale, k, v, g, state).transpose(0, 1)
+def _linear_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    groups, heads = spec.num_kv_heads, spec.num_heads
+    shape = (groups, heads // groups, *state.shape[1:])
+    wide = state.view(shape).transpose(1, 2).reshape(groups, state.shape[1], -1)
+    g = params["decay"].expand(len(x["v"]), -1)
+    gated_scan(x["q"] * spec.scale, x["k"], x["v"], g, wide, out)
+    back = wide.view(groups, state.shape[1], heads // groups, -1).transpose(1, 2)
+    state.copy_(back.reshape(state.shape))
 
 
-def _gdn_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> Tensor:
+def _gdn_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor) -> None:
+    x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
     q, k = _delta_keys(spec, x)
     v, g, beta = x["v"].transpose(0, 1), x["g"].T, x["beta"].T
     q, k = q.transpose(0, 1), k.transpose(0, 1)
-    return delta_scan(q, k, v, g, beta, state).transpose(0, 1)
+    out.copy_(delta_scan(q, k, v, g, beta, state).transpose(0, 1))
 
 
 def _delta_keys(spec: LayerSpec, x: Tensors) -> tuple[Tensor, Tensor]:
@@ -181,7 +193,7 @@ def _gdn_token(
 
 
 KINDS = AttentionKind
-SEQUENCES: dict[AttentionKind, Callable[..., Tensor]] = {
+SEQUENCES: dict[AttentionKind, Callable[..., None]] = {
     KINDS.SHORT_CONV: _conv_sequence,
     KINDS.MAMBA1: _mamba1_sequence,
     KINDS.MAMBA2: _mamba2_sequence,

@@ -1,6 +1,6 @@
 """The recurrences in chunks: matrix products within a chunk, one state from chunk to chunk.
 
-Each function takes one sequence, heads first, and a state that it updates in place.
+Each function takes one sequence and a state that it updates in place.
 """
 
 from __future__ import annotations
@@ -9,43 +9,77 @@ import torch
 from torch import Tensor
 
 CHUNK = 64
+GATED_CHUNK = 64
+LEAST = -60.0
+"""No exponent is smaller: exp(-60) adds nothing, while exp(-inf) takes 15 times as long, and products
+of what underflows more."""
 SEGMENTS = 8
 CHANNELS = 512
 """Channels of Mamba-1 that are scanned together: their chunk of states stays in the cache."""
 
 
-def _decay(total: Tensor) -> Tensor:
+def _decay(total: Tensor, out: Tensor | None = None) -> Tensor:
     """Return exp(total_i - total_j) where i >= j, else 0; (heads, tokens, tokens)."""
-    size = total.shape[1]
-    seen = torch.ones(size, size, dtype=torch.bool, device=total.device).tril()
-    return (total[:, :, None] - total[:, None]).masked_fill(~seen, -torch.inf).exp()
+    weights = torch.sub(total[:, :, None], total[:, None], out=out)
+    return weights.clamp_(LEAST, 0.0).exp_().tril_()
 
 
-def gated_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor) -> Tensor:
-    """Mamba-2's and linear attention's recurrence: state = exp(g) state + k v'; o = q state.
+def gated_scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    state: Tensor,
+    out: Tensor,
+    dt: Tensor | None = None,
+    skip: Tensor | None = None,
+) -> None:
+    """Mamba-2's and linear attention's recurrence: state = exp(g) state + k (dt v)'; o = q state.
 
-    `q`, `k` (groups, tokens, K), `v` (heads, tokens, V), `g` (heads, tokens), `state` (heads, K, V).
-    Returns (heads, tokens, V). Chunks as in Dao and Gu (2024), section 6.
+    `q`, `k` (tokens, groups, K), `v`, `out` (tokens, heads, V), `g`, `dt` (tokens, heads), `skip`
+    (heads,), which adds skip v; `state` (groups, K, heads of a group * V), updated in place, in the
+    dtype of the arithmetic. Chunks as in Dao and Gu (2024), section 6. The heads of a group share
+    each product with q and k, and all that is elementwise stays in the cache.
     """
-    heads, tokens = v.shape[:2]
-    each = heads // q.shape[0]
-    out = torch.empty_like(v)
-    for start in range(0, tokens, CHUNK):
-        rows = slice(start, min(start + CHUNK, tokens))
-        qc, kc, vc = q[:, rows], k[:, rows], v[:, rows]
-        total = g[:, rows].cumsum(1)
-        scores = qc @ kc.transpose(1, 2)
-        weights = _decay(total) * scores.repeat_interleave(each, 0)
-        queries = qc.repeat_interleave(each, 0) * total.exp()[..., None]
-        out[:, rows] = torch.baddbmm(queries @ state, weights, vc)
-        last = total[:, -1:]
-        keys = kc.repeat_interleave(each, 0) * (last - total).exp()[..., None]
-        state.mul_(last.exp()[..., None]).baddbmm_(keys.transpose(1, 2), vc)
-    return out
+    tokens, heads, size = v.shape
+    groups, each = q.shape[1], heads // q.shape[1]
+    # Made once: fresh memory for every chunk would cost more, in page faults, than the arithmetic.
+    empty, most = state.new_empty, min(GATED_CHUNK, tokens)
+    given_, x_ = empty(most, heads, size), empty(most, heads, size)
+    before_ = empty(groups, most, each * size)
+    for start in range(0, tokens, GATED_CHUNK):
+        rows = slice(start, min(start + GATED_CHUNK, tokens))
+        count = rows.stop - start
+        if start == 0 or count < most:
+            weights_, within_ = empty(heads, count, count), empty(heads, count, size)
+            before_ = empty(groups, count, each * size)
+        given, x = given_[:count].copy_(v[rows]), x_[:count]
+        qc, kc = (t[rows].to(state.dtype).transpose(0, 1) for t in (q, k))
+        total = g[rows].cumsum(0)
+        last = total[-1]
+        # Step sizes and skips go into what is small: (tokens, tokens) rather than (tokens, V).
+        weights = _decay(total.T.contiguous(), weights_)
+        weights.view(groups, each, count, count).mul_((qc @ kc.transpose(1, 2))[:, None])
+        factor = (last - total).clamp_(min=LEAST).exp_()
+        if dt is not None:
+            weights.mul_(dt[rows].T.contiguous()[:, None])
+            factor.mul_(dt[rows])
+        if skip is not None:
+            weights.diagonal(dim1=1, dim2=2).add_(skip[:, None])
+        within = torch.bmm(weights, given.transpose(0, 1), out=within_)
+        before = torch.bmm(qc, state, out=before_).view(groups, count, each, size)
+        since = total.clamp(min=LEAST).exp_()
+        before.mul_(since.view(count, groups, each, 1).transpose(0, 1))
+        before.add_(within.view(groups, each, count, size).transpose(1, 2))
+        out[rows] = before.transpose(0, 1).reshape(count, heads, size)
+        torch.mul(given, factor[..., None], out=x)
+        state.view(groups, -1, each, size).mul_(since[-1].view(groups, 1, each, 1))
+        state.baddbmm_(kc.transpose(1, 2), x.view(count, groups, -1).transpose(0, 1))
 
 
 def delta_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The gated delta rule; shapes as `gated_scan`'s, `q` and `k` (heads, …), `beta` like `g`.
+    """The gated delta rule: `q`, `k` (heads, tokens, K), `v` (heads, tokens, V), `g`, `beta`
+    (heads, tokens), `state` (heads, K, V). Returns (heads, tokens, V).
 
     Within a chunk the rule is a unit triangular system (Yang et al., 2024).
     """
