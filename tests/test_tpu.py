@@ -36,10 +36,10 @@ def model_specs() -> dict[str, LayerSpec]:
         for spec in LayerSpec.from_hf_config(bundled("models", f"{model}.json")):
             if spec.kind.value != "attention" or not spec.role.has_cache or spec.dtype == "float16":
                 continue
-            if spec.alibi or spec.learned_sinks:
+            if spec.alibi:
                 continue
             shape = (spec.num_heads, spec.num_kv_heads, spec.head_size, spec.sliding_window,
-                     spec.logit_soft_cap, spec.role)  # fmt: skip
+                     spec.logit_soft_cap, spec.learned_sinks, spec.role)  # fmt: skip
             found.setdefault(shape, (f"{model} {spec.role.value} {spec.sliding_window}", spec))
     return dict(found.values())
 
@@ -50,6 +50,7 @@ VARIANTS = model_specs() | {
     "e4m3 cache": BASE.replace(kv_cache_dtype="fp8_e4m3"),
     "e5m2 cache": BASE.replace(kv_cache_dtype="fp8_e5m2"),
     "fp32": BASE.replace(dtype="float32"),
+    "chunked": BASE.replace(chunk_size=8192),
     "lse": BASE.replace(needs_lse=True),
     "MHA of 256": BASE.replace(num_kv_heads=32, head_size=256),
 }

@@ -128,7 +128,11 @@ def _named_step(named: Mapping[str, Override | None]) -> Step:
 
 
 def _family_steps(spec: LayerSpec) -> list[Step]:
-    latent = f"yes: {spec.kind.value}" if spec.kind.is_latent else "no"
+    latent = "no"
+    if spec.latent is not None:
+        latent = f"yes: {spec.kind.value}; absorbed, MQA over a latent of {spec.latent.size}"
+        if spec.kind is AttentionKind.MLA:
+            latent += f"; its prefill expanded, MHA of {spec.head_size}/{spec.v_head_size}"
     recurrent = f"yes: {spec.kind.value}" if spec.kind.is_recurrent else "no"
     return [Step("Is it MLA?", latent), Step("Is it something else than attention?", recurrent)]
 

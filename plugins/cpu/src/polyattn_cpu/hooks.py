@@ -44,7 +44,7 @@ TORCH_SDPA = BackendInfo(
         Priority(score=50, platform="cpu", why="reads each cached key once; no compiler needed"),
         Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
     ),
-    proof={"cpu": Proof.MEASURED},
+    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
 FLEX_ATTENTION = BackendInfo(
@@ -84,7 +84,7 @@ TORCH_MLA = BackendInfo(
         Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
         Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
     ),
-    proof={"cpu": Proof.MEASURED},
+    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
 TORCH_SCAN = BackendInfo(
@@ -101,7 +101,7 @@ TORCH_SCAN = BackendInfo(
         Priority(score=50, platform="cpu", why="matrix products in chunks; no compiler needed"),
         Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
     ),
-    proof={"cpu": Proof.MEASURED},
+    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
 

@@ -51,8 +51,9 @@ def compile_phase(
     count = seqs if decode else tokens
     tiles = count // per_tile + (0 if decode else seqs)
     form = Form(
-        spec.scale, spec.causal, spec.sliding_window, spec.logit_soft_cap, 0.5, 0.5, per_tile,
-        spec.gqa_ratio, pages_per_step(block_size), 1, spec.needs_lse,
+        spec.scale, spec.causal, spec.sliding_window, spec.chunk_size, spec.logit_soft_cap, 0.5,
+        0.5, per_tile, spec.gqa_ratio, pages_per_step(block_size), 1,
+        spec.needs_lse or spec.learned_sinks,
     )  # fmt: skip
     pages = (64, spec.num_kv_heads, block_size)
     ints = jnp.int32
@@ -60,6 +61,7 @@ def compile_phase(
         array(dtype, count, spec.num_heads, spec.head_size), array(cached, *pages, spec.head_size),
         array(cached, *pages, spec.v_head_size), array(ints, tiles * per_tile), array(ints, count),
         array(ints, tiles), array(ints, tiles), array(ints, seqs), array(ints, seqs),
-        array(ints, seqs, 64), form=form, interpret=False,
+        array(ints, seqs, 64), array(jnp.float32, spec.num_heads) if spec.learned_sinks else None,
+        form=form, interpret=False,
     )  # fmt: skip
     return lowered.compile()

@@ -106,15 +106,16 @@ class PallasAttention(AttentionBackend):
                 "the cache with selection.cache_spec(n)"
             )
         form = Form(
-            spec.scale, spec.causal, spec.sliding_window, spec.logit_soft_cap,
+            spec.scale, spec.causal, spec.sliding_window, spec.chunk_size, spec.logit_soft_cap,
             params.k_scale if quantized else 1.0, params.v_scale if quantized else 1.0,
             self.tokens, spec.gqa_ratio, pages_per_step(cache.block_size), stride,
-            lse is not None,
+            lse is not None or spec.learned_sinks,
         )  # fmt: skip
         padded = query.new_zeros(self.padded, *query.shape[1:])
         padded[:count] = query
         result, found = paged_attention(
-            to_jax(padded), to_jax(key_pages), to_jax(value_pages), *self.plan_arrays, form=form,
+            to_jax(padded), to_jax(key_pages), to_jax(value_pages), *self.plan_arrays,
+            None if params.sinks is None else to_jax(params.sinks), form=form,
             interpret=self.interpret,
         )  # fmt: skip
         out.copy_(to_torch(result)[:count])

@@ -49,6 +49,8 @@ PALLAS_ATTN = BackendInfo(
                 "non_causal",
                 "gqa",
                 "sliding_window",
+                "chunked",
+                "learned_sinks",
                 "logit_soft_cap",
                 "lse",
                 "deterministic",

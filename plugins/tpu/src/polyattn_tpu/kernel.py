@@ -29,6 +29,7 @@ class Form:
     scale: float
     causal: bool
     window: int | None
+    chunk: int | None
     soft_cap: float | None
     k_scale: float
     v_scale: float
@@ -79,6 +80,10 @@ def attention_kernel(
     low = jnp.int32(0)
     if form.window is not None:
         low = jnp.maximum(low, first - form.window + 1)
+    if form.chunk is not None:
+        whole = jnp.int32(form.chunk)
+        low = jnp.maximum(low, lax.div(first, whole) * whole)
+        high = jnp.minimum(high, (lax.div(last, whole) + 1) * whole)
     # Not `//`, which rounds to minus infinity and asks the machine for its kind to do so.
     begin, end = lax.div(low, jnp.int32(keys)), lax.div(high + (keys - 1), jnp.int32(keys))
 
@@ -139,6 +144,9 @@ def attention_kernel(
             seen &= key > position - form.window
             if not form.causal:
                 seen &= key < position + form.window
+        if form.chunk is not None:
+            whole = jnp.int32(form.chunk)
+            seen &= lax.div(key, whole) == lax.div(position, whole)
         scores = jnp.where(seen, scores, NOTHING)
         before = m[:, :1]
         now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
@@ -184,6 +192,7 @@ def paged_attention(
     query_lens: Any,
     seq_lens: Any,
     table: Any,  # i32[seqs, pages a sequence]
+    sinks: Any,  # f32[heads], or None
     form: Form,
     interpret: bool = False,
 ) -> tuple[Any, Any]:
@@ -234,7 +243,11 @@ def paged_attention(
         found = found.transpose(0, 2, 1, 3, 4).reshape(tiles * form.tokens, heads, width)
         return found[put]
 
-    return unpack(out), unpack(lse[..., :1])[..., 0]
+    result, total = unpack(out), unpack(lse[..., :1])[..., 0]
+    if sinks is not None:  # a sink joins the denominator after the fact
+        result = (result * jax.nn.sigmoid(total - sinks)[..., None]).astype(query.dtype)
+        total = jnp.logaddexp(total, sinks)
+    return result, total
 
 
 def row_count(tokens: int, group: int, dtype: Any) -> int:
