@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.adapters import cumulative, store_lse, window_sizes
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, store_lse, window_sizes
+from polyattn_cuda.base import CudaAttention
 from polyattn_cuda.providers import fa2_provider, vllm_library
 
 
@@ -106,7 +107,7 @@ class _FlashAttn:
     def varlen(
         self, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor, batch: Batch
     ) -> Tensor:
-        lens = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        lens = cumulative(batch.seq_lens)
         result, found, _ = self.varlen_func(
             query, cache.key, cache.value, batch.query_start_loc, lens, batch.max_query_len,
             batch.max_seq_len, alibi_slopes=params.alibi_slopes, return_attn_probs=True,

@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.adapters import store_lse, window_sizes
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, store_lse, window_sizes
+from polyattn_cuda.base import CudaAttention
 from polyattn_cuda.providers import fa3_provider, vllm_library
 
 MAX_SPLITS = 32

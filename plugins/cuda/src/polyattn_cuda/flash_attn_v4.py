@@ -11,9 +11,10 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.adapters import store_lse
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, store_lse
+from polyattn_cuda.base import CudaAttention
 from polyattn_cuda.paging import read_slots, token_slots
 
 

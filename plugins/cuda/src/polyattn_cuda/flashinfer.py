@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.adapters import blank, empty_rows
 from polyattn.cache import STORAGE_DTYPES
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, blank, empty_rows, workspace
+from polyattn_cuda.base import CudaAttention, workspace
 from polyattn_cuda.paging import page_lists
 
 

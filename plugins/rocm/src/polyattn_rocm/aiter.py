@@ -6,9 +6,10 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.adapters import blank, cumulative, empty_rows, store_lse, window_sizes
 from torch import Tensor
 
-from polyattn_rocm.base import RocmAttention, cumulative, empty_rows, finish, window_sizes
+from polyattn_rocm.base import RocmAttention
 
 PARTITION = 256
 """Keys that one workgroup of the paged decode takes."""
@@ -65,7 +66,8 @@ class AiterAttention(RocmAttention):
         )  # fmt: skip
         if result[0].data_ptr() != out.data_ptr():  # some of its paths return a tensor of their own
             out.copy_(result[0])
-        finish(self.empty, out, lse, result[1])
+        store_lse(lse, result[1])
+        blank(self.empty, out, lse)
 
     def forward_decode(
         self,
@@ -86,7 +88,7 @@ class AiterAttention(RocmAttention):
             self._scale(params.k_scale), self._scale(params.v_scale), None, PARTITION, 1,
             spec.sliding_window or 0,
         )  # fmt: skip
-        finish(self.empty, out, None, None)
+        blank(self.empty, out, None)
 
     def _scale(self, value: float) -> Tensor:
         found = self._scales.get(value)

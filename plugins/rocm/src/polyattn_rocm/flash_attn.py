@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from polyattn import Batch, KVCache, LayerParams
+from polyattn.adapters import blank, cumulative, empty_rows, store_lse, window_sizes
 from torch import Tensor
 
-from polyattn_rocm.base import RocmAttention, cumulative, empty_rows, finish, window_sizes
+from polyattn_rocm.base import RocmAttention
 
 
 class CkFlashAttention(RocmAttention):
@@ -46,7 +46,8 @@ class CkFlashAttention(RocmAttention):
             block_table=batch.block_table,
         )  # fmt: skip
         out.copy_(result)
-        finish(self.empty, out, lse, found)
+        store_lse(lse, found)
+        blank(self.empty, out, lse)
 
     def forward_decode(
         self,
@@ -66,5 +67,5 @@ class CkFlashAttention(RocmAttention):
             alibi_slopes=params.alibi_slopes, return_softmax_lse=True,
         )  # fmt: skip
         out.copy_(result[:, 0])
-        found = found[:, :, 0].T if isinstance(found, torch.Tensor) else None
-        finish(self.empty, out, lse, found)
+        store_lse(lse, found[:, :, 0].T)
+        blank(self.empty, out, lse)
