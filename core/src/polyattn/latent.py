@@ -92,10 +92,12 @@ class LatentRuntime:
         own = self._own = self._own or self._load(expanded(spec))
         queries = batch.query_lens
         contexts = [max(n - q, 0) for n, q in zip(batch.lens, queries, strict=True)]
-        self._add(own, batch, contexts, queries, block)
+        # A padding row (one query token, length 0) has no new token either.
+        fresh = [min(n, q) for n, q in zip(batch.lens, queries, strict=True)]
+        self._add(own, batch, contexts, fresh, block)
         width = spec.num_heads * (spec.head_size + spec.v_head_size)
         rows = EXPANDED_BYTES // (width * STORAGE_DTYPES[spec.dtype].itemsize)
-        # A padding row and an empty query have nothing to attend with.
+        # An empty query has nothing to attend with.
         counts = [n if q else 0 for n, q in zip(contexts, queries, strict=True)]
         having = sum(n > 0 for n in counts)
         step = max(block, rows // max(having, 1) // block * block)
@@ -260,7 +262,7 @@ class LatentRuntime:
             rows = rows * params.k_scale
         latent, rope = rows[:, :rank], rows[:, rank:]
         nope = spec.head_size - rope.shape[1]
-        pages = (-1, part.block, spec.num_heads)
+        pages = (len(rows) // part.block, part.block, spec.num_heads)
         key = rows.new_empty(len(rows), spec.num_heads, spec.head_size)
         key[..., :nope] = torch.einsum("tr,hnr->thn", latent, weights[0])
         key[..., nope:] = rope[:, None]

@@ -16,7 +16,9 @@ from polyattn.spec import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
-CACHED_BATCHES = ("decode", "prefill", "chunked", "mixed", "padded", "empty")
+CACHED_BATCHES = (
+    "decode", "prefill", "chunked", "mixed", "padded", "late padding", "empty",
+)  # fmt: skip
 DENSE_BATCHES = ("dense",)
 
 FEATURE_FIELDS: dict[str, dict[str, Any]] = {
@@ -48,6 +50,7 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "mixed": [*decode, (0, 0), *prefill[3:], *chunked],
         "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
         "empty": [(0, 0), (0, 7)],
+        "late padding": [(5, block + 5), (1, 0), (0, 3), (1, 9)],
         "dense": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17)],
     }[name]
 

@@ -27,9 +27,9 @@ def derive_latent(info: BackendInfo, device: Device) -> list[Case]:
     cases = []
     for kind in sorted(caps.kinds, key=lambda k: k.value):
         base = _latent_base(caps, kind)
-        batches = ["decode", "padded", "mixed", "chunked"]
+        batches = ["decode", "padded", "mixed", "chunked", "empty", "late padding"]
         if kind is AttentionKind.SPARSE_MLA and "prefill" not in caps.phases:
-            batches = ["decode", "padded"]
+            batches = ["decode", "padded", "empty"]
         cases += [Case("latent", kind.value, base, name) for name in batches]
         for label, spec in _latent_variants(caps, base):
             cases.append(Case("latent", f"{kind.value} {label}", spec, "decode"))
