@@ -34,6 +34,7 @@ def main() -> None:
                     backend.early = early
                     backend.decode_config = Config(*config)
                     backend.splits = splits
+                    backend._sites.clear()
                     rows = shape[0] * 32 * splits
                     backend._parts = torch.empty(rows * 128, device="cuda")
                     backend._part_lse = torch.empty(rows, device="cuda")

@@ -45,6 +45,23 @@ def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 5) -> f
     return best * 1e6
 
 
+def latency_us(call: Callable[[], object], repeats: int = 50) -> float:
+    """Return the median microseconds between events around one call on an idle device.
+
+    What an eager engine waits for: the host's launch time and the kernels'.
+    """
+    times = []
+    for _ in range(repeats):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3)
+    return statistics.median(times)
+
+
 def graph_us(call: Callable[[], object], inner: int = 20, repeats: int = 10) -> float:
     """Return the median device time of `call` in a replayed CUDA graph of `inner` calls."""
     side = torch.cuda.Stream()

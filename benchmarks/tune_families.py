@@ -20,11 +20,8 @@ from polyattn_triton.configs import MLAConfig, ScanConfig
 from timing import kernel_us
 
 MLA_CANDIDATES = [
-    MLAConfig(64, 64, 8, 2, False, False), MLAConfig(64, 64, 8, 2, True, False),
-    MLAConfig(64, 64, 8, 1, True, True), MLAConfig(64, 64, 8, 1, False, True),
-    MLAConfig(64, 32, 8, 1, True, True), MLAConfig(64, 32, 8, 5, True, False),
-    MLAConfig(32, 64, 4, 1, False, True), MLAConfig(32, 64, 4, 2, False, False),
-    MLAConfig(64, 64, 4, 1, False, True), MLAConfig(16, 64, 4, 1, False, True),
+    MLAConfig(64, 64, 8, 1, hopper=True), MLAConfig(64, 64, 8, 2, apart=True),
+    MLAConfig(64, 64, 8, 2), MLAConfig(64, 32, 8, 4, apart=True), MLAConfig(32, 64, 4, 2),
 ]  # fmt: skip
 PREFILL = [
     ScanConfig(v, c, w, s)
@@ -62,7 +59,7 @@ def jobs() -> list[tuple[str, Any]]:
 
 def run(name: str, config: Any, make: Any, timed: bool) -> float:
     if name == "mla":
-        mla.pick_mla = lambda *_: config
+        mla.mla_config = lambda *_: config
     else:
         scan.pick_scan = lambda *_: config
     call = make()

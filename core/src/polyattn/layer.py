@@ -123,8 +123,8 @@ class Attention(nn.Module):
             self._check_given(key, value, cache)
         if out is None:
             out = query.new_empty(shapes[3])
-        elif out.shape != shapes[3] or out.dtype is not dtype:
-            raise _bad_input("out", out, shapes[3], dtype)
+        elif out.shape != shapes[3] or out.dtype is not dtype or out.device != query.device:
+            raise _bad_input("out", out, shapes[3], dtype, query.device)
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
@@ -218,7 +218,14 @@ def _scale(name: str, value: float) -> float:
 
 
 def _bad_input(
-    name: str, tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype | None = None
+    name: str,
+    tensor: Tensor,
+    shape: tuple[Any, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
 ) -> BatchError:
     wanted = f"({', '.join(map(str, shape))})" + (f" of {dtype}" if dtype else "")
-    return BatchError(f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {wanted}")
+    found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+    if device is not None:
+        wanted, found = f"{wanted} on {device}", f"{found} on {tensor.device}"
+    return BatchError(f"{name} is {found}; it must be {wanted}")

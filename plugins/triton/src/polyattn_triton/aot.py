@@ -9,6 +9,7 @@ from polyattn import LayerSpec
 from polyattn.device import arch_matches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.attention import attention_constants, tile_config
 from polyattn_triton.kernels import attention_kernel, merge_kernel, write_kernel
@@ -80,7 +81,7 @@ def _compile_small(
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "st_k", "st_v"}
+FREE = {"lse_t", "bt_s", "table_s", "st_k", "st_v"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_inv", "v_inv", "limit"}
 
 
@@ -110,5 +111,6 @@ def compile_kernel(
         for index, name in enumerate(names)
         if name not in fixed and name not in FLOATS and name not in FREE
     }
-    source = ASTSource(kernel, signature, fixed, attrs)
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, signature, fixed, attrs)
     return triton.compile(source, target=target_of(arch), options=options)

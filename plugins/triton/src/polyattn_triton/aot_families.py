@@ -8,8 +8,8 @@ from polyattn import AttentionKind, LayerSpec
 from polyattn.device import arch_matches
 
 from polyattn_triton.aot import CACHE, ELEMENT, compile_kernel
-from polyattn_triton.configs import pick_mla, pick_scan
-from polyattn_triton.mla import mla_constants
+from polyattn_triton.configs import pick_scan
+from polyattn_triton.mla import mla_config, mla_constants, mla_hopper_kernel
 from polyattn_triton.mla_kernels import mla_kernel
 from polyattn_triton.scan import scan_constants
 from polyattn_triton.scan_kernels import (
@@ -37,16 +37,17 @@ def compile_mla(spec: LayerSpec, arch: str, splits: int, block_size: int = 64) -
     cached = CACHE.get(spec.kv_cache_dtype, element)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
-    config = pick_mla(arch, spec.num_heads, 4 if spec.dtype == "float32" else 2)
+    config = mla_config(spec, arch)
     constants = mla_constants(
-        spec, config, block_size, splits, spec.latent.topk or 0, spec.needs_lse,
+        spec, config, block_size, splits, bool(spec.latent.topk), spec.needs_lse,
         arch_matches("sm_90+", arch),
     )  # fmt: skip
     pointers = {
         "Q": element, "KV": cached, "OUT": element, "BT": "i32", "SLOTS": "i32", "SEQ_LENS": "i32",
     }  # fmt: skip
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_kernel(mla_kernel, pointers, constants, arch, options)
+    kernel = mla_hopper_kernel if config.hopper else mla_kernel
+    return compile_kernel(kernel, pointers, constants, arch, options)
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:

@@ -14,13 +14,11 @@ from torch import Tensor
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.kernels import attention_kernel, merge_kernel
-from polyattn_triton.launch import Launcher
+from polyattn_triton.launch import Site
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
 MAX_SPLITS = 128
-
-_attention, _merge = Launcher(attention_kernel), Launcher(merge_kernel)
 
 
 def attention_constants(
@@ -75,6 +73,7 @@ class TritonAttention(AttentionBackend):
             else 4
         )
         self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
+        self._sites: dict[tuple[Any, ...], Site] = {}
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
         self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
@@ -168,23 +167,31 @@ class TritonAttention(AttentionBackend):
         spec, splits, count = self.spec, self.splits, self.batch.num_seqs
         grid = (count, spec.num_kv_heads, splits)
         self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)
-        if splits == 1:
-            return
-        quantized = cache.key.dtype.itemsize == 1
-        _merge(
+        if splits > 1:
+            self._merge(count, cache.key.dtype.itemsize == 1, params, out, lse)
+
+    def _merge(
+        self, count: int, quantized: bool, params: LayerParams, out: Tensor, lse: Tensor | None
+    ) -> None:
+        spec, splits = self.spec, self.splits
+        key = ("merge", out.stride(), splits, lse is None)
+        site = self._sites.get(key)
+        if site is None:
+            constants = (
+                spec.num_heads, spec.v_head_size, self.block_dv, splits, splits,
+                spec.learned_sinks, lse is not None, self.early,
+            )  # fmt: skip
+            early = {"launch_pdl": True} if self.early else {}
+            site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 2} | early)
+            self._sites[key] = site
+        site(
             (count, spec.num_heads, 1),
             (
                 self._parts, self._part_lse, out, out if lse is None else lse,
                 self._part_lse if params.sinks is None else params.sinks,
             ),
             (params.v_scale if quantized else 1.0,),
-            (out.stride(0), out.stride(1)),
             (0 if lse is None else lse.stride(0),),
-            (
-                spec.num_heads, spec.v_head_size, self.block_dv, splits, splits,
-                params.sinks is not None, lse is not None, self.early,
-            ),
-            {"num_warps": 2} | ({"launch_pdl": True} if self.early else {}),
         )  # fmt: skip
 
     def _launch(
@@ -199,23 +206,23 @@ class TritonAttention(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         spec, batch, none = self.spec, self.batch, self._no_tensor
-        config = self.decode_config
-        if not self.decode:
-            config = self.prefill_config if cache is None else self.paged_config
         quantized = key.dtype.itemsize == 1
+        decode = self.decode
+        which = (
+            query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
+            cache is None, grid[2], decode, lse is None,
+        )  # fmt: skip
+        site = self._sites.get(which)
+        if site is None:
+            site = self._sites[which] = self._site(query, key, value, cache, out, grid[2], lse)
         table = batch.block_table if cache is not None else None
-        k, v, q, o = key.stride(), value.stride(), query.stride(), out.stride()
-        if cache is None:  # packed tokens: one "block" that holds them all
-            kv_strides = (0, k[0], k[1], 0, v[0], v[1])
-        else:
-            kv_strides = (k[0], k[1], k[2], v[0], v[1], v[2])
-        _attention(
+        site(
             grid,
             (
                 query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
                 none if table is None else table, batch.seq_lens,
-                none if self.decode else self.starts,
-                none if self.decode else self.tile_seq, none if self.decode else self.tile_start,
+                none if decode else self.starts,
+                none if decode else self.tile_seq, none if decode else self.tile_start,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
@@ -224,13 +231,33 @@ class TritonAttention(AttentionBackend):
                 params.v_scale if quantized else 1.0,
                 spec.logit_soft_cap or 1.0,
             ),
-            (
-                q[0], q[1], *kv_strides, o[0], o[1],
-            ),
             (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
-            attention_constants(
-                spec, config, 1 if cache is None else cache.block_size, grid[2], self.decode,
-                cache is not None, lse is not None, self.early,
-            ),
+        )  # fmt: skip
+
+    def _site(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: KVCache | None,
+        out: Tensor,
+        splits: int,
+        lse: Tensor | None,
+    ) -> Site:
+        """Specialise the kernel for these strides and this phase."""
+        config = self.decode_config
+        if not self.decode:
+            config = self.prefill_config if cache is None else self.paged_config
+        k, v = key.stride(), value.stride()
+        if cache is None:  # packed tokens: one "block" that holds them all
+            strides = (0, k[0], k[1], 0, v[0], v[1])
+        else:
+            strides = (k[0], k[1], k[2], v[0], v[1], v[2])
+        constants = attention_constants(
+            self.spec, config, 1 if cache is None else cache.block_size, splits, self.decode,
+            cache is not None, lse is not None, self.early,
+        )  # fmt: skip
+        return Site(
+            attention_kernel, (*query.stride()[:2], *strides, *out.stride()[:2]), constants,
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip

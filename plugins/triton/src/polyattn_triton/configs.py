@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn import AttentionKind
+from polyattn import AttentionKind, LayerSpec
 from polyattn.device import arch_matches
 
 
@@ -79,28 +79,44 @@ def pick(arch: str, phase: str, head: int, element_bytes: int) -> Config:
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Tile sizes of the MLA kernel: heads and rows. `apart`, `ahead`: see the kernel's comments."""
+    """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment.
+
+    `hopper`: the kernel of `mla_hopper`, which has its own pipeline and needs Gluon.
+    """
 
     block_h: int
     block_n: int
     num_warps: int
     num_stages: int
     apart: bool = False
-    ahead: bool = False
+    hopper: bool = False
 
 
 @dataclass(frozen=True)
 class MLARow:
-    """A configuration and where it applies: up to `heads` heads, bytes an element."""
+    """A configuration and where it applies: up to `heads` heads, bytes an element.
+
+    `latent`: the latent's and the rope part's width, in a cache of the model's own type, where the
+    kernel takes no other.
+    """
 
     arch: str
     heads: int
     bytes: int
     config: MLAConfig
     measured: str = ""
+    latent: tuple[int, int] | None = None
 
 
 MLA_TABLE: tuple[MLARow, ...] = (
+    MLARow(
+        "sm_90",
+        1 << 30,
+        2,
+        MLAConfig(64, 64, 8, 1, hopper=True),
+        "H200: 404 TFLOP/s at 64 x 4,096",
+        latent=(512, 64),
+    ),  # fmt: skip
     MLARow("sm_90+", 16, 2, MLAConfig(16, 32, 4, 2)),
     MLARow("sm_90", 1 << 30, 2, MLAConfig(64, 64, 8, 2, True), "H200: 277 TFLOP/s at 64 x 4,096"),
     MLARow("sm_90+", 1 << 30, 2, MLAConfig(64, 32, 8, 2)),
@@ -109,13 +125,20 @@ MLA_TABLE: tuple[MLARow, ...] = (
 )
 
 
-def pick_mla(arch: str, heads: int, element_bytes: int) -> MLAConfig:
-    """Return the first row's configuration that applies."""
+def pick_mla(spec: LayerSpec, arch: str, gluon: bool) -> MLAConfig:
+    """Return the first row's configuration that applies. `gluon`: this Triton has it."""
+    assert spec.latent is not None
+    latent = (spec.latent.rank, spec.latent.rope_head_size)
+    element_bytes = 4 if spec.dtype == "float32" else 2
     for row in MLA_TABLE:
         fits = row.arch == "any" or arch_matches(row.arch, arch)
-        if fits and heads <= row.heads and element_bytes <= row.bytes:
+        if row.latent is not None:
+            fits = fits and row.latent == latent and spec.kv_cache_dtype in ("auto", spec.dtype)
+        if row.config.hopper and not gluon:
+            continue
+        if fits and spec.num_heads <= row.heads and element_bytes <= row.bytes:
             return row.config
-    raise LookupError(f"no MLA configuration for {arch}, {heads} heads")
+    raise LookupError(f"no MLA configuration for {arch}, {spec.num_heads} heads")
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Launches a kernel's compiled variant without asking Triton again which one it is.
 
-Triton's own launch binds and classifies some forty arguments each time, 30 µs of host time on the
-machine where it was measured; a decode step is shorter than that on the device.
+Triton's own launch binds and classifies some forty arguments each time and asks the driver about
+every pointer, 30 µs of host time on the machine where it was measured; a decode step is shorter
+than that on the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -13,18 +15,52 @@ from torch import Tensor
 Key = tuple[Any, ...]
 
 
+class Site:
+    """A kernel with all that it is specialised on but the pointers' alignments.
+
+    Whoever holds one vouches for the tensors' dtypes and device: they are looked at on the first
+    call alone.
+    """
+
+    def __init__(self, kernel: Any, ints: tuple[int, ...], constants: Key, options: dict[str, Any]):
+        self.kernel, self.options = kernel, options
+        self.ints, self.constants = ints, constants
+        self.variants: dict[Any, Any] = {}
+
+    def __call__(
+        self,
+        grid: tuple[int, int, int],
+        tensors: Sequence[Tensor],
+        floats: tuple[float, ...],
+        free: tuple[int, ...],
+    ) -> None:
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        low = 0
+        for pointer in pointers:
+            low |= pointer
+        which = 0 if not low & 15 else tuple(pointer & 15 for pointer in pointers)
+        variant = self.variants.get(which)
+        if variant is not None:
+            variant[grid](*pointers, *floats, *self.ints, *free, *self.constants)
+            return
+        variant = self.kernel[grid](
+            *tensors, *floats, *self.ints, *free, *self.constants, **self.options
+        )
+        if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
+            self.variants[which] = variant
+
+
 class Launcher:
-    """One kernel's compiled variants, by everything that Triton specialises on.
+    """One kernel's sites, by everything that Triton specialises on.
 
     Arguments go by position: tensors, floats, integers, free integers, constants. Integers are part
-    of the key, since Triton specialises on 1 and on multiples of 16; so are the pointers'
-    alignments and the device. Free integers change from step to step (a block table's width): the
-    kernel declares them `do_not_specialize`.
+    of the key, since Triton specialises on 1 and on multiples of 16; so is the device. Free integers
+    change from step to step (a block table's width): the kernel declares them `do_not_specialize`.
     """
 
     def __init__(self, kernel: Any):
         self.kernel = kernel
-        self.variants: dict[Key, Any] = {}
+        self.sites: dict[Key, Site] = {}
 
     def __call__(
         self,
@@ -33,19 +69,12 @@ class Launcher:
         floats: tuple[float, ...],
         ints: tuple[int, ...],
         free: tuple[int, ...],
-        constants: tuple[Any, ...],
+        constants: Key,
         options: dict[str, Any],
     ) -> None:
-        aligned = 0
-        for tensor in tensors:
-            aligned |= tensor.data_ptr()
-        which = 0 if not aligned & 15 else tuple(t.data_ptr() & 15 for t in tensors)
-        dtypes = tuple([t.dtype for t in tensors])
-        key: Key = (ints, constants, dtypes, which, tensors[0].device, *options.values())
-        variant = self.variants.get(key)
-        if variant is None:
-            variant = self.kernel[grid](*tensors, *floats, *ints, *free, *constants, **options)
-            if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
-                self.variants[key] = variant
-            return
-        variant[grid](*tensors, *floats, *ints, *free, *constants)
+        dtypes = tuple([tensor.dtype for tensor in tensors])
+        key: Key = (ints, constants, dtypes, tensors[0].device, *options.values())
+        site = self.sites.get(key)
+        if site is None:
+            site = self.sites[key] = Site(self.kernel, ints, constants, options)
+        site(grid, tensors, floats, free)

@@ -18,8 +18,20 @@ from polyattn_triton.mla_kernels import mla_kernel
 
 MIN_SPLIT_ROWS = 128
 MAX_SPLITS = 64
+SPLIT_TILES = 3
+"""What a program costs beside its tiles, in tiles: its query, its pipeline's start, its merge."""
+try:
+    from polyattn_triton.mla_hopper import mla_hopper_kernel
+except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
+    mla_hopper_kernel = None
 
 _mla, _merge = Launcher(mla_kernel), Launcher(merge_kernel)
+_mla_hopper = Launcher(mla_hopper_kernel)
+
+
+def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
+    """Return the configuration, of the kernels that this Triton can compile."""
+    return pick_mla(spec, arch, gluon=mla_hopper_kernel is not None)
 
 
 def mla_constants(
@@ -27,19 +39,21 @@ def mla_constants(
     config: MLAConfig,
     block_size: int,
     splits: int,
-    topk: int,
+    sparse: bool,
     lse: bool,
     early: bool,
 ) -> tuple[Any, ...]:
-    """Return `mla_kernel`'s constants, in its order. `topk` is 0 where every row is attended to."""
+    """Return the kernel's constants, in its order."""
     assert spec.latent is not None
     rank, rope = spec.latent.rank, spec.latent.rope_head_size
-    return (
-        spec.num_heads, rank, rope, triton.next_power_of_2(max(16, rank)),
-        triton.next_power_of_2(max(16, rope)), config.block_h, config.block_n, block_size, splits,
-        topk > 0, topk, lse and splits == 1, early and splits > 1, config.apart,
-        config.ahead,
+    tiles = (
+        config.block_h, config.block_n, block_size, splits, sparse, lse and splits == 1,
+        early and splits > 1,
     )  # fmt: skip
+    if config.hopper:
+        return (spec.num_heads, rank, rope, *tiles)
+    wide = tuple(triton.next_power_of_2(max(16, width)) for width in (rank, rope))
+    return (spec.num_heads, rank, rope, *wide, *tiles, config.apart)
 
 
 class TritonMLA(AttentionBackend):
@@ -51,8 +65,8 @@ class TritonMLA(AttentionBackend):
         super().__init__(spec, device)
         assert spec.latent is not None
         self.rank = spec.latent.rank
-        wide = 4 if spec.dtype == "float32" else 2
-        self.config = pick_mla(device.arch, spec.num_heads, wide)
+        self.config = mla_config(spec, device.arch)
+        self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = (
             torch.cuda.get_device_properties(self.torch_device).multi_processor_count
@@ -73,10 +87,16 @@ class TritonMLA(AttentionBackend):
         self._plan_splits(batch.num_tokens, rows)
 
     def _plan_splits(self, tokens: int, rows: int) -> None:
-        """Split the rows until the chip is full, and size the workspace once for it."""
-        wanted = -(-self.num_sms // max(1, tokens * self.head_blocks))
-        most = max(1, min(wanted, rows // MIN_SPLIT_ROWS, MAX_SPLITS))
-        self.splits = 1 << (most.bit_length() - 1)
+        """Split the rows so that the last wave of programs ends first; size the workspace for it."""
+        programs, block = max(1, tokens * self.head_blocks), self.config.block_n
+        self.splits, least = 1, None
+        splits = 1
+        while splits <= MAX_SPLITS and (splits == 1 or rows // splits >= MIN_SPLIT_ROWS):
+            waves = -(-programs * splits // self.num_sms)
+            cost = waves * (-(-rows // splits) / block + SPLIT_TILES)
+            if least is None or cost < least:
+                self.splits, least = splits, cost
+            splits *= 2  # powers of two, so that few variants are compiled
         count = tokens * self.spec.num_heads * self.splits
         if self.splits > 1 and self._part_lse.numel() < count:
             self._parts = torch.empty(count * self.rank, device=self.torch_device)
@@ -124,21 +144,21 @@ class TritonMLA(AttentionBackend):
         spec, config, none, splits = self.spec, self.config, self._none, self.splits
         quantized = cache.key.dtype.itemsize == 1
         v_scale = params.k_scale if quantized else 1.0
-        table = self.batch.block_table if slots is None else None
+        table = self.batch.block_table if slots is None else slots
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
-        _mla(
+        self.kernel(
             (len(query), self.head_blocks, splits),
             (
                 query, cache.key, out, out if lse is None else lse, self._parts, self._part_lse,
-                none if table is None else table, none if slots is None else slots,
+                table if slots is None else none, none if slots is None else slots,
                 self.batch.seq_lens,
             ),
             (spec.scale * v_scale, v_scale),
             (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
-            (lse_t, 0 if table is None else table.stride(0)),
+            (lse_t, table.stride(0)),
             mla_constants(
-                spec, config, cache.block_size, splits, 0 if slots is None else slots.shape[1],
-                lse is not None, self.early,
+                spec, config, cache.block_size, splits, slots is not None, lse is not None,
+                self.early,
             ),
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip

@@ -98,53 +98,30 @@ def _rows(
     acc, m, l, q, q_rope, KV, BT, SLOTS, first, last, length, scale, kv_b, kv_t,
     MASK: tl.constexpr, SPARSE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    APART: tl.constexpr, AHEAD: tl.constexpr,
+    APART: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles `first` to `last` of the sequence's rows, or of the chosen ones."""
-    if AHEAD:
-        # The next tile is on its way in registers while this one is worked on: where the compiler's
-        # own pipeline would ask for it only after both products.
-        if first < last:
-            k, k_rope, inside = _load(
-                KV, BT, SLOTS, first, length, kv_b, kv_t,
-                MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
-            )  # fmt: skip
-            for tile in range(first, last):
-                next_k, next_rope, next_inside = _load(
-                    KV, BT, SLOTS, tl.minimum(tile + 1, last - 1), length, kv_b, kv_t,
-                    MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
-                )  # fmt: skip
-                acc, m, l = _attend(
-                    acc, m, l, q, q_rope, k, k_rope, inside, scale, last > 0, MASK, APART
-                )
-                k = next_k
-                k_rope = next_rope
-                inside = next_inside
-    else:
-        for tile in range(first, last):
-            k, k_rope, inside = _load(
-                KV, BT, SLOTS, tile, length, kv_b, kv_t,
-                MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
-            )  # fmt: skip
-            acc, m, l = _attend(
-                acc, m, l, q, q_rope, k, k_rope, inside, scale, last > 0, MASK, APART
-            )
+    for tile in range(first, last):
+        k, k_rope, inside = _load(
+            KV, BT, SLOTS, tile, length, kv_b, kv_t,
+            MASK, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE,
+        )  # fmt: skip
+        acc, m, l = _attend(acc, m, l, q, q_rope, k, k_rope, inside, scale, last > 0, MASK, APART)
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t", "bt_s"])
+@triton.jit(do_not_specialize=["lse_t", "table_s"])
 def mla_kernel(
     Q, KV, OUT, LSE, PARTS, PART_LSE, BT, SLOTS, SEQ_LENS, scale, v_scale,
-    q_t, q_h, kv_b, kv_t, o_t, o_h, lse_t, bt_s,
+    q_t, q_h, kv_b, kv_t, o_t, o_h, lse_t, table_s,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPARSE: tl.constexpr, TOPK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPARSE: tl.constexpr,
     HAS_LSE: tl.constexpr, EARLY: tl.constexpr, APART: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One token, some of its heads, all its rows or one split of them.
 
-    Grid: (tokens, head blocks, splits).
+    Grid: (tokens, head blocks, splits). `table_s`: the width of the block table, or of SLOTS.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -155,11 +132,11 @@ def mla_kernel(
     offs_r = tl.arange(0, BLOCK_R)
     offs_p = tl.arange(0, BLOCK_P)
     if SPARSE:
-        length = TOPK
-        SLOTS += token * TOPK
+        length = table_s
+        SLOTS += token * table_s
     else:
         length = tl.load(SEQ_LENS + token)
-        BT += token * bt_s
+        BT += token * table_s
     q_row = token * q_t + head * q_h
     q = tl.load(
         Q + q_row[:, None] + offs_r[None, :],
@@ -184,12 +161,12 @@ def mla_kernel(
     if not SPARSE:
         acc, m, l = _rows(
             acc, m, l, q, q_rope, KV, BT, SLOTS, first, full, length, scale, kv_b, kv_t,
-            False, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART, AHEAD,
+            False, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART,
         )  # fmt: skip
         first = full
     acc, m, l = _rows(
         acc, m, l, q, q_rope, KV, BT, SLOTS, first, last, length, scale, kv_b, kv_t,
-        True, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART, AHEAD,
+        True, SPARSE, RANK, ROPE, BLOCK_R, BLOCK_P, BLOCK_N, BLOCK_SIZE, APART,
     )  # fmt: skip
 
     safe = tl.where(l == 0.0, 1.0, l)
