@@ -1,7 +1,9 @@
 """The matrix of backends on one GPU: models x kinds of steps, with the selector's choice.
 
-    python benchmarks/h200.py --out DIR [--models NAME ...]
+    python benchmarks/h200.py --out DIR [--models NAME ...] [--backends NAME ...]
 
+With `--backends` only these are timed, and their rows are added to the matrix that is in DIR: for
+libraries that can't be installed beside the others.
 Device times with a cold L2 (see `timing.py`), the median of ten; each cell's result was checked on
 one token against the float64 reference. Writes matrix.json, matrix.md, matrix.png and bars.json.
 """
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from floor import read_us
 from polyattn import LayerSpec, Role, discover, register, select
 from polyattn.cli.benching import Step, measure_limits
 from polyattn.cli.grammar import parse_batch
@@ -23,7 +26,7 @@ from polyattn.cli.models import bundled
 from polyattn.cost import batch_cost
 from polyattn.errors import PolyattnError
 from polyattn.plugin import hookimpl
-from timing import graph_us, host_us, kernel_us
+from timing import graph_us, host_us, kernel_us, latency_us
 
 MODELS = [
     "llama-3.1-8b", "llama-3.1-70b", "mistral-7b-v0.1", "phi-3-mini-4k", "gpt-oss-20b", "falcon-7b",
@@ -80,9 +83,11 @@ def cell(spec: LayerSpec, kind: str, named: str | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def matrix(models: list[str]) -> list[dict[str, Any]]:
+def matrix(models: list[str], only: list[str]) -> list[dict[str, Any]]:
     rows = []
-    names = [b.name for b in discover().backends.values() if "cuda" in b.capabilities.platforms]
+    names = only or [
+        b.name for b in discover().backends.values() if "cuda" in b.capabilities.platforms
+    ]
     for model in models:
         spec = spec_of(model)
         for kind in STEPS:
@@ -98,6 +103,9 @@ def matrix(models: list[str]) -> list[dict[str, Any]]:
                 found.append(
                     {"model": model, "step": kind, "backend": name} | cell(spec, kind, named)
                 )
+            if only:
+                rows += found
+                continue
             row = {"model": model, "step": kind, "backend": "(selected)"} | cell(spec, kind, None)
             timed = [r["us"] for r in found if "us" in r]
             if timed and "us" in row:
@@ -122,7 +130,9 @@ def bars() -> dict[str, Any]:
                 step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
 
             step.run()
-            row[name] = {"us": kernel_us(attend), "host_us": host_us(attend)}
+            row[name] = {
+                "us": kernel_us(attend), "host_us": host_us(attend), "latency_us": latency_us(attend),
+            }  # fmt: skip
             backend: Any = step.layer.runtime.decode
 
             def own(step: Step = step, backend: Any = backend) -> None:
@@ -130,11 +140,10 @@ def bars() -> dict[str, Any]:
 
             row[name]["own_host_us"] = host_us(own)
             row[name]["layer_adds_us"] = row[name]["host_us"] - row[name]["own_host_us"]
-            row[name]["eager_us"] = max(row[name]["us"], row[name]["host_us"])
             row[name]["graph_us"], row[name]["graph_own_us"] = graph_us(attend), graph_us(own)
         ours, theirs = row["TRITON_ATTN"], row["FLASHINFER"]
         row["ratio_device"] = theirs["us"] / ours["us"]
-        row["ratio_eager"] = theirs["eager_us"] / ours["eager_us"]
+        row["read"] = read_us(2 * batch * length * spec.num_kv_heads * spec.head_size * 2)
         found[f"decode {batch} x {length}"] = row
         print(f"decode {batch} x {length}", json.dumps(row), flush=True)
     for length in (2048, 8192, 16384):
@@ -155,8 +164,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=MODELS)
+    parser.add_argument("--backends", nargs="+", default=[])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    register(WithoutLongJit(), "without-long-jit")
+    path = args.out / "matrix.json"
+    if args.backends:
+        whole = json.loads(path.read_text())
+        whole["rows"] += matrix(args.models, args.backends)
+        path.write_text(json.dumps(whole, indent=1) + "\n")
+        return
     import triton
 
     facts = {
@@ -167,9 +184,8 @@ def main() -> None:
     }  # fmt: skip
     print(facts, flush=True)
     (args.out / "bars.json").write_text(json.dumps(facts | {"bars": bars()}, indent=1) + "\n")
-    register(WithoutLongJit(), "without-long-jit")
-    rows = matrix(args.models)
-    (args.out / "matrix.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    rows = matrix(args.models, [])
+    path.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,9 +24,10 @@ def main(folder: Path) -> None:
     lines = [
         f"# {matrix['device']}, {matrix['date']}",
         "",
-        f"torch {matrix['torch']}, Triton {matrix['triton']}, FlashInfer 0.6.13, FlashAttention-3 as "
-        "vLLM 0.24.0 builds it. Commands: `benchmarks/h200_conformance.sh DIR`, "
-        f"`{matrix['command']}`, `python benchmarks/families.py --out DIR`, "
+        f"torch {matrix['torch']}, Triton {matrix['triton']}, FlashInfer 0.6.13, FlashAttention-2 "
+        "and -3 as vLLM 0.24.0 builds them, flash-attn-4 4.0.0b36, xFormers 0.0.35. Commands: "
+        f"`benchmarks/h200_conformance.sh DIR`, `{matrix['command']}`, "
+        "`python benchmarks/families.py --out DIR`, "
         "`python benchmarks/report.py benchmarks/results/h200`.",
         "",
         "Device times with a cold L2, median of ten. Limits measured in the same run: copy "
@@ -46,10 +47,7 @@ def main(folder: Path) -> None:
         "FLASHINFER: one dtype and head size only, without soft cap, fp8 and pairs; each of its "
         "variants compiles for minutes. FLA: decode steps and short continuations; its kernels try out "
         "configurations for every shape. MAMBA_SSM: mamba-ssm's Triton kernels without its compiled "
-        "extension; a subset, for the same reason. FLASHMLA_SPARSE: the failed case was a softmax "
-        "scale of 0.3, off by 0.0159 where 0.015 is allowed: absorbing rounds W_UK q to bf16, and "
-        "that scale makes logits four times as large as a model's. The case now has the scale of "
-        "DeepSeek-V3 with YaRN, 0.135, and was not run on the GPU again.",
+        "extension; a subset, for the same reason.",
         "",
         *_bars(bars["bars"]),
         "",
@@ -65,20 +63,26 @@ def _bars(bars: dict[str, Any]) -> list[str]:
     lines = [
         "## Against FlashInfer (bf16, 32/8 heads of 128, block 16)",
         "",
-        "Attention alone, new tokens already stored. Ratio: FlashInfer's time over ours. `graph`: "
-        "back to back in a replayed graph, L2 warm. `layer adds`: host time of `Attention.forward` "
-        "over the backend's own call.",
+        "Attention alone, new tokens already stored. Ratio: FlashInfer's time over ours. `read`: a "
+        "kernel that merely reads as many bytes, timed alike; `most`: FlashInfer's time over that, "
+        "which no kernel can exceed. `graph`: back to back in a replayed graph, L2 warm. `latency`: "
+        "one call on an idle device, launch included. `layer adds`: host time of "
+        "`Attention.forward` over the backend's own call.",
         "",
-        "| decode | TRITON_ATTN us | FLASHINFER us | FA3 us | ratio | graph us, ours/FlashInfer | "
-        "host us, ours/FlashInfer | layer adds us |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| decode | TRITON_ATTN us | FLASHINFER us | FA3 us | ratio | read us | most | graph us, "
+        "ours/FlashInfer/read | latency us, ours/FlashInfer | host us, ours/FlashInfer | "
+        "layer adds us |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in bars.items():
         if name.startswith("decode"):
             ours, theirs, third = row["TRITON_ATTN"], row["FLASHINFER"], row["FLASH_ATTN_V3"]
             lines.append(
                 f"| {name[7:]} | {ours['us']:.1f} | {theirs['us']:.1f} | {third['us']:.1f} | "
-                f"{row['ratio_device']:.2f} | {ours['graph_us']:.1f} / {theirs['graph_us']:.1f} | "
+                f"{row['ratio_device']:.2f} | {row['read']['us']:.1f} | "
+                f"{theirs['us'] / row['read']['us']:.2f} | {ours['graph_us']:.1f} / "
+                f"{theirs['graph_us']:.1f} / {row['read']['graph_us']:.1f} | "
+                f"{ours['latency_us']:.1f} / {theirs['latency_us']:.1f} | "
                 f"{ours['host_us']:.1f} / {theirs['host_us']:.1f} | {ours['layer_adds_us']:.1f} |"
             )
     lines += ["", "| prefill, causal | TRITON_ATTN | FLASHINFER (fa3) | FA3 | cuDNN | ratio |"]
@@ -127,6 +131,7 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
     for model, step in dict.fromkeys((r["model"], r["step"]) for r in rows):
         here = [r for r in rows if (r["model"], r["step"]) == (model, step)]
         timed = [r for r in here if "us" in r and r["backend"] != "(selected)"]
+        timed.sort(key=lambda r: r["us"])
         chosen = next(r for r in here if r["backend"] == "(selected)")
         times = ", ".join(f"{r['backend']} {r['us']:.0f}" for r in timed)
         lines.append(

@@ -94,6 +94,8 @@ class Capabilities:
     - `platforms`: platform to arch patterns (`"sm_80+"`, `"gfx942"`, `"sm_80-sm_90"`); an empty
       tuple means every arch of it.
     - `cpu_features`: device features that must all be there (`"avx2"`).
+    - `fp8_compute`: over an e4m3 cache it rounds queries and weights to e4m3 too; served only where
+      the layer says `fp8_compute`.
     - `fp8_formats`: the e4m3 flavours (`"ocp"`, `"fnuz"`) that its fp8 kernels compute.
     - `v_head_pairs`: the (K, V) head sizes that may differ, where only some do; empty: any that
       `head_sizes` and `v_head_sizes` allow.
@@ -101,7 +103,7 @@ class Capabilities:
     - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both.
     - `features`: names of `polyattn.spec.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
-      also be a phase, a dtype, a cache dtype or a role: `{"alibi", "decode"}`.
+      also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
 
     Raises `ValueError` when the claims contradict themselves.
     """
@@ -112,6 +114,7 @@ class Capabilities:
     cpu_features: frozenset[str] = frozenset()
     dtypes: frozenset[str] = frozenset({"bfloat16", "float16"})
     kv_cache_dtypes: frozenset[str] = frozenset({"auto"})
+    fp8_compute: bool = False
     fp8_formats: frozenset[str] = frozenset({"ocp"})
     head_sizes: Sizes = ANY_SIZE
     v_head_sizes: Sizes = ANY_SIZE
@@ -205,7 +208,7 @@ def check(
     asked = features(spec)
     for name in sorted(asked - caps.features):
         need(False, name, FEATURES[name], sorted(caps.features), _FEATURE_REMEDIES.get(name, ""))
-    words = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value}
+    words = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
     for together, why in caps.excludes:
         need(not together <= words, " with ".join(sorted(together)), "together", "apart", why)
     need(
@@ -261,6 +264,14 @@ def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Nee
             f"{device.fp8} (what {device.arch} computes)",
             caps.fp8_formats,
             "the two e4m3 formats differ by a factor of two; use fp8_e5m2 or another backend",
+        )
+    if cached == "fp8_e4m3" and caps.fp8_compute:
+        need(
+            spec.fp8_compute,
+            "fp8_compute",
+            f"queries and weights in {spec.dtype}",
+            "all in e4m3",
+            "set fp8_compute=True in the spec where its error is acceptable",
         )
     if spec.block_size is not None and not spec.kind.is_recurrent:
         need(

@@ -112,6 +112,8 @@ class LayerSpec:
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `block_size` None lets the selector choose.
+    - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
+      as well, for kernels that multiply in it; the tolerance is `polyattn.tolerance.FP8_COMPUTE`.
     """
 
     kind: AttentionKind = AttentionKind.ATTENTION
@@ -122,6 +124,7 @@ class LayerSpec:
     scale: float = 0.0
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    fp8_compute: bool = False
     block_size: int | None = None
     role: Role = Role.DECODER
     causal: bool = True
@@ -248,7 +251,7 @@ class LayerSpec:
             sized = f"{self.num_heads} channels"
         words = [self.kind.value, sized, self.dtype]
         if self.kv_cache_dtype != "auto":
-            words.append(f"cache {self.kv_cache_dtype}")
+            words.append(f"cache {self.kv_cache_dtype}{', computed in it' * self.fp8_compute}")
         if self.block_size:
             words.append(f"block {self.block_size}")
         if self.role is not Role.DECODER:
@@ -338,6 +341,10 @@ def _check_relations(spec: LayerSpec) -> None:
     if spec.sink_tokens and spec.sliding_window is None:
         raise SpecError(
             f"sink_tokens={spec.sink_tokens} needs a sliding_window; without one every key is kept"
+        )
+    if spec.fp8_compute and spec.kv_cache_dtype != "fp8_e4m3":
+        raise SpecError(
+            f"fp8_compute=True goes with kv_cache_dtype='fp8_e4m3', not {spec.kv_cache_dtype!r}"
         )
     if spec.role in (Role.CROSS, Role.ENCODER, Role.ENCODER_ONLY) and spec.causal:
         raise SpecError(f"role={spec.role.value!r} is not causal; set causal=False")

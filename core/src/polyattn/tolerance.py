@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from polyattn.spec import LayerSpec
+
 
 @dataclass(frozen=True)
 class Tolerance:
@@ -26,6 +28,16 @@ TOLERANCES: dict[str, Tolerance] = {
 so only the backend's own rounding counts: half a unit in the last place of bf16 is 3.9e-3, of
 fp16 4.9e-4, and a kernel rounds the weights and the output. The LSE is float32 by contract, whatever
 the dtype."""
+
+
+FP8_COMPUTE = Tolerance(1e-1, 1e-1)
+"""Where queries and weights are rounded to e4m3 too: half a unit in its last place is 6.25e-2. The
+query's rounding moves a logit, the weight's the output, and the two add up in the worst row."""
+
+
+def tolerance_of(spec: LayerSpec) -> Tolerance:
+    """Return what a layer's results are held to."""
+    return FP8_COMPUTE if spec.fp8_compute else TOLERANCES[spec.dtype]
 
 
 def output_error(out: Tensor, reference: Tensor) -> float:

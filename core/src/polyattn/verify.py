@@ -16,7 +16,7 @@ from polyattn.layer import Attention
 from polyattn.recurrent import Recurrent
 from polyattn.selector import Selection
 from polyattn.spec import LayerSpec, Role
-from polyattn.tolerance import TOLERANCES, lse_error, output_error
+from polyattn.tolerance import lse_error, output_error, tolerance_of
 
 
 def verify_decision(decision: Decision, registry: Registry) -> dict[str, str]:
@@ -120,7 +120,7 @@ def _run_recurrent(selection: Selection, phase: str, inputs: _Inputs) -> str | N
     named = dict(zip(layer.form.inputs, given, strict=True))
     expected, after = reference_recurrent.forward(spec, named, layer.params, states.data, batch)
     out = layer(*given, states=states, batch=batch)
-    limit, rows = TOLERANCES[spec.dtype].output, len(out)
+    limit, rows = tolerance_of(spec).output, len(out)
     error = output_error(out.reshape(rows, -1), expected.reshape(rows, -1))
     error = max(error, output_error(states.data.flatten(1), after.flatten(1)))
     if not error <= limit:
@@ -153,7 +153,7 @@ def _compare(
     spec: LayerSpec, got: Tensor | tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
 ) -> str | None:
     out, lse = got if isinstance(got, tuple) else (got, None)
-    limit = TOLERANCES[spec.dtype]
+    limit = tolerance_of(spec)
     error = output_error(out, expected[0])
     if error > limit.output:
         return f"its output is wrong: relative error {error:.2g}, allowed {limit.output:g}"

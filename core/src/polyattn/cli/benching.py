@@ -23,7 +23,7 @@ from polyattn.errors import PolyattnError, SettingsError
 from polyattn.layer import Attention
 from polyattn.selector import Selection, resolve_device, select
 from polyattn.spec import AttentionKind, LayerSpec
-from polyattn.tolerance import TOLERANCES, output_error
+from polyattn.tolerance import output_error, tolerance_of
 
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
 
@@ -198,7 +198,7 @@ class Step:
             spec, self.query[row : row + 1], keys, values, self.layer.params
         )
         error = output_error(self.out[row : row + 1], expected)
-        if not error <= TOLERANCES[spec.dtype].output:
+        if not error <= tolerance_of(spec).output:
             raise PolyattnError(f"its result is wrong: relative error {error:.2g}")
         return error
 

@@ -152,7 +152,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
 def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     for cached in KV_CACHE_DTYPES:
         if cached in caps.kv_cache_dtypes and cached != "auto":
-            yield f"feature kv_cache_dtype {cached}", base.replace(kv_cache_dtype=cached)
+            yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
     for size in caps.block_sizes.examples(BLOCK_SIZES):
         if size != base.block_size:
             yield f"block_size {size}", base.replace(block_size=size)
@@ -163,6 +163,11 @@ def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, 
         )
         if expanded:
             yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+
+
+def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
+    """What a quantised cache sets on the base spec."""
+    return {"kv_cache_dtype": dtype, "fp8_compute": caps.fp8_compute and dtype == "fp8_e4m3"}
 
 
 def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
@@ -179,7 +184,7 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
     if base.role is Role.DECODER:
         for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
             for name in claimed:
-                changes = FEATURE_FIELDS[name] | {"kv_cache_dtype": cached}
+                changes = FEATURE_FIELDS[name] | _cached(caps, cached)
                 yield f"pair {cached} {name}", base.replace(**changes)
 
 

@@ -17,7 +17,7 @@ from polyattn.latent import LatentAttention
 from polyattn.recurrent import Recurrent
 from polyattn.spec import LayerSpec
 from polyattn.states import StateCache
-from polyattn.tolerance import TOLERANCES, lse_error, output_error
+from polyattn.tolerance import lse_error, output_error, tolerance_of
 
 RECURRENT_BATCHES = {
     "mixed": [
@@ -132,7 +132,7 @@ class FamilyHarness:
         expected, expected_lse = reference_latent.forward(
             spec, step.query, step.cache, step.batch, layer.weights, layer.params, step.topk
         )
-        limit = TOLERANCES[spec.dtype]
+        limit = tolerance_of(spec)
         error = output_error(out, expected)
         assert error <= limit.output, (
             f"{label}{self.base.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}"
@@ -201,7 +201,7 @@ class FamilyHarness:
         """Assert that two tensors agree: by token, or by slot."""
         rows = len(expected)
         error = output_error(found.reshape(rows, -1), expected.reshape(rows, -1)) if rows else 0.0
-        limit = TOLERANCES[spec.dtype].output
+        limit = tolerance_of(spec).output
         assert error <= limit, (
             f"{self.base.backend}: {label}is off by {error:.3g} (allowed {limit:g}) for {spec}"
         )

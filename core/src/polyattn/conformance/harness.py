@@ -18,7 +18,7 @@ from polyattn.layer import Attention
 from polyattn.selector import Selection, select
 from polyattn.settings import current
 from polyattn.spec import LayerSpec, Role
-from polyattn.tolerance import TOLERANCES, lse_error, output_error
+from polyattn.tolerance import lse_error, output_error, tolerance_of
 
 
 @dataclass
@@ -144,7 +144,7 @@ class Harness:
         expected, expected_lse = reference.forward(
             spec, inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, layer.params
         )
-        limit = TOLERANCES[spec.dtype]
+        limit = tolerance_of(spec)
         error = output_error(out, expected)
         assert error <= limit.output, (
             f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "

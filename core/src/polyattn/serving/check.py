@@ -22,7 +22,7 @@ from polyattn import (
 )
 from polyattn.errors import PolyattnError
 from polyattn.forms import Shape
-from polyattn.tolerance import TOLERANCES, output_error
+from polyattn.tolerance import output_error, tolerance_of
 
 HEADS = 4
 """Heads of an MLA layer, or channels of a recurrent one, that are checked at a time."""
@@ -91,7 +91,7 @@ class Checker:
     ) -> None:
         self.worst, self.checked = max(self.worst, error), self.checked + 1
         selection = layer.selection
-        limit = TOLERANCES[selection.spec.dtype].output
+        limit = tolerance_of(selection.spec).output
         if not error <= limit:
             raise WrongResultError(
                 f"{where}: error {error:.3g}, allowed {limit:g} "

@@ -18,7 +18,7 @@ from polyattn.plugin import (
 )
 
 from polyattn_cuda.families import FAMILIES
-from polyattn_cuda.providers import fa2_provider
+from polyattn_cuda.providers import fa2_provider, fa3_provider
 
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window"})
 DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
@@ -61,8 +61,14 @@ FLASH_ATTN_V3 = BackendInfo(
         # sequence's end; larger blocks are walked as several.
         block_sizes=Sizes(low=1, high=64),
         v_head_pairs=frozenset({(192, 128)}),  # an MLA layer's, expanded
-        features=MASKS | {"v_head_size", "logit_soft_cap", "lse"},
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+        fp8_compute=True,
+        # vLLM's build reads sinks, as bf16; upstream's has none.
+        features=MASKS
+        | {"v_head_size", "logit_soft_cap", "lse"}
+        | (frozenset({"learned_sinks"}) if fa3_provider() == "vllm" else frozenset()),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+        excludes=((frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),),
     ),
     priorities=(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
@@ -137,6 +143,31 @@ CUDNN_ATTENTION = BackendInfo(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
+XFORMERS = BackendInfo(
+    name="XFORMERS",
+    summary="xFormers' memory-efficient attention (CUTLASS), for GPUs before Ampere",
+    path="polyattn_cuda.xformers:XFormersAttention",
+    probe="polyattn_cuda.providers:xformers_ready",
+    requires=("xformers>=0.0.35",),
+    install="pip install xformers",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_75-sm_90",)},
+        roles=frozenset(Role),
+        dtypes=frozenset({"bfloat16", "float16", "float32"}),
+        head_sizes=multiples(8, high=256),
+        v_head_sizes=multiples(8, high=256),
+        features=MASKS | {"v_head_size", "lse"},
+        excludes=(
+            (frozenset({"bfloat16", "sm_75"}), "bf16 products begin with sm_80"),
+            (frozenset({"sliding_window", "non_causal"}), "its local masks are causal"),
+        ),
+    ),
+    priorities=(
+        Priority(score=30, why="copies pages and repeats KV heads: where nothing else runs"),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
 
 @hookimpl
 def polyattn_api_versions() -> tuple[int, int]:
@@ -150,4 +181,12 @@ def polyattn_platforms() -> list[Platform]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [FLASH_ATTN, FLASH_ATTN_V3, FLASH_ATTN_V4, FLASHINFER, CUDNN_ATTENTION, *FAMILIES]
+    return [
+        FLASH_ATTN,
+        FLASH_ATTN_V3,
+        FLASH_ATTN_V4,
+        FLASHINFER,
+        CUDNN_ATTENTION,
+        XFORMERS,
+        *FAMILIES,
+    ]

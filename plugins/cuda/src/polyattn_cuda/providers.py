@@ -113,3 +113,13 @@ def cudnn_ready() -> str | None:
         if _version(name):
             return None
     return "torch's cuDNN (nvidia-cudnn-cu12 or -cu13) is not installed"
+
+
+def xformers_ready() -> str | None:
+    """Say why xFormers can't be imported here, or None."""
+    if find_spec("flash_attn") and not _version("flash-attn"):
+        return (
+            "xformers imports flash_attn.flash_attn_interface where it sees a flash_attn folder, and "
+            "flash-attn 4's has none; uninstall flash-attn-4 or install flash-attn"
+        )
+    return None

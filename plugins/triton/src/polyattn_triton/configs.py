@@ -116,7 +116,7 @@ MLA_TABLE: tuple[MLARow, ...] = (
         MLAConfig(64, 64, 8, 1, hopper=True),
         "H200: 404 TFLOP/s at 64 x 4,096",
         latent=(512, 64),
-    ),  # fmt: skip
+    ),
     MLARow("sm_90+", 16, 2, MLAConfig(16, 32, 4, 2)),
     MLARow("sm_90", 1 << 30, 2, MLAConfig(64, 64, 8, 2, True), "H200: 277 TFLOP/s at 64 x 4,096"),
     MLARow("sm_90+", 1 << 30, 2, MLAConfig(64, 32, 8, 2)),
