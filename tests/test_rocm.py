@@ -15,7 +15,7 @@ from polyattn.errors import SelectionError
 from polyattn.selector import select
 from polyattn.spec import LayerSpec
 
-FAKES = Path(__file__).parent / "fake_rocm"
+FAKES = Path(__file__).parent / "fake_libraries"
 
 
 def conformance(backend: str, profile: str, computes: str, report: Path) -> dict[str, int]:

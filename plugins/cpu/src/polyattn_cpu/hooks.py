@@ -65,7 +65,7 @@ FLEX_ATTENTION = BackendInfo(
         Priority(score=20, platform="cpu", why="gathers the cache into one padded tensor"),
         Priority(score=10, why="needs a compilation for each layer"),
     ),
-    proof={"cpu": Proof.MEASURED},
+    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
 TORCH_MLA = BackendInfo(

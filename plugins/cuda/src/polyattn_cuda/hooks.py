@@ -38,13 +38,16 @@ FLASH_ATTN = BackendInfo(
         block_sizes=multiples(256 if fa2_provider() == "flash_attn" else 16),
         preferred_block_size=256 if fa2_provider() == "flash_attn" else 16,
         features=MASKS | {"logit_soft_cap", "alibi", "lse"},
-        excludes=((frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),),
+        excludes=(
+            (frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),
+            (frozenset({"alibi", "lse"}), "its causal ALiBi leaves the row's part out of the LSE"),
+        ),
     ),
     priorities=(
         Priority(score=70, archs=("sm_80-sm_89",), kind=ATTENTION, why="the fastest before Hopper"),
         Priority(score=65, kind=ATTENTION, why="FlashAttention-2 works on every NVIDIA from sm_80"),
     ),
-    proof={"cuda": Proof.SIGNATURE},
+    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
 FLASH_ATTN_V3 = BackendInfo(
@@ -96,7 +99,7 @@ FLASH_ATTN_V4 = BackendInfo(
             score=85, phase="prefill", why="copies cached pages first: it can't skip NaN rows"
         ),
     ),
-    proof={"cuda": Proof.SIGNATURE},
+    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
 FLASHINFER = BackendInfo(
@@ -165,7 +168,7 @@ XFORMERS = BackendInfo(
     priorities=(
         Priority(score=30, why="copies pages and repeats KV heads: where nothing else runs"),
     ),
-    proof={"cuda": Proof.SIGNATURE},
+    proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
 

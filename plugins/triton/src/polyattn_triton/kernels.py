@@ -275,6 +275,11 @@ def merge_kernel(
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
     lse = tl.load(PART_LSE + part, mask=offs_s < SPLITS, other=float("-inf"))
+    parts = tl.load(  # asked for before the weights are known: one wait instead of two
+        PARTS + part[:, None] * DV + offs_dv[None, :],
+        mask=(offs_s < SPLITS)[:, None] & (offs_dv < DV)[None, :],
+        other=0.0,
+    )
     top = tl.max(lse, 0)
     if HAS_SINKS:
         sink = tl.load(SINKS + head) * LOG2E
@@ -284,11 +289,6 @@ def merge_kernel(
     total = tl.sum(weight, 0)
     if HAS_SINKS:
         total += tl.exp2(sink - base)
-    parts = tl.load(
-        PARTS + part[:, None] * DV + offs_dv[None, :],
-        mask=(offs_s < SPLITS)[:, None] & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
     safe = tl.where(total == 0.0, 1.0, total)
     out = tl.sum(parts * weight[:, None], 0) * (v_scale / safe)
     tl.store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn_fake_rocm import attend_paged, bind, lengths
+from polyattn_fakes import attend_paged, bind, lengths
 from torch import Tensor
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn_fake_rocm import FP8, attend_paged, bind, lengths
+from polyattn_fakes import FP8, attend_paged, bind, lengths
 from torch import Tensor
 
 

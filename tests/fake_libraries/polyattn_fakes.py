@@ -1,4 +1,4 @@
-"""What the fakes of AITER and flash-attn share: they bind, check and compute with the reference.
+"""What the fakes of the libraries share: they bind, check and compute with the reference.
 
 Each call is bound against the signature recorded from the real package, and the answer comes from the
 very arguments: pages, starts, window, scales. What the libraries leave undefined is NaN here.
@@ -19,8 +19,11 @@ from polyattn import LayerParams, LayerSpec, reference
 from torch import Tensor
 
 RECORDS = Path(__file__).parent.parent / "signatures"
-FP8 = {"gfx942": torch.float8_e4m3fnuz, "gfx950": torch.float8_e4m3fn}[os.environ["FAKE_GFX"]]
+FP8 = {"gfx942": torch.float8_e4m3fnuz}.get(os.environ.get("FAKE_GFX", ""), torch.float8_e4m3fn)
 """The e4m3 that the pretended chip computes, whatever a tensor says that it holds."""
+
+EMPTY_ROW = torch.nan
+"""What a row without keys gets: nobody promises anything on ROCm; see `polyattn_on_cpu`."""
 
 
 def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -35,6 +38,10 @@ def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
                 default=Parameter.empty if index < required else None,
             )
             for index, name in enumerate(names)
+        ]
+        + [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=None if optional else Parameter.empty)
+            for name, optional in record["keyword"].items()
         ]
     )  # fmt: skip
     bound = signature.bind(*args, **kwargs)
@@ -61,7 +68,8 @@ def attend_paged(
         sliding_window=None if left < 0 else left + 1, logit_soft_cap=soft_cap or None,
         alibi=slopes is not None, needs_lse=True,
     )  # fmt: skip
-    out = torch.full((len(query), query.shape[1], value.shape[3]), torch.nan, dtype=torch.float64)
+    shape = (len(query), query.shape[1], value.shape[3])
+    out = torch.full(shape, EMPTY_ROW, dtype=torch.float64)
     lse = torch.full((query.shape[1], len(query)), torch.inf, dtype=torch.float64)
     for index, length in enumerate(lens):
         rows = slice(starts[index], starts[index + 1])

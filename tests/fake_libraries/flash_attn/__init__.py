@@ -1,0 +1,1 @@
+"""A fake flash-attn: see `polyattn_fakes`."""

@@ -1,0 +1,1 @@
+"""A fake xFormers: see `polyattn_fakes`."""

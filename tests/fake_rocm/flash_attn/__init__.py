@@ -1,1 +1,0 @@
-"""A fake flash-attn: see `polyattn_fake_rocm`."""
