@@ -89,6 +89,10 @@ def run(
         typer.Option(help="Cache block size (default: the selector chooses)."),
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, int8.")] = "auto",
+    fp8_compute: Annotated[
+        bool,
+        typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
+    ] = False,
     check: Annotated[int, typer.Option(min=0, help="Tokens checked a layer and step.")] = 2,
     seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
     device: DeviceOption = None,
@@ -102,8 +106,8 @@ def run(
     options = RunOptions(
         model=model, trace=trace, requests=requests, layers=layers, max_tokens=max_tokens,
         scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
-        block_size=block_size, kv_cache_dtype=kv_cache_dtype, check=check, seed=seed,
-        device=device, backend=backend, json=json, plot=plot,
+        block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
+        seed=seed, device=device, backend=backend, json=json, plot=plot,
     )  # fmt: skip
     raise typer.Exit(show(options))
 

@@ -37,6 +37,7 @@ class RunOptions:
     cache_gb: float
     block_size: int | None
     kv_cache_dtype: str
+    fp8_compute: bool
     check: int
     seed: int
     device: str | None
@@ -83,7 +84,10 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     for spec in specs:
         changes: dict[str, Any] = {}
         if spec.role.has_cache and not spec.kind.is_recurrent:
-            changes = {"block_size": options.block_size, "kv_cache_dtype": options.kv_cache_dtype}
+            changes = {
+                name: getattr(options, name)
+                for name in ("block_size", "kv_cache_dtype", "fp8_compute")
+            }
         served.append(spec.replace(**changes))
     return served
 

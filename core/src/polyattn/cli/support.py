@@ -29,6 +29,7 @@ def matrix(infos: list[BackendInfo]) -> str:
     row("roles", [", ".join(sorted(r.value for r in c.roles)) for c in caps])
     row("dtypes", [", ".join(sorted(c.dtypes)) for c in caps])
     row("cache dtypes", [", ".join(sorted(c.kv_cache_dtypes)) for c in caps])
+    row("rounds queries to fp8 too", ["yes" if c.fp8_compute else "" for c in caps])
     row("head sizes", [str(c.head_sizes) for c in caps])
     row("GQA ratios", [str(c.gqa_ratios) for c in caps])
     row("block sizes", [str(c.block_sizes) for c in caps])
