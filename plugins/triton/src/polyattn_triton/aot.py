@@ -13,6 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.attention import attention_constants, tile_config
 from polyattn_triton.kernels import attention_kernel, merge_kernel, write_kernel
+from polyattn_triton.launch import merge_block
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
@@ -37,13 +38,12 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     early = arch_matches("sm_90+", arch)
-    splits = 8
     if phase in ("merge", "write"):
-        return _compile_small(spec, arch, phase, query, cached, block_size, splits, early)
+        return _compile_small(spec, arch, phase, query, cached, block_size, early)
     decode = phase in ("decode", "split")
     config = tile_config(spec, arch, "decode" if decode else phase)
     constants = attention_constants(
-        spec, config, block_size if phase != "prefill" else 1, splits if phase == "split" else 1,
+        spec, config, block_size if phase != "prefill" else 1, phase == "split",
         decode, phase != "prefill", spec.needs_lse, early,
     )  # fmt: skip
     pointers = {
@@ -62,13 +62,12 @@ def _compile_small(
     query: str,
     cached: str,
     block_size: int,
-    splits: int,
     early: bool,
 ) -> Any:
     if phase == "merge":
         width = triton.next_power_of_2(max(16, spec.v_head_size))
         constants: tuple[Any, ...] = (
-            spec.num_heads, spec.v_head_size, width, splits, splits, spec.learned_sinks,
+            spec.num_heads, spec.v_head_size, width, merge_block(64), spec.learned_sinks,
             spec.needs_lse, early,
         )  # fmt: skip
         return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
@@ -81,7 +80,7 @@ def _compile_small(
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "table_s", "st_k", "st_v"}
+FREE = {"lse_t", "bt_s", "table_s", "splits", "st_k", "st_v"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_inv", "v_inv", "limit"}
 
 

@@ -30,7 +30,7 @@ PREFILLS = {
 OPTIONAL = frozenset({"D", "dt_bias", "bias"})
 
 
-def compile_mla(spec: LayerSpec, arch: str, splits: int, block_size: int = 64) -> Any:
+def compile_mla(spec: LayerSpec, arch: str, split: bool, block_size: int = 64) -> Any:
     """Compile TRITON_MLA's kernel (TRITON_MLA_SPARSE's for a sparse layer) to machine code."""
     assert spec.latent is not None
     element = ELEMENT[spec.dtype]
@@ -39,7 +39,7 @@ def compile_mla(spec: LayerSpec, arch: str, splits: int, block_size: int = 64) -
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     config = mla_config(spec, arch)
     constants = mla_constants(
-        spec, config, block_size, splits, bool(spec.latent.topk), spec.needs_lse,
+        spec, config, block_size, split, bool(spec.latent.topk), spec.needs_lse,
         arch_matches("sm_90+", arch),
     )  # fmt: skip
     pointers = {

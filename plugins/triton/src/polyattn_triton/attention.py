@@ -14,7 +14,7 @@ from torch import Tensor
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.kernels import attention_kernel, merge_kernel
-from polyattn_triton.launch import Site
+from polyattn_triton.launch import Site, merge_block
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
@@ -25,19 +25,18 @@ def attention_constants(
     spec: LayerSpec,
     config: Config,
     block_size: int,
-    splits: int,
+    split: bool,
     decode: bool,
     paged: bool,
     lse: bool,
     early: bool,
 ) -> tuple[Any, ...]:
     """Return `attention_kernel`'s constants, in its order."""
-    split = splits > 1
     return (
         spec.gqa_ratio, spec.num_heads, spec.head_size, spec.v_head_size,
         triton.next_power_of_2(max(16, spec.head_size)),
         triton.next_power_of_2(max(16, spec.v_head_size)),
-        config.block_m, config.block_n, block_size, splits, decode, paged, spec.causal,
+        config.block_m, config.block_n, block_size, split, decode, paged, spec.causal,
         spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
         spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks and not split,
         lse and not split, early and split,
@@ -100,7 +99,7 @@ class TritonAttention(AttentionBackend):
         most = -(-longest // MIN_SPLIT_KEYS)
         if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
             most = MAX_SPLITS
-        # Powers of two, so that few variants are compiled.
+        # Powers of two: the merge's tile holds one.
         self.splits = triton.next_power_of_2(max(1, min(wanted, most, MAX_SPLITS)))
         rows = batch.num_seqs * spec.num_heads * self.splits
         if self.splits > 1 and self._part_lse.numel() < rows:
@@ -174,12 +173,13 @@ class TritonAttention(AttentionBackend):
         self, count: int, quantized: bool, params: LayerParams, out: Tensor, lse: Tensor | None
     ) -> None:
         spec, splits = self.spec, self.splits
-        key = ("merge", out.stride(), splits, lse is None)
+        block = merge_block(splits)
+        key = ("merge", out.stride(), block, lse is None)
         site = self._sites.get(key)
         if site is None:
             constants = (
-                spec.num_heads, spec.v_head_size, self.block_dv, splits, splits,
-                spec.learned_sinks, lse is not None, self.early,
+                spec.num_heads, spec.v_head_size, self.block_dv, block, spec.learned_sinks,
+                lse is not None, self.early,
             )  # fmt: skip
             early = {"launch_pdl": True} if self.early else {}
             site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 2} | early)
@@ -191,7 +191,7 @@ class TritonAttention(AttentionBackend):
                 self._part_lse if params.sinks is None else params.sinks,
             ),
             (params.v_scale if quantized else 1.0,),
-            (0 if lse is None else lse.stride(0),),
+            (0 if lse is None else lse.stride(0), splits),
         )  # fmt: skip
 
     def _launch(
@@ -210,11 +210,11 @@ class TritonAttention(AttentionBackend):
         decode = self.decode
         which = (
             query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
-            cache is None, grid[2], decode, lse is None,
+            cache is None, grid[2] > 1, decode, lse is None,
         )  # fmt: skip
         site = self._sites.get(which)
         if site is None:
-            site = self._sites[which] = self._site(query, key, value, cache, out, grid[2], lse)
+            site = self._sites[which] = self._site(query, key, value, cache, out, grid[2] > 1, lse)
         table = batch.block_table if cache is not None else None
         site(
             grid,
@@ -231,7 +231,9 @@ class TritonAttention(AttentionBackend):
                 params.v_scale if quantized else 1.0,
                 spec.logit_soft_cap or 1.0,
             ),
-            (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
+            (
+                0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0), grid[2],
+            ),
         )  # fmt: skip
 
     def _site(
@@ -241,7 +243,7 @@ class TritonAttention(AttentionBackend):
         value: Tensor,
         cache: KVCache | None,
         out: Tensor,
-        splits: int,
+        split: bool,
         lse: Tensor | None,
     ) -> Site:
         """Specialise the kernel for these strides and this phase."""
@@ -254,7 +256,7 @@ class TritonAttention(AttentionBackend):
         else:
             strides = (k[0], k[1], k[2], v[0], v[1], v[2])
         constants = attention_constants(
-            self.spec, config, 1 if cache is None else cache.block_size, splits, self.decode,
+            self.spec, config, 1 if cache is None else cache.block_size, split, self.decode,
             cache is not None, lse is not None, self.early,
         )  # fmt: skip
         return Site(

@@ -108,14 +108,15 @@ def _tiles(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t", "bt_s"])
+@triton.jit(do_not_specialize=["lse_t", "bt_s", "splits"])
 def attention_kernel(
     Q, K, V, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, TILE_SEQ, TILE_START, SINKS, SLOPES,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
+    splits,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, DECODE: tl.constexpr, PAGED: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     EARLY: tl.constexpr,
@@ -185,8 +186,8 @@ def attention_kernel(
         high_tile = high_tile - skip_by
         full_low = high_tile
         full_high = high_tile
-    if SPLITS > 1:
-        each = tl.cdiv(tl.maximum(high_tile - low_tile, 0), SPLITS)
+    if SPLIT:
+        each = tl.cdiv(tl.maximum(high_tile - low_tile, 0), splits)
         low_tile = low_tile + split * each
         high_tile = tl.minimum(low_tile + each, high_tile)
     full_low = tl.minimum(tl.maximum(full_low, low_tile), high_tile)
@@ -231,8 +232,8 @@ def attention_kernel(
         CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
     )  # fmt: skip
 
-    if SPLITS > 1:
-        part = ((token0 + in_query) * HEADS + head).to(tl.int64) * SPLITS + split
+    if SPLIT:
+        part = ((token0 + in_query) * HEADS + head).to(tl.int64) * splits + split
         safe = tl.where(l == 0.0, 1.0, l)
         tl.store(
             PARTS + part[:, None] * DV + offs_dv[None, :],
@@ -260,24 +261,24 @@ def attention_kernel(
             tl.store(LSE + (token0 + in_query).to(tl.int64) * lse_t + head, lse, mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["lse_t"])
+@triton.jit(do_not_specialize=["lse_t", "splits"])
 def merge_kernel(
-    PARTS, PART_LSE, OUT, LSE, SINKS, v_scale, o_t, o_h, lse_t,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    PARTS, PART_LSE, OUT, LSE, SINKS, v_scale, o_t, o_h, lse_t, splits,
+    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one (token, head). Grid: (tokens, heads)."""
+    """Merge up to BLOCK_S splits of one (token, head). Grid: (tokens, heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     offs_s = tl.arange(0, BLOCK_S)
     offs_dv = tl.arange(0, BLOCK_DV)
-    part = (token * HEADS + head) * SPLITS + offs_s
+    part = (token * HEADS + head) * splits + offs_s
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
-    lse = tl.load(PART_LSE + part, mask=offs_s < SPLITS, other=float("-inf"))
+    lse = tl.load(PART_LSE + part, mask=offs_s < splits, other=float("-inf"))
     parts = tl.load(  # asked for before the weights are known: one wait instead of two
         PARTS + part[:, None] * DV + offs_dv[None, :],
-        mask=(offs_s < SPLITS)[:, None] & (offs_dv < DV)[None, :],
+        mask=(offs_s < splits)[:, None] & (offs_dv < DV)[None, :],
         other=0.0,
     )
     top = tl.max(lse, 0)

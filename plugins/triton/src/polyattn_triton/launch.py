@@ -15,6 +15,11 @@ from torch import Tensor
 Key = tuple[Any, ...]
 
 
+def merge_block(splits: int) -> int:
+    """Return the merge kernel's tile for so many splits: few sizes, each compiles while serving."""
+    return next(size for size in (8, 32, 64, 128) if splits <= size)
+
+
 class Site:
     """A kernel with all that it is specialised on but the pointers' alignments.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import MLAConfig, pick_mla
 from polyattn_triton.kernels import merge_kernel
-from polyattn_triton.launch import Launcher
+from polyattn_triton.launch import Launcher, merge_block
 from polyattn_triton.mla_kernels import mla_kernel
 
 MIN_SPLIT_ROWS = 128
@@ -38,7 +38,7 @@ def mla_constants(
     spec: LayerSpec,
     config: MLAConfig,
     block_size: int,
-    splits: int,
+    split: bool,
     sparse: bool,
     lse: bool,
     early: bool,
@@ -47,8 +47,8 @@ def mla_constants(
     assert spec.latent is not None
     rank, rope = spec.latent.rank, spec.latent.rope_head_size
     tiles = (
-        config.block_h, config.block_n, block_size, splits, sparse, lse and splits == 1,
-        early and splits > 1,
+        config.block_h, config.block_n, block_size, split, sparse, lse and not split,
+        early and split,
     )  # fmt: skip
     if config.hopper:
         return (spec.num_heads, rank, rope, *tiles)
@@ -96,7 +96,7 @@ class TritonMLA(AttentionBackend):
             cost = waves * (-(-rows // splits) / block + SPLIT_TILES)
             if least is None or cost < least:
                 self.splits, least = splits, cost
-            splits *= 2  # powers of two, so that few variants are compiled
+            splits *= 2
         count = tokens * self.spec.num_heads * self.splits
         if self.splits > 1 and self._part_lse.numel() < count:
             self._parts = torch.empty(count * self.rank, device=self.torch_device)
@@ -155,9 +155,9 @@ class TritonMLA(AttentionBackend):
             ),
             (spec.scale * v_scale, v_scale),
             (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
-            (lse_t, table.stride(0)),
+            (lse_t, table.stride(0), splits),
             mla_constants(
-                spec, config, cache.block_size, splits, slots is not None, lse is not None,
+                spec, config, cache.block_size, splits > 1, slots is not None, lse is not None,
                 self.early,
             ),
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
@@ -170,9 +170,10 @@ class TritonMLA(AttentionBackend):
             (self._parts, self._part_lse, out, out if lse is None else lse, self._part_lse),
             (v_scale,),
             (out.stride(0), out.stride(1)),
-            (lse_t,),
+            (lse_t, splits),
             (
-                spec.num_heads, self.rank, block, splits, splits, False, lse is not None, self.early,
+                spec.num_heads, self.rank, block, merge_block(splits), False, lse is not None,
+                self.early,
             ),
             {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),
         )  # fmt: skip

@@ -69,12 +69,13 @@ def _row_max(s, PAIR: gl.constexpr, ROW: gl.constexpr):
     return gl.convert_layout(gl.max(gl.convert_layout(halves, PAIR), 1), ROW)
 
 
-@gluon.jit(do_not_specialize=["lse_t", "table_s"])
+@gluon.jit(do_not_specialize=["lse_t", "table_s", "splits"])
 def mla_hopper_kernel(
     Q, KV, OUT, LSE, PARTS, PART_LSE, BT, SLOTS, SEQ_LENS, scale, v_scale,
     q_t, q_h, kv_b, kv_t, o_t, o_h, lse_t, table_s,
+    splits,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLITS: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT: gl.constexpr,
     SPARSE: gl.constexpr, HAS_LSE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """One token, 64 of its heads, all its rows or one split of them, by two warp groups.
@@ -130,8 +131,8 @@ def mla_hopper_kernel(
 
     first = 0
     last = gl.cdiv(length, BLOCK_N)
-    if SPLITS > 1:
-        each = gl.cdiv(last, SPLITS)
+    if SPLIT:
+        each = gl.cdiv(last, splits)
         first = split * each
         last = gl.minimum(first + each, last)
 
@@ -206,8 +207,8 @@ def mla_hopper_kernel(
     head_ok = head < HEADS
     offs = gl.arange(0, RANK, layout=gl.SliceLayout(0, OUTPUT))
     stored = head_ok[:, None] & (offs < RANK)[None, :]
-    if SPLITS > 1:
-        part = (token * HEADS + head) * SPLITS + split
+    if SPLIT:
+        part = (token * HEADS + head) * splits + split
         gl.store(PARTS + part[:, None] * RANK + offs[None, :], acc / safe[:, None], mask=stored)
         lse = gl.where(l == 0.0, float("-inf"), m + gl.log2(safe))
         gl.store(PART_LSE + part, lse, mask=head_ok)

@@ -110,13 +110,14 @@ def _rows(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t", "table_s"])
+@triton.jit(do_not_specialize=["lse_t", "table_s", "splits"])
 def mla_kernel(
     Q, KV, OUT, LSE, PARTS, PART_LSE, BT, SLOTS, SEQ_LENS, scale, v_scale,
     q_t, q_h, kv_b, kv_t, o_t, o_h, lse_t, table_s,
+    splits,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, SPARSE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SPLIT: tl.constexpr, SPARSE: tl.constexpr,
     HAS_LSE: tl.constexpr, EARLY: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One token, some of its heads, all its rows or one split of them.
@@ -150,8 +151,8 @@ def mla_kernel(
     first = 0
     last = tl.cdiv(length, BLOCK_N)
     full = length // BLOCK_N
-    if SPLITS > 1:
-        each = tl.cdiv(last, SPLITS)
+    if SPLIT:
+        each = tl.cdiv(last, splits)
         first = split * each
         last = tl.minimum(first + each, last)
     full = tl.maximum(tl.minimum(full, last), first)
@@ -171,8 +172,8 @@ def mla_kernel(
 
     safe = tl.where(l == 0.0, 1.0, l)
     stored = head_ok[:, None] & (offs_r < RANK)[None, :]
-    if SPLITS > 1:
-        part = (token * HEADS + head) * SPLITS + split
+    if SPLIT:
+        part = (token * HEADS + head) * splits + split
         tl.store(PARTS + part[:, None] * RANK + offs_r[None, :], acc / safe[:, None], mask=stored)
         lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(safe))
         tl.store(PART_LSE + part, lse, mask=head_ok)
