@@ -57,7 +57,16 @@ def test_compiles_to_machine_code(arch: str, variant: str) -> None:
 
 @pytest.mark.parametrize("arch", FP8_TARGETS)
 def test_compiles_fp8_caches(arch: str) -> None:
-    assert all(compiled_bytes(BASE.replace(kv_cache_dtype="fp8_e4m3"), arch).values())
+    """In a process of its own: Triton keeps the fp8 conversions of the first AMD target for all."""
+    code = (
+        "import test_triton as t; "
+        f"print(min(t.compiled_bytes(t.BASE.replace(kv_cache_dtype='fp8_e4m3'), {arch!r}).values()))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True,
+        timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0 and int(found.stdout) > 500, found.stderr[-2000:]
 
 
 FAMILY_MODELS = (
