@@ -155,3 +155,28 @@ def test_flash_attn_4_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     backend.forward_prefill(query, None, None, cache, LayerParams(), query.clone(), lse)
     assert calls[0]["cu_seqlens_k"].tolist() == [0, 17, 22] and calls[0]["k"].shape == (22, 2, 64)
     assert calls[0]["window_size"] == (8, 0) and bool((lse == 1.5).all())
+
+
+def test_torch_varlen_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is here itself, so its own signature is what the call is bound to."""
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    real = inspect.signature(varlen.varlen_attn)
+    calls: list[dict[str, Any]] = []
+
+    def varlen_attn(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        found = dict(real.bind(*args, **kwargs).arguments)
+        calls.append(found)
+        return torch.ones_like(found["query"]), torch.full((8, len(found["query"])), 1.5)
+
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    from polyattn_cuda.flash_attn import PROVIDERS
+
+    spec = SPEC.replace(logit_soft_cap=None)
+    batch, cache, query = step([17, 5], [4, 5])
+    out = query.clone()
+    found = PROVIDERS["torch"](spec).varlen(query, cache, LayerParams(), out, batch)
+    assert found.shape == (8, 9) and bool((out == 1).all())
+    assert calls[0]["seqused_k"].tolist() == [17, 5] and calls[0]["window_size"] == (8, 0)
+    assert calls[0]["block_table"] is batch.block_table and calls[0]["enable_gqa"] is True
+    with pytest.raises(NotImplementedError, match="neither soft cap nor ALiBi"):
+        PROVIDERS["torch"](SPEC)

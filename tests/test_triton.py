@@ -123,3 +123,28 @@ def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
     counts = json.loads(report.read_text())
     assert counts["passed"] >= 4 and counts["failed"] == counts["skipped"] == 0
+
+
+def test_a_site_asks_the_compiler_once_an_alignment() -> None:
+    """Launches pass addresses once a variant is known; another alignment is another variant."""
+    import torch
+    from polyattn_triton.launch import Launcher
+
+    compiled: list[tuple[object, ...]] = []
+    launched: list[tuple[object, ...]] = []
+
+    class Variant:
+        def __getitem__(self, grid: object) -> object:
+            return lambda *args: launched.append(args)
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            return lambda *args, **options: (compiled.append(args), Variant())[1]
+
+    launch, tensor = Launcher(Kernel()), torch.zeros(32)
+    for given in (tensor, tensor, tensor[1:], tensor[4:]):
+        launch((1, 1, 1), (given,), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
+    assert [a[0].data_ptr() % 16 for a in compiled] == [0, 4]  # type: ignore[attr-defined]
+    assert launched == [(t.data_ptr(), 0.5, 16, 7, True) for t in (tensor, tensor[4:])]
+    launch((1, 1, 1), (tensor.double(),), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
+    assert len(compiled) == 3

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from polyattn import LayerSpec, register, select, unregister
-from polyattn.backend import BackendInfo, Priority
+from polyattn.backend import AttentionBackend, BackendInfo, Priority
 from polyattn.capability import Capabilities
 from polyattn.errors import PluginError, SelectionError
 from polyattn.plugin import hookimpl
@@ -28,6 +28,13 @@ class Failing(TorchSDPA):
         raise RuntimeError("ninja: build stopped: subcommand failed")
 
 
+class Boasting(AttentionBackend):
+    """Claims both phases and has one."""
+
+    def forward_prefill(self, *args: object) -> None:
+        raise AssertionError("never gets here")
+
+
 def info(name: str, score: int) -> BackendInfo:
     return BackendInfo(
         name=name,
@@ -45,7 +52,7 @@ class Plugin:
 
     @hookimpl
     def polyattn_backends(self) -> list[BackendInfo]:
-        return [info("WRONG", 99), info("FAILING", 98)]
+        return [info("WRONG", 99), info("FAILING", 98), info("BOASTING", 1)]
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +75,12 @@ def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:
 def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
     with pytest.raises(SelectionError, match=says):
         select(SPEC, "cpu", backend=name, verify=True)
+
+
+def test_a_claim_without_its_method_is_found_when_the_backend_is_built() -> None:
+    selection = select(SPEC, "cpu", backend="BOASTING", verify=False)
+    with pytest.raises(PluginError, match="BOASTING claims decode, prefill .*no forward_decode"):
+        _ = selection.runtime
 
 
 def test_a_late_registration_is_never_stale() -> None:

@@ -109,12 +109,13 @@ class LayerParams:
     v_scale: float = 1.0
 
 
-class AttentionBackend(ABC):
+class AttentionBackend:
     """One instance serves every layer that shares a selection.
 
     The engine plans once a step; layers then run in any number. Contracts: tensors and masks as
     in `docs/contracts.md`; `out` is written; unused cache never reaches an output; nothing that
-    `Capabilities` doesn't claim has to be handled, because such a layer never gets here.
+    `Capabilities` doesn't claim has to be handled, because such a layer never gets here. What each
+    claimed phase needs is `forward_PHASE`; a sparse layer's phases both need `forward_sparse`.
     """
 
     name: ClassVar[str] = ""
@@ -127,7 +128,6 @@ class AttentionBackend(ABC):
         """Prepare one step from metadata only. A captured graph must stay valid across plans."""
         self.batch = batch
 
-    @abstractmethod
     def forward_prefill(
         self,
         query: Tensor,
@@ -145,8 +145,8 @@ class AttentionBackend(ABC):
         there is no cache (encoders) they are all there is. `lse` (num_tokens, num_heads)
         float32, natural logarithm, is written where given.
         """
+        raise NotImplementedError(f"{type(self).__name__} claims no phase 'prefill'")
 
-    @abstractmethod
     def forward_decode(
         self,
         query: Tensor,
@@ -156,6 +156,7 @@ class AttentionBackend(ABC):
         lse: Tensor | None,
     ) -> None:
         """Attend for sequences of one query token each, over the cache alone."""
+        raise NotImplementedError(f"{type(self).__name__} claims no phase 'decode'")
 
     def forward_mixed(
         self,

@@ -12,7 +12,7 @@ from polyattn.batch import Batch, check_lens_against_table, check_on_device
 from polyattn.cache import KVCache
 from polyattn.device import Device
 from polyattn.errors import BatchError, PluginError
-from polyattn.spec import LayerSpec
+from polyattn.spec import AttentionKind, LayerSpec
 
 if TYPE_CHECKING:
     from polyattn.selector import Selection
@@ -37,7 +37,22 @@ def load_backend(
         ) from error
     if not isinstance(backend, base):
         raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+    if isinstance(backend, AttentionBackend):
+        _check_claims(info, spec, backend)
     return backend
+
+
+def _check_claims(info: BackendInfo, spec: LayerSpec, backend: AttentionBackend) -> None:
+    """A claimed phase whose method is still the base's would fail in the middle of serving."""
+    phases = info.capabilities.phases
+    sparse = spec.kind is AttentionKind.SPARSE_MLA
+    for name in ["sparse"] if sparse else sorted(phases):
+        method = f"forward_{name}"
+        if getattr(type(backend), method) is getattr(AttentionBackend, method):
+            raise PluginError(
+                f"backend {info.name} claims {', '.join(sorted(phases))} for {spec.kind.value} and "
+                f"{info.path} has no {method}; write it, or claim less"
+            )
 
 
 class Walk:

@@ -73,13 +73,3 @@ class CudnnAttention(CudaAttention):
             scale=self.spec.scale,
         )
         return AttentionState(result[0][0].transpose(0, 1), result[1][0].view(query.shape[1], -1).T)
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        raise NotImplementedError("CUDNN_ATTENTION claims prefill only")

@@ -69,13 +69,3 @@ class FlashAttention4(CudaAttention):
         out.copy_(result)
         if lse is not None:
             store_lse(lse, found)
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        raise NotImplementedError("FLASH_ATTN_V4 claims prefill only")

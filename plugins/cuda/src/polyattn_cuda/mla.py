@@ -31,19 +31,6 @@ class LatentAdapter(CudaAttention):
         self.batch = batch
         self.empty = empty_rows(batch)
 
-    def forward_prefill(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("an MLA prefill is expanded; this backend decodes")
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        raise NotImplementedError("this backend serves sparse layers alone")
-
 
 class FlashInferMLA(LatentAdapter):
     """FlashInfer's planned wrapper; FA3 on Hopper. Its LSE is in base 2 unless told otherwise."""

@@ -107,9 +107,6 @@ class TritonMLA(AttentionBackend):
     ) -> None:
         write_kv(key, value, cache, slot_mapping, params)
 
-    def forward_prefill(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("an MLA prefill is expanded; this backend decodes")
-
     def forward_decode(
         self,
         query: Tensor,
