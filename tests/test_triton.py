@@ -148,3 +148,12 @@ def test_a_site_asks_the_compiler_once_an_alignment() -> None:
     assert launched == [(t.data_ptr(), 0.5, 16, 7, True) for t in (tensor, tensor[4:])]
     launch((1, 1, 1), (tensor.double(),), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
     assert len(compiled) == 3
+
+
+def test_both_mla_kernels_are_launched_alike() -> None:
+    """One call site launches either: their arguments before the constants are the same."""
+    from polyattn_triton.mla_hopper import mla_hopper_kernel
+    from polyattn_triton.mla_kernels import mla_kernel
+
+    names = [k.arg_names[: k.arg_names.index("HEADS")] for k in (mla_hopper_kernel, mla_kernel)]
+    assert names[0] == names[1] and names[0][-1] == "splits"

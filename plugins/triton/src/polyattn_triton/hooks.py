@@ -74,7 +74,7 @@ TRITON_ATTN = BackendInfo(
             score=75,
             phase="decode",
             kind=AttentionKind.ATTENTION,
-            why="split-KV fills the chip with few sequences too; one launch, no host plan",
+            why="near the memory's bandwidth; split-KV fills the chip with few sequences too",
         ),
         Priority(score=60, why="a good general kernel wherever Triton runs"),
     ),
