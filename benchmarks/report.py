@@ -72,7 +72,8 @@ def _bars(bars: dict[str, Any]) -> list[str]:
         "kernel that merely reads as many bytes, timed alike; `most`: FlashInfer's time over that, "
         "which no kernel can exceed. `graph`: back to back in a replayed graph, L2 warm. `latency`: "
         "one call on an idle device, launch included. `layer adds`: host time of "
-        "`Attention.forward` over the backend's own call.",
+        "`Attention.forward` over the backend's own call. Since this run TRITON_ATTN's and TRITON_MLA's "
+        "number of splits is an argument of the kernels instead of a constant; not timed again.",
         "",
         "| decode | TRITON_ATTN us | FLASHINFER us | FA3 us | ratio | read us | most | graph us, "
         "ours/FlashInfer/read | latency us, ours/FlashInfer | host us, ours/FlashInfer | "
@@ -129,6 +130,8 @@ def _families(data: dict[str, Any]) -> list[str]:
 def _matrix(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Every backend that ran (microseconds; the selector's choice last)",
+        "",
+        "XFORMERS was timed in a run of its own (`--backends XFORMERS`), for some of the models.",
         "",
         "| model | step | backends, fastest first | selected | over the best single backend |",
         "| --- | --- | --- | ---: | ---: |",
