@@ -11,10 +11,11 @@ import torch
 def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:
     """Return the median device time of `call` in microseconds.
 
-    Before each run a large buffer is overwritten: that empties the L2, and while it runs the host
-    gets the call enqueued, so that only device time lies between the events.
+    Before each run a large buffer is written and read: that empties the L2, and while it runs the
+    host gets the call enqueued, so that only device time lies between the events. Read last, since
+    lines that were written are stored while `call` runs, up to 8 us of it on an H200.
     """
-    scratch = torch.empty(flush_bytes, dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(flush_bytes // 4, device="cuda")
     for _ in range(3):
         call()
     times = []
@@ -22,6 +23,7 @@ def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         scratch.zero_()
         scratch.fill_(1)
+        scratch.sum()
         start.record()
         call()
         stop.record()

@@ -11,9 +11,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from polyattn_triton.attention import attention_constants, tile_config
-from polyattn_triton.kernels import attention_kernel, merge_kernel, write_kernel
+from polyattn_triton.attention import (
+    decode_constants,
+    merges_itself,
+    prefill_constants,
+    tile_config,
+)
+from polyattn_triton.cache_write import write_kernel
+from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import merge_block
+from polyattn_triton.prefill import prefill_kernel
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
@@ -42,17 +49,21 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         return _compile_small(spec, arch, phase, query, cached, block_size, early)
     decode = phase in ("decode", "split")
     config = tile_config(spec, arch, "decode" if decode else phase)
-    constants = attention_constants(
-        spec, config, block_size if phase != "prefill" else 1, phase == "split",
-        decode, phase != "prefill", spec.needs_lse, early,
-    )  # fmt: skip
-    pointers = {
-        "Q": query, "K": query if phase == "prefill" else cached,
-        "V": query if phase == "prefill" else cached, "OUT": query, "BT": "i32", "SEQ_LENS": "i32",
-        "STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32",
-    }  # fmt: skip
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return compile_kernel(attention_kernel, pointers, constants, arch, options)
+    keys = query if phase == "prefill" else cached
+    pointers = {"Q": query, "K": keys, "V": keys, "OUT": query, "BT": "i32", "SEQ_LENS": "i32"}
+    if decode:
+        platform = "cuda" if arch.startswith("sm_") else "rocm"
+        split = phase == "split"
+        constants = decode_constants(spec, config, block_size, split, spec.needs_lse, platform)
+        early = early and split and not merges_itself(spec, platform)
+        return compile_kernel(
+            decode_kernel, pointers | {"DONE": "i32"}, (*constants, early), arch, options
+        )
+    paged = phase == "paged"
+    constants = prefill_constants(spec, config, block_size if paged else 1, paged, spec.needs_lse)
+    pointers |= {"STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
+    return compile_kernel(prefill_kernel, pointers, constants, arch, options)
 
 
 def _compile_small(

@@ -13,34 +13,63 @@ from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
-from polyattn_triton.kernels import attention_kernel, merge_kernel
+from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import Site, merge_block
+from polyattn_triton.prefill import prefill_kernel
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
 MAX_SPLITS = 128
+MERGED_AT_ONCE = 8192
+"""Elements of the splits' outputs that a program merging them keeps in registers."""
+MAX_MERGED_BY_ONE = 2048
+"""Outputs of a group above which one program would be too slow to merge their splits."""
 
 
-def attention_constants(
-    spec: LayerSpec,
-    config: Config,
-    block_size: int,
-    split: bool,
-    decode: bool,
-    paged: bool,
-    lse: bool,
-    early: bool,
-) -> tuple[Any, ...]:
-    """Return `attention_kernel`'s constants, in its order."""
+def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:
     return (
-        spec.gqa_ratio, spec.num_heads, spec.head_size, spec.v_head_size,
-        triton.next_power_of_2(max(16, spec.head_size)),
-        triton.next_power_of_2(max(16, spec.v_head_size)),
-        config.block_m, config.block_n, block_size, split, decode, paged, spec.causal,
-        spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
-        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks and not split,
-        lse and not split, early and split,
+        spec.head_size, spec.v_head_size, triton.next_power_of_2(max(16, spec.head_size)),
+        triton.next_power_of_2(max(16, spec.v_head_size)), config.block_m, config.block_n,
+        block_size,
     )  # fmt: skip
+
+
+def _mask_constants(spec: LayerSpec, lse: bool) -> tuple[Any, ...]:
+    return (
+        spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
+        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks, lse,
+    )  # fmt: skip
+
+
+def prefill_constants(
+    spec: LayerSpec, config: Config, block_size: int, paged: bool, lse: bool
+) -> tuple[Any, ...]:
+    """Return `prefill_kernel`'s constants, in its order."""
+    shape = _shape_constants(spec, config, block_size)
+    return (spec.gqa_ratio, *shape, paged, spec.causal, *_mask_constants(spec, lse))
+
+
+def decode_constants(
+    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool, platform: str
+) -> tuple[Any, ...]:
+    """Return `decode_kernel`'s constants, in its order."""
+    rows = triton.next_power_of_2(spec.gqa_ratio)
+    at_once = 0
+    if split and merges_itself(spec, platform):
+        at_once = min(16, MERGED_AT_ONCE // (rows * triton.next_power_of_2(spec.v_head_size)))
+    return (
+        spec.gqa_ratio, spec.num_heads, *_shape_constants(spec, config, block_size),
+        *_mask_constants(spec, lse), split, rows, at_once,
+    )  # fmt: skip
+
+
+def merges_itself(spec: LayerSpec, platform: str) -> bool:
+    """Whether the split that ends last merges them all, instead of a second kernel.
+
+    Not on AMD, where the order of memory between programs was never seen to hold.
+    """
+    rows, width = triton.next_power_of_2(spec.gqa_ratio), triton.next_power_of_2(spec.v_head_size)
+    return platform != "rocm" and rows * width <= MAX_MERGED_BY_ONE
 
 
 def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
@@ -72,9 +101,12 @@ class TritonAttention(AttentionBackend):
             else 4
         )
         self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
+        self.merges_itself = merges_itself(spec, device.platform)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
+        # Splits that have ended, by sequence and KV head; whoever merges sets it back to zero.
+        self._done = torch.zeros(0, dtype=torch.int32, device=self.torch_device)
         self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan(self, batch: Batch) -> None:
@@ -95,16 +127,20 @@ class TritonAttention(AttentionBackend):
         ):
             longest = min(longest, limit or longest)
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
-        wanted = -(-2 * self.num_sms // programs)
+        # Two programs on each multiprocessor: one computes while the other's keys arrive.
+        wanted = max(1, round(2 * self.num_sms / programs))
         most = -(-longest // MIN_SPLIT_KEYS)
         if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
             most = MAX_SPLITS
-        # Powers of two: the merge's tile holds one.
-        self.splits = triton.next_power_of_2(max(1, min(wanted, most, MAX_SPLITS)))
+        self.splits = max(1, min(wanted, most, MAX_SPLITS))
+        if self.splits == 1:
+            return
         rows = batch.num_seqs * spec.num_heads * self.splits
-        if self.splits > 1 and self._part_lse.numel() < rows:
+        if self._part_lse.numel() < rows:
             self._parts = torch.empty(rows * spec.v_head_size, device=self.torch_device)
             self._part_lse = torch.empty(rows, device=self.torch_device)
+        if self._done.numel() < programs:
+            self._done = torch.zeros(programs, dtype=torch.int32, device=self.torch_device)
 
     def _plan_tiles(self, batch: Batch) -> None:
         """List (sequence, first query) of every tile, the ones with most keys first."""
@@ -143,17 +179,38 @@ class TritonAttention(AttentionBackend):
         tiles = len(self.tile_seq)
         if tiles == 0:
             return
-        batch = self.batch
-        if cache is None or (
+        batch, spec, none = self.batch, self.spec, self._no_tensor
+        packed = cache is None or (
             batch.lens == batch.query_lens and cache.key.dtype == query.dtype and key is not None
-        ):
-            assert key is not None and value is not None
-            self._launch(
-                (tiles, self.spec.num_kv_heads, 1), query, key, value, None, params, out, lse
-            )
+        )
+        if packed:
+            cache = None
         else:
-            grid = (tiles, self.spec.num_kv_heads, 1)
-            self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)
+            assert cache is not None
+            key, value = cache.key, cache.value
+        assert key is not None and value is not None
+        which = ("prefill", query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
+                 packed, lse is None)  # fmt: skip
+        site = self._sites.get(which)
+        if site is None:
+            config = self.prefill_config if packed else self.paged_config
+            block_size = 1 if cache is None else cache.block_size
+            constants = prefill_constants(spec, config, block_size, not packed, lse is not None)
+            site = self._sites[which] = _site(
+                prefill_kernel, query, key, value, out, constants, config, packed
+            )
+        table = None if packed else batch.block_table
+        site(
+            (tiles, spec.num_kv_heads, 1),
+            (
+                query, key, value, out, out if lse is None else lse,
+                none if table is None else table, batch.seq_lens, self.starts, self.tile_seq,
+                self.tile_start, none if params.sinks is None else params.sinks,
+                none if params.alibi_slopes is None else params.alibi_slopes,
+            ),
+            self._factors(key, params),
+            (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
+        )  # fmt: skip
 
     def forward_decode(
         self,
@@ -163,15 +220,44 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, splits, count = self.spec, self.splits, self.batch.num_seqs
-        grid = (count, spec.num_kv_heads, splits)
-        self._launch(grid, query, cache.key, cache.value, cache, params, out, lse)
-        if splits > 1:
-            self._merge(count, cache.key.dtype.itemsize == 1, params, out, lse)
+        spec, batch, splits, none = self.spec, self.batch, self.splits, self._no_tensor
+        key, value, table = cache.key, cache.value, batch.block_table
+        assert table is not None
+        which = (
+            query.stride(), key.stride(), value.stride(), out.stride(), key.dtype, splits > 1,
+            lse is None,
+        )  # fmt: skip
+        site = self._sites.get(which)
+        if site is None:
+            config, platform = self.decode_config, self.device.platform
+            constants = decode_constants(
+                spec, config, cache.block_size, splits > 1, lse is not None, platform
+            )
+            early = splits > 1 and self.early and not self.merges_itself
+            site = self._sites[which] = _site(
+                decode_kernel, query, key, value, out, (*constants, early), config, False
+            )
+        site(
+            (batch.num_seqs, spec.num_kv_heads, splits),
+            (
+                query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
+                self._done, table, batch.seq_lens, none if params.sinks is None else params.sinks,
+                none if params.alibi_slopes is None else params.alibi_slopes,
+            ),
+            self._factors(key, params),
+            (0 if lse is None else lse.stride(0), table.stride(0), splits),
+        )  # fmt: skip
+        if splits > 1 and not self.merges_itself:
+            self._merge(key.dtype.itemsize == 1, params, out, lse)
 
-    def _merge(
-        self, count: int, quantized: bool, params: LayerParams, out: Tensor, lse: Tensor | None
-    ) -> None:
+    def _factors(self, key: Tensor, params: LayerParams) -> tuple[float, float, float]:
+        """Return the scale of logits and of values, and the soft cap."""
+        scale, soft_cap = self.spec.scale, self.spec.logit_soft_cap or 1.0
+        if key.dtype.itemsize > 1:
+            return scale, 1.0, soft_cap
+        return scale * params.k_scale, params.v_scale, soft_cap
+
+    def _merge(self, quantized: bool, params: LayerParams, out: Tensor, lse: Tensor | None) -> None:
         spec, splits = self.spec, self.splits
         block = merge_block(splits)
         key = ("merge", out.stride(), block, lse is None)
@@ -185,7 +271,7 @@ class TritonAttention(AttentionBackend):
             site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 2} | early)
             self._sites[key] = site
         site(
-            (count, spec.num_heads, 1),
+            (self.batch.num_seqs, spec.num_heads, 1),
             (
                 self._parts, self._part_lse, out, out if lse is None else lse,
                 self._part_lse if params.sinks is None else params.sinks,
@@ -194,72 +280,21 @@ class TritonAttention(AttentionBackend):
             (0 if lse is None else lse.stride(0), splits),
         )  # fmt: skip
 
-    def _launch(
-        self,
-        grid: tuple[int, int, int],
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        spec, batch, none = self.spec, self.batch, self._no_tensor
-        quantized = key.dtype.itemsize == 1
-        decode = self.decode
-        which = (
-            query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
-            cache is None, grid[2] > 1, decode, lse is None,
-        )  # fmt: skip
-        site = self._sites.get(which)
-        if site is None:
-            site = self._sites[which] = self._site(query, key, value, cache, out, grid[2] > 1, lse)
-        table = batch.block_table if cache is not None else None
-        site(
-            grid,
-            (
-                query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
-                none if table is None else table, batch.seq_lens,
-                none if decode else self.starts,
-                none if decode else self.tile_seq, none if decode else self.tile_start,
-                none if params.sinks is None else params.sinks,
-                none if params.alibi_slopes is None else params.alibi_slopes,
-            ),
-            (
-                spec.scale * (params.k_scale if quantized else 1.0),
-                params.v_scale if quantized else 1.0,
-                spec.logit_soft_cap or 1.0,
-            ),
-            (
-                0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0), grid[2],
-            ),
-        )  # fmt: skip
 
-    def _site(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cache: KVCache | None,
-        out: Tensor,
-        split: bool,
-        lse: Tensor | None,
-    ) -> Site:
-        """Specialise the kernel for these strides and this phase."""
-        config = self.decode_config
-        if not self.decode:
-            config = self.prefill_config if cache is None else self.paged_config
-        k, v = key.stride(), value.stride()
-        if cache is None:  # packed tokens: one "block" that holds them all
-            strides = (0, k[0], k[1], 0, v[0], v[1])
-        else:
-            strides = (k[0], k[1], k[2], v[0], v[1], v[2])
-        constants = attention_constants(
-            self.spec, config, 1 if cache is None else cache.block_size, split, self.decode,
-            cache is not None, lse is not None, self.early,
-        )  # fmt: skip
-        return Site(
-            attention_kernel, (*query.stride()[:2], *strides, *out.stride()[:2]), constants,
-            {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        )  # fmt: skip
+def _site(
+    kernel: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    constants: tuple[Any, ...],
+    config: Config,
+    packed: bool,
+) -> Site:
+    """Specialise a kernel for these strides. `packed`: keys by token, one "block" of them all."""
+    k, v = key.stride(), value.stride()
+    strides = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
+    return Site(
+        kernel, (*query.stride()[:2], *strides, *out.stride()[:2]), constants,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages},
+    )  # fmt: skip

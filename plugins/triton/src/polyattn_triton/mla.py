@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import MLAConfig, pick_mla
-from polyattn_triton.kernels import merge_kernel
+from polyattn_triton.decode import merge_kernel
 from polyattn_triton.launch import Launcher, merge_block
 from polyattn_triton.mla_kernels import mla_kernel
 

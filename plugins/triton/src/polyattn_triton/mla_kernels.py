@@ -2,7 +2,7 @@
 
 Absorbed as in DeepSeek-V2 (2024): a query is [latent, rope], a cached row [latent, rope], and the
 latent part of the row is the value. Each row is loaded once for scores and output. Logits are kept
-in base 2; the LSE leaves in base e. Splits are merged by `kernels.merge_kernel`.
+in base 2; the LSE leaves in base e. Splits are merged by `decode.merge_kernel`.
 """
 
 from __future__ import annotations

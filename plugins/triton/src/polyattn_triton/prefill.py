@@ -1,0 +1,197 @@
+"""The prefill kernel: tiles of query tokens, over packed keys or over pages.
+
+As FlashAttention (Dao et al., 2022). The rows of a tile are (query token, head of its group), so
+that a KV head's whole group shares each load of K and V.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from polyattn_triton.softmax import finish, logits
+
+
+@triton.jit
+def blocks_of(BT, key_pos, seq_len, BLOCK_SIZE: tl.constexpr):
+    """The blocks that hold the keys at these positions; past the length block 0."""
+    return tl.load(BT + key_pos // BLOCK_SIZE, mask=key_pos < seq_len, other=0)
+
+
+@triton.jit
+def _tiles(
+    acc, m, l, q, K, V, BT, kv_start, first, last, skip_from, skip_by, row_pos, seq_len, slope,
+    scale, soft_cap, k_b, k_t, v_b, v_t,
+    MASK: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    tile = first
+    if SINK_TOKENS > 0:
+        tile = tl.where(first >= skip_from, first + skip_by, first)
+    if PAGED:
+        block = blocks_of(BT, tile * BLOCK_N + offs_n, seq_len, BLOCK_SIZE)
+    for i in range(first, last):
+        key_pos = tile * BLOCK_N + offs_n
+        inside = key_pos < seq_len
+        tile = i + 1
+        if SINK_TOKENS > 0:
+            tile = tl.where(tile >= skip_from, tile + skip_by, tile)
+        if PAGED:
+            row = block.to(tl.int64)
+            k_row = row * k_b + (key_pos % BLOCK_SIZE) * k_t
+            v_row = row * v_b + (key_pos % BLOCK_SIZE) * v_t
+            # The next tile's blocks, a step ahead: loads that wait for a load of their own step
+            # are not put in flight early (Triton 3.6).
+            block = blocks_of(BT, tile * BLOCK_N + offs_n, seq_len, BLOCK_SIZE)
+        else:
+            k_row = (kv_start + key_pos).to(tl.int64) * k_t
+            v_row = (kv_start + key_pos).to(tl.int64) * v_t
+        k_ptr = K + k_row[:, None] + offs_d[None, :]
+        v_ptr = V + v_row[:, None] + offs_dv[None, :]
+        # Slots past the length may hold NaN: they are not loaded at all.
+        if MASK:
+            k = tl.load(k_ptr, mask=inside[:, None] & (offs_d < D)[None, :], other=0.0)
+            v = tl.load(v_ptr, mask=inside[:, None] & (offs_dv < DV)[None, :], other=0.0)
+        else:
+            if D == BLOCK_D:
+                k = tl.load(k_ptr)
+            else:
+                k = tl.load(k_ptr, mask=(offs_d < D)[None, :], other=0.0)
+            if DV == BLOCK_DV:
+                v = tl.load(v_ptr)
+            else:
+                v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        s = logits(
+            s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
+            MASK, CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1))
+        if MASK:  # a row that has seen nothing yet must not become NaN
+            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        else:
+            base = m_new
+        alpha = tl.exp2(m - base)
+        p = tl.exp2(s - base[:, None])
+        l = l * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        m = m_new
+    return acc, m, l
+
+
+@triton.jit(do_not_specialize=["lse_t", "bt_s"])
+def prefill_kernel(
+    Q, K, V, OUT, LSE, BT, SEQ_LENS, STARTS, TILE_SEQ, TILE_START, SINKS, SLOPES,
+    scale, v_scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """One tile of query rows of one KV head over all its keys. Grid: (tiles, KV heads)."""
+    kv_head = tl.program_id(1)
+    seq = tl.load(TILE_SEQ + tl.program_id(0))
+    tile_start = tl.load(TILE_START + tl.program_id(0))
+    token0 = tl.load(STARTS + seq)
+    query_len = tl.load(STARTS + seq + 1) - token0
+    seq_len = tl.load(SEQ_LENS + seq)
+    context = seq_len - query_len
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+
+    rows = tl.arange(0, BLOCK_M)
+    in_query = tile_start + rows // G
+    head = kv_head * G + rows % G
+    row_ok = (in_query < query_len) & (rows < BLOCK_Q * G)
+    row_pos = context + in_query
+    first_pos = context + tile_start
+    last_pos = context + tl.minimum(tile_start + BLOCK_Q, query_len) - 1
+
+    # Which key tiles: [low, high), of which [full_low, full_high) needs no mask.
+    high = seq_len
+    low = 0
+    if CAUSAL:
+        high = tl.minimum(high, last_pos + 1)
+    if WINDOW > 0:
+        low = tl.maximum(low, first_pos - WINDOW + 1)
+        if not CAUSAL:
+            high = tl.minimum(high, last_pos + WINDOW)
+    if CHUNK > 0:
+        low = tl.maximum(low, first_pos // CHUNK * CHUNK)
+        high = tl.minimum(high, (last_pos // CHUNK + 1) * CHUNK)
+    low_tile = low // BLOCK_N
+    high_tile = tl.cdiv(high, BLOCK_N)
+    full_low = low_tile
+    full_high = high // BLOCK_N
+    if CAUSAL:
+        full_high = tl.minimum(full_high, (first_pos + 1) // BLOCK_N)
+    if WINDOW > 0:
+        full_low = tl.maximum(0, tl.cdiv(last_pos - WINDOW + 1, BLOCK_N))
+        if not CAUSAL:
+            full_high = low_tile
+    if CHUNK > 0:
+        full_low = tl.maximum(full_low, tl.cdiv(last_pos // CHUNK * CHUNK, BLOCK_N))
+        full_high = tl.minimum(full_high, (first_pos // CHUNK + 1) * CHUNK // BLOCK_N)
+    skip_from = 0
+    skip_by = 0
+    if SINK_TOKENS > 0:
+        # The first tiles, then those of the window: one range with a gap.
+        skip_from = tl.minimum((SINK_TOKENS + BLOCK_N - 1) // BLOCK_N, low_tile)
+        skip_by = low_tile - skip_from
+        low_tile = 0
+        high_tile = high_tile - skip_by
+        full_low = high_tile
+        full_high = high_tile
+    full_low = tl.minimum(tl.maximum(full_low, low_tile), high_tile)
+    full_high = tl.maximum(tl.minimum(full_high, high_tile), full_low)
+
+    offs_d = tl.arange(0, BLOCK_D)
+    q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
+    q = tl.load(
+        Q + q_row[:, None] + offs_d[None, :],
+        mask=row_ok[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
+
+    K += kv_head * k_h
+    V += kv_head * v_h
+    BT += seq.to(tl.int64) * bt_s
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    if WINDOW > 0 or CHUNK > 0:
+        acc, m, l = _tiles(
+            acc, m, l, q, K, V, BT, token0, low_tile, full_low, skip_from, skip_by, row_pos,
+            seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
+            True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+        )  # fmt: skip
+    if SINK_TOKENS == 0:
+        acc, m, l = _tiles(
+            acc, m, l, q, K, V, BT, token0, full_low, full_high, skip_from, skip_by, row_pos,
+            seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
+            False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+        )  # fmt: skip
+    acc, m, l = _tiles(
+        acc, m, l, q, K, V, BT, token0, full_high, high_tile, skip_from, skip_by, row_pos,
+        seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
+        True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+        CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+    )  # fmt: skip
+
+    finish(
+        acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + in_query).to(tl.int64), head, row_ok,
+        o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+    )  # fmt: skip

@@ -1,0 +1,70 @@
+"""What the attention kernels share: from scores to logits, and from sums to outputs.
+
+Online softmax after Milakov and Gimelshein (2018) as in FlashAttention (Dao et al., 2022). Logits
+are kept in base 2; the LSE leaves in base e.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def logits(
+    s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+):  # fmt: skip
+    """Scale, cap, bias and mask a tile of scores; base 2."""
+    if SOFT_CAP:
+        x = s * (scale / soft_cap)
+        s = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))) * LOG2E
+    else:
+        s = s * (scale * LOG2E)
+    if ALIBI:
+        s += (slope * LOG2E)[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
+    if MASK:
+        seen = (key_pos < seq_len)[None, :]
+        if CAUSAL:
+            seen = seen & (key_pos[None, :] <= row_pos[:, None])
+        if WINDOW > 0:
+            near = key_pos[None, :] > row_pos[:, None] - WINDOW
+            if not CAUSAL:
+                near = near & (key_pos[None, :] < row_pos[:, None] + WINDOW)
+            if SINK_TOKENS > 0:
+                near = near | (key_pos < SINK_TOKENS)[None, :]
+            seen = seen & near
+        if CHUNK > 0:
+            seen = seen & ((key_pos // CHUNK)[None, :] == (row_pos // CHUNK)[:, None])
+        s = tl.where(seen, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def finish(
+    acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Add the sinks, normalise and store rows' outputs and LSE."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    if HAS_SINKS:
+        sink = tl.load(SINKS + head, mask=row_ok, other=0.0) * LOG2E
+        top = tl.maximum(m, sink)
+        l = l * tl.exp2(m - top) + tl.exp2(sink - top)
+        acc = acc * tl.exp2(m - top)[:, None]
+        m = top
+    safe = tl.where(l == 0.0, 1.0, l)
+    out = acc * (v_scale / safe)[:, None]
+    o_row = token * o_t + head * o_h
+    tl.store(
+        OUT + o_row[:, None] + offs_dv[None, :],
+        out.to(OUT.dtype.element_ty),
+        mask=row_ok[:, None] & (offs_dv < DV)[None, :],
+    )
+    if HAS_LSE:
+        lse = tl.where(l == 0.0, float("-inf"), (m + tl.log2(safe)) * LN2)
+        tl.store(LSE + token * lse_t + head, lse, mask=row_ok)
