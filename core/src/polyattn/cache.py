@@ -59,7 +59,7 @@ class KVCacheSpec:
         if decision.block_size is None:
             remedy = "ask for state_spec(n)" if spec.kind.is_recurrent else "pass cache=None"
             raise CacheError(f"{spec} keeps no keys and values; {remedy}")
-        stored = spec.dtype if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
+        stored = spec.stored_dtype
         if stored == "fp8_e4m3" and decision.device.fp8 == "fnuz":
             stored = "fp8_e4m3fnuz"
         latent = spec.latent

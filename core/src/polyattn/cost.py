@@ -36,8 +36,7 @@ def batch_cost(spec: LayerSpec, batch: Batch) -> Cost:
         pairs += visible_pairs(spec, query, length)
         keys += _keys_read(spec, query, length)
     width = spec.head_size + spec.v_head_size
-    stored = spec.dtype if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
-    kv_bytes = keys * spec.num_kv_heads * width * STORAGE_DTYPES[stored].itemsize
+    kv_bytes = keys * spec.num_kv_heads * width * STORAGE_DTYPES[spec.stored_dtype].itemsize
     qo_bytes = batch.num_tokens * spec.num_heads * width * STORAGE_DTYPES[spec.dtype].itemsize
     return Cost(2 * pairs * spec.num_heads * width, kv_bytes + qo_bytes)
 
@@ -69,10 +68,9 @@ def _latent_cost(spec: LayerSpec, batch: Batch) -> Cost:
             flops += 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size)
             flops += 2 * length * spec.num_heads * latent.rank * (nope + spec.v_head_size)
         rows += min(length, pairs) if query else 0
-    stored = spec.dtype if spec.kv_cache_dtype == "auto" else spec.kv_cache_dtype
     width = spec.num_heads * (spec.head_size + spec.v_head_size)
     size = STORAGE_DTYPES[spec.dtype].itemsize
-    cached = rows * latent.size * STORAGE_DTYPES[stored].itemsize
+    cached = rows * latent.size * STORAGE_DTYPES[spec.stored_dtype].itemsize
     return Cost(flops, cached + batch.num_tokens * width * size)
 
 

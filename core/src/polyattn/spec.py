@@ -166,6 +166,11 @@ class LayerSpec:
         """Query heads that share one KV head."""
         return self.num_heads // self.num_kv_heads
 
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of what the cache holds: `kv_cache_dtype`, or the model's."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype
+
     def replace(self, **changes: Any) -> LayerSpec:
         """Return a copy with `changes`; sizes that were defaults follow what they derive from."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -24,9 +24,8 @@ class FlashInferAttention(CudaAttention):
         super().__init__(spec, device)
         self.torch_device = torch.device(str(device.torch_device))
         self.dtype = STORAGE_DTYPES[spec.dtype]
-        quantized = spec.kv_cache_dtype != "auto"
-        self.kv_dtype = STORAGE_DTYPES[spec.kv_cache_dtype] if quantized else self.dtype
-        self.quantized = quantized
+        self.kv_dtype = STORAGE_DTYPES[spec.stored_dtype]
+        self.quantized = self.kv_dtype.itemsize == 1
         # Each cached page is read once whatever the group; from four heads on, tensor cores are
         # what keeps up with the memory.
         self.tensor_cores = spec.gqa_ratio >= 4

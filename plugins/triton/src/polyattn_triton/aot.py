@@ -48,7 +48,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     if phase in ("merge", "write"):
         return _compile_small(spec, arch, phase, query, cached, block_size, early)
     decode = phase in ("decode", "split")
-    config = tile_config(spec, arch, "decode" if decode else phase)
+    config = tile_config(spec, arch, phase)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     keys = query if phase == "prefill" else cached
     pointers = {"Q": query, "K": keys, "V": keys, "OUT": query, "BT": "i32", "SEQ_LENS": "i32"}
@@ -58,7 +58,11 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         constants = decode_constants(spec, config, block_size, split, spec.needs_lse, platform)
         early = early and split and not merges_itself(spec, platform)
         return compile_kernel(
-            decode_kernel, pointers | {"DONE": "i32"}, (*constants, early), arch, options
+            decode_kernel,
+            pointers | {"DONE": "i32"},
+            (*constants, early, spec.head_size == spec.v_head_size),
+            arch,
+            options,
         )
     paged = phase == "paged"
     constants = prefill_constants(spec, config, block_size if paged else 1, paged, spec.needs_lse)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import triton
 from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.cache import STORAGE_DTYPES
 from polyattn.device import arch_matches
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from polyattn_triton.prefill import prefill_kernel
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
+FEW_SPLITS = 16
 MAX_SPLITS = 128
 MERGED_AT_ONCE = 8192
 """Elements of the splits' outputs that a program merging them keeps in registers."""
@@ -73,11 +75,12 @@ def merges_itself(spec: LayerSpec, platform: str) -> bool:
 
 
 def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
-    """Return the configuration of a phase (prefill, paged, decode) on `arch`."""
+    """Return the configuration of a phase (prefill, paged, decode, split) on `arch`."""
     width = triton.next_power_of_2(max(16, spec.head_size, spec.v_head_size))
-    config = pick(arch, phase, width, 4 if spec.dtype == "float32" else 2)
+    stored = spec.dtype if phase == "prefill" else spec.stored_dtype
+    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize)
     rows = max(config.block_m, triton.next_power_of_2(spec.gqa_ratio))
-    return replace(config, block_m=rows)
+    return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
 
 
 class TritonAttention(AttentionBackend):
@@ -89,6 +92,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec, device)
         self.block_dv = triton.next_power_of_2(max(16, spec.v_head_size))
         self.decode_config = tile_config(spec, device.arch, "decode")
+        self.split_config = tile_config(spec, device.arch, "split")
         self.prefill_config = tile_config(spec, device.arch, "prefill")
         # The plan lists tiles before it is known where the keys are read from.
         self.paged_config = replace(
@@ -127,8 +131,9 @@ class TritonAttention(AttentionBackend):
         ):
             longest = min(longest, limit or longest)
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
-        # Two programs on each multiprocessor: one computes while the other's keys arrive.
-        wanted = max(1, round(2 * self.num_sms / programs))
+        # Two programs on each multiprocessor: one computes while the other's keys arrive. But to
+        # merge many splits takes longer than a second program gains.
+        wanted = min(-(-2 * self.num_sms // programs), max(FEW_SPLITS, self.num_sms // programs))
         most = -(-longest // MIN_SPLIT_KEYS)
         if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
             most = MAX_SPLITS
@@ -229,13 +234,15 @@ class TritonAttention(AttentionBackend):
         )  # fmt: skip
         site = self._sites.get(which)
         if site is None:
-            config, platform = self.decode_config, self.device.platform
+            config = self.split_config if splits > 1 else self.decode_config
+            platform = self.device.platform
             constants = decode_constants(
                 spec, config, cache.block_size, splits > 1, lse is not None, platform
             )
             early = splits > 1 and self.early and not self.merges_itself
+            constants = (*constants, early, key.stride() == value.stride())
             site = self._sites[which] = _site(
-                decode_kernel, query, key, value, out, (*constants, early), config, False
+                decode_kernel, query, key, value, out, constants, config, False
             )
         site(
             (batch.num_seqs, spec.num_kv_heads, splits),

@@ -24,7 +24,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration and where it applies: a padded head size up to `head`, bytes an element."""
+    """A configuration and where it applies: padded head sizes up to `head`, bytes of a key's element."""
 
     arch: str
     phase: str
@@ -35,21 +35,18 @@ class Row:
 
 
 TABLE: tuple[Row, ...] = (
-    Row("sm_90", "prefill", 64, 2, Config(128, 64, 8, 3), "H200: 418 TFLOP/s at 1 x 8,192"),
-    Row(
-        "sm_90", "paged", 64, 2, Config(128, 128, 4, 2), "H200: 327 TFLOP/s at 4 x 512 after 4,096"
-    ),
-    Row("sm_90", "prefill", 128, 2, Config(128, 64, 8, 3), "H200: 459 TFLOP/s at 1 x 8,192"),
-    Row(
-        "sm_90", "paged", 128, 2, Config(128, 64, 4, 4), "H200: 338 TFLOP/s at 4 x 512 after 4,096"
-    ),
-    Row("sm_90", "prefill", 256, 2, Config(128, 32, 8, 3), "H200: 446 TFLOP/s at 1 x 8,192"),
-    Row(
-        "sm_90", "paged", 256, 2, Config(128, 64, 8, 2), "H200: 356 TFLOP/s at 4 x 512 after 4,096"
-    ),
-    Row("sm_90", "decode", 64, 2, Config(16, 128, 4, 2), "H200: 4.07 TB/s at 128 x 8,192"),
-    Row("sm_90", "decode", 128, 2, Config(16, 32, 2, 4), "H200: 4.5 TB/s at 128 x 8,192"),
-    Row("sm_90", "decode", 256, 2, Config(16, 32, 2, 2), "H200: 4.42 TB/s at 128 x 8,192"),
+    Row("sm_90", "prefill", 64, 2, Config(128, 64, 8, 3), "H200: 364 us at 1 x 4,096"),
+    Row("sm_90", "paged", 64, 2, Config(128, 64, 4, 3), "H200: 434 us at 4 x 512 after 4,096"),
+    Row("sm_90", "prefill", 128, 2, Config(128, 64, 8, 3), "H200: 334 us at 1 x 4,096"),
+    Row("sm_90", "prefill", 256, 2, Config(128, 64, 8, 2), "H200: 380 us at 1 x 4,096"),
+    # Many sequences: four programs a multiprocessor must fit, with two tiles each on their way.
+    Row("sm_90", "decode", 128, 1, Config(16, 64, 2, 3), "H200: 229 us at 64 x 4,096"),
+    Row("sm_90", "decode", 128, 2, Config(16, 32, 2, 4), "H200: 251 us at 64 x 4,096"),
+    Row("sm_90", "decode", 256, 2, Config(16, 32, 2, 2), "H200: 485 us at 64 x 4,096"),
+    # Few: the time that one program takes for a tile counts.
+    Row("sm_90", "split", 128, 1, Config(16, 128, 4, 3), "H200: 19.1 us at 1 x 8,192"),
+    Row("sm_90", "split", 128, 2, Config(16, 64, 4, 3), "H200: 16.9 us at 1 x 8,192"),
+    Row("sm_90", "split", 256, 2, Config(16, 32, 4, 3), "H200: 27.0 us at 1 x 8,192"),
     Row("sm_80+", "prefill", 64, 2, Config(128, 64, 4, 3)),
     Row("sm_80+", "prefill", 128, 2, Config(128, 32, 4, 3)),
     Row("sm_80+", "prefill", 256, 2, Config(64, 32, 4, 2)),
@@ -66,14 +63,18 @@ TABLE: tuple[Row, ...] = (
 )
 
 
+UNTUNED_APART = {"paged": "prefill", "split": "decode"}
+"""Phases (prefill over pages, decode by splits) that use another's configuration without their own."""
+
+
 def pick(arch: str, phase: str, head: int, element_bytes: int) -> Config:
     """Return the first row's configuration that applies."""
     for row in TABLE:
         fits = row.arch == "any" or arch_matches(row.arch, arch)
         if fits and row.phase == phase and head <= row.head and element_bytes <= row.bytes:
             return row.config
-    if phase == "paged":  # prefill over pages, where it isn't tuned apart from packed keys
-        return pick(arch, "prefill", head, element_bytes)
+    if phase in UNTUNED_APART:
+        return pick(arch, UNTUNED_APART[phase], head, element_bytes)
     raise LookupError(f"no configuration for {arch}, {phase}, head size {head}")
 
 

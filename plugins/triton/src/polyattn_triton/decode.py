@@ -13,6 +13,15 @@ from polyattn_triton.softmax import LN2, LOG2E, finish, logits
 
 
 @triton.jit
+def _nearest(key_pos, low, seq_len, FROM_LOW: tl.constexpr):
+    """The nearest position inside of [low, seq_len): slots outside of it may hold NaN."""
+    at = tl.minimum(key_pos, seq_len - 1)
+    if FROM_LOW:
+        at = tl.maximum(at, low)
+    return at
+
+
+@triton.jit
 def _merged(
     PARTS, PART_LSE, first, splits, row_ok,
     ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
@@ -61,11 +70,12 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):  # fmt: skip
     """One sequence and KV head, over all its keys or one split of them.
 
     Grid: (sequences, KV heads, splits). With `AT_ONCE` the split that ends last merges them, so
-    many at once; without, `merge_kernel` does.
+    many at once; without, `merge_kernel` does. `ALIKE`: V has K's strides.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -120,22 +130,25 @@ def decode_kernel(
     tile = first
     if SINK_TOKENS > 0:
         tile = tl.where(first >= skip_from, first + skip_by, first)
-    at = tl.maximum(tl.minimum(tile * BLOCK_N + offs_n, seq_len - 1), low)
+    at = _nearest(tile * BLOCK_N + offs_n, low, seq_len, WINDOW > 0 or CHUNK > 0)
     block = tl.load(BT + at // BLOCK_SIZE, mask=at < seq_len, other=0)
     for i in range(first, last):
         key_pos = tile * BLOCK_N + offs_n
-        # Slots outside of [low, seq_len) may hold NaN: the nearest inside is loaded in their place.
         offset = at % BLOCK_SIZE
         row = block.to(tl.int64)
-        k_ptr = K + (row * k_b + offset * k_t)[:, None] + offs_d[None, :]
-        v_ptr = V + (row * v_b + offset * v_t)[:, None] + offs_dv[None, :]
+        k_row = row * k_b + offset * k_t
+        v_row = k_row
+        if not ALIKE:
+            v_row = row * v_b + offset * v_t
+        k_ptr = K + k_row[:, None] + offs_d[None, :]
+        v_ptr = V + v_row[:, None] + offs_dv[None, :]
         tile = i + 1
         if SINK_TOKENS > 0:
             tile = tl.where(tile >= skip_from, tile + skip_by, tile)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
         # put in flight early (Triton 3.6).
-        at = tl.maximum(tl.minimum(tile * BLOCK_N + offs_n, seq_len - 1), low)
-        block = tl.load(BT + at // BLOCK_SIZE, mask=at < seq_len, other=0)
+        at = _nearest(tile * BLOCK_N + offs_n, low, seq_len, WINDOW > 0 or CHUNK > 0)
+        block = tl.load(BT + at // BLOCK_SIZE)
         if D == BLOCK_D:
             k = tl.load(k_ptr)
         else:
