@@ -80,7 +80,10 @@ def fake_flashinfer(calls: list[tuple[str, dict[str, Any]]]) -> ModuleType:
         return Wrapper
 
     module = ModuleType("flashinfer")
-    for name in ("BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"):
+    for name in (
+        "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+    ):  # fmt: skip
         setattr(module, name, wrapper(name))
     return module
 
@@ -133,6 +136,64 @@ def test_flashinfer_prefill_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan["causal"] is True and plan["qo_indptr"].tolist() == [0, 4, 9]
     assert plan["window_left"] == -1 and plan["kv_data_type"] == torch.float8_e4m3fn
     assert run["k_scale"] == 2.0 and run["return_lse"] is False
+
+
+def test_flashinfer_attends_to_prompts_without_context_as_they_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(calls))
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    backend = FlashInferAttention(SPEC, CPU)
+    batch, cache, query = step([4, 5], [4, 5])
+    key, value = query[:, :2] + 1, query[:, :2] + 2
+    backend.plan(batch)
+    for _ in range(2):  # the second layer of a step finds it planned
+        backend.forward_prefill(query, key, value, cache, LayerParams(), query.clone(), None)
+    assert [name for name, _ in calls] == ["init", "plan", "run", "run"]
+    plan, run = calls[1][1], calls[2][1]
+    assert plan["qo_indptr"].tolist() == plan["kv_indptr"].tolist() == [0, 4, 9]
+    assert plan["causal"] is True and plan["window_left"] == 8
+    assert run["k"] is key and run["v"] is value
+    backend.plan(batch)
+    backend.forward_prefill(query, key, value, cache, LayerParams(), query.clone(), None)
+    assert [name for name, _ in calls[4:]] == ["plan", "run"]
+
+
+def test_flashinfer_trtllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def decode(*args: Any, **kwargs: Any) -> None:
+        found = bind("flashinfer", "trtllm_batch_decode_with_kv_cache", *args, **kwargs)
+        calls.append(found)
+        assert found["query"].is_contiguous() and found["out"].is_contiguous()
+        assert found["block_tables"].is_contiguous()
+        found["out"].fill_(3.0)
+
+    module = ModuleType("flashinfer.decode")
+    module.trtllm_batch_decode_with_kv_cache = decode  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
+    from polyattn_cuda.flashinfer_trtllm import FlashInferTrtllm
+
+    spec = SPEC.replace(
+        needs_lse=False, logit_soft_cap=None, learned_sinks=True, kv_cache_dtype="int8"
+    )
+    backend = FlashInferTrtllm(spec, CPU)
+    batch, cache, query = step([17, 0], [1, 1])
+    cache = KVCacheSpec(
+        num_blocks=8, block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="int8"
+    ).allocate()
+    backend.plan(batch)
+    sinks, out = torch.zeros(8), torch.full((2, 8, 128), torch.nan, dtype=torch.float16)[..., :64]
+    params = LayerParams(k_scale=2.0, v_scale=3.0, sinks=sinks)
+    backend.forward_decode(query, cache, params, out, None)
+    call = calls[0]
+    assert call["window_left"] == 8 and call["sinks"] is sinks and call["max_seq_len"] == 17
+    assert call["bmm1_scale"] == 2 * 64**-0.5 and call["bmm2_scale"] == 3.0
+    assert call["kv_layout"] == "NHD" and call["seq_lens"].tolist() == [17, 0]
+    assert (out[0] == 3).all() and (out[1] == 0).all()  # a row without keys is zero
 
 
 def test_flash_attn_4_calls(monkeypatch: pytest.MonkeyPatch) -> None:

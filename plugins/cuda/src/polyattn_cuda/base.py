@@ -19,6 +19,12 @@ def workspace(device: torch.device) -> Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
+@cache
+def zeroed_workspace(device: torch.device) -> Tensor:
+    """Return a scratch buffer for kernels that find their counters at zero and leave them so."""
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+
 class CudaAttention(AttentionBackend):
     """An adapter that stores keys and values with one kernel of our own."""
 

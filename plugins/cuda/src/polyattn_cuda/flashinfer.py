@@ -1,4 +1,7 @@
-"""FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2."""
+"""FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2.
+
+Prompts without context are attended to as they come (its ragged wrapper), all else in pages.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from polyattn_cuda.paging import page_lists
 
 
 class FlashInferAttention(CudaAttention):
-    """One wrapper for prefill and one for decode; for graphs one decode wrapper a batch size."""
+    """Two wrappers for prefill and one for decode; for graphs one decode wrapper a batch size."""
 
     name: ClassVar[str] = "FLASHINFER"
 
@@ -29,13 +32,15 @@ class FlashInferAttention(CudaAttention):
         # Each cached page is read once whatever the group; from four heads on, tensor cores are
         # what keeps up with the memory.
         self.tensor_cores = spec.gqa_ratio >= 4
-        self._prefill: Any = None
+        self._paged: Any = None
+        self._ragged: Any = None
         self._decode: dict[int, Any] = {}
         self._pages: dict[int, int] = {}
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch
         self._block_size: int | None = None
+        self._ragged_planned = False
         self._empty = empty_rows(batch)
         decode = batch.num_decodes == batch.num_seqs
         if decode and self.spec.graph_capture and batch.num_seqs in self._decode:
@@ -43,15 +48,22 @@ class FlashInferAttention(CudaAttention):
             # it is replayed, and the block size is known from the capture.
             self._plan_decode(self._pages[batch.num_seqs])
 
+    def _options(self) -> dict[str, Any]:
+        """Return what every plan is told."""
+        spec = self.spec
+        return {
+            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+            "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
+            "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
+        }  # fmt: skip
+
     def _plan_decode(self, block_size: int) -> Any:
         batch, spec = self.batch, self.spec
         indptr, indices, last = page_lists(batch, block_size)
         wrapper = self._decode_wrapper(len(indices))
         wrapper.plan(
             indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size, block_size,
-            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
-            logits_soft_cap=spec.logit_soft_cap, q_data_type=self.dtype,
-            kv_data_type=self.kv_dtype, sm_scale=spec.scale,
+            **self._options(),
         )  # fmt: skip
         self._block_size = block_size
         return wrapper
@@ -77,24 +89,35 @@ class FlashInferAttention(CudaAttention):
             )  # fmt: skip
         return self._decode[count]
 
-    def _plan_prefill(self, block_size: int) -> None:
+    def _plan_paged(self, block_size: int) -> None:
         import flashinfer
 
         batch, spec = self.batch, self.spec
-        if self._prefill is None:
-            self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        if self._paged is None:
+            self._paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 workspace(self.torch_device), "NHD", backend="fa2" if self.quantized else "auto"
             )
         indptr, indices, last = page_lists(batch, block_size)
-        self._prefill.plan(
+        self._paged.plan(
             torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
-            spec.num_kv_heads, spec.head_size, block_size, causal=spec.causal,
-            sm_scale=spec.scale,
-            window_left=-1 if spec.sliding_window is None else spec.sliding_window - 1,
-            logits_soft_cap=spec.logit_soft_cap, q_data_type=self.dtype,
-            kv_data_type=self.kv_dtype,
+            spec.num_kv_heads, spec.head_size, block_size, causal=spec.causal, **self._options(),
         )  # fmt: skip
         self._block_size = block_size
+
+    def _plan_ragged(self) -> None:
+        import flashinfer
+
+        spec = self.spec
+        if self._ragged is None:
+            self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                workspace(self.torch_device), "NHD"
+            )
+        starts = torch.tensor(self.batch.starts, dtype=torch.int32)
+        self._ragged.plan(
+            starts, starts, spec.num_heads, spec.num_kv_heads, spec.head_size, causal=spec.causal,
+            **self._options(),
+        )  # fmt: skip
+        self._ragged_planned = True
 
     def forward_prefill(
         self,
@@ -106,12 +129,18 @@ class FlashInferAttention(CudaAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert cache is not None
-        if not self.batch.num_tokens:
+        batch = self.batch
+        if not batch.num_tokens:
             return
-        if self._block_size != cache.block_size:
-            self._plan_prefill(cache.block_size)
-        self._run(self._prefill, query, cache, params, out, lse)
+        packed = batch.lens == batch.query_lens and not self.quantized and key is not None
+        if cache is not None and not packed:
+            if self._block_size != cache.block_size:
+                self._plan_paged(cache.block_size)
+            self._run(self._paged, query, (cache.key, cache.value), params, out, lse)
+            return
+        if not self._ragged_planned:
+            self._plan_ragged()
+        self._run(self._ragged, query, (key, value), params, out, lse)
 
     def forward_decode(
         self,
@@ -125,22 +154,22 @@ class FlashInferAttention(CudaAttention):
             self._plan_decode(cache.block_size)
             self._pages[self.batch.num_seqs] = cache.block_size
         wrapper = self._decode[self.batch.num_seqs if self.spec.graph_capture else 0]
-        self._run(wrapper, query, cache, params, out, lse)
+        self._run(wrapper, query, (cache.key, cache.value), params, out, lse)
 
     def _run(
         self,
         wrapper: Any,
         query: Tensor,
-        cache: KVCache,
+        stored: tuple[Tensor | None, Tensor | None],
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        keys = stored if wrapper is self._ragged else (stored,)
         wrapper.run(
-            query.contiguous(), (cache.key, cache.value), out=out, lse=lse,
-            return_lse=lse is not None, **scales,
-        )  # fmt: skip
+            query.contiguous(), *keys, out=out, lse=lse, return_lse=lse is not None, **scales
+        )
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(self._empty, out, lse)  # older releases say -5e4 where nothing was attended to

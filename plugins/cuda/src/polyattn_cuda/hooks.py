@@ -129,6 +129,36 @@ FLASHINFER = BackendInfo(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
+FLASHINFER_TRTLLM = BackendInfo(
+    name="FLASHINFER_TRTLLM",
+    summary="TensorRT-LLM's decode in FlashInfer: XQA on Hopper, trtllm-gen on Blackwell",
+    path="polyattn_cuda.flashinfer_trtllm:FlashInferTrtllm",
+    probe="polyattn_cuda.providers:flashinfer_ready",
+    requires=("flashinfer-python>=0.6.13",),
+    install="pip install flashinfer-python",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_90+",)},
+        roles=DECODER_CROSS,
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "int8"}),
+        fp8_compute=True,
+        head_sizes=one_of(64, 128, 256),
+        gqa_ratios=one_of(1, 2, 4, 8, 16),
+        block_sizes=one_of(16, 32, 64),
+        layouts=("NHD", "HND"),
+        phases=frozenset({"decode"}),
+        features=MASKS | {"learned_sinks"},
+        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+        excludes=tuple(
+            (frozenset({"int8", arch}), "trtllm-gen has no int8 cache")
+            for arch in ("sm_100", "sm_103")
+        ),
+    ),
+    priorities=(
+        Priority(score=60, phase="decode", why="nothing to plan; where the others can't serve"),
+    ),
+    proof={"cuda": Proof.SIGNATURE},
+)
+
 CUDNN_ATTENTION = BackendInfo(
     name="CUDNN_ATTENTION",
     summary="torch's cuDNN attention, one sequence at a time",
@@ -189,6 +219,7 @@ def polyattn_backends() -> list[BackendInfo]:
         FLASH_ATTN_V3,
         FLASH_ATTN_V4,
         FLASHINFER,
+        FLASHINFER_TRTLLM,
         CUDNN_ATTENTION,
         XFORMERS,
         *FAMILIES,

@@ -13,7 +13,7 @@ from polyattn.adapters import blank, empty_rows, store_lse
 from polyattn.cache import STORAGE_DTYPES
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, workspace
+from polyattn_cuda.base import CudaAttention, workspace, zeroed_workspace
 from polyattn_cuda.paging import page_lists
 from polyattn_cuda.providers import fa3_provider, flashmla_provider, vllm_library
 
@@ -97,7 +97,7 @@ class FlashInferSparseMLA(LatentAdapter):
         spec, topk = self.spec, slots.shape[1]
         trtllm_batch_decode_with_kv_cache_mla(
             query=query[:, None], kv_cache=cache.key[:, None, :, 0],
-            workspace_buffer=workspace(self.torch_device),
+            workspace_buffer=zeroed_workspace(self.torch_device),
             qk_nope_head_dim=spec.head_size - self.rope, kv_lora_rank=self.rank,
             qk_rope_head_dim=self.rope, block_tables=slots[:, None],
             seq_lens=(slots >= 0).sum(1).int(), max_seq_len=topk, sparse_mla_top_k=topk,
