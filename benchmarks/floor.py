@@ -24,8 +24,8 @@ def read_us(count: int) -> dict[str, float]:
     x = torch.zeros(count // 2, dtype=torch.bfloat16, device="cuda")
     out = torch.zeros(4096, device="cuda")
     best = None
-    for programs in (512, 1024, 2048):
-        for block, stages, warps in ((4096, 2, 4), (8192, 2, 8), (8192, 4, 8), (2048, 3, 8)):
+    for programs in (512, 1024, 2048, 4096):
+        for block, stages, warps in ((4096, 2, 4), (8192, 2, 8), (8192, 4, 8), (16384, 2, 8)):
             each = x.numel() // programs // block
 
             def call(p: int = programs, n: int = each, b: int = block, s: int = stages,

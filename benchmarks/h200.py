@@ -40,6 +40,8 @@ STEPS = {
     "shared prefix": ("32q1s5k", 4096),
 }
 DEVICE = torch.device("cuda")
+CUDA_CORES = "FLASHINFER on CUDA cores"
+"""As its decode wrapper is without `use_tensor_cores`."""
 
 
 def spec_of(model: str) -> LayerSpec:
@@ -117,32 +119,39 @@ def matrix(models: list[str], only: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
+DECODERS = ("TRITON_ATTN", "FLASHINFER", CUDA_CORES, "FLASHINFER_TRTLLM", "FLASH_ATTN_V3")
+
+
+def timed_decode(spec: LayerSpec, name: str, batch: int, length: int) -> dict[str, float]:
+    """Time a step's attention alone through our layer, and by the backend's own call."""
+    selection = select(spec, "cuda", backend=f"decode={name.split()[0]},prefill=TRITON_ATTN")
+    if name == CUDA_CORES:
+        selection.runtime.decode.tensor_cores = False  # type: ignore[union-attr]
+    step = Step(selection, [1] * batch, [length] * batch, DEVICE)
+
+    def attend() -> None:
+        step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
+
+    error = step.error()
+    backend: Any = step.layer.runtime.decode
+
+    def own() -> None:
+        backend.forward_decode(step.query, step.cache, step.layer.params, step.out, None)
+
+    row = {
+        "us": kernel_us(attend), "error": error, "host_us": host_us(attend),
+        "latency_us": latency_us(attend), "own_host_us": host_us(own),
+        "graph_us": graph_us(attend), "graph_own_us": graph_us(own),
+    }  # fmt: skip
+    return row | {"layer_adds_us": row["host_us"] - row["own_host_us"]}
+
+
 def bars() -> dict[str, Any]:
     """Decode and prefill against FlashInfer's own calls; host overhead; CUDA graphs."""
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     found: dict[str, Any] = {}
     for batch, length in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192)):
-        row = {}
-        for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"):
-            step = Step(select(spec, "cuda", backend=name), [1] * batch, [length] * batch, DEVICE)
-
-            def attend(step: Step = step) -> None:
-                step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
-
-            step.run()
-            row[name] = {
-                "us": kernel_us(attend), "host_us": host_us(attend), "latency_us": latency_us(attend),
-            }  # fmt: skip
-            backend: Any = step.layer.runtime.decode
-
-            def own(step: Step = step, backend: Any = backend) -> None:
-                backend.forward_decode(step.query, step.cache, step.layer.params, step.out, None)
-
-            row[name]["own_host_us"] = host_us(own)
-            row[name]["layer_adds_us"] = row[name]["host_us"] - row[name]["own_host_us"]
-            row[name]["graph_us"], row[name]["graph_own_us"] = graph_us(attend), graph_us(own)
-        ours, theirs = row["TRITON_ATTN"], row["FLASHINFER"]
-        row["ratio_device"] = theirs["us"] / ours["us"]
+        row: dict[str, Any] = {name: timed_decode(spec, name, batch, length) for name in DECODERS}
         row["read"] = read_us(2 * batch * length * spec.num_kv_heads * spec.head_size * 2)
         found[f"decode {batch} x {length}"] = row
         print(f"decode {batch} x {length}", json.dumps(row), flush=True)

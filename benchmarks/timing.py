@@ -8,12 +8,22 @@ from collections.abc import Callable
 import torch
 
 
-def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:
-    """Return the median device time of `call` in microseconds.
+def empty_l2(scratch: torch.Tensor) -> None:
+    """Write and read a buffer much larger than the L2.
 
-    Before each run a large buffer is written and read: that empties the L2, and while it runs the
-    host gets the call enqueued, so that only device time lies between the events. Read last, since
-    lines that were written are stored while `call` runs, up to 8 us of it on an H200.
+    Read last, since lines that were written are stored while the next kernel runs: up to 8 us of its
+    time on an H200.
+    """
+    scratch.zero_()
+    scratch.fill_(1)
+    scratch.sum()
+
+
+def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:
+    """Return the median device time of `call` in microseconds, the L2 cold.
+
+    While the L2 is emptied the host gets the call enqueued, so that only device time lies between
+    the events.
     """
     scratch = torch.empty(flush_bytes // 4, device="cuda")
     for _ in range(3):
@@ -21,9 +31,7 @@ def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.zero_()
-        scratch.fill_(1)
-        scratch.sum()
+        empty_l2(scratch)
         start.record()
         call()
         stop.record()
@@ -48,13 +56,15 @@ def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 5) -> f
 
 
 def latency_us(call: Callable[[], object], repeats: int = 50) -> float:
-    """Return the median microseconds between events around one call on an idle device.
+    """Return the median microseconds between events around one call on an idle device, L2 cold.
 
     What an eager engine waits for: the host's launch time and the kernels'.
     """
+    scratch = torch.empty(64 << 20, device="cuda")
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        empty_l2(scratch)
         torch.cuda.synchronize()
         start.record()
         call()

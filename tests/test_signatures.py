@@ -177,21 +177,15 @@ def test_flashinfer_trtllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flashinfer.decode", module)
     from polyattn_cuda.flashinfer_trtllm import FlashInferTrtllm
 
-    spec = SPEC.replace(
-        needs_lse=False, logit_soft_cap=None, learned_sinks=True, kv_cache_dtype="int8"
-    )
+    spec = SPEC.replace(needs_lse=False, logit_soft_cap=None, learned_sinks=True)
     backend = FlashInferTrtllm(spec, CPU)
     batch, cache, query = step([17, 0], [1, 1])
-    cache = KVCacheSpec(
-        num_blocks=8, block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="int8"
-    ).allocate()
     backend.plan(batch)
     sinks, out = torch.zeros(8), torch.full((2, 8, 128), torch.nan, dtype=torch.float16)[..., :64]
-    params = LayerParams(k_scale=2.0, v_scale=3.0, sinks=sinks)
-    backend.forward_decode(query, cache, params, out, None)
+    backend.forward_decode(query, cache, LayerParams(sinks=sinks), out, None)
     call = calls[0]
     assert call["window_left"] == 8 and call["sinks"] is sinks and call["max_seq_len"] == 17
-    assert call["bmm1_scale"] == 2 * 64**-0.5 and call["bmm2_scale"] == 3.0
+    assert call["bmm1_scale"] == 64**-0.5
     assert call["kv_layout"] == "NHD" and call["seq_lens"].tolist() == [17, 0]
     assert (out[0] == 3).all() and (out[1] == 0).all()  # a row without keys is zero
 

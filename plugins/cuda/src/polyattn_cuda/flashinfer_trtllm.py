@@ -42,7 +42,6 @@ class FlashInferTrtllm(CudaAttention):
 
         spec, batch = self.spec, self.batch
         assert batch.block_table is not None and lse is None
-        quantized = cache.key.dtype.itemsize == 1
         # The kernels are given addresses alone: what isn't contiguous goes by a copy.
         whole = out if out.is_contiguous() else torch.empty_like(
             out, memory_format=torch.contiguous_format
@@ -50,9 +49,8 @@ class FlashInferTrtllm(CudaAttention):
         trtllm_batch_decode_with_kv_cache(
             query.contiguous(), (cache.key, cache.value), zeroed_workspace(self.torch_device),
             batch.block_table.contiguous(), batch.seq_lens, batch.max_seq_len,
-            bmm1_scale=spec.scale * (params.k_scale if quantized else 1.0),
-            bmm2_scale=params.v_scale if quantized else 1.0, window_left=self.window_left,
-            out=whole, sinks=params.sinks, kv_layout="NHD",
+            bmm1_scale=spec.scale, window_left=self.window_left, out=whole, sinks=params.sinks,
+            kv_layout="NHD",
         )  # fmt: skip
         if whole is not out:
             out.copy_(whole)
