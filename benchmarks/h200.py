@@ -1,9 +1,10 @@
 """The matrix of backends on one GPU: models x kinds of steps, with the selector's choice.
 
-    python benchmarks/h200.py --out DIR [--models NAME ...] [--backends NAME ...]
+    python benchmarks/h200.py --out DIR [--models NAME ...] [--backends NAME ...] [--keep NAME ...]
 
 With `--backends` only these are timed, and their rows are added to the matrix that is in DIR: for
-libraries that can't be installed beside the others.
+libraries that can't be installed beside the others. With `--keep` the rows of these backends in DIR's
+matrix are kept. Both are marked as of another run.
 Device times with a cold L2 (see `timing.py`), the median of ten; each cell's result was checked on
 one token against the float64 reference. Writes matrix.json, matrix.md, matrix.png and bars.json.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -174,27 +176,29 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=MODELS)
     parser.add_argument("--backends", nargs="+", default=[])
+    parser.add_argument("--keep", nargs="+", default=[])
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     register(WithoutLongJit(), "without-long-jit")
     path = args.out / "matrix.json"
+    before = json.loads(path.read_text()) if path.exists() else {"rows": []}
     if args.backends:
-        whole = json.loads(path.read_text())
-        whole["rows"] += matrix(args.models, args.backends)
-        path.write_text(json.dumps(whole, indent=1) + "\n")
+        before["rows"] += [row | {"other_run": True} for row in matrix(args.models, args.backends)]
+        path.write_text(json.dumps(before, indent=1) + "\n")
         return
+    kept = [row | {"other_run": True} for row in before["rows"] if row["backend"] in args.keep]
     import triton
 
     facts = {
         "date": str(date.today()), "device": torch.cuda.get_device_name(),
         "torch": torch.__version__, "triton": triton.__version__, "python": platform.python_version(),
-        "command": "python benchmarks/h200.py --out benchmarks/results/h200",
+        "command": " ".join(["python", *sys.argv]),
         "limits": measure_limits(spec_of("llama-3.1-8b"), DEVICE),
     }  # fmt: skip
     print(facts, flush=True)
     (args.out / "bars.json").write_text(json.dumps(facts | {"bars": bars()}, indent=1) + "\n")
     rows = matrix(args.models, [])
-    path.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(facts | {"rows": rows + kept}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

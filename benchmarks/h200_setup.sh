@@ -7,6 +7,8 @@ python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upg
 [ -d .so/pure ] && cp -r .so/pure/. /tmp/site/
 export PYTHONPATH=/tmp/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=16 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
+# FlashInfer's modules, compiled elsewhere by nvcc for sm_90a: NAME/NAME.so.
+[ -e .aot/modules.tar.xz ] && mkdir -p /tmp/site/flashinfer/data/aot && tar xJf .aot/modules.tar.xz -C /tmp/site/flashinfer/data/aot
 folder=/tmp/site/vllm/vllm_flash_attn
 mkdir -p "$folder"
 touch /tmp/site/vllm/__init__.py

@@ -44,9 +44,7 @@ def main(folder: Path) -> None:
             for c in counts
         ),
         "",
-        "FLASHINFER: one dtype and head size, without soft cap, fp8 and pairs; each of its variants "
-        "compiles for minutes. Of all its 98 cases 96 ran in 520 s with 15 workers and passed or were "
-        "refused; two were still compiling, so no count was written. FLA: decode steps and short "
+        "FLA: decode steps and short "
         "continuations; its kernels try out configurations for every shape. MAMBA_SSM: mamba-ssm's "
         "Triton kernels without its compiled extension; a subset, for the same reason. FLASH_ATTN: "
         "bf16, one head size; vLLM's build holds PTX for sm_80, which the driver compiles for minutes. "
@@ -68,29 +66,51 @@ def _bars(bars: dict[str, Any]) -> list[str]:
     lines = [
         "## Against FlashInfer (bf16, 32/8 heads of 128, block 16)",
         "",
-        "Attention alone, new tokens already stored. Ratio: FlashInfer's time over ours. `read`: a "
-        "kernel that merely reads as many bytes, timed alike; `most`: FlashInfer's time over that, "
-        "which no kernel can exceed. `graph`: back to back in a replayed graph, L2 warm. `latency`: "
-        "one call on an idle device, launch included. `layer adds`: host time of "
-        "`Attention.forward` over the backend's own call. Since this run TRITON_ATTN's and TRITON_MLA's "
-        "number of splits is an argument of the kernels instead of a constant; not timed again.",
+        "Attention alone, new tokens already stored. `cores`: FlashInfer's wrapper as it is by default, "
+        "on CUDA cores; FLASHINFER uses its tensor cores, as our adapter does for groups of four and "
+        "more. `ratio`: theirs over ours, tensor cores, then CUDA cores. `read`: a kernel that merely "
+        "reads as many bytes, timed alike; `most`: FLASHINFER's time over that, which no kernel can "
+        "exceed.",
         "",
-        "| decode | TRITON_ATTN us | FLASHINFER us | FA3 us | ratio | read us | most | graph us, "
-        "ours/FlashInfer/read | latency us, ours/FlashInfer | host us, ours/FlashInfer | "
-        "layer adds us |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| decode | TRITON_ATTN us | FLASHINFER | cores | FLASHINFER_TRTLLM | FA3 | ratio | read | "
+        "most |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name, row in bars.items():
-        if name.startswith("decode"):
-            ours, theirs, third = row["TRITON_ATTN"], row["FLASHINFER"], row["FLASH_ATTN_V3"]
-            lines.append(
-                f"| {name[7:]} | {ours['us']:.1f} | {theirs['us']:.1f} | {third['us']:.1f} | "
-                f"{row['ratio_device']:.2f} | {row['read']['us']:.1f} | "
-                f"{theirs['us'] / row['read']['us']:.2f} | {ours['graph_us']:.1f} / "
-                f"{theirs['graph_us']:.1f} / {row['read']['graph_us']:.1f} | "
-                f"{ours['latency_us']:.1f} / {theirs['latency_us']:.1f} | "
-                f"{ours['host_us']:.1f} / {theirs['host_us']:.1f} | {ours['layer_adds_us']:.1f} |"
-            )
+    decodes = {name[7:]: row for name, row in bars.items() if name.startswith("decode")}
+    for name, row in decodes.items():
+        ours, theirs, default = (
+            row[b]["us"] for b in ("TRITON_ATTN", "FLASHINFER", "FLASHINFER on CUDA cores")
+        )
+        read = row["read"]["us"]
+        lines.append(
+            f"| {name} | {ours:.1f} | {theirs:.1f} | {default:.1f} | "
+            f"{row['FLASHINFER_TRTLLM']['us']:.1f} | {row['FLASH_ATTN_V3']['us']:.1f} | "
+            f"{theirs / ours:.2f}, {default / ours:.2f} | {read:.1f} | {theirs / read:.2f} |"
+        )
+    lines += [
+        "",
+        "`graph`: back to back in a replayed graph, L2 warm; beside it how much longer than the "
+        "backend's own call. `latency`: one call on an idle device, L2 cold, launch included; like the "
+        "host's time it depends on the machine's processor, which others share. `layer adds`: host "
+        "time of `Attention.forward` over the backend's own call.",
+        "",
+        "| decode | graph us: TRITON_ATTN | FLASHINFER | read | latency us: TRITON_ATTN | FLASHINFER | "
+        "cores | host us: TRITON_ATTN | FLASHINFER | layer adds us |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, row in decodes.items():
+        ours, theirs, default = (
+            row[b] for b in ("TRITON_ATTN", "FLASHINFER", "FLASHINFER on CUDA cores")
+        )
+        graphs = " | ".join(
+            f"{r['graph_us']:.1f} ({100 * (r['graph_us'] / r['graph_own_us'] - 1):+.1f}%)"
+            for r in (ours, theirs)
+        )
+        lines.append(
+            f"| {name} | {graphs} | {row['read']['graph_us']:.1f} | {ours['latency_us']:.1f} | "
+            f"{theirs['latency_us']:.1f} | {default['latency_us']:.1f} | {ours['host_us']:.1f} | "
+            f"{theirs['host_us']:.1f} | {ours['layer_adds_us']:.1f} |"
+        )
     lines += ["", "| prefill, causal | TRITON_ATTN | FLASHINFER (fa3) | FA3 | cuDNN | ratio |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]
     for name, row in bars.items():
@@ -131,7 +151,8 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "## Every backend that ran (microseconds; the selector's choice last)",
         "",
-        "XFORMERS was timed in a run of its own (`--backends XFORMERS`), for some of the models.",
+        "FLASHINFER prefills by its ragged wrapper where nothing was cached. Marked *: timed in another "
+        "run; XFORMERS only for some of the models, since it can't be imported beside flash-attn 4.",
         "",
         "| model | step | backends, fastest first | selected | over the best single backend |",
         "| --- | --- | --- | ---: | ---: |",
@@ -141,7 +162,9 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
         timed = [r for r in here if "us" in r and r["backend"] != "(selected)"]
         timed.sort(key=lambda r: r["us"])
         chosen = next(r for r in here if r["backend"] == "(selected)")
-        times = ", ".join(f"{r['backend']} {r['us']:.0f}" for r in timed)
+        times = ", ".join(
+            f"{r['backend']}{'*' * r.get('other_run', False)} {r['us']:.0f}" for r in timed
+        )
         lines.append(
             f"| {model} | {step} | {times} | {chosen['us']:.0f} | {chosen['over_best']:.2f} |"
         )
