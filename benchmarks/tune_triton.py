@@ -1,115 +1,149 @@
 """Sweeps TRITON_ATTN's launch configurations on this GPU and prints the best of each shape.
 
-    python benchmarks/tune_triton.py [--out FILE.json] [--quick]
+    python benchmarks/tune_triton.py [--heads NAME ...] [--workers N]
 
-Every variant is compiled first, by several processes; then each is timed alone. The winners go into
+Every variant is compiled first, by several processes; then each is timed alone, decode with half, as
+many and twice as many splits as are planned (marked *). The winners go into
 `polyattn_triton/configs.py` by hand.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from polyattn import LayerSpec, select
 from polyattn.cli.benching import Step
-from polyattn.cost import batch_cost
 from timing import kernel_us
 
 SPECS = {
     "128": LayerSpec(num_heads=32, num_kv_heads=8, head_size=128),
     "64": LayerSpec(num_heads=64, num_kv_heads=8, head_size=64),
     "256": LayerSpec(num_heads=16, num_kv_heads=8, head_size=256),
-}
-DECODE = [(1, 8192), (16, 4096), (64, 4096), (128, 8192)]
-PREFILL = [(1, 2048, 2048), (1, 8192, 8192), (4, 512, 4608)]
+    "71 x 64": LayerSpec(num_heads=71, num_kv_heads=1, head_size=64),
+    "32 / 32 x 96": LayerSpec(num_heads=32, num_kv_heads=32, head_size=96),
+    "128, fp8": LayerSpec(
+        num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp8_e4m3"
+    ),
+}  # fmt: skip
+DECODE = [(1, 8192), (4, 8192), (16, 4096), (32, 4096), (64, 4096), (128, 8192)]
+PREFILL = [(4, 512, 4608), (1, 512, 8192), (8, 128, 4096), (1, 4096, 4096)]
+Sizes = tuple[int, ...]
 
 
-def decode_configs(head: str) -> list[tuple[int, ...]]:
-    blocks = {"64": (64, 128), "128": (32, 64, 128), "256": (16, 32, 64)}[head]
-    return list(itertools.product((16,), blocks, (2, 4), (2, 3)))
+def decode_configs(spec: LayerSpec) -> list[Sizes]:
+    """Tiles of rows and keys, warps, stages."""
+    rows = 128 if spec.gqa_ratio > 16 else 16
+    wide = spec.head_size > 128
+    found = [(16, 2, 3), (16, 2, 4), (32, 2, 2), (32, 2, 3), (32, 4, 3)] if wide else [
+        (32, 2, 3), (32, 2, 4), (64, 2, 3), (64, 4, 2), (64, 4, 3), (128, 4, 2), (128, 4, 3),
+    ]  # fmt: skip
+    return [(rows, keys, max(warps, rows // 32), stages) for keys, warps, stages in found]
 
 
-def prefill_configs(head: str) -> list[tuple[int, ...]]:
-    blocks = {"64": (64, 128), "128": (32, 64, 128), "256": (32, 64)}[head]
-    return [
-        c
-        for c in itertools.product((64, 128), blocks, (4, 8), (2, 3))
-        if not (head == "256" and c[1] == 64 and c[3] > 2)
-    ]
+def prefill_configs(spec: LayerSpec) -> list[Sizes]:
+    """Tiles of rows and keys, warps, stages."""
+    wide = spec.head_size > 128
+    return [(128, 32, 8, 3), (128, 64, 8, 2), (64, 32, 4, 3)] if wide else [
+        (128, 64, 8, 3), (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (128, 32, 4, 4),
+    ]  # fmt: skip
 
 
-def make(head: str, phase: str, config: tuple[int, ...], shape: tuple[int, ...]) -> Step:
+def make(name: str, phase: str, config: Sizes, shape: Sizes) -> tuple[Step, Any]:
+    """Return a step of `shape` (sequences, [new tokens], length), and the backend that runs it."""
     from polyattn_triton.configs import Config
 
-    selection = select(SPECS[head], "cuda", backend="TRITON_ATTN")
+    selection = select(SPECS[name], "cuda", backend="TRITON_ATTN")
     backend: Any = getattr(selection.runtime, phase)
-    for kind in ("decode",) if phase == "decode" else ("prefill", "paged"):
-        setattr(backend, f"{kind}_config", Config(*config))
+    chosen = Config(*config)
     if phase == "decode":
-        queries, lens = [1] * shape[0], [shape[1]] * shape[0]
+        backend.decode_config = backend.few_config = chosen
     else:
-        queries, lens = [shape[1]] * shape[0], [shape[2]] * shape[0]
-    return Step(selection, queries, lens, torch.device("cuda"))
+        backend.prefill_config = backend.paged_config = chosen
+    new = shape[1] if phase == "prefill" else 1
+    step = Step(selection, [new] * shape[0], [shape[-1]] * shape[0], torch.device("cuda"))
+    return step, backend
 
 
-def compile_one(job: tuple[str, str, tuple[int, ...], tuple[int, ...]]) -> str:
+def compile_one(job: tuple[str, str, Sizes]) -> str:
+    name, phase, config = job
+    small: list[Sizes] = [(1, 1024), (600, 256)]
+    if phase == "prefill":
+        small = [(1, 128, 640), (1, 256, 256)]
     try:
-        make(*job).run()
+        for shape in small:
+            make(name, phase, config, shape)[0].run()
         torch.cuda.synchronize()
-        return "ok"
+        return ""
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:80]}"
 
 
+def set_splits(backend: Any, splits: int) -> None:
+    """Have the planned step use so many splits, with room for their parts."""
+    spec, count = backend.spec, backend.batch.num_seqs
+    backend.splits = splits
+    rows = count * spec.num_heads * splits
+    backend._parts = torch.empty(rows * spec.v_head_size, device="cuda")
+    backend._part_lse = torch.empty(rows, device="cuda")
+    backend._done = torch.zeros(count * spec.num_kv_heads, dtype=torch.int32, device="cuda")
+
+
+def time_decode(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:
+    step, backend = make(name, "decode", config, shape)
+    step.error()
+
+    def attend() -> None:
+        step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
+
+    planned, found = backend.splits, []
+    for splits in sorted({max(1, planned // 2), planned, min(128, 2 * planned)}):
+        set_splits(backend, splits)
+        mark = "*" if splits == planned else ""
+        found.append((kernel_us(attend, repeats=9), f"{config}, {splits} splits{mark}"))
+    return found
+
+
+def time_prefill(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:
+    step, _ = make(name, "prefill", config, shape)
+    step.error()
+    return [(kernel_us(step.run, repeats=7), str(config))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--heads", nargs="+", default=["128"])
+    parser.add_argument("--heads", nargs="+", default=list(SPECS), choices=list(SPECS))
     parser.add_argument("--workers", type=int, default=12)
     args = parser.parse_args()
-    small: dict[str, tuple[int, ...]] = {"decode": (4, 512), "prefill": (1, 300, 900)}
-    configs = {"decode": decode_configs, "prefill": prefill_configs}
-    jobs = [(h, p, c, small[p]) for h in args.heads for p in configs for c in configs[p](h)]
-    jobs += [(h, "prefill", c, (1, 300, 300)) for h in args.heads for c in prefill_configs(h)]
+    phases = (
+        ("decode", decode_configs, DECODE, time_decode),
+        ("prefill", prefill_configs, PREFILL, time_prefill),
+    )
+    jobs = [
+        (name, phase, config)
+        for name in args.heads
+        for phase, configs, _, _ in phases
+        for config in configs(SPECS[name])
+    ]
     with ProcessPoolExecutor(args.workers, mp_context=get_context("spawn")) as pool:
-        state = dict(
-            zip(((j[0], j[1], j[2]) for j in jobs), pool.map(compile_one, jobs), strict=True)
-        )
-    print({reason: list(state.values()).count(reason) for reason in set(state.values())})
-    rows = []
-    for head in args.heads:
-        for phase, shapes in (("decode", DECODE), ("prefill", PREFILL)):
+        problems = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
+    for job, problem in problems.items():
+        if problem:
+            print(*job, problem)
+    for name in args.heads:
+        for phase, configs, shapes, time in phases:
             for shape in shapes:
-                found = []
-                for config in configs[phase](head):
-                    if state[head, phase, config] != "ok":
-                        continue
-                    step = make(head, phase, config, shape)
-                    try:
-                        us = kernel_us(step.run, repeats=7)
-                    except Exception:  # out of shared memory
-                        continue
-                    cost = batch_cost(SPECS[head], step.batch)
-                    row = {"head": head, "phase": phase, "shape": shape, "config": config, "us": us}
-                    row |= {"tb_s": cost.bytes / us / 1e6, "tflop_s": cost.flops / us / 1e6}
-                    found.append(row)
-                    del step
-                found.sort(key=lambda r: r["us"])
-                rows += found
-                for row in found[:4]:
-                    print(
-                        f"{head} {phase} {shape} {row['config']}: {row['us']:.1f} us, "
-                        f"{row['tb_s']:.2f} TB/s, {row['tflop_s']:.0f} TFLOP/s", flush=True
-                    )  # fmt: skip
-    if args.out:
-        args.out.write_text(json.dumps(rows))
+                found = [
+                    timed
+                    for config in configs(SPECS[name])
+                    if not problems[name, phase, config]
+                    for timed in time(name, config, shape)
+                ]
+                best = "; ".join(f"{us:.1f} us {what}" for us, what in sorted(found)[:5])
+                print(f"{name}, {phase}, {shape}: {best}", flush=True)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     if phase in ("merge", "write"):
         return _compile_small(spec, arch, phase, query, cached, block_size, early)
     decode = phase in ("decode", "split")
-    config = tile_config(spec, arch, phase)
+    config = tile_config(spec, arch, "few" if phase == "split" else phase)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     keys = query if phase == "prefill" else cached
     pointers = {"Q": query, "K": keys, "V": keys, "OUT": query, "BT": "i32", "SEQ_LENS": "i32"}

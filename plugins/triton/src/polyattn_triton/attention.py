@@ -22,6 +22,8 @@ MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
 FEW_SPLITS = 16
 MAX_SPLITS = 128
+FEW_ON_ONE = 3
+"""Programs of the configuration for few that fit on a multiprocessor of Hopper's at once."""
 MERGED_AT_ONCE = 8192
 """Elements of the splits' outputs that a program merging them keeps in registers."""
 MAX_MERGED_BY_ONE = 2048
@@ -75,7 +77,7 @@ def merges_itself(spec: LayerSpec, platform: str) -> bool:
 
 
 def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
-    """Return the configuration of a phase (prefill, paged, decode, split) on `arch`."""
+    """Return the configuration of a phase (prefill, paged, decode, few) on `arch`."""
     width = triton.next_power_of_2(max(16, spec.head_size, spec.v_head_size))
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
     config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize)
@@ -92,7 +94,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(spec, device)
         self.block_dv = triton.next_power_of_2(max(16, spec.v_head_size))
         self.decode_config = tile_config(spec, device.arch, "decode")
-        self.split_config = tile_config(spec, device.arch, "split")
+        self.few_config = tile_config(spec, device.arch, "few")
         self.prefill_config = tile_config(spec, device.arch, "prefill")
         # The plan lists tiles before it is known where the keys are read from.
         self.paged_config = replace(
@@ -138,6 +140,7 @@ class TritonAttention(AttentionBackend):
         if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
             most = MAX_SPLITS
         self.splits = max(1, min(wanted, most, MAX_SPLITS))
+        self.few = programs * self.splits <= FEW_ON_ONE * self.num_sms
         if self.splits == 1:
             return
         rows = batch.num_seqs * spec.num_heads * self.splits
@@ -230,11 +233,11 @@ class TritonAttention(AttentionBackend):
         assert table is not None
         which = (
             query.stride(), key.stride(), value.stride(), out.stride(), key.dtype, splits > 1,
-            lse is None,
+            self.few, lse is None,
         )  # fmt: skip
         site = self._sites.get(which)
         if site is None:
-            config = self.split_config if splits > 1 else self.decode_config
+            config = self.few_config if self.few else self.decode_config
             platform = self.device.platform
             constants = decode_constants(
                 spec, config, cache.block_size, splits > 1, lse is not None, platform
