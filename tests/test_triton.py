@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from polyattn import LayerSpec
@@ -125,29 +126,54 @@ def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
     assert counts["passed"] >= 4 and counts["failed"] == counts["skipped"] == 0
 
 
-def test_a_site_asks_the_compiler_once_an_alignment() -> None:
+class FakeVariant:
+    """A compiled variant that writes down its launches, by either way."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[object, ...]] = []
+        self.told: list[tuple[object, ...]] = []
+
+    def run(self, *args: object) -> None:
+        self.launched.append(args)
+
+    def __getitem__(self, grid: object) -> object:
+        return lambda *args: self.told.append(args)
+
+
+def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches pass addresses once a variant is known; another alignment is another variant."""
     import torch
-    from polyattn_triton.launch import Launcher
+    from polyattn_triton import launch
+    from triton import knobs
 
+    monkeypatch.setattr(launch, "KNOWN", True)
+    active = SimpleNamespace(
+        get_current_device=lambda: 3, get_current_stream=lambda index: 70 + index
+    )
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     compiled: list[tuple[object, ...]] = []
-    launched: list[tuple[object, ...]] = []
-
-    class Variant:
-        def __getitem__(self, grid: object) -> object:
-            return lambda *args: launched.append(args)
+    variant = FakeVariant()
 
     class Kernel:
         def __getitem__(self, grid: object) -> object:
-            return lambda *args, **options: (compiled.append(args), Variant())[1]
+            return lambda *args, **options: (compiled.append(args), variant)[1]
 
-    launch, tensor = Launcher(Kernel()), torch.zeros(32)
+    start, tensor = launch.Launcher(Kernel()), torch.zeros(32)
     for given in (tensor, tensor, tensor[1:], tensor[4:]):
-        launch((1, 1, 1), (given,), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
+        start((1, 2, 3), (given,), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
     assert [a[0].data_ptr() % 16 for a in compiled] == [0, 4]  # type: ignore[attr-defined]
-    assert launched == [(t.data_ptr(), 0.5, 16, 7, True) for t in (tensor, tensor[4:])]
-    launch((1, 1, 1), (tensor.double(),), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
-    assert len(compiled) == 3
+    before = (1, 2, 3, 73, "function", "metadata", None, None, None)
+    assert variant.launched == [
+        (*before, t.data_ptr(), 0.5, 16, 7, True) for t in (tensor, tensor[4:])
+    ]
+    start((1, 1, 1), (tensor.double(),), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
+    assert len(compiled) == 3 and not variant.told
+    monkeypatch.setattr(knobs.runtime, "launch_enter_hook", lambda metadata: None)
+    start((1, 2, 3), (tensor,), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
+    assert variant.told == [(tensor.data_ptr(), 0.5, 16, 7, True)]  # a profiler hears of it
+    assert len(variant.launched) == 2
 
 
 def test_both_mla_kernels_are_launched_alike() -> None:
