@@ -183,3 +183,22 @@ def test_both_mla_kernels_are_launched_alike() -> None:
 
     names = [k.arg_names[: k.arg_names.index("HEADS")] for k in (mla_hopper_kernel, mla_kernel)]
     assert names[0] == names[1] and names[0][-1] == "splits"
+
+
+def test_a_triton_without_what_hoppers_kernel_needs_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from polyattn import AttentionKind
+    from polyattn.spec import LatentSpec
+    from polyattn_triton import mla
+
+    spec = LayerSpec(
+        kind=AttentionKind.MLA, num_heads=128, num_kv_heads=1, head_size=192, v_head_size=128,
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+    assert mla.mla_config(spec, "sm_90").hopper and not caplog.records
+    monkeypatch.setattr(mla, "mla_hopper_kernel", None)
+    assert not mla.mla_config(spec, "sm_90").hopper
+    assert "install triton 3.6" in caplog.text
+    caplog.clear()
+    assert not mla.mla_config(spec, "sm_100").hopper and not caplog.records

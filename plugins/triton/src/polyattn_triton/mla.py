@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -31,7 +32,14 @@ _mla_hopper = Launcher(mla_hopper_kernel)
 
 def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
     """Return the configuration, of the kernels that this Triton can compile."""
-    return pick_mla(spec, arch, gluon=mla_hopper_kernel is not None)
+    gluon = mla_hopper_kernel is not None
+    if not gluon and pick_mla(spec, arch, gluon=True).hopper:
+        logging.getLogger("polyattn").warning(
+            "TRITON_MLA runs its portable kernel on %s, a third slower: Triton %s's Gluon lacks what "
+            "the kernel for Hopper needs; install triton 3.6",
+            arch, triton.__version__,
+        )  # fmt: skip
+    return pick_mla(spec, arch, gluon)
 
 
 def mla_constants(
