@@ -202,3 +202,28 @@ def test_a_triton_without_what_hoppers_kernel_needs_says_so(
     assert "install triton 3.6" in caplog.text
     caplog.clear()
     assert not mla.mla_config(spec, "sm_100").hopper and not caplog.records
+
+
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("sms", [16, 132])
+def test_the_workspace_never_moves(kv_heads: int, sms: int) -> None:
+    """A graph captured for one batch size writes to it after a larger size was planned."""
+    import torch
+    from polyattn import Batch, Device
+    from polyattn_triton.attention import TritonAttention
+
+    spec = BASE.replace(num_kv_heads=kv_heads, graph_capture="single_token_decode")
+    backend = TritonAttention(spec, Device("cuda", "sm_90", torch_device="cpu"))
+    backend.num_sms = sms
+    seen, splits = set(), set()
+    for count in [1, 2, 3, 5, 16, 31, 32, 33, 64, 131, 263, 264, 300]:
+        table = torch.zeros(count, 512, dtype=torch.int32)
+        backend.plan(Batch.from_lens([1] * count, [8192] * count, table, 16))
+        splits.add(backend.splits)
+        if backend.splits > 1:
+            seen.add((backend._parts.data_ptr(), backend._done.data_ptr()))
+            rows = count * spec.num_heads * backend.splits
+            assert backend._part_lse.numel() >= rows
+            assert backend._parts.numel() >= rows * spec.v_head_size
+            assert backend._done.numel() >= count * kv_heads
+    assert len(seen) == 1 and 1 in splits and max(splits) > 1

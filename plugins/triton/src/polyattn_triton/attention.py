@@ -110,9 +110,7 @@ class TritonAttention(AttentionBackend):
         self.merges_itself = merges_itself(spec, device.platform)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._parts = torch.empty(0, device=self.torch_device)
-        self._part_lse = torch.empty(0, device=self.torch_device)
-        # Splits that have ended, by sequence and KV head; whoever merges sets it back to zero.
-        self._done = torch.zeros(0, dtype=torch.int32, device=self.torch_device)
+        self._part_lse, self._done = self._parts, self._parts
         self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan(self, batch: Batch) -> None:
@@ -124,7 +122,7 @@ class TritonAttention(AttentionBackend):
             self._plan_tiles(batch)
 
     def _plan_splits(self, batch: Batch) -> None:
-        """Split the keys until the chip is full, and size the workspace once for it."""
+        """Split the keys until the chip is full."""
         spec = self.spec
         longest = batch.max_seq_len
         for limit in (
@@ -141,14 +139,20 @@ class TritonAttention(AttentionBackend):
             most = MAX_SPLITS
         self.splits = max(1, min(wanted, most, MAX_SPLITS))
         self.few = programs * self.splits <= FEW_ON_ONE * self.num_sms
-        if self.splits == 1:
-            return
-        rows = batch.num_seqs * spec.num_heads * self.splits
-        if self._part_lse.numel() < rows:
-            self._parts = torch.empty(rows * spec.v_head_size, device=self.torch_device)
-            self._part_lse = torch.empty(rows, device=self.torch_device)
-        if self._done.numel() < programs:
-            self._done = torch.zeros(programs, dtype=torch.int32, device=self.torch_device)
+        if self.splits > 1 and not self._done.numel():
+            self._allocate()
+
+    def _allocate(self) -> None:
+        """Make the workspace, once: a captured graph goes on writing to it.
+
+        What is split has fewer than `2 * num_sms` programs, and never becomes twice as many.
+        """
+        programs, device = 2 * self.num_sms, self.torch_device
+        rows = 2 * programs * self.spec.gqa_ratio
+        self._parts = torch.empty(rows * self.spec.v_head_size, device=device)
+        self._part_lse = torch.empty(rows, device=device)
+        # Splits that have ended, by sequence and KV head; whoever merges sets it back to zero.
+        self._done = torch.zeros(programs, dtype=torch.int32, device=device)
 
     def _plan_tiles(self, batch: Batch) -> None:
         """List (sequence, first query) of every tile, the ones with most keys first."""

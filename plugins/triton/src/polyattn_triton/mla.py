@@ -85,6 +85,7 @@ class TritonMLA(AttentionBackend):
         self.head_blocks = -(-spec.num_heads // self.config.block_h)
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
+        self._outgrown: list[tuple[Tensor, Tensor]] = []
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan(self, batch: Batch) -> None:
@@ -107,6 +108,8 @@ class TritonMLA(AttentionBackend):
             splits *= 2
         count = tokens * self.spec.num_heads * self.splits
         if self.splits > 1 and self._part_lse.numel() < count:
+            if self.spec.graph_capture:  # a captured graph goes on writing to it
+                self._outgrown.append((self._parts, self._part_lse))
             self._parts = torch.empty(count * self.rank, device=self.torch_device)
             self._part_lse = torch.empty(count, device=self.torch_device)
 
