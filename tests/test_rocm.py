@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from polyattn import Device, discover
+from polyattn.adapters import at_least
 from polyattn.errors import SelectionError
 from polyattn.selector import select
 from polyattn.spec import LayerSpec
@@ -111,3 +112,12 @@ def test_a_denied_plugin_is_never_imported() -> None:
         env=os.environ | {"POLYATTN_DISABLE_PLUGINS": "rocm,tpu,cuda"},
     )  # fmt: skip
     assert found.stdout.strip() == "[]"
+
+
+def test_an_outgrown_workspace_lives_on() -> None:
+    """A graph captured for a smaller batch writes to it when it is replayed."""
+    outgrown: list[torch.Tensor] = []
+    first = at_least(torch.empty(0), 10, outgrown)
+    assert at_least(first, 10, outgrown) is first and len(outgrown) == 1
+    second = at_least(first, 11, outgrown)
+    assert second.numel() == 20 and outgrown[-1] is first

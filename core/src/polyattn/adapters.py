@@ -43,3 +43,14 @@ def store_lse(lse: Tensor | None, found: Tensor) -> None:
     if lse is not None:
         lse.copy_(found.T)
         lse.masked_fill_(lse == torch.inf, -torch.inf)
+
+
+def at_least(buffer: Tensor, size: int, outgrown: list[Tensor]) -> Tensor:
+    """Return a flat buffer of `size` elements or more: this one, or a larger one in its place.
+
+    One that is outgrown is put in the list and lives on: a captured graph goes on writing to it.
+    """
+    if buffer.numel() >= size:
+        return buffer
+    outgrown.append(buffer)
+    return buffer.new_empty(max(size, 2 * buffer.numel()))

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import blank, cumulative, empty_rows, store_lse, window_sizes
+from polyattn.adapters import at_least, blank, cumulative, empty_rows, store_lse, window_sizes
 from torch import Tensor
 
 from polyattn_rocm.base import RocmAttention
@@ -24,6 +24,7 @@ class AiterAttention(RocmAttention):
         super().__init__(spec, device)
         self.torch_device = torch.device(str(device.torch_device))
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
+        self._outgrown: list[Tensor] = []
         self._scales: dict[float, Tensor] = {}
 
     def plan(self, batch: Batch) -> None:
@@ -39,8 +40,7 @@ class AiterAttention(RocmAttention):
         spec = self.spec
         parts = batch.num_seqs * spec.num_heads * -(-batch.max_seq_len // PARTITION)
         size = parts * (spec.head_size * 2 + 2 * 4)
-        if self._workspace.numel() < size:
-            self._workspace = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
+        self._workspace = at_least(self._workspace, size, self._outgrown)
 
     def forward_prefill(
         self,

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 import triton
 from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn.adapters import at_least
 from polyattn.device import arch_matches
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class TritonMLA(AttentionBackend):
         self.head_blocks = -(-spec.num_heads // self.config.block_h)
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
-        self._outgrown: list[tuple[Tensor, Tensor]] = []
+        self._outgrown: list[Tensor] = []
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan(self, batch: Batch) -> None:
@@ -107,11 +108,9 @@ class TritonMLA(AttentionBackend):
                 self.splits, least = splits, cost
             splits *= 2
         count = tokens * self.spec.num_heads * self.splits
-        if self.splits > 1 and self._part_lse.numel() < count:
-            if self.spec.graph_capture:  # a captured graph goes on writing to it
-                self._outgrown.append((self._parts, self._part_lse))
-            self._parts = torch.empty(count * self.rank, device=self.torch_device)
-            self._part_lse = torch.empty(count, device=self.torch_device)
+        if self.splits > 1:
+            self._parts = at_least(self._parts, count * self.rank, self._outgrown)
+            self._part_lse = at_least(self._part_lse, count, self._outgrown)
 
     def write_kv(
         self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor, params: LayerParams
