@@ -152,7 +152,15 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
         "## Every backend that ran (microseconds; the selector's choice last)",
         "",
         "FLASHINFER prefills by its ragged wrapper where nothing was cached. Marked *: timed in another "
-        "run; XFORMERS only for some of the models, since it can't be imported beside flash-attn 4.",
+        "run; XFORMERS only for some of the models, since it can't be imported beside flash-attn 4. "
+        "`(= NAME)`: the very kernels of that row, timed again; what differs is noise.",
+        "",
+        "Decode's priorities stay FLASHINFER, then TRITON_ATTN: neither is best throughout. FLASHINFER "
+        "is behind by up to a third with few sequences (the table above), TRITON_ATTN by as much where "
+        "a shared prefix comes from the L2, and a priority can't depend on the batch. Who serves few "
+        "long sequences names `decode=TRITON_ATTN`. Since this run TRITON_ATTN takes its "
+        "configuration for many programs from 397 on whatever the splits, its launches pass by the "
+        "profilers' hooks, and its workspace never moves; not timed again.",
         "",
         "| model | step | backends, fastest first | selected | over the best single backend |",
         "| --- | --- | --- | ---: | ---: |",
@@ -165,8 +173,9 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
         times = ", ".join(
             f"{r['backend']}{'*' * r.get('other_run', False)} {r['us']:.0f}" for r in timed
         )
+        same = next((f" (= {r['backend']})" for r in timed if r["ran"] == chosen["ran"]), "")
         lines.append(
-            f"| {model} | {step} | {times} | {chosen['us']:.0f} | {chosen['over_best']:.2f} |"
+            f"| {model} | {step} | {times} | {chosen['us']:.0f}{same} | {chosen['over_best']:.2f} |"
         )
     return lines
 
