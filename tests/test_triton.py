@@ -184,6 +184,27 @@ def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPa
     assert len(variant.launched) == 2
 
 
+def test_kept_tensors_come_after_the_others_and_count_for_alignment() -> None:
+    import torch
+    from polyattn_triton.launch import Kept, Site
+
+    compiled: list[tuple[object, ...]] = []
+    variant = FakeVariant()
+
+    class Kernel:
+        def __getitem__(self, grid: object) -> object:
+            return lambda *args, **options: (compiled.append(args), variant)[1]
+
+    site, tensor = Site(Kernel(), (16,), (True,), {}), torch.zeros(32)
+    aligned, shifted = Kept(tensor, tensor[8:]), Kept(tensor, tensor[1:])
+    for kept in (aligned, shifted):
+        site((1, 1, 1), (tensor[4:],), (0.5,), (7,), kept)
+    pointers = [[t.data_ptr() for t in args[:3]] for args in compiled]  # type: ignore[attr-defined]
+    assert pointers == [[tensor[4:].data_ptr(), *kept.pointers] for kept in (aligned, shifted)]
+    assert compiled[0][3:] == (0.5, 16, 7, True)
+    assert len(site.variants) == 2
+
+
 def test_both_mla_kernels_are_launched_alike() -> None:
     """One call site launches either: their arguments before the constants are the same."""
     from polyattn_triton.mla_hopper import mla_hopper_kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,6 +150,11 @@ class KVCache:
     def value_in_key(self) -> bool:
         """Whether a value is the first part of its key: an MLA latent."""
         return self.value.data_ptr() == self.key.data_ptr()
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """What a kernel is specialised on: the strides of key and value, and their dtype."""
+        return (self.key.stride(), self.value.stride(), self.key.dtype)
 
     @cached_property
     def layout(self) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.decode import decode_kernel, merge_kernel
-from polyattn_triton.launch import Site, merge_block
+from polyattn_triton.launch import Kept, Site, merge_block
 from polyattn_triton.prefill import prefill_kernel
 
 MIN_SPLIT_KEYS = 128
@@ -141,6 +141,12 @@ class TritonAttention(AttentionBackend):
         self.few = programs * self.splits <= FEW_ON_ONE * self.num_sms
         if self.splits > 1 and not self._done.numel():
             self._allocate()
+        assert batch.block_table is not None
+        self._kept = Kept(
+            self._parts, self._part_lse, self._done, batch.block_table, batch.seq_lens
+        )
+        self._table_width = batch.block_table.stride(0)
+        self._grid = (batch.num_seqs, spec.num_kv_heads, self.splits)
 
     def _allocate(self) -> None:
         """Make the workspace, once: a captured graph goes on writing to it.
@@ -232,37 +238,34 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, batch, splits, none = self.spec, self.batch, self.splits, self._no_tensor
-        key, value, table = cache.key, cache.value, batch.block_table
-        assert table is not None
-        which = (
-            query.stride(), key.stride(), value.stride(), out.stride(), key.dtype, splits > 1,
-            self.few, lse is None,
-        )  # fmt: skip
+        splits, none = self.splits, self._no_tensor
+        which = (query.stride(), out.stride(), cache.form, splits > 1, self.few, lse is None)
         site = self._sites.get(which)
         if site is None:
-            config = self.few_config if self.few else self.decode_config
-            platform = self.device.platform
-            constants = decode_constants(
-                spec, config, cache.block_size, splits > 1, lse is not None, platform
-            )
-            early = splits > 1 and self.early and not self.merges_itself
-            constants = (*constants, early, key.stride() == value.stride())
-            site = self._sites[which] = _site(
-                decode_kernel, query, key, value, out, constants, config, False
-            )
+            site = self._sites[which] = self._decode_site(query, cache, out, lse is not None)
         site(
-            (batch.num_seqs, spec.num_kv_heads, splits),
+            self._grid,
             (
-                query, key, value, out, out if lse is None else lse, self._parts, self._part_lse,
-                self._done, table, batch.seq_lens, none if params.sinks is None else params.sinks,
+                query, cache.key, cache.value, out, out if lse is None else lse,
+                none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
-            self._factors(key, params),
-            (0 if lse is None else lse.stride(0), table.stride(0), splits),
+            self._factors(cache.key, params),
+            (0 if lse is None else lse.stride(0), self._table_width, splits),
+            self._kept,
         )  # fmt: skip
         if splits > 1 and not self.merges_itself:
-            self._merge(key.dtype.itemsize == 1, params, out, lse)
+            self._merge(cache.key.dtype.itemsize == 1, params, out, lse)
+
+    def _decode_site(self, query: Tensor, cache: KVCache, out: Tensor, lse: bool) -> Site:
+        key, value, split = cache.key, cache.value, self.splits > 1
+        config = self.few_config if self.few else self.decode_config
+        constants = decode_constants(
+            self.spec, config, cache.block_size, split, lse, self.device.platform
+        )
+        early = split and self.early and not self.merges_itself
+        constants = (*constants, early, key.stride() == value.stride())
+        return _site(decode_kernel, query, key, value, out, constants, config, False)
 
     def _factors(self, key: Tensor, params: LayerParams) -> tuple[float, float, float]:
         """Return the scale of logits and of values, and the soft cap."""

@@ -62,7 +62,7 @@ def _merged(
 
 @triton.jit(do_not_specialize=["lse_t", "bt_s", "splits"])
 def decode_kernel(
-    Q, K, V, OUT, LSE, PARTS, PART_LSE, DONE, BT, SEQ_LENS, SINKS, SLOPES,
+    Q, K, V, OUT, LSE, SINKS, SLOPES, PARTS, PART_LSE, DONE, BT, SEQ_LENS,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, splits,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,

@@ -9,6 +9,8 @@ host time: that is left out while nobody listens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import triton
@@ -35,11 +37,23 @@ def _listening() -> bool:
     )
 
 
+class Kept:
+    """Tensors that stay the same from launch to launch, with their addresses."""
+
+    def __init__(self, *tensors: Tensor):
+        self.tensors = tensors
+        self.pointers = [tensor.data_ptr() for tensor in tensors]
+        self.low = reduce(or_, self.pointers, 0)
+
+
+NONE = Kept()
+
+
 class Site:
     """A kernel with all that it is specialised on but the pointers' alignments.
 
     Whoever holds one vouches for the tensors' dtypes and device: they are looked at on the first
-    call alone.
+    call alone. Those kept come after the others.
     """
 
     def __init__(self, kernel: Any, ints: tuple[int, ...], constants: Key, options: dict[str, Any]):
@@ -53,12 +67,14 @@ class Site:
         tensors: Sequence[Tensor],
         floats: tuple[float, ...],
         free: tuple[int, ...],
+        kept: Kept = NONE,
     ) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
-        low = 0
+        low = kept.low
         for pointer in pointers:
             low |= pointer
-        which = 0 if not low & 15 else tuple(pointer & 15 for pointer in pointers)
+        pointers += kept.pointers
+        which = 0 if not low & 15 else tuple([pointer & 15 for pointer in pointers])
         variant = self.variants.get(which)
         if variant is not None:
             if not KNOWN or _listening():
@@ -72,7 +88,7 @@ class Site:
             )  # fmt: skip
             return
         variant = self.kernel[grid](
-            *tensors, *floats, *self.ints, *free, *self.constants, **self.options
+            *tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants, **self.options
         )
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
             self.variants[which] = variant
