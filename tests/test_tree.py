@@ -214,3 +214,11 @@ def test_ties_are_broken_by_name_and_one_backend_for_both_is_preferred() -> None
     assert choose(second, first).prefill == choose(first, second).prefill == "A"
     both = choose(first, second)
     assert both.prefill == both.decode
+
+
+def test_a_backend_says_what_would_bring_a_feature() -> None:
+    claims = backend("OTHER_BUILD", remedies={"alibi": "build it with ALiBi"}).capabilities
+    (rejection,) = check(claims, LLAMA.replace(alibi=True), H100, "prefill")
+    assert rejection.remedy == "build it with ALiBi" and "(build it with ALiBi)" in str(rejection)
+    with pytest.raises(ValueError, match=r"Capabilities.remedies: unknown \['albi'\]"):
+        backend("MISSPELT", remedies={"albi": "build it with ALiBi"})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from polyattn.device import Device, arch_matches
@@ -104,6 +104,7 @@ class Capabilities:
     - `features`: names of `polyattn.spec.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
+    - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
 
     Raises `ValueError` when the claims contradict themselves.
     """
@@ -128,6 +129,7 @@ class Capabilities:
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
+    remedies: Mapping[str, str] = field(default_factory=dict)
     graph_capture: GraphCapture = GraphCapture.NONE
 
     def __post_init__(self) -> None:
@@ -137,6 +139,7 @@ class Capabilities:
             ("layouts", self.layouts, LAYOUTS),
             ("phases", self.phases, PHASES),
             ("features", self.features, FEATURES),
+            ("remedies", self.remedies or FEATURES, FEATURES),
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
@@ -207,7 +210,8 @@ def check(
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
     for name in sorted(asked - caps.features):
-        need(False, name, FEATURES[name], sorted(caps.features), _FEATURE_REMEDIES.get(name, ""))
+        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
+        need(False, name, FEATURES[name], sorted(caps.features), remedy)
     words = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
     for together, why in caps.excludes:
         need(not together <= words, " with ".join(sorted(together)), "together", "apart", why)

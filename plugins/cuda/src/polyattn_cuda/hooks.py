@@ -70,6 +70,7 @@ FLASH_ATTN_V3 = BackendInfo(
         features=MASKS
         | {"v_head_size", "logit_soft_cap", "lse"}
         | (frozenset({"learned_sinks"}) if fa3_provider() == "vllm" else frozenset()),
+        remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=((frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),),
     ),
