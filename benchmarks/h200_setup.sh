@@ -9,6 +9,12 @@ export PYTHONPATH=/tmp/site${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 export FLASHINFER_CUDA_ARCH_LIST=9.0a MAX_JOBS=16 CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
 # FlashInfer's modules, compiled elsewhere by nvcc for sm_90a: NAME/NAME.so.
 [ -e .aot/modules.tar.xz ] && mkdir -p /tmp/site/flashinfer/data/aot && tar xJf .aot/modules.tar.xz -C /tmp/site/flashinfer/data/aot
+# TWO_MASKS=1 halves FlashInfer's compilations: its modules hold four masks, and nothing here asks for
+# the custom and the multi-item one. Linked lazily, a module does without them.
+if [ -n "${TWO_MASKS:-}" ]; then
+  sed -i 's/for mask_mode in \[0, 1, 2, 3\]/for mask_mode in [0, 1]/' /tmp/site/flashinfer/jit/attention/modules.py
+  export FLASHINFER_EXTRA_LDFLAGS=-Wl,-z,lazy
+fi
 folder=/tmp/site/vllm/vllm_flash_attn
 mkdir -p "$folder"
 touch /tmp/site/vllm/__init__.py

@@ -44,7 +44,8 @@ def main(folder: Path) -> None:
             for c in counts
         ),
         "",
-        "FLA: decode steps and short "
+        "FLASHINFER: its modules built for the plain and the causal mask only (`TWO_MASKS=1`). FLA: "
+        "decode steps and short "
         "continuations; its kernels try out configurations for every shape. MAMBA_SSM: mamba-ssm's "
         "Triton kernels without its compiled extension; a subset, for the same reason. FLASH_ATTN: "
         "bf16, one head size; vLLM's build holds PTX for sm_80, which the driver compiles for minutes. "
