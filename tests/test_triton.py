@@ -157,9 +157,7 @@ def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPa
     from triton import knobs
 
     monkeypatch.setattr(launch, "KNOWN", True)
-    active = SimpleNamespace(
-        get_current_device=lambda: 3, get_current_stream=lambda index: 70 + index
-    )
+    active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
     compiled: list[tuple[object, ...]] = []
     variant = FakeVariant()
@@ -172,7 +170,7 @@ def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPa
     for given in (tensor, tensor, tensor[1:], tensor[4:]):
         start((1, 2, 3), (given,), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
     assert [a[0].data_ptr() % 16 for a in compiled] == [0, 4]  # type: ignore[attr-defined]
-    before = (1, 2, 3, 73, "function", "metadata", None, None, None)
+    before = (1, 2, 3, "stream of None", "function", "metadata", None, None, None)
     assert variant.launched == [
         (*before, t.data_ptr(), 0.5, 16, 7, True) for t in (tensor, tensor[4:])
     ]

@@ -108,6 +108,7 @@ class TritonAttention(AttentionBackend):
         )
         self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
         self.merges_itself = merges_itself(spec, device.platform)
+        self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse, self._done = self._parts, self._parts
@@ -226,7 +227,7 @@ class TritonAttention(AttentionBackend):
                 self.tile_start, none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
-            self._factors(key, params),
+            self._factors(self.quantized and not packed, params),
             (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
         )  # fmt: skip
 
@@ -250,12 +251,12 @@ class TritonAttention(AttentionBackend):
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
-            self._factors(cache.key, params),
+            self._factors(self.quantized, params),
             (0 if lse is None else lse.stride(0), self._table_width, splits),
             self._kept,
         )  # fmt: skip
         if splits > 1 and not self.merges_itself:
-            self._merge(cache.key.dtype.itemsize == 1, params, out, lse)
+            self._merge(params, out, lse)
 
     def _decode_site(self, query: Tensor, cache: KVCache, out: Tensor, lse: bool) -> Site:
         key, value, split = cache.key, cache.value, self.splits > 1
@@ -267,14 +268,14 @@ class TritonAttention(AttentionBackend):
         constants = (*constants, early, key.stride() == value.stride())
         return _site(decode_kernel, query, key, value, out, constants, config, False)
 
-    def _factors(self, key: Tensor, params: LayerParams) -> tuple[float, float, float]:
+    def _factors(self, quantized: bool, params: LayerParams) -> tuple[float, float, float]:
         """Return the scale of logits and of values, and the soft cap."""
         scale, soft_cap = self.spec.scale, self.spec.logit_soft_cap or 1.0
-        if key.dtype.itemsize > 1:
+        if not quantized:
             return scale, 1.0, soft_cap
         return scale * params.k_scale, params.v_scale, soft_cap
 
-    def _merge(self, quantized: bool, params: LayerParams, out: Tensor, lse: Tensor | None) -> None:
+    def _merge(self, params: LayerParams, out: Tensor, lse: Tensor | None) -> None:
         spec, splits = self.spec, self.splits
         block = merge_block(splits)
         key = ("merge", out.stride(), block, lse is None)
@@ -293,7 +294,7 @@ class TritonAttention(AttentionBackend):
                 self._parts, self._part_lse, out, out if lse is None else lse,
                 self._part_lse if params.sinks is None else params.sinks,
             ),
-            (params.v_scale if quantized else 1.0,),
+            (params.v_scale if self.quantized else 1.0,),
             (0 if lse is None else lse.stride(0), splits),
         )  # fmt: skip
 

@@ -60,6 +60,7 @@ class Site:
         self.kernel, self.options = kernel, options
         self.ints, self.constants = ints, constants
         self.variants: dict[Any, Any] = {}
+        self.device: int | None = None
 
     def __call__(
         self,
@@ -80,9 +81,8 @@ class Site:
             if not KNOWN or _listening():
                 variant[grid](*pointers, *floats, *self.ints, *free, *self.constants)
                 return
-            active = driver.active
             variant.run(
-                *grid, active.get_current_stream(active.get_current_device()), variant.function,
+                *grid, driver.active.get_current_stream(self.device), variant.function,
                 variant.packed_metadata, None, None, None,
                 *pointers, *floats, *self.ints, *free, *self.constants,
             )  # fmt: skip
@@ -92,6 +92,7 @@ class Site:
         )
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
             self.variants[which] = variant
+            self.device = tensors[0].device.index
 
 
 class Launcher:
