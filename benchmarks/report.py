@@ -63,6 +63,9 @@ def main(folder: Path) -> None:
     _plot(matrix["rows"], folder / "matrix.png", f"{matrix['device']}, {matrix['date']}")
 
 
+COMPARED = ("TRITON_ATTN", "FLASHINFER", "FLASHINFER on CUDA cores")
+
+
 def _bars(bars: dict[str, Any]) -> list[str]:
     lines = [
         "## Against FlashInfer (bf16, 32/8 heads of 128, block 16)",
@@ -79,9 +82,7 @@ def _bars(bars: dict[str, Any]) -> list[str]:
     ]
     decodes = {name[7:]: row for name, row in bars.items() if name.startswith("decode")}
     for name, row in decodes.items():
-        ours, theirs, default = (
-            row[b]["us"] for b in ("TRITON_ATTN", "FLASHINFER", "FLASHINFER on CUDA cores")
-        )
+        ours, theirs, default = (row[backend]["us"] for backend in COMPARED)
         read = row["read"]["us"]
         lines.append(
             f"| {name} | {ours:.1f} | {theirs:.1f} | {default:.1f} | "
@@ -100,9 +101,7 @@ def _bars(bars: dict[str, Any]) -> list[str]:
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in decodes.items():
-        ours, theirs, default = (
-            row[b] for b in ("TRITON_ATTN", "FLASHINFER", "FLASHINFER on CUDA cores")
-        )
+        ours, theirs, default = (row[backend] for backend in COMPARED)
         graphs = " | ".join(
             f"{r['graph_us']:.1f} ({100 * (r['graph_us'] / r['graph_own_us'] - 1):+.1f}%)"
             for r in (ours, theirs)

@@ -28,10 +28,15 @@ def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 
     scratch = torch.empty(flush_bytes // 4, device="cuda")
     for _ in range(3):
         call()
+    return _between_events(call, repeats, lambda: empty_l2(scratch))
+
+
+def _between_events(call: Callable[[], object], repeats: int, before: Callable[[], None]) -> float:
+    """Return the median microseconds between events around `call`, each time after `before`."""
     times = []
     for _ in range(repeats):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        empty_l2(scratch)
+        before()
         start.record()
         call()
         stop.record()
@@ -61,17 +66,12 @@ def latency_us(call: Callable[[], object], repeats: int = 50) -> float:
     What an eager engine waits for: the host's launch time and the kernels'.
     """
     scratch = torch.empty(64 << 20, device="cuda")
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def before() -> None:
         empty_l2(scratch)
         torch.cuda.synchronize()
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times)
+
+    return _between_events(call, repeats, before)
 
 
 def graph_us(call: Callable[[], object], inner: int = 20, repeats: int = 10) -> float:

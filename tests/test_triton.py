@@ -150,6 +150,17 @@ class FakeVariant:
         return lambda *args: self.told.append(args)
 
 
+class FakeKernel:
+    """A kernel that writes down what it was compiled for; all its variants are one."""
+
+    def __init__(self) -> None:
+        self.variant = FakeVariant()
+        self.compiled: list[tuple[object, ...]] = []
+
+    def __getitem__(self, grid: object) -> object:
+        return lambda *args, **options: (self.compiled.append(args), self.variant)[1]
+
+
 def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches pass addresses once a variant is known; another alignment is another variant."""
     import torch
@@ -159,14 +170,9 @@ def test_a_site_asks_the_compiler_once_an_alignment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(launch, "KNOWN", True)
     active = SimpleNamespace(get_current_stream=lambda index: f"stream of {index}")
     monkeypatch.setattr(launch, "driver", SimpleNamespace(active=active))
-    compiled: list[tuple[object, ...]] = []
-    variant = FakeVariant()
-
-    class Kernel:
-        def __getitem__(self, grid: object) -> object:
-            return lambda *args, **options: (compiled.append(args), variant)[1]
-
-    start, tensor = launch.Launcher(Kernel()), torch.zeros(32)
+    kernel = FakeKernel()
+    compiled, variant = kernel.compiled, kernel.variant
+    start, tensor = launch.Launcher(kernel), torch.zeros(32)
     for given in (tensor, tensor, tensor[1:], tensor[4:]):
         start((1, 2, 3), (given,), (0.5,), (16,), (7,), (True,), {"num_warps": 4})
     assert [a[0].data_ptr() % 16 for a in compiled] == [0, 4]  # type: ignore[attr-defined]
@@ -186,14 +192,9 @@ def test_kept_tensors_come_after_the_others_and_count_for_alignment() -> None:
     import torch
     from polyattn_triton.launch import Kept, Site
 
-    compiled: list[tuple[object, ...]] = []
-    variant = FakeVariant()
-
-    class Kernel:
-        def __getitem__(self, grid: object) -> object:
-            return lambda *args, **options: (compiled.append(args), variant)[1]
-
-    site, tensor = Site(Kernel(), (16,), (True,), {}), torch.zeros(32)
+    kernel = FakeKernel()
+    compiled = kernel.compiled
+    site, tensor = Site(kernel, (16,), (True,), {}), torch.zeros(32)
     aligned, shifted = Kept(tensor, tensor[8:]), Kept(tensor, tensor[1:])
     for kept in (aligned, shifted):
         site((1, 1, 1), (tensor[4:],), (0.5,), (7,), kept)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import blank, empty_rows
+from polyattn.adapters import blank, empty_rows, window_sizes
 from polyattn.cache import STORAGE_DTYPES
 from torch import Tensor
 
@@ -52,7 +52,7 @@ class FlashInferAttention(CudaAttention):
         """Return what every plan is told."""
         spec = self.spec
         return {
-            "window_left": -1 if spec.sliding_window is None else spec.sliding_window - 1,
+            "window_left": window_sizes(spec)[0],
             "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
         }  # fmt: skip

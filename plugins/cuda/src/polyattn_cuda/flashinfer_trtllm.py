@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import blank, empty_rows
+from polyattn.adapters import blank, empty_rows, window_sizes
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention, zeroed_workspace
@@ -24,7 +24,6 @@ class FlashInferTrtllm(CudaAttention):
     def __init__(self, spec: LayerSpec, device: Device):
         super().__init__(spec, device)
         self.torch_device = torch.device(str(device.torch_device))
-        self.window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch
@@ -49,7 +48,7 @@ class FlashInferTrtllm(CudaAttention):
         trtllm_batch_decode_with_kv_cache(
             query.contiguous(), (cache.key, cache.value), zeroed_workspace(self.torch_device),
             batch.block_table.contiguous(), batch.seq_lens, batch.max_seq_len,
-            bmm1_scale=spec.scale, window_left=self.window_left, out=whole, sinks=params.sinks,
+            bmm1_scale=spec.scale, window_left=window_sizes(spec)[0], out=whole, sinks=params.sinks,
             kv_layout="NHD",
         )  # fmt: skip
         if whole is not out:

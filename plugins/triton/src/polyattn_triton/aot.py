@@ -6,20 +6,14 @@ from typing import Any
 
 import triton
 from polyattn import LayerSpec
-from polyattn.device import arch_matches
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from polyattn_triton.attention import (
-    decode_constants,
-    merges_itself,
-    prefill_constants,
-    tile_config,
-)
+from polyattn_triton.attention import decode_constants, prefill_constants, tile_config
 from polyattn_triton.cache_write import write_kernel
 from polyattn_triton.decode import decode_kernel, merge_kernel
-from polyattn_triton.launch import merge_block
+from polyattn_triton.launch import launches_early, merge_block, power
 from polyattn_triton.prefill import prefill_kernel
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -44,26 +38,19 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     cached = CACHE.get(spec.kv_cache_dtype, query)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
-    early = arch_matches("sm_90+", arch)
     if phase in ("merge", "write"):
-        return _compile_small(spec, arch, phase, query, cached, block_size, early)
+        return _compile_small(spec, arch, phase, query, cached, block_size)
     decode = phase in ("decode", "split")
     config = tile_config(spec, arch, "few" if phase == "split" else phase)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     keys = query if phase == "prefill" else cached
     pointers = {"Q": query, "K": keys, "V": keys, "OUT": query, "BT": "i32", "SEQ_LENS": "i32"}
     if decode:
-        platform = "cuda" if arch.startswith("sm_") else "rocm"
-        split = phase == "split"
-        constants = decode_constants(spec, config, block_size, split, spec.needs_lse, platform)
-        early = early and split and not merges_itself(spec, platform)
-        return compile_kernel(
-            decode_kernel,
-            pointers | {"DONE": "i32"},
-            (*constants, early, spec.head_size == spec.v_head_size),
-            arch,
-            options,
+        alike = spec.head_size == spec.v_head_size
+        constants = decode_constants(
+            spec, config, block_size, phase == "split", spec.needs_lse, arch, alike
         )
+        return compile_kernel(decode_kernel, pointers | {"DONE": "i32"}, constants, arch, options)
     paged = phase == "paged"
     constants = prefill_constants(spec, config, block_size if paged else 1, paged, spec.needs_lse)
     pointers |= {"STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
@@ -77,13 +64,12 @@ def _compile_small(
     query: str,
     cached: str,
     block_size: int,
-    early: bool,
 ) -> Any:
     if phase == "merge":
-        width = triton.next_power_of_2(max(16, spec.v_head_size))
+        width = power(spec.v_head_size)
         constants: tuple[Any, ...] = (
             spec.num_heads, spec.v_head_size, width, merge_block(64), spec.learned_sinks,
-            spec.needs_lse, early,
+            spec.needs_lse, launches_early(arch),
         )  # fmt: skip
         return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn import AttentionKind, LayerSpec
-from polyattn.device import arch_matches
 
 from polyattn_triton.aot import CACHE, ELEMENT, compile_kernel
 from polyattn_triton.configs import pick_scan
+from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import mla_config, mla_constants, mla_hopper_kernel
 from polyattn_triton.mla_kernels import mla_kernel
 from polyattn_triton.scan import scan_constants
@@ -40,7 +40,7 @@ def compile_mla(spec: LayerSpec, arch: str, split: bool, block_size: int = 64) -
     config = mla_config(spec, arch)
     constants = mla_constants(
         spec, config, block_size, split, bool(spec.latent.topk), spec.needs_lse,
-        arch_matches("sm_90+", arch),
+        launches_early(arch),
     )  # fmt: skip
     pointers = {
         "Q": element, "KV": cached, "OUT": element, "BT": "i32", "SLOTS": "i32", "SEQ_LENS": "i32",

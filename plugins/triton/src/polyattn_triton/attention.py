@@ -9,13 +9,12 @@ import torch
 import triton
 from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
 from polyattn.cache import STORAGE_DTYPES
-from polyattn.device import arch_matches
 from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.decode import decode_kernel, merge_kernel
-from polyattn_triton.launch import Kept, Site, merge_block
+from polyattn_triton.launch import Kept, Site, launches_early, merge_block, power
 from polyattn_triton.prefill import prefill_kernel
 
 MIN_SPLIT_KEYS = 128
@@ -32,9 +31,8 @@ MAX_MERGED_BY_ONE = 2048
 
 def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:
     return (
-        spec.head_size, spec.v_head_size, triton.next_power_of_2(max(16, spec.head_size)),
-        triton.next_power_of_2(max(16, spec.v_head_size)), config.block_m, config.block_n,
-        block_size,
+        spec.head_size, spec.v_head_size, power(spec.head_size), power(spec.v_head_size),
+        config.block_m, config.block_n, block_size,
     )  # fmt: skip
 
 
@@ -54,31 +52,35 @@ def prefill_constants(
 
 
 def decode_constants(
-    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool, platform: str
+    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool, arch: str, alike: bool
 ) -> tuple[Any, ...]:
-    """Return `decode_kernel`'s constants, in its order."""
-    rows = triton.next_power_of_2(spec.gqa_ratio)
-    at_once = 0
-    if split and merges_itself(spec, platform):
-        at_once = min(16, MERGED_AT_ONCE // (rows * triton.next_power_of_2(spec.v_head_size)))
+    """Return `decode_kernel`'s constants, in its order. `alike`: V has K's strides."""
+    itself = merges_itself(spec, arch)
+    at_once = min(16, MERGED_AT_ONCE // _merged_outputs(spec)) if split and itself else 0
+    early = split and not itself and launches_early(arch)
     return (
         spec.gqa_ratio, spec.num_heads, *_shape_constants(spec, config, block_size),
-        *_mask_constants(spec, lse), split, rows, at_once,
+        *_mask_constants(spec, lse), split, triton.next_power_of_2(spec.gqa_ratio), at_once, early,
+        alike,
     )  # fmt: skip
 
 
-def merges_itself(spec: LayerSpec, platform: str) -> bool:
+def _merged_outputs(spec: LayerSpec) -> int:
+    """Outputs of one group in the tile that merges its splits."""
+    return triton.next_power_of_2(spec.gqa_ratio) * triton.next_power_of_2(spec.v_head_size)
+
+
+def merges_itself(spec: LayerSpec, arch: str) -> bool:
     """Whether the split that ends last merges them all, instead of a second kernel.
 
     Not on AMD, where the order of memory between programs was never seen to hold.
     """
-    rows, width = triton.next_power_of_2(spec.gqa_ratio), triton.next_power_of_2(spec.v_head_size)
-    return platform != "rocm" and rows * width <= MAX_MERGED_BY_ONE
+    return not arch.startswith("gfx") and _merged_outputs(spec) <= MAX_MERGED_BY_ONE
 
 
 def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
     """Return the configuration of a phase (prefill, paged, decode, few) on `arch`."""
-    width = triton.next_power_of_2(max(16, spec.head_size, spec.v_head_size))
+    width = power(max(spec.head_size, spec.v_head_size))
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
     config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize)
     rows = max(config.block_m, triton.next_power_of_2(spec.gqa_ratio))
@@ -92,7 +94,6 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, device: Device):
         super().__init__(spec, device)
-        self.block_dv = triton.next_power_of_2(max(16, spec.v_head_size))
         self.decode_config = tile_config(spec, device.arch, "decode")
         self.few_config = tile_config(spec, device.arch, "few")
         self.prefill_config = tile_config(spec, device.arch, "prefill")
@@ -106,8 +107,8 @@ class TritonAttention(AttentionBackend):
             if self.torch_device.type == "cuda"
             else 4
         )
-        self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
-        self.merges_itself = merges_itself(spec, device.platform)
+        self.early = launches_early(device.arch)
+        self.merges_itself = merges_itself(spec, device.arch)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._parts = torch.empty(0, device=self.torch_device)
@@ -261,11 +262,10 @@ class TritonAttention(AttentionBackend):
     def _decode_site(self, query: Tensor, cache: KVCache, out: Tensor, lse: bool) -> Site:
         key, value, split = cache.key, cache.value, self.splits > 1
         config = self.few_config if self.few else self.decode_config
+        alike = key.stride() == value.stride()
         constants = decode_constants(
-            self.spec, config, cache.block_size, split, lse, self.device.platform
+            self.spec, config, cache.block_size, split, lse, self.device.arch, alike
         )
-        early = split and self.early and not self.merges_itself
-        constants = (*constants, early, key.stride() == value.stride())
         return _site(decode_kernel, query, key, value, out, constants, config, False)
 
     def _factors(self, quantized: bool, params: LayerParams) -> tuple[float, float, float]:
@@ -282,7 +282,7 @@ class TritonAttention(AttentionBackend):
         site = self._sites.get(key)
         if site is None:
             constants = (
-                spec.num_heads, spec.v_head_size, self.block_dv, block, spec.learned_sinks,
+                spec.num_heads, spec.v_head_size, power(spec.v_head_size), block, spec.learned_sinks,
                 lse is not None, self.early,
             )  # fmt: skip
             early = {"launch_pdl": True} if self.early else {}

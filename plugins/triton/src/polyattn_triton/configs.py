@@ -134,7 +134,7 @@ def pick_mla(spec: LayerSpec, arch: str, gluon: bool) -> MLAConfig:
     for row in MLA_TABLE:
         fits = row.arch == "any" or arch_matches(row.arch, arch)
         if row.latent is not None:
-            fits = fits and row.latent == latent and spec.kv_cache_dtype in ("auto", spec.dtype)
+            fits = fits and row.latent == latent and spec.stored_dtype == spec.dtype
         if row.config.hopper and not gluon:
             continue
         if fits and spec.num_heads <= row.heads and element_bytes <= row.bytes:

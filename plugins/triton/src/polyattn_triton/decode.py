@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import LN2, LOG2E, finish, logits
+from polyattn_triton.tiles import blocks_of, load_rows, tile_at
 
 
 @triton.jit
@@ -127,11 +128,9 @@ def decode_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
-    tile = first
-    if SINK_TOKENS > 0:
-        tile = tl.where(first >= skip_from, first + skip_by, first)
+    tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
     at = _nearest(tile * BLOCK_N + offs_n, low, seq_len, WINDOW > 0 or CHUNK > 0)
-    block = tl.load(BT + at // BLOCK_SIZE, mask=at < seq_len, other=0)
+    block = blocks_of(BT, at, seq_len, BLOCK_SIZE)
     for i in range(first, last):
         key_pos = tile * BLOCK_N + offs_n
         offset = at % BLOCK_SIZE
@@ -142,21 +141,13 @@ def decode_kernel(
             v_row = row * v_b + offset * v_t
         k_ptr = K + k_row[:, None] + offs_d[None, :]
         v_ptr = V + v_row[:, None] + offs_dv[None, :]
-        tile = i + 1
-        if SINK_TOKENS > 0:
-            tile = tl.where(tile >= skip_from, tile + skip_by, tile)
+        tile = tile_at(i + 1, skip_from, skip_by, SINK_TOKENS)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
         # put in flight early (Triton 3.6).
         at = _nearest(tile * BLOCK_N + offs_n, low, seq_len, WINDOW > 0 or CHUNK > 0)
         block = tl.load(BT + at // BLOCK_SIZE)
-        if D == BLOCK_D:
-            k = tl.load(k_ptr)
-        else:
-            k = tl.load(k_ptr, mask=(offs_d < D)[None, :], other=0.0)
-        if DV == BLOCK_DV:
-            v = tl.load(v_ptr)
-        else:
-            v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
+        k = load_rows(k_ptr, offs_d, D, BLOCK_D)
+        v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, scale, soft_cap,

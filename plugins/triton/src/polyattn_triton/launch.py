@@ -14,6 +14,7 @@ from operator import or_
 from typing import Any
 
 import triton
+from polyattn.device import arch_matches
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -21,6 +22,16 @@ from triton.runtime import driver
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton's `CompiledKernel.run` takes what is passed to it here."""
 Key = tuple[Any, ...]
+
+
+def launches_early(arch: str) -> bool:
+    """Whether a kernel may be scheduled while the one before runs (Hopper's dependent launch)."""
+    return arch_matches("sm_90+", arch)
+
+
+def power(size: int) -> int:
+    """Return the tile that holds `size`; a matrix product wants 16 at least."""
+    return triton.next_power_of_2(max(16, size))
 
 
 def merge_block(splits: int) -> int:

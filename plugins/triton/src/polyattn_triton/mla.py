@@ -9,13 +9,12 @@ import torch
 import triton
 from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
 from polyattn.adapters import at_least
-from polyattn.device import arch_matches
 from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import MLAConfig, pick_mla
 from polyattn_triton.decode import merge_kernel
-from polyattn_triton.launch import Launcher, merge_block
+from polyattn_triton.launch import Launcher, launches_early, merge_block, power
 from polyattn_triton.mla_kernels import mla_kernel
 
 MIN_SPLIT_ROWS = 128
@@ -61,8 +60,7 @@ def mla_constants(
     )  # fmt: skip
     if config.hopper:
         return (spec.num_heads, rank, rope, *tiles)
-    wide = tuple(triton.next_power_of_2(max(16, width)) for width in (rank, rope))
-    return (spec.num_heads, rank, rope, *wide, *tiles, config.apart)
+    return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
 
 
 class TritonMLA(AttentionBackend):
@@ -82,7 +80,7 @@ class TritonMLA(AttentionBackend):
             if self.torch_device.type == "cuda"
             else 4
         )
-        self.early = device.platform == "cuda" and arch_matches("sm_90+", device.arch)
+        self.early = launches_early(device.arch)
         self.head_blocks = -(-spec.num_heads // self.config.block_h)
         self._parts = torch.empty(0, device=self.torch_device)
         self._part_lse = torch.empty(0, device=self.torch_device)
@@ -171,7 +169,6 @@ class TritonMLA(AttentionBackend):
         )  # fmt: skip
         if splits == 1:
             return
-        block = triton.next_power_of_2(max(16, self.rank))
         _merge(
             (len(query), spec.num_heads, 1),
             (self._parts, self._part_lse, out, out if lse is None else lse, self._part_lse),
@@ -179,7 +176,7 @@ class TritonMLA(AttentionBackend):
             (out.stride(0), out.stride(1)),
             (lse_t, splits),
             (
-                spec.num_heads, self.rank, block, merge_block(splits), False, lse is not None,
+                spec.num_heads, self.rank, power(self.rank), merge_block(splits), False, lse is not None,
                 self.early,
             ),
             {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),

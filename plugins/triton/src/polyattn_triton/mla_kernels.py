@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
+from polyattn_triton.softmax import LN2, LOG2E
+from polyattn_triton.tiles import blocks_of, load_rows
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _load(
         KV += block.to(tl.int64) * kv_b + (tile * BLOCK_N % BLOCK_SIZE) * kv_t
         row = offs_n * kv_t
     else:
-        block = tl.load(BT + at // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        block = blocks_of(BT, at, length, BLOCK_SIZE).to(tl.int64)
         row = block * kv_b + (at % BLOCK_SIZE) * kv_t
     latent = KV + (row[:, None] + offs_r[None, :])
     rope = KV + RANK + (row[:, None] + offs_p[None, :])
@@ -47,14 +47,8 @@ def _load(
         k = tl.load(latent, mask=inside[:, None] & (offs_r < RANK)[None, :], other=0.0)
         k_rope = tl.load(rope, mask=inside[:, None] & (offs_p < ROPE)[None, :], other=0.0)
     else:
-        if RANK == BLOCK_R:
-            k = tl.load(latent)
-        else:
-            k = tl.load(latent, mask=(offs_r < RANK)[None, :], other=0.0)
-        if ROPE == BLOCK_P:
-            k_rope = tl.load(rope)
-        else:
-            k_rope = tl.load(rope, mask=(offs_p < ROPE)[None, :], other=0.0)
+        k = load_rows(latent, offs_r, RANK, BLOCK_R)
+        k_rope = load_rows(rope, offs_p, ROPE, BLOCK_P)
     return k, k_rope, inside
 
 

@@ -10,12 +10,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import finish, logits
-
-
-@triton.jit
-def blocks_of(BT, key_pos, seq_len, BLOCK_SIZE: tl.constexpr):
-    """The blocks that hold the keys at these positions; past the length block 0."""
-    return tl.load(BT + key_pos // BLOCK_SIZE, mask=key_pos < seq_len, other=0)
+from polyattn_triton.tiles import blocks_of, load_rows, tile_at
 
 
 @triton.jit
@@ -31,17 +26,13 @@ def _tiles(
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    tile = first
-    if SINK_TOKENS > 0:
-        tile = tl.where(first >= skip_from, first + skip_by, first)
+    tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
     if PAGED:
         block = blocks_of(BT, tile * BLOCK_N + offs_n, seq_len, BLOCK_SIZE)
     for i in range(first, last):
         key_pos = tile * BLOCK_N + offs_n
         inside = key_pos < seq_len
-        tile = i + 1
-        if SINK_TOKENS > 0:
-            tile = tl.where(tile >= skip_from, tile + skip_by, tile)
+        tile = tile_at(i + 1, skip_from, skip_by, SINK_TOKENS)
         if PAGED:
             row = block.to(tl.int64)
             k_row = row * k_b + (key_pos % BLOCK_SIZE) * k_t
@@ -59,14 +50,8 @@ def _tiles(
             k = tl.load(k_ptr, mask=inside[:, None] & (offs_d < D)[None, :], other=0.0)
             v = tl.load(v_ptr, mask=inside[:, None] & (offs_dv < DV)[None, :], other=0.0)
         else:
-            if D == BLOCK_D:
-                k = tl.load(k_ptr)
-            else:
-                k = tl.load(k_ptr, mask=(offs_d < D)[None, :], other=0.0)
-            if DV == BLOCK_DV:
-                v = tl.load(v_ptr)
-            else:
-                v = tl.load(v_ptr, mask=(offs_dv < DV)[None, :], other=0.0)
+            k = load_rows(k_ptr, offs_d, D, BLOCK_D)
+            v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, scale, soft_cap,

@@ -11,7 +11,7 @@ from polyattn import AttentionKind, Batch, Device, LayerSpec, RecurrentBackend
 from torch import Tensor
 
 from polyattn_triton.configs import pick_scan
-from polyattn_triton.launch import Launcher
+from polyattn_triton.launch import Launcher, power
 from polyattn_triton.scan_kernels import (
     conv_kernel,
     delta_kernel,
@@ -25,11 +25,6 @@ CONV_TOKENS, CONV_CHANNELS = 16, 128
 
 _conv, _mamba1 = Launcher(conv_kernel), Launcher(mamba1_kernel)
 _gated, _delta, _step = Launcher(gated_kernel), Launcher(delta_kernel), Launcher(step_kernel)
-
-
-def power(size: int) -> int:
-    """Return the tile that holds `size`; a matrix product wants 16 at least."""
-    return triton.next_power_of_2(max(16, size))
 
 
 def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
