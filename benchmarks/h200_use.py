@@ -1,4 +1,4 @@
-"""Uses polyattn on this GPU as an engine would: verification, torch.compile, allocations.
+"""Uses polyattn on this GPU as an engine would: verification, torch.compile, allocations, plans.
 
 python benchmarks/h200_use.py
 """
@@ -47,6 +47,20 @@ def allocations() -> None:
         print(f"allocations in one decode call of {name}: {after - before}")
 
 
+def large_queries() -> None:
+    """Queries beyond float16's range over quantised caches: TRITON_ATTN multiplies in it."""
+    for cached in ("fp8_e4m3", "fp8_e5m2", "int8"):
+        spec = LayerSpec(
+            num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5 * 2.0**-20,
+            kv_cache_dtype=cached,
+        )  # fmt: skip
+        step = Step(
+            select(spec, "cuda", backend="TRITON_ATTN"), [1] * 4, [999] * 4, torch.device("cuda")
+        )
+        step.query *= 2.0**20
+        print(f"queries times 2^20 over {cached}: largest error {step.error():.4f}")
+
+
 def replanned() -> None:
     """The host's time to plan a step of 64 decodes."""
     from timing import host_us
@@ -67,4 +81,5 @@ if __name__ == "__main__":
     verified()
     compiled()
     allocations()
+    large_queries()
     replanned()

@@ -92,13 +92,14 @@ def _bars(bars: dict[str, Any]) -> list[str]:
     lines += [
         "",
         "`graph`: back to back in a replayed graph, L2 warm; beside it how much longer than the "
-        "backend's own call. `latency`: one call on an idle device, L2 cold, launch included; like the "
-        "host's time it depends on the machine's processor, which others share. `layer adds`: host "
-        "time of `Attention.forward` over the backend's own call.",
+        "backend's own call. `latency`: one call on an idle device, L2 cold, launch included, the "
+        "backends in turn, with `ratio` as above; like the host's time it depends on the machine's "
+        "processor, which others share. `layer adds`: host time of `Attention.forward` over the "
+        "backend's own call.",
         "",
         "| decode | graph us: TRITON_ATTN | FLASHINFER | read | latency us: TRITON_ATTN | FLASHINFER | "
-        "cores | host us: TRITON_ATTN | FLASHINFER | layer adds us |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "cores | ratio | host us: TRITON_ATTN | FLASHINFER | layer adds us |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, row in decodes.items():
         ours, theirs, default = (row[backend] for backend in COMPARED)
@@ -106,10 +107,11 @@ def _bars(bars: dict[str, Any]) -> list[str]:
             f"{r['graph_us']:.1f} ({100 * (r['graph_us'] / r['graph_own_us'] - 1):+.1f}%)"
             for r in (ours, theirs)
         )
+        waits = [r["latency_us"] for r in (ours, theirs, default)]
         lines.append(
-            f"| {name} | {graphs} | {row['read']['graph_us']:.1f} | {ours['latency_us']:.1f} | "
-            f"{theirs['latency_us']:.1f} | {default['latency_us']:.1f} | {ours['host_us']:.1f} | "
-            f"{theirs['host_us']:.1f} | {ours['layer_adds_us']:.1f} |"
+            f"| {name} | {graphs} | {row['read']['graph_us']:.1f} | {waits[0]:.1f} | {waits[1]:.1f} | "
+            f"{waits[2]:.1f} | {waits[1] / waits[0]:.2f}, {waits[2] / waits[0]:.2f} | "
+            f"{ours['host_us']:.1f} | {theirs['host_us']:.1f} | {ours['layer_adds_us']:.1f} |"
         )
     lines += ["", "| prefill, causal | TRITON_ATTN | FLASHINFER (fa3) | FA3 | cuDNN | ratio |"]
     lines += ["| --- | ---: | ---: | ---: | ---: | ---: |"]

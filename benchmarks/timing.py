@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -28,21 +28,20 @@ def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 
     scratch = torch.empty(flush_bytes // 4, device="cuda")
     for _ in range(3):
         call()
-    return _between_events(call, repeats, lambda: empty_l2(scratch))
+    return statistics.median(
+        _between_events(call, lambda: empty_l2(scratch)) for _ in range(repeats)
+    )
 
 
-def _between_events(call: Callable[[], object], repeats: int, before: Callable[[], None]) -> float:
-    """Return the median microseconds between events around `call`, each time after `before`."""
-    times = []
-    for _ in range(repeats):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before()
-        start.record()
-        call()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return statistics.median(times)
+def _between_events(call: Callable[[], object], before: Callable[[], None]) -> float:
+    """Return the microseconds between events around `call`, after `before`."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before()
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
 
 
 def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 5) -> float:
@@ -60,10 +59,11 @@ def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 5) -> f
     return best * 1e6
 
 
-def latency_us(call: Callable[[], object], repeats: int = 50) -> float:
-    """Return the median microseconds between events around one call on an idle device, L2 cold.
+def latencies_us(calls: Mapping[str, Callable[[], object]], repeats: int = 50) -> dict[str, float]:
+    """Return the median microseconds between events around each call on an idle device, L2 cold.
 
-    What an eager engine waits for: the host's launch time and the kernels'.
+    What an eager engine waits for: the host's launch time and the kernels'. The calls take turns,
+    since a processor that others share is faster at one time than at another.
     """
     scratch = torch.empty(64 << 20, device="cuda")
 
@@ -71,7 +71,11 @@ def latency_us(call: Callable[[], object], repeats: int = 50) -> float:
         empty_l2(scratch)
         torch.cuda.synchronize()
 
-    return _between_events(call, repeats, before)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            times[name].append(_between_events(call, before))
+    return {name: statistics.median(taken) for name, taken in times.items()}
 
 
 def graph_us(call: Callable[[], object], inner: int = 20, repeats: int = 10) -> float:

@@ -85,11 +85,11 @@ def compile_one(job: tuple[str, str, Sizes]) -> str:
 def set_splits(backend: Any, splits: int) -> None:
     """Have the planned step use so many splits, with room for their parts."""
     spec, count = backend.spec, backend.batch.num_seqs
-    backend.splits = splits
     rows = count * spec.num_heads * splits
     backend._parts = torch.empty(rows * spec.v_head_size, device="cuda")
     backend._part_lse = torch.empty(rows, device="cuda")
     backend._done = torch.zeros(count * spec.num_kv_heads, dtype=torch.int32, device="cuda")
+    backend._settle(backend.batch, splits)
 
 
 def time_decode(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:

@@ -232,6 +232,41 @@ def test_a_triton_without_what_hoppers_kernel_needs_says_so(
     assert not mla.mla_config(spec, "sm_100").hopper and not caplog.records
 
 
+def test_splits_fill_the_multiprocessors_evenly() -> None:
+    """What was measured to be the fastest on an H200's 132, by sequences times KV heads."""
+    from polyattn_triton.attention import even_splits
+
+    fastest = {32: 8, 40: 6, 56: 7, 64: 4, 80: 3, 96: 4, 128: 3, 160: 2, 192: 2, 256: 2, 320: 1}
+    assert {programs: even_splits(programs, 132) for programs in fastest} == fastest
+    assert even_splits(10_000, 132) == 1
+
+
+UNITS = """
+import torch, triton, triton.language as tl
+from polyattn_triton.decode import _power_below
+
+@triton.jit
+def kernel(X, OUT, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(OUT + at, _power_below(tl.load(X + at)))
+
+x = torch.tensor([0.0, 1.0, 1.5, 3.9, 4.0, 0.3, 7e5, 3e38])
+out = torch.full_like(x, torch.nan)
+kernel[(1,)](x, out, 8)
+assert out.tolist() == [1.0, 1.0, 1.0, 2.0, 4.0, 0.25, 2.0**19, 2.0**127], out
+"""
+
+
+def test_the_unit_of_a_query_is_a_power_of_two(tmp_path: Path) -> None:
+    """What float16 holds of a query that is divided by it is exact."""
+    (tmp_path / "units.py").write_text(UNITS)
+    found = subprocess.run(
+        [sys.executable, tmp_path / "units.py"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-1000:]
+
+
 @pytest.mark.parametrize("kv_heads", [1, 8])
 @pytest.mark.parametrize("sms", [16, 132])
 def test_the_workspace_never_moves(kv_heads: int, sms: int) -> None:

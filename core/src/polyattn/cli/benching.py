@@ -156,7 +156,7 @@ class Step:
         needed = [-(-n // size) for n in lens]
         order = torch.randperm(sum(needed)).to(torch.int32).split(needed)
         table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
-        table[:, : shared // size] = table[0, : shared // size]
+        table[1:, : shared // size] = table[0, : shared // size]
         self.cache = selection.cache_spec(sum(needed)).allocate(device)
         for stored in (self.cache.key, self.cache.value):
             noise = torch.randn(stored.shape, device=device)

@@ -81,7 +81,7 @@ def _compile_small(
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "table_s", "splits", "st_k", "st_v"}
+FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_inv", "v_inv", "limit"}
 
 

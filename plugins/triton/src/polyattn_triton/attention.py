@@ -23,10 +23,29 @@ FEW_SPLITS = 16
 MAX_SPLITS = 128
 FEW_ON_ONE = 3
 """Programs of the configuration for few that fit on a multiprocessor of Hopper's at once."""
+MANY_ON_ONE = 4
+"""And of the other configuration."""
 MERGED_AT_ONCE = 8192
 """Elements of the splits' outputs that a program merging them keeps in registers."""
 MAX_MERGED_BY_ONE = 2048
 """Outputs of a group above which one program would be too slow to merge their splits."""
+
+
+def even_splits(programs: int, num_sms: int) -> int:
+    """Return how many splits leave the fullest multiprocessor the least to do.
+
+    It has two or three programs: one computes while the others' keys arrive. Of equal numbers a few
+    more splits are faster where sequences share their keys, more than a few slower to merge.
+    """
+    loads = [
+        (on_one / splits, splits if splits > 4 else -splits)
+        for on_one in (2, FEW_ON_ONE)
+        if (splits := on_one * num_sms // programs)
+    ]
+    splits = abs(min(loads)[1]) if loads else 1
+    if splits == 1 and programs <= MANY_ON_ONE // 2 * num_sms:
+        splits = 2
+    return splits
 
 
 def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:
@@ -133,34 +152,37 @@ class TritonAttention(AttentionBackend):
         ):
             longest = min(longest, limit or longest)
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
-        # Two programs on each multiprocessor: one computes while the other's keys arrive. But to
-        # merge many splits takes longer than a second program gains.
-        wanted = min(-(-2 * self.num_sms // programs), max(FEW_SPLITS, self.num_sms // programs))
+        # To merge many splits takes longer than a second program on a multiprocessor gains.
+        wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
         most = -(-longest // MIN_SPLIT_KEYS)
         if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
             most = MAX_SPLITS
-        self.splits = max(1, min(wanted, most, MAX_SPLITS))
-        self.few = programs * self.splits <= FEW_ON_ONE * self.num_sms
-        if self.splits > 1 and not self._done.numel():
+        self._settle(batch, max(1, min(wanted, most, MAX_SPLITS)))
+
+    def _settle(self, batch: Batch, splits: int) -> None:
+        """Keep what a step's launches have in common."""
+        programs = batch.num_seqs * self.spec.num_kv_heads * splits
+        self.splits = splits
+        self.few = programs <= FEW_ON_ONE * self.num_sms
+        if splits > 1 and not self._done.numel():
             self._allocate()
-        assert batch.block_table is not None
-        self._kept = Kept(
-            self._parts, self._part_lse, self._done, batch.block_table, batch.seq_lens
-        )
-        self._table_width = batch.block_table.stride(0)
-        self._grid = (batch.num_seqs, spec.num_kv_heads, self.splits)
+        table = batch.block_table
+        assert table is not None
+        self._kept = Kept(self._parts, self._part_lse, self._done, table, batch.seq_lens)
+        self._table = table.stride(0), table.shape[1] - 1
+        self._grid = (batch.num_seqs, self.spec.num_kv_heads, splits)
 
     def _allocate(self) -> None:
         """Make the workspace, once: a captured graph goes on writing to it.
 
-        What is split has fewer than `2 * num_sms` programs, and never becomes twice as many.
+        What is split is at most `MANY_ON_ONE` programs on a multiprocessor, of half as many groups.
         """
-        programs, device = 2 * self.num_sms, self.torch_device
-        rows = 2 * programs * self.spec.gqa_ratio
+        programs, device = MANY_ON_ONE * self.num_sms, self.torch_device
+        rows = programs * self.spec.gqa_ratio
         self._parts = torch.empty(rows * self.spec.v_head_size, device=device)
         self._part_lse = torch.empty(rows, device=device)
         # Splits that have ended, by sequence and KV head; whoever merges sets it back to zero.
-        self._done = torch.zeros(programs, dtype=torch.int32, device=device)
+        self._done = torch.zeros(programs // 2, dtype=torch.int32, device=device)
 
     def _plan_tiles(self, batch: Batch) -> None:
         """List (sequence, first query) of every tile, the ones with most keys first."""
@@ -253,7 +275,7 @@ class TritonAttention(AttentionBackend):
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
             self._factors(self.quantized, params),
-            (0 if lse is None else lse.stride(0), self._table_width, splits),
+            (0 if lse is None else lse.stride(0), *self._table, splits),
             self._kept,
         )  # fmt: skip
         if splits > 1 and not self.merges_itself:

@@ -39,13 +39,14 @@ TABLE: tuple[Row, ...] = (
     Row("sm_90", "paged", 64, 2, Config(128, 64, 4, 3), "H200: 434 us at 4 x 512 after 4,096"),
     Row("sm_90", "prefill", 128, 2, Config(128, 64, 8, 3), "H200: 334 us at 1 x 4,096"),
     Row("sm_90", "prefill", 256, 2, Config(128, 64, 8, 2), "H200: 380 us at 1 x 4,096"),
-    # Many programs: four a multiprocessor must fit, with two tiles each on their way.
-    Row("sm_90", "decode", 128, 1, Config(16, 64, 2, 3), "H200: 229 us at 64 x 4,096"),
-    Row("sm_90", "decode", 128, 2, Config(16, 32, 2, 4), "H200: 249 us at 64 x 4,096"),
+    # Many programs: four a multiprocessor must fit.
+    Row("sm_90", "decode", 128, 1, Config(16, 64, 2, 3), "H200: 159 us at 64 x 4,096"),
+    Row("sm_90", "decode", 64, 2, Config(16, 64, 2, 3), "H200: 129 us at 64 x 4,096"),
+    Row("sm_90", "decode", 128, 2, Config(16, 64, 4, 2), "H200: 241 us at 64 x 4,096"),
     Row("sm_90", "decode", 256, 2, Config(16, 32, 2, 2), "H200: 485 us at 64 x 4,096"),
     # Few: the time that one program takes for a tile counts.
-    Row("sm_90", "few", 128, 1, Config(16, 128, 4, 3), "H200: 19.1 us at 1 x 8,192"),
-    Row("sm_90", "few", 128, 2, Config(16, 64, 4, 3), "H200: 16.9 us at 1 x 8,192"),
+    Row("sm_90", "few", 128, 1, Config(16, 64, 4, 3), "H200: 16.4 us at 1 x 8,192"),
+    Row("sm_90", "few", 128, 2, Config(16, 64, 4, 3), "H200: 16.2 us at 1 x 8,192"),
     Row("sm_90", "few", 256, 2, Config(16, 32, 4, 3), "H200: 27.0 us at 1 x 8,192"),
     Row("sm_80+", "prefill", 64, 2, Config(128, 64, 4, 3)),
     Row("sm_80+", "prefill", 128, 2, Config(128, 32, 4, 3)),

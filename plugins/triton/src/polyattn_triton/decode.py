@@ -10,16 +10,14 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import LN2, LOG2E, finish, logits
-from polyattn_triton.tiles import blocks_of, load_rows, tile_at
+from polyattn_triton.tiles import load_held_rows, tile_at
 
 
 @triton.jit
-def _nearest(key_pos, low, seq_len, FROM_LOW: tl.constexpr):
-    """The nearest position inside of [low, seq_len): slots outside of it may hold NaN."""
-    at = tl.minimum(key_pos, seq_len - 1)
-    if FROM_LOW:
-        at = tl.maximum(at, low)
-    return at
+def _power_below(x):
+    """The largest power of two that is no larger than a float32 x; 1 for zero."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power == 0.0, 1.0, power)
 
 
 @triton.jit
@@ -61,11 +59,11 @@ def _merged(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t", "bt_s", "splits"])
+@triton.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
 def decode_kernel(
     Q, K, V, OUT, LSE, SINKS, SLOPES, PARTS, PART_LSE, DONE, BT, SEQ_LENS,
     scale, v_scale, soft_cap,
-    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, splits,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
     G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
@@ -76,7 +74,8 @@ def decode_kernel(
     """One sequence and KV head, over all its keys or one split of them.
 
     Grid: (sequences, KV heads, splits). With `AT_ONCE` the split that ends last merges them, so
-    many at once; without, `merge_kernel` does. `ALIKE`: V has K's strides.
+    many at once; without, `merge_kernel` does. `ALIKE`: V has K's strides. `bt_end`: a block table's
+    last column.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -96,6 +95,15 @@ def decode_kernel(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
+    # An 8-bit float becomes float16 in one instruction and bfloat16 in several. Powers of two keep
+    # queries and weights inside of float16's range: the weights' is not undone, since it is in their
+    # sum too.
+    BY_HALF: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    RAISED: tl.constexpr = 15 if BY_HALF else 0
+    if BY_HALF:
+        unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
+        q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
+        scale = scale * unit[:, None]
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
@@ -117,10 +125,12 @@ def decode_kernel(
         low = 0
         first = 0
         last -= skip_by
+    # The splits take the tiles in turn: which one is a split's first depends on no length (without a
+    # window), so its blocks are asked for together with the length.
+    step = 1
     if SPLIT:
-        each = tl.cdiv(last - first, splits)
-        first += split * each
-        last = tl.minimum(first + each, last)
+        first += split
+        step = splits
 
     K += kv_head * k_h
     V += kv_head * v_h
@@ -129,25 +139,24 @@ def decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
     tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
-    at = _nearest(tile * BLOCK_N + offs_n, low, seq_len, WINDOW > 0 or CHUNK > 0)
-    block = blocks_of(BT, at, seq_len, BLOCK_SIZE)
-    for i in range(first, last):
+    block = tl.load(BT + tl.minimum((tile * BLOCK_N + offs_n) // BLOCK_SIZE, bt_end))
+    for i in range(first, last, step):
         key_pos = tile * BLOCK_N + offs_n
-        offset = at % BLOCK_SIZE
+        offset = key_pos % BLOCK_SIZE
         row = block.to(tl.int64)
         k_row = row * k_b + offset * k_t
         v_row = k_row
         if not ALIKE:
             v_row = row * v_b + offset * v_t
-        k_ptr = K + k_row[:, None] + offs_d[None, :]
-        v_ptr = V + v_row[:, None] + offs_dv[None, :]
-        tile = tile_at(i + 1, skip_from, skip_by, SINK_TOKENS)
+        tile = tile_at(i + step, skip_from, skip_by, SINK_TOKENS)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
         # put in flight early (Triton 3.6).
-        at = _nearest(tile * BLOCK_N + offs_n, low, seq_len, WINDOW > 0 or CHUNK > 0)
-        block = tl.load(BT + at // BLOCK_SIZE)
-        k = load_rows(k_ptr, offs_d, D, BLOCK_D)
-        v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
+        block = tl.load(BT + tl.minimum((tile * BLOCK_N + offs_n) // BLOCK_SIZE, bt_end))
+        held = key_pos < seq_len
+        if WINDOW > 0 or CHUNK > 0:
+            held = held & (key_pos >= low)
+        k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
+        v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
@@ -158,11 +167,12 @@ def decode_kernel(
         if SINK_TOKENS > 0:  # the first tiles may lie outside of the chunk: nothing is seen there
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - base)
-        p = tl.exp2(s - base[:, None])
+        p = tl.exp2(s - (base - RAISED)[:, None])
         sums = sums * alpha[:, None] + p
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = m_new
     l = tl.sum(sums, 1)
+    m -= RAISED
 
     token = seq.to(tl.int64)
     if SPLIT:

@@ -71,6 +71,13 @@ TRITON_ATTN = BackendInfo(
     priorities=(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(
+            score=82,
+            archs=("sm_90",),
+            phase="decode",
+            kind=AttentionKind.ATTENTION,
+            why="on an H200 0.94 to 1.5 times as fast as FlashInfer, most with few sequences",
+        ),
+        Priority(
             score=75,
             phase="decode",
             kind=AttentionKind.ATTENTION,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import LN2, LOG2E
-from polyattn_triton.tiles import blocks_of, load_rows
+from polyattn_triton.tiles import blocks_of, load_held_rows, load_rows
 
 
 @triton.jit
@@ -44,8 +44,8 @@ def _load(
     latent = KV + (row[:, None] + offs_r[None, :])
     rope = KV + RANK + (row[:, None] + offs_p[None, :])
     if MASK:
-        k = tl.load(latent, mask=inside[:, None] & (offs_r < RANK)[None, :], other=0.0)
-        k_rope = tl.load(rope, mask=inside[:, None] & (offs_p < ROPE)[None, :], other=0.0)
+        k = load_held_rows(latent, inside, offs_r, RANK, BLOCK_R)
+        k_rope = load_held_rows(rope, inside, offs_p, ROPE, BLOCK_P)
     else:
         k = load_rows(latent, offs_r, RANK, BLOCK_R)
         k_rope = load_rows(rope, offs_p, ROPE, BLOCK_P)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import finish, logits
-from polyattn_triton.tiles import blocks_of, load_rows, tile_at
+from polyattn_triton.tiles import blocks_of, load_held_rows, load_rows, tile_at
 
 
 @triton.jit
@@ -45,10 +45,9 @@ def _tiles(
             v_row = (kv_start + key_pos).to(tl.int64) * v_t
         k_ptr = K + k_row[:, None] + offs_d[None, :]
         v_ptr = V + v_row[:, None] + offs_dv[None, :]
-        # Slots past the length may hold NaN: they are not loaded at all.
         if MASK:
-            k = tl.load(k_ptr, mask=inside[:, None] & (offs_d < D)[None, :], other=0.0)
-            v = tl.load(v_ptr, mask=inside[:, None] & (offs_dv < DV)[None, :], other=0.0)
+            k = load_held_rows(k_ptr, inside, offs_d, D, BLOCK_D)
+            v = load_held_rows(v_ptr, inside, offs_dv, DV, BLOCK_DV)
         else:
             k = load_rows(k_ptr, offs_d, D, BLOCK_D)
             v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)

@@ -29,3 +29,12 @@ def load_rows(pointers, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     else:
         rows = tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
     return rows
+
+
+@triton.jit
+def load_held_rows(pointers, held, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the rows that are `held`; others are zero: their slots may hold NaN."""
+    mask = held[:, None]
+    if SIZE != BLOCK:
+        mask = mask & (columns < SIZE)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
