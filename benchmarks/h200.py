@@ -137,9 +137,6 @@ def timed_decode(
         selection.runtime.decode.tensor_cores = False  # type: ignore[union-attr]
     step = Step(selection, [1] * batch, [length] * batch, DEVICE)
 
-    def attend() -> None:
-        step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
-
     error = step.error()
     backend: Any = step.layer.runtime.decode
 
@@ -147,10 +144,11 @@ def timed_decode(
         backend.forward_decode(step.query, step.cache, step.layer.params, step.out, None)
 
     row = {
-        "us": kernel_us(attend), "error": error, "host_us": host_us(attend),
-        "own_host_us": host_us(own), "graph_us": graph_us(attend), "graph_own_us": graph_us(own),
+        "us": kernel_us(step.attend), "error": error, "host_us": host_us(step.attend),
+        "own_host_us": host_us(own), "graph_us": graph_us(step.attend),
+        "graph_own_us": graph_us(own),
     }  # fmt: skip
-    return row | {"layer_adds_us": row["host_us"] - row["own_host_us"]}, attend
+    return row | {"layer_adds_us": row["host_us"] - row["own_host_us"]}, step.attend
 
 
 def bars() -> dict[str, Any]:
@@ -180,6 +178,33 @@ def bars() -> dict[str, Any]:
     return found
 
 
+QUANTIZED = {
+    "bfloat16": ("auto", ("TRITON_ATTN", "FLASHINFER")),
+    "fp8_e4m3": ("fp8_e4m3", ("TRITON_ATTN", "FLASHINFER")),
+    "fp8_e5m2": ("fp8_e5m2", ("TRITON_ATTN",)),
+    "int8": ("int8", ("TRITON_ATTN",)),
+}
+"""What a cache holds, and who is timed over it: FlashInfer's other variants compile for long."""
+
+
+def quantized() -> dict[str, Any]:
+    """Decode over 8-bit caches."""
+    found = {}
+    for label, (cached, names) in QUANTIZED.items():
+        spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype=cached)
+        for name in names:
+            row = {}
+            for batch, length in ((1, 8192), (16, 4096), (64, 4096)):
+                named = f"decode={name},prefill=TRITON_ATTN"
+                step = Step(select(spec, "cuda", backend=named), [1] * batch, [length] * batch,
+                            DEVICE)  # fmt: skip
+                step.error()
+                row[f"{batch} x {length}"] = kernel_us(step.attend, repeats=10)
+            found[f"{label} {name}"] = row
+            print(label, name, row, flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
@@ -205,7 +230,9 @@ def main() -> None:
         "limits": measure_limits(spec_of("llama-3.1-8b"), DEVICE),
     }  # fmt: skip
     print(facts, flush=True)
-    (args.out / "bars.json").write_text(json.dumps(facts | {"bars": bars()}, indent=1) + "\n")
+    (args.out / "bars.json").write_text(
+        json.dumps(facts | {"bars": bars(), "quantized": quantized()}, indent=1) + "\n"
+    )
     rows = matrix(args.models, [])
     path.write_text(json.dumps(facts | {"rows": rows + kept}, indent=1) + "\n")
 

@@ -48,12 +48,13 @@ def main(folder: Path) -> None:
         "decode steps and short "
         "continuations; its kernels try out configurations for every shape. MAMBA_SSM: mamba-ssm's "
         "Triton kernels without its compiled extension; a subset, for the same reason. FLASH_ATTN: "
-        "bf16, one head size; vLLM's build holds PTX for sm_80, which the driver compiles for minutes. "
-        "Its failed case was the LSE with ALiBi, which its kernels give without the row's part: the "
-        "pair is refused since. XFORMERS: without flash-attn 4 beside it, whose namespace breaks its "
-        "import.",
+        "vLLM's build holds PTX for sm_80, which was assembled for sm_90 beforehand as the driver "
+        "would have done for minutes. XFORMERS: without flash-attn 4 beside it, whose namespace breaks "
+        "its import.",
         "",
         *_bars(bars["bars"]),
+        "",
+        *_quantized(bars["quantized"]),
         "",
         *_families(families),
         "",
@@ -125,6 +126,18 @@ def _bars(bars: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _quantized(rows: dict[str, dict[str, float]]) -> list[str]:
+    shapes = list(next(iter(rows.values())))
+    return [
+        f"| cache, decode (us) | {' | '.join(shapes)} |",
+        f"| --- |{' ---: |' * len(shapes)}",
+        *(
+            f"| {name} | {' | '.join(f'{row[s]:.1f}' for s in shapes)} |"
+            for name, row in rows.items()
+        ),
+    ]
+
+
 def _families(data: dict[str, Any]) -> list[str]:
     limits = data["limits"]
     lines = [
@@ -157,12 +170,10 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
         "run; XFORMERS only for some of the models, since it can't be imported beside flash-attn 4. "
         "`(= NAME)`: the very kernels of that row, timed again; what differs is noise.",
         "",
-        "Decode's priorities stay FLASHINFER, then TRITON_ATTN: neither is best throughout. FLASHINFER "
-        "is behind by up to a third with few sequences (the table above), TRITON_ATTN by as much where "
-        "a shared prefix comes from the L2, and a priority can't depend on the batch. Who serves few "
-        "long sequences names `decode=TRITON_ATTN`. Since this run TRITON_ATTN takes its "
-        "configuration for many programs from 397 on whatever the splits, its launches pass by the "
-        "profilers' hooks, and its workspace never moves; not timed again.",
+        "On Hopper TRITON_ATTN decodes first since it is ahead of FLASHINFER with few sequences and over "
+        "8-bit caches (the tables above), as fast with many, and a few percent behind only where a "
+        "shared prefix comes from the L2; it needs no compiler either. A priority can't depend on the "
+        "batch. Elsewhere FLASHINFER decodes first: nothing was measured there.",
         "",
         "| model | step | backends, fastest first | selected | over the best single backend |",
         "| --- | --- | --- | ---: | ---: |",

@@ -44,7 +44,7 @@ def _between_events(call: Callable[[], object], before: Callable[[], None]) -> f
     return start.elapsed_time(stop) * 1e3
 
 
-def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 5) -> float:
+def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 15) -> float:
     """Return the least host time of `call` in microseconds, the device kept ahead of."""
     import time
 

@@ -95,15 +95,11 @@ def set_splits(backend: Any, splits: int) -> None:
 def time_decode(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:
     step, backend = make(name, "decode", config, shape)
     step.error()
-
-    def attend() -> None:
-        step.layer(step.query, None, None, step.cache, step.batch, out=step.out)
-
     planned, found = backend.splits, []
     for splits in sorted({max(1, planned // 2), planned, min(128, 2 * planned)}):
         set_splits(backend, splits)
         mark = "*" if splits == planned else ""
-        found.append((kernel_us(attend, repeats=9), f"{config}, {splits} splits{mark}"))
+        found.append((kernel_us(step.attend, repeats=9), f"{config}, {splits} splits{mark}"))
     return found
 
 

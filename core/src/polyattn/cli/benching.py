@@ -187,6 +187,10 @@ class Step:
         """Store the new tokens and attend."""
         self.layer(self.query, self.key, self.value, self.cache, self.batch, out=self.out)
 
+    def attend(self) -> None:
+        """Attend alone: the new tokens were stored before."""
+        self.layer(self.query, None, None, self.cache, self.batch, out=self.out)
+
     def error(self) -> float:
         """Return the error of one sampled token; raise if it is too large."""
         self.run()
