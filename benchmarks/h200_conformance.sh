@@ -7,7 +7,6 @@ for backend in ${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 CUDNN_ATTENTION FLASHINFER 
   FLASH_ATTN FLASH_ATTN_V4 XFORMERS FLEX_ATTENTION \
   TRITON_MLA TRITON_MLA_SPARSE TRITON_SCAN FLASHMLA FLASHMLA_SPARSE FLASH_ATTN_MLA FLASHINFER_MLA FLA MAMBA_SSM}; do
   chosen=()
-  [ "$backend" = FLASH_ATTN ] && chosen=(-k "not float16 and not head_size")
   [ "$backend" = MAMBA_SSM ] && chosen=(-k "mamba2_64 or refusal or padded or tokens or isolation")
   [ "$backend" = FLA ] && chosen=(-k "refusal or (recurrence and (tokens or continued))")
   (cd /tmp && python3 -m pytest -q -p no:cacheprovider --pyargs polyattn.conformance \
