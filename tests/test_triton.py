@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,46 @@ CASES = [
 def test_compiles_to_machine_code(arch: str, variant: str) -> None:
     sizes = compiled_bytes(VARIANTS[variant], arch)
     assert len(sizes) == 6 and all(size > 500 for size in sizes.values())
+
+
+def programs_on_one(kernel: object, folder: Path) -> int:
+    """How many programs of a compiled kernel Hopper's multiprocessor holds at once."""
+    from triton import knobs
+
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel.asm["cubin"])
+    usage = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    registers = -(-int(re.search(r"REG:(\d+)", usage)[1]) // 8) * 8
+    assert "STACK:0" in usage, f"registers are spilled: {usage}"
+    by_registers = 65536 // (registers * 32 * kernel.metadata.num_warps)
+    return min(by_registers, 228 * 1024 // (kernel.metadata.shared + 1024))
+
+
+MANY = {
+    "plain": BASE,
+    "window": BASE.replace(sliding_window=4096),
+    "head 96, MHA, window": BASE.replace(num_kv_heads=32, head_size=96, sliding_window=2047),
+    "chunked": BASE.replace(chunk_size=8192),
+    "ALiBi": BASE.replace(num_kv_heads=32, alibi=True),
+    "soft cap, lse": BASE.replace(logit_soft_cap=50.0, needs_lse=True),
+    "groups of 8": BASE.replace(num_heads=64),
+    "e4m3 cache": BASE.replace(kv_cache_dtype="fp8_e4m3"),
+    "head 64, sinks, window": VARIANTS["head 64, sinks, window"],
+}
+
+
+@pytest.mark.parametrize("layer", MANY)
+def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path: Path) -> None:
+    """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
+    from polyattn_triton.aot import compile_phase
+    from polyattn_triton.attention import FEW_ON_ONE, MANY_ON_ONE
+
+    assert programs_on_one(compile_phase(MANY[layer], "sm_90", "decode"), tmp_path) >= MANY_ON_ONE
+    few = programs_on_one(compile_phase(MANY[layer], "sm_90", "split"), tmp_path)
+    assert few >= (FEW_ON_ONE if MANY[layer].kv_cache_dtype == "auto" else 2)
 
 
 @pytest.mark.parametrize("arch", FP8_TARGETS)

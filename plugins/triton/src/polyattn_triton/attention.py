@@ -101,7 +101,8 @@ def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
     """Return the configuration of a phase (prefill, paged, decode, few) on `arch`."""
     width = power(max(spec.head_size, spec.v_head_size))
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
-    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize)
+    plain = not (spec.sliding_window or spec.chunk_size or spec.alibi)
+    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
     rows = max(config.block_m, triton.next_power_of_2(spec.gqa_ratio))
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
 
