@@ -171,10 +171,11 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
         "`(= NAME)`: the very kernels of that row, timed again; what differs is noise.",
         "",
         "mistral-7b's and phi-3's decode, mixed and shared prefix cells are of an earlier run of the "
-        "same day and kernels: in this one TRITON_ATTN's tile for many programs took so many registers with "
-        "a sliding window that three fitted a multiprocessor instead of four (307 us against 250 for "
-        "mistral-7b's decode). It has the earlier tile there again, and a test counts them. That run had "
-        "llama-3.1-70b's prefill at 476 us with FLASH_ATTN_V3 and 448 with FLASHINFER: 1.06, not 1.19.",
+        "same day and kernels: in this one TRITON_ATTN's tile for many programs took so many registers "
+        "with a sliding window that three fitted a multiprocessor instead of four (307 us against 250 "
+        "for mistral-7b's decode). It has the earlier tile there again, and a test counts them. That run "
+        "had llama-3.1-70b's prefill at 476 us with FLASH_ATTN_V3 and 448 with FLASHINFER: 1.06, not "
+        "1.19.",
         "",
         "On Hopper TRITON_ATTN decodes first since it is ahead of FLASHINFER with few sequences and over "
         "8-bit caches (the tables above), as fast with many, and a few percent behind only where a "

@@ -25,6 +25,7 @@ FEW_ON_ONE = 3
 """Programs of the configuration for few that fit on a multiprocessor of Hopper's at once."""
 MANY_ON_ONE = 4
 """And of the other configuration."""
+CHEAP_TO_MERGE = 4
 MERGED_AT_ONCE = 8192
 """Elements of the splits' outputs that a program merging them keeps in registers."""
 MAX_MERGED_BY_ONE = 2048
@@ -38,12 +39,16 @@ def even_splits(programs: int, num_sms: int) -> int:
     more splits are faster where sequences share their keys, more than a few slower to merge.
     """
     loads = [
-        (on_one / splits, splits if splits > 4 else -splits)
+        (on_one / splits, splits)
         for on_one in (2, FEW_ON_ONE)
         if (splits := on_one * num_sms // programs)
     ]
-    splits = abs(min(loads)[1]) if loads else 1
-    if splits == 1 and programs <= MANY_ON_ONE // 2 * num_sms:
+    if not loads:
+        return 1
+    least = min(loads)[0]
+    equal = [splits for load, splits in loads if load == least]
+    splits = max((s for s in equal if s <= CHEAP_TO_MERGE), default=min(equal))
+    if splits == 1 and 2 * programs <= MANY_ON_ONE * num_sms:
         splits = 2
     return splits
 
