@@ -17,6 +17,16 @@ def window_sizes(spec: LayerSpec) -> tuple[int, int]:
     return (left, 0) if spec.causal else (left, left)
 
 
+def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:
+    """Return the same for one query token, to whose right nothing lies.
+
+    A bound there, though it bounds nothing, keeps flash-attn 2 from packing the heads of a group:
+    it would read each key once a head.
+    """
+    left, right = window_sizes(spec)
+    return (left, -1) if left == -1 else (left, right)
+
+
 def cumulative(lens: Tensor) -> Tensor:
     """Return where sequences of these lengths start: int32 (num_seqs + 1,)."""
     return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -27,6 +27,8 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     a = bind("flash_attn", "flash_attn_with_kvcache", args, kwargs)
     query, count = a["q"], len(a["q"])
     assert a["return_softmax_lse"] is True and query.shape[1] == 1
+    left, right = a["window_size"]
+    assert left >= 0 or right == -1, "with a bound it reads K and V once for each head of a group"
     out, lse = attend_paged(
         query[:, 0], a["k_cache"], a["v_cache"], list(range(count + 1)),
         a["cache_seqlens"].tolist(), a["block_table"], scale=a["softmax_scale"],

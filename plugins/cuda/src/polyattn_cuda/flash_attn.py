@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import cumulative, store_lse, window_sizes
+from polyattn.adapters import cumulative, decode_window_sizes, store_lse, window_sizes
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention
@@ -100,7 +100,6 @@ class _FlashAttn:
         self.options = {
             "softmax_scale": spec.scale,
             "causal": spec.causal,
-            "window_size": window_sizes(spec),
             "softcap": spec.logit_soft_cap or 0.0,
         }
 
@@ -111,7 +110,7 @@ class _FlashAttn:
         result, found, _ = self.varlen_func(
             query, cache.key, cache.value, batch.query_start_loc, lens, batch.max_query_len,
             batch.max_seq_len, alibi_slopes=params.alibi_slopes, return_attn_probs=True,
-            block_table=batch.block_table, **self.options,
+            block_table=batch.block_table, window_size=window_sizes(self.spec), **self.options,
         )  # fmt: skip
         out.copy_(result)
         return found
@@ -122,7 +121,7 @@ class _FlashAttn:
         result, found = self.kvcache_func(
             query[:, None], cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
-            return_softmax_lse=True, **self.options,
+            return_softmax_lse=True, window_size=decode_window_sizes(self.spec), **self.options,
         )  # fmt: skip
         out.copy_(result[:, 0])
         return found[:, :, 0].T

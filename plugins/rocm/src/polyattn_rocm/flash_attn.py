@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 from polyattn import Batch, KVCache, LayerParams
-from polyattn.adapters import blank, cumulative, empty_rows, store_lse, window_sizes
+from polyattn.adapters import (
+    blank,
+    cumulative,
+    decode_window_sizes,
+    empty_rows,
+    store_lse,
+    window_sizes,
+)
 from torch import Tensor
 
 from polyattn_rocm.base import RocmAttention
@@ -63,7 +70,7 @@ class CkFlashAttention(RocmAttention):
         result, found = flash_attn_with_kvcache(
             query[:, None], cache.key, cache.value, cache_seqlens=self.lens,
             block_table=self.batch.block_table, softmax_scale=spec.scale, causal=spec.causal,
-            window_size=window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
+            window_size=decode_window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
             alibi_slopes=params.alibi_slopes, return_softmax_lse=True,
         )  # fmt: skip
         out.copy_(result[:, 0])
