@@ -175,7 +175,8 @@ def _matrix(rows: list[dict[str, Any]]) -> list[str]:
         "with a sliding window that three fitted a multiprocessor instead of four (307 us against 250 "
         "for mistral-7b's decode). It has the earlier tile there again, and a test counts them. That run "
         "had llama-3.1-70b's prefill at 476 us with FLASH_ATTN_V3 and 448 with FLASHINFER: 1.06, not "
-        "1.19.",
+        "1.19. FLASH_ATTN's decodes read each key once a head here: it packs a group's heads only where "
+        "the window is unbounded on the right, as upstream's adapter asks since and vLLM's does not yet.",
         "",
         "On Hopper TRITON_ATTN decodes first since it is ahead of FLASHINFER with few sequences and over "
         "8-bit caches (the tables above), as fast with many, and a few percent behind only where a "
