@@ -30,6 +30,18 @@ def test_list() -> None:
     assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= names
 
 
+@pytest.mark.parametrize(
+    "args", [["list"], ["explain", "llama-3.1-8b", "--device", "h200", "--json"]]
+)
+def test_a_reader_that_leaves_is_no_error(args: list[str]) -> None:
+    """As `polyattn list | head` does."""
+    command = [sys.executable, "-m", "polyattn.cli", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
 def test_explain_draws_every_verdict() -> None:
     text = polyattn("explain", "gemma-2-9b", "--device", "x86-amx").stdout
     assert "21 layers" in text and "=> prefill TORCH_SDPA" in text and "FLEX_ATTENTION" in text

@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
-    """Run the command line.
+    """Run the command line; a polyattn error is its message and exit code 2."""
+    from polyattn.errors import PolyattnError
 
-    `polyattn list` is answered without the command-line library, whose import takes longer than
-    the answer; shells and operators call it often.
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except PolyattnError as error:
+        print(f"polyattn: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except BrokenPipeError:  # whoever read the output has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _run() -> None:
+    """`polyattn list` without the command-line library, whose import takes longer than the answer.
+
+    Shells and operators call it often.
     """
     if sys.argv[1:] in (["list"], ["list", "--json"]):
         from polyattn.cli.listing import show
-        from polyattn.errors import PolyattnError
 
-        try:
-            show(as_json="--json" in sys.argv)
-        except PolyattnError as error:
-            print(f"polyattn: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
+        show(as_json="--json" in sys.argv)
         return
-    from polyattn.cli.main import main as run
+    from polyattn.cli.main import app
 
-    run()
+    app()

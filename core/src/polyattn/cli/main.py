@@ -4,7 +4,6 @@ it runs, so that `polyattn list` costs milliseconds.
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -142,14 +141,3 @@ def bench(
     raise typer.Exit(
         show(batches or [], model, spec, device, backend or [], block_size, seconds, json, plot)
     )
-
-
-def main() -> None:
-    """Run the command line; a polyattn error is its message and exit code 2."""
-    from polyattn.errors import PolyattnError
-
-    try:
-        app()
-    except PolyattnError as error:
-        print(f"polyattn: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
