@@ -274,7 +274,7 @@ def test_a_triton_without_what_hoppers_kernel_needs_says_so(
 
 
 def test_splits_fill_the_multiprocessors_evenly() -> None:
-    """Within 1% of the fastest measured on an H200 (132), by sequences times KV heads."""
+    """Within 1% of its configuration's fastest on an H200 (132), by sequences times KV heads."""
     from polyattn_triton.attention import even_splits
 
     chosen = {32: 8, 40: 6, 56: 7, 64: 4, 80: 3, 96: 4, 128: 3, 160: 2, 192: 2, 256: 2, 320: 1}
