@@ -6,7 +6,7 @@ With `--backends` only these are timed, and their rows are added to the matrix t
 libraries that can't be installed beside the others. With `--keep` the rows of these backends in DIR's
 matrix are kept. Both are marked as of another run.
 Device times with a cold L2 (see `timing.py`), the median of ten; each cell's result was checked on
-one token against the float64 reference. Writes matrix.json, matrix.md, matrix.png and bars.json.
+one token against the float64 reference. Writes matrix.json and bars.json; `report.py` draws them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import platform
 import sys
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -125,18 +124,16 @@ def matrix(models: list[str], only: list[str]) -> list[dict[str, Any]]:
 DECODERS = ("TRITON_ATTN", "FLASHINFER", CUDA_CORES, "FLASHINFER_TRTLLM", "FLASH_ATTN_V3")
 
 
-def timed_decode(
-    spec: LayerSpec, name: str, batch: int, length: int
-) -> tuple[dict[str, float], Callable[[], object]]:
-    """Time a step's attention alone through our layer, and by the backend's own call.
-
-    Returns the times and the step.
-    """
+def decode_step(spec: LayerSpec, name: str, batch: int, length: int) -> Step:
+    """Return a step of decodes by one backend."""
     selection = select(spec, "cuda", backend=f"decode={name.split()[0]},prefill=TRITON_ATTN")
     if name == CUDA_CORES:
         selection.runtime.decode.tensor_cores = False  # type: ignore[union-attr]
-    step = Step(selection, [1] * batch, [length] * batch, DEVICE)
+    return Step(selection, [1] * batch, [length] * batch, DEVICE)
 
+
+def timed_decode(step: Step) -> dict[str, float]:
+    """Time a step's attention alone through our layer, and by the backend's own call."""
     error = step.error()
     backend: Any = step.layer.runtime.decode
 
@@ -148,7 +145,7 @@ def timed_decode(
         "own_host_us": host_us(own), "graph_us": graph_us(step.attend),
         "graph_own_us": graph_us(own),
     }  # fmt: skip
-    return row | {"layer_adds_us": row["host_us"] - row["own_host_us"]}, step.attend
+    return row | {"layer_adds_us": row["host_us"] - row["own_host_us"]}
 
 
 def bars() -> dict[str, Any]:
@@ -156,11 +153,11 @@ def bars() -> dict[str, Any]:
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     found: dict[str, Any] = {}
     for batch, length in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192)):
-        timed = {name: timed_decode(spec, name, batch, length) for name in DECODERS}
-        latencies = latencies_us({name: attend for name, (_, attend) in timed.items()})
-        row: dict[str, Any] = {
-            name: times | {"latency_us": latencies[name]} for name, (times, _) in timed.items()
-        }
+        steps = {name: decode_step(spec, name, batch, length) for name in DECODERS}
+        row: dict[str, Any] = {name: timed_decode(step) for name, step in steps.items()}
+        latencies = latencies_us({name: step.attend for name, step in steps.items()})
+        for name, latency in latencies.items():
+            row[name]["latency_us"] = latency
         row["read"] = read_us(2 * batch * length * spec.num_kv_heads * spec.head_size * 2)
         found[f"decode {batch} x {length}"] = row
         print(f"decode {batch} x {length}", json.dumps(row), flush=True)
@@ -178,30 +175,28 @@ def bars() -> dict[str, Any]:
     return found
 
 
-QUANTIZED = {
-    "bfloat16": ("auto", ("TRITON_ATTN", "FLASHINFER")),
-    "fp8_e4m3": ("fp8_e4m3", ("TRITON_ATTN", "FLASHINFER")),
-    "fp8_e5m2": ("fp8_e5m2", ("TRITON_ATTN",)),
-    "int8": ("int8", ("TRITON_ATTN",)),
+CACHES = {
+    "auto": ("TRITON_ATTN", "FLASHINFER"),
+    "fp8_e4m3": ("TRITON_ATTN", "FLASHINFER"),
+    "fp8_e5m2": ("TRITON_ATTN",),
+    "int8": ("TRITON_ATTN",),
 }
-"""What a cache holds, and who is timed over it: FlashInfer's other variants compile for long."""
+"""Who is timed over which cache: FlashInfer's other variants compile for long."""
 
 
 def quantized() -> dict[str, Any]:
     """Decode over 8-bit caches."""
     found = {}
-    for label, (cached, names) in QUANTIZED.items():
+    for cached, names in CACHES.items():
         spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype=cached)
         for name in names:
             row = {}
             for batch, length in ((1, 8192), (16, 4096), (64, 4096)):
-                named = f"decode={name},prefill=TRITON_ATTN"
-                step = Step(select(spec, "cuda", backend=named), [1] * batch, [length] * batch,
-                            DEVICE)  # fmt: skip
+                step = decode_step(spec, name, batch, length)
                 step.error()
                 row[f"{batch} x {length}"] = kernel_us(step.attend, repeats=10)
-            found[f"{label} {name}"] = row
-            print(label, name, row, flush=True)
+            found[f"{spec.stored_dtype} {name}"] = row
+            print(spec.stored_dtype, name, row, flush=True)
     return found
 
 

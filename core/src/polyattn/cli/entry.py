@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 
+from polyattn.errors import PolyattnError
+
 
 def main() -> None:
     """Run the command line; a polyattn error is its message and exit code 2."""
-    from polyattn.errors import PolyattnError
-
     try:
         try:
             _run()
-        finally:
+        finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:
         print(f"polyattn: {error}", file=sys.stderr)

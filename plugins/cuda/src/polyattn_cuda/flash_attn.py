@@ -94,7 +94,7 @@ class _FlashAttn:
             flash_attn_with_kvcache,
         )
 
-        self.spec = spec
+        self.window, self.decode_window = window_sizes(spec), decode_window_sizes(spec)
         self.varlen_func: Callable[..., Any] = flash_attn_varlen_func
         self.kvcache_func: Callable[..., Any] = flash_attn_with_kvcache
         self.options = {
@@ -110,7 +110,7 @@ class _FlashAttn:
         result, found, _ = self.varlen_func(
             query, cache.key, cache.value, batch.query_start_loc, lens, batch.max_query_len,
             batch.max_seq_len, alibi_slopes=params.alibi_slopes, return_attn_probs=True,
-            block_table=batch.block_table, window_size=window_sizes(self.spec), **self.options,
+            block_table=batch.block_table, window_size=self.window, **self.options,
         )  # fmt: skip
         out.copy_(result)
         return found
@@ -121,7 +121,7 @@ class _FlashAttn:
         result, found = self.kvcache_func(
             query[:, None], cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
-            return_softmax_lse=True, window_size=decode_window_sizes(self.spec), **self.options,
+            return_softmax_lse=True, window_size=self.decode_window, **self.options,
         )  # fmt: skip
         out.copy_(result[:, 0])
         return found[:, :, 0].T

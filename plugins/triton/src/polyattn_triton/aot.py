@@ -13,7 +13,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from polyattn_triton.attention import decode_constants, prefill_constants, tile_config
 from polyattn_triton.cache_write import write_kernel
 from polyattn_triton.decode import decode_kernel, merge_kernel
-from polyattn_triton.launch import launches_early, merge_block, power
+from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.prefill import prefill_kernel
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -66,10 +66,9 @@ def _compile_small(
     block_size: int,
 ) -> Any:
     if phase == "merge":
-        width = power(spec.v_head_size)
-        constants: tuple[Any, ...] = (
-            spec.num_heads, spec.v_head_size, width, merge_block(64), spec.learned_sinks,
-            spec.needs_lse, launches_early(arch),
+        constants: tuple[Any, ...] = merge_constants(
+            spec.num_heads, spec.v_head_size, 64, spec.learned_sinks, spec.needs_lse,
+            launches_early(arch),
         )  # fmt: skip
         return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)

@@ -14,7 +14,15 @@ from torch import Tensor
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.decode import decode_kernel, merge_kernel
-from polyattn_triton.launch import Kept, Site, launches_early, merge_block, power
+from polyattn_triton.launch import (
+    Kept,
+    Site,
+    launches_early,
+    merge_block,
+    merge_constants,
+    multiprocessors,
+    power,
+)
 from polyattn_triton.prefill import prefill_kernel
 
 MIN_SPLIT_KEYS = 128
@@ -26,6 +34,7 @@ FEW_ON_ONE = 3
 MANY_ON_ONE = 4
 """And of the other configuration."""
 CHEAP_TO_MERGE = 4
+"""Splits up to which one more costs less than it gains where sequences share keys."""
 MERGED_AT_ONCE = 8192
 """Elements of the splits' outputs that a program merging them keeps in registers."""
 MAX_MERGED_BY_ONE = 2048
@@ -127,11 +136,7 @@ class TritonAttention(AttentionBackend):
             tile_config(spec, device.arch, "paged"), block_m=self.prefill_config.block_m
         )
         self.torch_device = torch.device(str(device.torch_device))
-        self.num_sms = (
-            torch.cuda.get_device_properties(self.torch_device).multi_processor_count
-            if self.torch_device.type == "cuda"
-            else 4
-        )
+        self.num_sms = multiprocessors(self.torch_device)
         self.early = launches_early(device.arch)
         self.merges_itself = merges_itself(spec, device.arch)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
@@ -309,9 +314,9 @@ class TritonAttention(AttentionBackend):
         key = ("merge", out.stride(), block, lse is None)
         site = self._sites.get(key)
         if site is None:
-            constants = (
-                spec.num_heads, spec.v_head_size, power(spec.v_head_size), block, spec.learned_sinks,
-                lse is not None, self.early,
+            constants = merge_constants(
+                spec.num_heads, spec.v_head_size, splits, spec.learned_sinks, lse is not None,
+                self.early,
             )  # fmt: skip
             early = {"launch_pdl": True} if self.early else {}
             site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 2} | early)

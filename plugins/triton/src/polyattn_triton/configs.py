@@ -78,7 +78,7 @@ def pick(arch: str, phase: str, head: int, element_bytes: int, plain: bool) -> C
     """Return the first row's configuration that applies."""
     for row in TABLE:
         fits = row.arch == "any" or arch_matches(row.arch, arch)
-        fits = fits and row.phase == phase and plain >= row.plain
+        fits = fits and row.phase == phase and (plain or not row.plain)
         if fits and head <= row.head and element_bytes <= row.bytes:
             return row.config
     if phase in UNTUNED_APART:

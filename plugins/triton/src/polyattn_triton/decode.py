@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import LN2, LOG2E, finish, logits
-from polyattn_triton.tiles import load_held_rows, tile_at
+from polyattn_triton.tiles import blocks_in_table, load_held_rows, tile_at
 
 
 @triton.jit
@@ -139,7 +139,7 @@ def decode_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
     tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
-    block = tl.load(BT + tl.minimum((tile * BLOCK_N + offs_n) // BLOCK_SIZE, bt_end))
+    block = blocks_in_table(BT, tile * BLOCK_N + offs_n, bt_end, BLOCK_SIZE)
     for i in range(first, last, step):
         key_pos = tile * BLOCK_N + offs_n
         offset = key_pos % BLOCK_SIZE
@@ -151,7 +151,7 @@ def decode_kernel(
         tile = tile_at(i + step, skip_from, skip_by, SINK_TOKENS)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
         # put in flight early (Triton 3.6).
-        block = tl.load(BT + tl.minimum((tile * BLOCK_N + offs_n) // BLOCK_SIZE, bt_end))
+        block = blocks_in_table(BT, tile * BLOCK_N + offs_n, bt_end, BLOCK_SIZE)
         held = key_pos < seq_len
         if WINDOW > 0 or CHUNK > 0:
             held = held & (key_pos >= low)

@@ -13,6 +13,7 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import torch
 import triton
 from polyattn.device import arch_matches
 from torch import Tensor
@@ -37,6 +38,20 @@ def power(size: int) -> int:
 def merge_block(splits: int) -> int:
     """Return the merge kernel's tile for so many splits: few sizes, each compiles while serving."""
     return next(size for size in (8, 32, 64, 128) if splits <= size)
+
+
+def merge_constants(
+    heads: int, width: int, splits: int, sinks: bool, lse: bool, early: bool
+) -> tuple[Any, ...]:
+    """Return `merge_kernel`'s constants, in its order. `width`: of a head's output."""
+    return (heads, width, power(width), merge_block(splits), sinks, lse, early)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Return how many a device has; a few where kernels are interpreted."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _listening() -> bool:

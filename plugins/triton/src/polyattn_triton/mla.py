@@ -14,7 +14,13 @@ from torch import Tensor
 from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import MLAConfig, pick_mla
 from polyattn_triton.decode import merge_kernel
-from polyattn_triton.launch import Launcher, launches_early, merge_block, power
+from polyattn_triton.launch import (
+    Launcher,
+    launches_early,
+    merge_constants,
+    multiprocessors,
+    power,
+)
 from polyattn_triton.mla_kernels import mla_kernel
 
 MIN_SPLIT_ROWS = 128
@@ -75,11 +81,7 @@ class TritonMLA(AttentionBackend):
         self.config = mla_config(spec, device.arch)
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
-        self.num_sms = (
-            torch.cuda.get_device_properties(self.torch_device).multi_processor_count
-            if self.torch_device.type == "cuda"
-            else 4
-        )
+        self.num_sms = multiprocessors(self.torch_device)
         self.early = launches_early(device.arch)
         self.head_blocks = -(-spec.num_heads // self.config.block_h)
         self._parts = torch.empty(0, device=self.torch_device)
@@ -175,9 +177,6 @@ class TritonMLA(AttentionBackend):
             (v_scale,),
             (out.stride(0), out.stride(1)),
             (lse_t, splits),
-            (
-                spec.num_heads, self.rank, power(self.rank), merge_block(splits), False, lse is not None,
-                self.early,
-            ),
+            merge_constants(spec.num_heads, self.rank, splits, False, lse is not None, self.early),
             {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),
         )  # fmt: skip

@@ -22,6 +22,12 @@ def blocks_of(BT, key_pos, seq_len, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def blocks_in_table(BT, key_pos, bt_end, BLOCK_SIZE: tl.constexpr):
+    """What the table has at these positions, whatever the length; past its last column that one."""
+    return tl.load(BT + tl.minimum(key_pos // BLOCK_SIZE, bt_end))
+
+
+@triton.jit
 def load_rows(pointers, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Load whole rows of `SIZE` elements; what the tile's `BLOCK` columns have beyond is zero."""
     if SIZE == BLOCK:
