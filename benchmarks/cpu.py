@@ -27,11 +27,11 @@ from polyattn import (
     LayerSpec,
     Recurrent,
     discover,
-    samples,
     select,
 )
-from polyattn.cli.benching import Step
-from polyattn.cli.models import bundled
+from polyattn.families import inputs as samples
+from polyattn.tools.cli.benching import Step
+from polyattn.tools.cli.models import bundled
 
 CPU = torch.device("cpu")
 
@@ -191,7 +191,7 @@ def list_seconds() -> float:
                 f"Metadata-Version: 2.1\nName: dist{index}\nVersion: 1\n"
             )
             (info / "entry_points.txt").write_text("[console_scripts]\nx = x:y\n")
-        command = [sys.executable, "-m", "polyattn.cli", "list"]
+        command = [sys.executable, "-m", "polyattn.tools.cli", "list"]
         env = {"PYTHONPATH": folder, "PATH": "/usr/bin:/bin"}
 
         def run() -> None:

@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import Batch, LatentAttention, LayerSpec, Recurrent, samples, select
-from polyattn.cli.benching import measure_limits
-from polyattn.cli.models import bundled
-from polyattn.cost import batch_cost
-from polyattn.latent import absorb
+from polyattn import Batch, LatentAttention, LayerSpec, Recurrent, select
+from polyattn.families import inputs as samples
+from polyattn.families.mla.layer import absorb
+from polyattn.families.roofline import batch_cost
+from polyattn.tools.cli.benching import measure_limits
+from polyattn.tools.cli.models import bundled
 from timing import kernel_us
 
 DEVICE = torch.device("cuda")

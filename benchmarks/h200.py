@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from floor import read_us
 from polyattn import LayerSpec, Role, discover, register, select
-from polyattn.cli.benching import Step, measure_limits
-from polyattn.cli.grammar import parse_batch
-from polyattn.cli.models import bundled
-from polyattn.cost import batch_cost
 from polyattn.errors import PolyattnError
+from polyattn.families.roofline import batch_cost
 from polyattn.plugin import hookimpl
+from polyattn.tools.cli.benching import Step, measure_limits
+from polyattn.tools.cli.grammar import parse_batch
+from polyattn.tools.cli.models import bundled
 from timing import graph_us, host_us, kernel_us, latencies_us
 
 MODELS = [

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 from polyattn import Attention, Batch, LayerSpec, select
-from polyattn.cli.benching import Step
-from polyattn.compiled import handle
+from polyattn.runtime.torch_compile import handle
+from polyattn.tools.cli.benching import Step
 
 
 def verified() -> None:

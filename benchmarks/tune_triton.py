@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from polyattn import LayerSpec, select
-from polyattn.cli.benching import Step
+from polyattn.tools.cli.benching import Step
 from timing import kernel_us
 
 SPECS = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.backend import BackendInfo, Priority
-from polyattn.capability import Capabilities, one_of
-from polyattn.decision import Decision
 from polyattn.device import Device
+from polyattn.registry.capabilities import Capabilities, one_of
+from polyattn.registry.info import BackendInfo, Priority
+from polyattn.selection.decision import Decision
+from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings
-from polyattn.spec import AttentionKind, LayerSpec
-from polyattn.tree import Facts, decide
+from polyattn.spec.layer import AttentionKind, LayerSpec
 
 H100 = Device.profile("h100-sxm")
 A100 = Device.profile("a100")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerSpec, select
-from polyattn.cache import KVCacheSpec
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError
+from polyattn.runtime.kv_cache import KVCacheSpec
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)

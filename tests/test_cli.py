@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polyattn.cli.models import bundled, bundled_models
-from polyattn.serving.trace import read_trace
+from polyattn.tools.cli.models import bundled, bundled_models
+from polyattn.tools.replay.trace import read_trace
 
 
 def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
     found = subprocess.run(
-        [sys.executable, "-m", "polyattn.cli", *args],
+        [sys.executable, "-m", "polyattn.tools.cli", *args],
         capture_output=True, text=True, env={**os.environ, **env}, timeout=300, check=False,
     )  # fmt: skip
     assert found.returncode == code, found.stdout + found.stderr
@@ -35,7 +35,7 @@ def test_list() -> None:
 )
 def test_a_reader_that_leaves_is_no_error(args: list[str]) -> None:
     """As `polyattn list | head` does."""
-    command = [sys.executable, "-m", "polyattn.cli", *args]
+    command = [sys.executable, "-m", "polyattn.tools.cli", *args]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from polyattn import Device, LayerSpec, discover
-from polyattn.capability import check
+from polyattn.api import select
+from polyattn.checking.tolerance import FP8_COMPUTE, TOLERANCES, tolerance_of
 from polyattn.errors import SelectionError, SpecError
-from polyattn.selector import select
-from polyattn.tolerance import FP8_COMPUTE, TOLERANCES, tolerance_of
+from polyattn.registry.capabilities import check
 
 pytest.importorskip("triton")
 FAKES = Path(__file__).parent / "fake_libraries"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from golden.update import TABLES, table
 from polyattn import discover
-from polyattn.cli.support import matrix
+from polyattn.tools.cli.support import matrix
 
 ROOT = Path(__file__).parent.parent
 
@@ -16,7 +16,7 @@ def test_support_matrix_is_fresh() -> None:
     infos = sorted(discover().backends.values(), key=lambda b: b.name)
     fresh = matrix([info for info in infos if info.name != "EXAMPLE_ATTN"])
     assert (ROOT / "docs" / "support.md").read_text() == fresh, (
-        "stale: python -m polyattn.cli.support > docs/support.md"
+        "stale: python -m polyattn.tools.cli.support > docs/support.md"
     )
 
 

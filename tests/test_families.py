@@ -19,15 +19,16 @@ from polyattn import (
     LayerSpec,
     Recurrent,
     choose_tokens,
-    reference_latent,
-    samples,
     select,
 )
+from polyattn.checking.tolerance import output_error
 from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
-from polyattn.parts import convolution, expanded, group_layers
+from polyattn.families import inputs as samples
+from polyattn.families.mla import layer as mla_layer
+from polyattn.families.mla import reference as reference_latent
 from polyattn.settings import Settings
-from polyattn.spec import LatentSpec, RecurrentSpec
-from polyattn.tolerance import output_error
+from polyattn.spec.decompose import convolution, expanded, group_layers
+from polyattn.spec.layer import LatentSpec, RecurrentSpec
 
 MLA = LayerSpec(
     kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float64",
@@ -89,9 +90,7 @@ class Step:
 
 def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Absorbed decode, expanded prefill and context merged in pieces: to the last digits."""
-    import polyattn.latent
-
-    monkeypatch.setattr(polyattn.latent, "EXPANDED_BYTES", 16 * 4 * 40 * 8)  # 16 tokens a piece
+    monkeypatch.setattr(mla_layer, "EXPANDED_BYTES", 16 * 4 * 40 * 8)  # 16 tokens a piece
     step = Step()
     out = step.run()
     assert (
@@ -135,7 +134,7 @@ def test_latent_bad_construction() -> None:
 
 def test_latent_cache_saves() -> None:
     """DeepSeek-V3: 576 elements a token instead of 128 heads of 192 + 128."""
-    from polyattn.cli.models import bundled
+    from polyattn.tools.cli.models import bundled
 
     spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
     cache = select(spec, "cpu").cache_spec(1)
@@ -254,7 +253,7 @@ def test_recurrent_bad_input() -> None:
 @pytest.mark.parametrize("model", ["jamba-v0.1", "qwen3-next-80b-a3b", "deepseek-v3.2"])
 def test_run_serves_every_layer(model: str) -> None:
     found = subprocess.run(
-        [sys.executable, "-m", "polyattn.cli", "run", model, "--requests", "3", "--scale", "0.05",
+        [sys.executable, "-m", "polyattn.tools.cli", "run", model, "--requests", "3", "--scale", "0.05",
          "--max-tokens", "4", "--json"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip

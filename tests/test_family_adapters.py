@@ -21,16 +21,16 @@ from polyattn import (
     LayerParams,
     LayerSpec,
     RecurrentBackend,
-    reference,
-    reference_recurrent,
-    samples,
 )
-from polyattn.cache import KVCacheSpec
-from polyattn.forms import form_of
-from polyattn.parts import absorbed
-from polyattn.spec import LatentSpec, RecurrentSpec
-from polyattn.states import StateCacheSpec
-from polyattn.tolerance import lse_error, output_error
+from polyattn.checking.tolerance import lse_error, output_error
+from polyattn.families import inputs as samples
+from polyattn.families.attention import reference
+from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.runtime.kv_cache import KVCacheSpec
+from polyattn.runtime.state_cache import StateCacheSpec
+from polyattn.spec.decompose import absorbed
+from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.recurrence import form_of
 from test_signatures import bind
 from torch import Tensor
 

@@ -12,8 +12,8 @@ from textwrap import dedent
 import pytest
 from polyattn.conformance.cases import derive
 from polyattn.device import Device
-from polyattn.discovery import discover
-from polyattn.spec import AttentionKind
+from polyattn.registry.discovery import discover
+from polyattn.spec.layer import AttentionKind
 from zoo.build import HEAD, write_wheel
 
 CPU = Device.detect("cpu")

@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from polyattn import AttentionState, Batch, LayerSpec, discover, merge_states, reference
-from polyattn.capability import check
+from polyattn import AttentionState, Batch, LayerSpec, discover, merge_states
 from polyattn.conformance.harness import Harness
 from polyattn.device import Device
 from polyattn.errors import SpecError
+from polyattn.families.attention import reference
+from polyattn.registry.capabilities import check
 
 DEVICE = Device.detect("cpu")
 # FLEX_ATTENTION compiles for ten seconds a layer: the conformance kit has it, with fewer cases.
@@ -143,7 +144,7 @@ def test_a_query_that_sees_nothing() -> None:
 
 
 def test_alibi_slopes_are_the_papers() -> None:
-    from polyattn.alibi import alibi_slopes
+    from polyattn.families.attention.alibi import alibi_slopes
 
     assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
     assert len(alibi_slopes(12)) == 12 and alibi_slopes(12)[8] == pytest.approx(2**-0.5)
@@ -158,7 +159,7 @@ def test_decodes_need_not_come_first() -> None:
 
 def test_torch_compile_sees_one_graph() -> None:
     """`Attention` traces without a graph break and gives the eager bits."""
-    from polyattn.compiled import handle
+    from polyattn.runtime.torch_compile import handle
 
     harness = Harness("TORCH_SDPA", DEVICE, 5)
     layer = harness.layer(LayerSpec(num_heads=4, head_size=16, dtype="float32"))

@@ -33,7 +33,7 @@ def test_import_is_light() -> None:
 
 @pytest.mark.parametrize("args", ["['polyattn', 'list']", "['polyattn', 'list', '--json']"])
 def test_list_imports_no_torch(args: str) -> None:
-    code = f"import sys; sys.argv = {args}; from polyattn.cli.entry import main; main()\n"
+    code = f"import sys; sys.argv = {args}; from polyattn.tools.cli.entry import main; main()\n"
     code += "print('torch' in sys.modules, 'polyattn_cpu.sdpa' in sys.modules)"
     assert python(code).endswith("False False")
 
@@ -66,7 +66,9 @@ def test_three_hundred_distributions_do_not_slow_discovery(tmp_path: Path) -> No
             f"Metadata-Version: 2.1\nName: dist{index}\nVersion: 1.0\n"
         )
         (folder / "entry_points.txt").write_text("[console_scripts]\nx = x:y\n")
-    code = "import time; from polyattn.discovery import discover\nt = time.perf_counter()\n"
+    code = (
+        "import time; from polyattn.registry.discovery import discover\nt = time.perf_counter()\n"
+    )
     code += "n = len(discover().plugins); print(n, time.perf_counter() - t)"
     count, seconds = python(code, PYTHONPATH=str(tmp_path)).split()
     assert int(count) >= 2

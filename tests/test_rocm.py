@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from polyattn import Device, discover
-from polyattn.adapters import at_least
+from polyattn.api import select
 from polyattn.errors import SelectionError
-from polyattn.selector import select
-from polyattn.spec import LayerSpec
+from polyattn.runtime.conventions import at_least
+from polyattn.spec.layer import LayerSpec
 
 FAKES = Path(__file__).parent / "fake_libraries"
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from polyattn.cli.grammar import parse_batch
-from polyattn.cost import visible_pairs
 from polyattn.errors import CacheError, SettingsError, TraceError
-from polyattn.reference import visible
-from polyattn.serving.blocks import BlockAllocator
-from polyattn.serving.scheduler import Pool, Scheduler
-from polyattn.serving.trace import Request, read_trace
-from polyattn.spec import LayerSpec
+from polyattn.families.attention.reference import visible
+from polyattn.families.roofline import visible_pairs
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.grammar import parse_batch
+from polyattn.tools.replay.blocks import BlockAllocator
+from polyattn.tools.replay.scheduler import Pool, Scheduler
+from polyattn.tools.replay.trace import Request, read_trace
 
 
 def run(requests: list[Request], blocks: int, size: int = 4, budget: int = 16, seqs: int = 8):  # type: ignore[no-untyped-def]

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
-from polyattn.capability import Capabilities
 from polyattn.errors import SettingsError
+from polyattn.registry.capabilities import Capabilities
 from polyattn.settings import load
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerParams, LayerSpec
-from polyattn.cache import KVCacheSpec
+from polyattn.runtime.kv_cache import KVCacheSpec
 
 pytest.importorskip("triton")
 RECORDS = {

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec, reference, select
-from polyattn.cache import KVCacheSpec
-from polyattn.cli.models import bundled, bundled_models
+from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec, select
+from polyattn.checking.tolerance import output_error
 from polyattn.errors import BatchError, SelectionError
-from polyattn.tolerance import output_error
+from polyattn.families.attention import reference
+from polyattn.runtime.kv_cache import KVCacheSpec
+from polyattn.tools.cli.models import bundled, bundled_models
 
 pytest.importorskip("jax")
 ARCHS = ("v5e", "v5p", "v6e", "v7x")

@@ -18,12 +18,12 @@ from fakes import (
     backend,
     choose,
 )
-from polyattn.backend import BackendInfo
-from polyattn.capability import check
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
+from polyattn.registry.capabilities import check
+from polyattn.registry.info import BackendInfo
 from polyattn.settings import Settings, parse_overrides
-from polyattn.spec import LayerSpec, Role
+from polyattn.spec.layer import LayerSpec, Role
 
 ALL = (FAST_PREFILL, FAST_DECODE, GENERAL, HOPPER)
 
@@ -93,7 +93,7 @@ def test_nobody_can_names_every_rejection_of_every_candidate() -> None:
 def test_no_backend_of_the_kind_says_what_to_install() -> None:
     with pytest.raises(SelectionError, match=r'pip install "polyattn\[rocm\]"'):
         choose(*ALL, device=Device.profile("mi300x"))
-    from polyattn.spec import RecurrentSpec
+    from polyattn.spec.layer import RecurrentSpec
 
     mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
     with pytest.raises(SelectionError) as caught:
@@ -160,7 +160,7 @@ def test_the_block_size_asked_for_is_kept() -> None:
 
 
 def test_each_kind_is_asked_of_its_own_backends() -> None:
-    from polyattn.spec import LatentSpec, RecurrentSpec
+    from polyattn.spec.layer import LatentSpec, RecurrentSpec
 
     latent = LayerSpec(
         kind="mla", num_heads=8, head_size=192, v_head_size=128,
@@ -182,7 +182,7 @@ def test_each_kind_is_asked_of_its_own_backends() -> None:
 
 
 def test_a_bare_name_from_the_environment_leaves_other_families_alone_and_says_so() -> None:
-    from polyattn.spec import RecurrentSpec
+    from polyattn.spec.layer import RecurrentSpec
 
     mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
     settings = Settings(sources=(parse_overrides("GENERAL", "POLYATTN_BACKEND"),))

@@ -130,7 +130,7 @@ FAMILY_MODELS = (
 )
 @pytest.mark.parametrize("model", FAMILY_MODELS)
 def test_families_compile_to_machine_code(arch: str, model: str) -> None:
-    from polyattn.cli.models import bundled
+    from polyattn.tools.cli.models import bundled
     from polyattn_triton.aot_families import compile_mla, compile_scan
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
@@ -258,7 +258,7 @@ def test_a_triton_without_what_hoppers_kernel_needs_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from polyattn import AttentionKind
-    from polyattn.spec import LatentSpec
+    from polyattn.spec.layer import LatentSpec
     from polyattn_triton import mla
 
     spec = LayerSpec(

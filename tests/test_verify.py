@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 from polyattn import LayerSpec, register, select, unregister
-from polyattn.backend import AttentionBackend, BackendInfo, Priority
-from polyattn.capability import Capabilities
 from polyattn.errors import PluginError, SelectionError
 from polyattn.plugin import hookimpl
+from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.info import BackendInfo, Priority
+from polyattn.runtime.backend import AttentionBackend
 from polyattn_cpu.sdpa import TorchSDPA
 from torch import Tensor
 

@@ -20,7 +20,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(zoo: Path, *args: str, code: int = 0, **env: str) -> str:
     found = subprocess.run(
-        [sys.executable, "-m", "polyattn.cli", *args],
+        [sys.executable, "-m", "polyattn.tools.cli", *args],
         env={**os.environ, "PYTHONPATH": str(zoo), "POLYATTN_PROBE_TIMEOUT": "0.5", **env},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip

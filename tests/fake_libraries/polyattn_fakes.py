@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import LayerParams, LayerSpec, reference
+from polyattn import LayerParams, LayerSpec
+from polyattn.families.attention import reference
 from torch import Tensor
 
 RECORDS = Path(__file__).parent.parent / "signatures"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from polyattn import LayerSpec, select
-from polyattn.cli.models import bundled, bundled_models
 from polyattn.errors import SelectionError
-from polyattn.parts import group_layers
+from polyattn.spec.decompose import group_layers
+from polyattn.tools.cli.models import bundled, bundled_models
 
 TABLES = {
     "nvidia.md": ("a100", "l40s", "h100-sxm", "h200", "b200", "rtx4090", "rtx5090"),

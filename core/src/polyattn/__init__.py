@@ -15,57 +15,58 @@ from typing import TYPE_CHECKING, Any
 from polyattn._version import __version__
 
 if TYPE_CHECKING:
-    from polyattn.backend import AttentionBackend, BackendInfo, LayerParams, RecurrentBackend
-    from polyattn.batch import Batch
-    from polyattn.cache import KVCache, KVCacheSpec
-    from polyattn.capability import Capabilities, Rejection
-    from polyattn.decision import Decision
+    from polyattn.api import LayerGroup, Selection, select, select_layers
     from polyattn.device import Device
-    from polyattn.discovery import discover, register, unregister
     from polyattn.errors import PolyattnError
-    from polyattn.indexer import choose_tokens
-    from polyattn.latent import LatentAttention
-    from polyattn.layer import Attention
-    from polyattn.recurrent import Recurrent
-    from polyattn.selector import LayerGroup, Selection, select, select_layers
+    from polyattn.families.attention.layer import Attention
+    from polyattn.families.mla.indexer import choose_tokens
+    from polyattn.families.mla.layer import LatentAttention
+    from polyattn.families.recurrent.layer import Recurrent
+    from polyattn.registry.capabilities import Capabilities, Rejection
+    from polyattn.registry.discovery import discover, register, unregister
+    from polyattn.registry.info import BackendInfo
+    from polyattn.runtime.backend import AttentionBackend, LayerParams, RecurrentBackend
+    from polyattn.runtime.batch import Batch
+    from polyattn.runtime.kv_cache import KVCache, KVCacheSpec
+    from polyattn.runtime.merge import AttentionState, merge_states
+    from polyattn.runtime.state_cache import StateCache, StateCacheSpec
+    from polyattn.selection.decision import Decision
     from polyattn.settings import Settings
-    from polyattn.spec import AttentionKind, GraphCapture, LayerSpec, Role
-    from polyattn.state import AttentionState, merge_states
-    from polyattn.states import StateCache, StateCacheSpec
+    from polyattn.spec.layer import AttentionKind, GraphCapture, LayerSpec, Role
 
 _HOME = {
-    "Attention": "layer",
-    "AttentionBackend": "backend",
-    "AttentionKind": "spec",
-    "AttentionState": "state",
-    "BackendInfo": "backend",
-    "Batch": "batch",
-    "Capabilities": "capability",
-    "Decision": "decision",
+    "Attention": "families.attention.layer",
+    "AttentionBackend": "runtime.backend",
+    "AttentionKind": "spec.layer",
+    "AttentionState": "runtime.merge",
+    "BackendInfo": "registry.info",
+    "Batch": "runtime.batch",
+    "Capabilities": "registry.capabilities",
+    "Decision": "selection.decision",
     "Device": "device",
-    "GraphCapture": "spec",
-    "KVCache": "cache",
-    "KVCacheSpec": "cache",
-    "LatentAttention": "latent",
-    "LayerGroup": "selector",
-    "LayerParams": "backend",
-    "LayerSpec": "spec",
+    "GraphCapture": "spec.layer",
+    "KVCache": "runtime.kv_cache",
+    "KVCacheSpec": "runtime.kv_cache",
+    "LatentAttention": "families.mla.layer",
+    "LayerGroup": "api",
+    "LayerParams": "runtime.backend",
+    "LayerSpec": "spec.layer",
     "PolyattnError": "errors",
-    "Recurrent": "recurrent",
-    "RecurrentBackend": "backend",
-    "Rejection": "capability",
-    "Role": "spec",
-    "Selection": "selector",
+    "Recurrent": "families.recurrent.layer",
+    "RecurrentBackend": "runtime.backend",
+    "Rejection": "registry.capabilities",
+    "Role": "spec.layer",
+    "Selection": "api",
     "Settings": "settings",
-    "StateCache": "states",
-    "StateCacheSpec": "states",
-    "choose_tokens": "indexer",
-    "discover": "discovery",
-    "merge_states": "state",
-    "register": "discovery",
-    "select": "selector",
-    "select_layers": "selector",
-    "unregister": "discovery",
+    "StateCache": "runtime.state_cache",
+    "StateCacheSpec": "runtime.state_cache",
+    "choose_tokens": "families.mla.indexer",
+    "discover": "registry.discovery",
+    "merge_states": "runtime.merge",
+    "register": "registry.discovery",
+    "select": "api",
+    "select_layers": "api",
+    "unregister": "registry.discovery",
 }
 
 __all__ = [

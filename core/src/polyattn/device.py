@@ -57,8 +57,8 @@ class Device:
         `torch_device` (`"cuda:1"`, `"cpu"`) asks for a certain one. The platforms' plugins
         do the detecting. Raises `DeviceError` when none of them finds it.
         """
-        from polyattn.discovery import discover
-        from polyattn.platforms import detect
+        from polyattn.registry.discovery import discover
+        from polyattn.registry.machine import detect
 
         return detect(discover(), torch_device)
 

@@ -1,10 +1,10 @@
 """All that a plugin's hook module imports. Light: neither torch nor any vendor's library."""
 
-from polyattn.backend import API_VERSION, BackendInfo, Priority, Proof
-from polyattn.capability import ANY_SIZE, Capabilities, Sizes, multiples, one_of
 from polyattn.device import Device
-from polyattn.hookspecs import Platform, hookimpl
-from polyattn.spec import AttentionKind, GraphCapture, LayerSpec, Role
+from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, multiples, one_of
+from polyattn.registry.hooks import Platform, hookimpl
+from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof
+from polyattn.spec.layer import AttentionKind, GraphCapture, LayerSpec, Role
 
 __all__ = [
     "ANY_SIZE",

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.capability import LAYOUTS
 from polyattn.errors import SettingsError, nearest
-from polyattn.spec import AttentionKind, LayerSpec, Role
+from polyattn.registry.capabilities import LAYOUTS
+from polyattn.spec.layer import AttentionKind, LayerSpec, Role
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from polyattn.device import Device
-from polyattn.spec import LayerSpec
+from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from polyattn.backend import BackendInfo
-from polyattn.capability import Capabilities, check
 from polyattn.conformance.case import Case, captures
 from polyattn.conformance.families import derive_latent, derive_recurrent
 from polyattn.device import Device
-from polyattn.spec import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
+from polyattn.registry.capabilities import Capabilities, check
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.layer import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)

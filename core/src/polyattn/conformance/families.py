@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.backend import BackendInfo
-from polyattn.capability import Capabilities, check
 from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
-from polyattn.spec import (
+from polyattn.registry.capabilities import Capabilities, check
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.layer import (
     DTYPES,
     KV_CACHE_DTYPES,
     AttentionKind,

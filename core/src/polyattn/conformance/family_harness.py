@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn import reference_latent, reference_recurrent, samples
-from polyattn.batch import Batch
-from polyattn.cache import STORAGE_DTYPES, KVCache
+from polyattn.checking.tolerance import lse_error, output_error, tolerance_of
 from polyattn.conformance.cases import batches
 from polyattn.conformance.harness import Harness, batch_with_padding, poison, without_new
-from polyattn.latent import LatentAttention
-from polyattn.recurrent import Recurrent
-from polyattn.spec import LayerSpec
-from polyattn.states import StateCache
-from polyattn.tolerance import lse_error, output_error, tolerance_of
+from polyattn.families import inputs as samples
+from polyattn.families.mla import reference as reference_latent
+from polyattn.families.mla.layer import LatentAttention
+from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.families.recurrent.layer import Recurrent
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.state_cache import StateCache
+from polyattn.spec.layer import LayerSpec
 
 RECURRENT_BATCHES = {
     "mixed": [

@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyattn import reference
-from polyattn.batch import Batch
-from polyattn.cache import STORAGE_DTYPES, KVCache
+from polyattn.api import Selection, select
+from polyattn.checking.tolerance import lse_error, output_error, tolerance_of
 from polyattn.conformance.cases import batches, served_phases
 from polyattn.device import Device
-from polyattn.discovery import discover
-from polyattn.layer import Attention
-from polyattn.selector import Selection, select
+from polyattn.families.attention import reference
+from polyattn.families.attention.layer import Attention
+from polyattn.registry.discovery import discover
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.settings import current
-from polyattn.spec import LayerSpec, Role
-from polyattn.tolerance import lse_error, output_error, tolerance_of
+from polyattn.spec.layer import LayerSpec, Role
 
 
 @dataclass

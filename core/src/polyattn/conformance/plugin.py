@@ -13,10 +13,10 @@ import pytest
 from polyattn._version import __version__
 
 if TYPE_CHECKING:
-    from polyattn.backend import BackendInfo
     from polyattn.conformance.case import Case
     from polyattn.conformance.harness import Harness
     from polyattn.device import Device
+    from polyattn.registry.info import BackendInfo
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -56,10 +56,10 @@ class _Kit:
     def __init__(self, config: pytest.Config):
         import torch
 
+        from polyattn.api import resolve_device
         from polyattn.conformance.cases import derive
-        from polyattn.discovery import discover
         from polyattn.errors import PolyattnError
-        from polyattn.selector import resolve_device
+        from polyattn.registry.discovery import discover
 
         try:
             self.info: BackendInfo = discover().backend(config.getoption("--polyattn-backend"))

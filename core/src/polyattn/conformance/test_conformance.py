@@ -9,7 +9,7 @@ from polyattn.conformance.case import Case
 from polyattn.conformance.cases import batches
 from polyattn.conformance.harness import Harness
 from polyattn.errors import SelectionError
-from polyattn.graphs import DecodeGraph
+from polyattn.runtime.cuda_graph import DecodeGraph
 
 
 @pytest.mark.conformance("numeric")

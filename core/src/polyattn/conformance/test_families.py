@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from polyattn.batch import Batch
 from polyattn.conformance.case import Case
 from polyattn.conformance.family_harness import FamilyHarness
 from polyattn.conformance.harness import Harness
-from polyattn.states import StateCache
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.state_cache import StateCache
 
 
 @pytest.fixture

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from polyattn.plugin import BackendInfo, Capabilities, Priority, Proof, hookimpl, multiples
+from polyattn.plugin import (
+    BackendInfo,
+    Capabilities,
+    Priority,
+    Proof,
+    hookimpl,
+    multiples,
+)
 
 EXAMPLE_ATTN = BackendInfo(
     name="EXAMPLE_ATTN",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from polyattn import Batch, KVCache, LayerSpec
-from polyattn.cache import raw
+from polyattn.runtime.kv_cache import raw
 from torch import Tensor
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 from polyattn import Device, KVCache, LayerParams, LayerSpec
-from polyattn.cache import raw
-from polyattn.parts import absorbed
+from polyattn.runtime.kv_cache import raw
+from polyattn.spec.decompose import absorbed
 from torch import Tensor
 
 from polyattn_cpu.sdpa import TorchSDPA

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import cumulative, decode_window_sizes, store_lse, window_sizes
+from polyattn.runtime.conventions import cumulative, decode_window_sizes, store_lse, window_sizes
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import store_lse, window_sizes
+from polyattn.runtime.conventions import store_lse, window_sizes
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention

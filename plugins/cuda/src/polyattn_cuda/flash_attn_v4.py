@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import store_lse
+from polyattn.runtime.conventions import store_lse
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention

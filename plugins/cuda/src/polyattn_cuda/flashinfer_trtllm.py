@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import blank, empty_rows, window_sizes
+from polyattn.runtime.conventions import blank, empty_rows, window_sizes
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention, zeroed_workspace

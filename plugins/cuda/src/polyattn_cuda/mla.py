@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import blank, empty_rows, store_lse
-from polyattn.cache import STORAGE_DTYPES
+from polyattn.runtime.conventions import blank, empty_rows, store_lse
+from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention, workspace, zeroed_workspace

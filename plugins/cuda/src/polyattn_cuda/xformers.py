@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import blank, empty_rows
+from polyattn.runtime.conventions import blank, empty_rows
 from torch import Tensor
 
 from polyattn_cuda.base import CudaAttention

@@ -6,7 +6,14 @@ from typing import ClassVar
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import at_least, blank, cumulative, empty_rows, store_lse, window_sizes
+from polyattn.runtime.conventions import (
+    at_least,
+    blank,
+    cumulative,
+    empty_rows,
+    store_lse,
+    window_sizes,
+)
 from torch import Tensor
 
 from polyattn_rocm.base import RocmAttention

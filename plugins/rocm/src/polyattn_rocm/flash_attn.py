@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from polyattn import Batch, KVCache, LayerParams
-from polyattn.adapters import (
+from polyattn.runtime.conventions import (
     blank,
     cumulative,
     decode_window_sizes,

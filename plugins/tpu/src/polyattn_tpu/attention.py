@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
+from polyattn import (
+    AttentionBackend,
+    Batch,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+)
 from polyattn.errors import BatchError
 from torch import Tensor
 

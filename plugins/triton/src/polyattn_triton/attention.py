@@ -7,8 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.cache import STORAGE_DTYPES
+from polyattn import (
+    AttentionBackend,
+    Batch,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+)
+from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv

@@ -7,8 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-from polyattn import AttentionBackend, Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.adapters import at_least
+from polyattn import (
+    AttentionBackend,
+    Batch,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+)
+from polyattn.runtime.conventions import at_least
 from torch import Tensor
 
 from polyattn_triton.cache_write import write_kv

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from polyattn import LayerParams, LayerSpec, reference
+from polyattn import LayerParams, LayerSpec
+from polyattn.families.attention import reference
 from polyattn_fakes import bind
 from torch import Tensor
 

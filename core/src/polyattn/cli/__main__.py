@@ -1,5 +1,0 @@
-"""`python -m polyattn.cli`."""
-
-from polyattn.cli.entry import main
-
-main()

@@ -1,0 +1,119 @@
+"""What is the right answer? Every feature of a `LayerSpec`, plain, slow, in float64 by default.
+
+The definition of correctness: written to be read, one sequence at a time, one full score matrix,
+and sharing no code with any backend.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.spec.layer import LayerSpec
+
+
+def visible(spec: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
+    """Return which keys each query sees, bool (num_queries, num_keys).
+
+    The last query stands at the last key's position (bottom-right alignment).
+    """
+    key = torch.arange(num_keys)
+    query = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
+    if spec.causal:
+        mask &= key <= query
+    if spec.sliding_window is not None:
+        near = (query - key) < spec.sliding_window
+        if not spec.causal:
+            near &= (key - query) < spec.sliding_window
+        mask &= near | (key < spec.sink_tokens)
+    if spec.chunk_size is not None:
+        mask &= (key // spec.chunk_size) == (query // spec.chunk_size)
+    return mask
+
+
+def attend(
+    spec: LayerSpec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    params: LayerParams | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attend for one sequence, keys and values given in full.
+
+    `query` (queries, num_heads, head_size); `key`, `value` (keys, num_kv_heads, size). Returns
+    the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads) in `dtype`. A
+    learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf.
+    """
+    params = params or LayerParams()
+    query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
+    key = key.repeat_interleave(spec.gqa_ratio, dim=1)
+    value = value.repeat_interleave(spec.gqa_ratio, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+    if spec.logit_soft_cap is not None:
+        scores = spec.logit_soft_cap * torch.tanh(scores / spec.logit_soft_cap)
+    num_queries, num_keys = query.shape[0], key.shape[0]
+    if spec.alibi:
+        slopes = params.alibi_slopes
+        slopes = alibi_slopes(spec.num_heads) if slopes is None else slopes
+        position = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+        distance = (torch.arange(num_keys) - position).to(dtype)
+        scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
+    scores = scores.masked_fill(~visible(spec, num_queries, num_keys), -torch.inf)
+    if spec.learned_sinks:
+        assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
+        sinks = params.sinks.detach().to("cpu", dtype)[:, None, None]
+        scores = torch.cat([scores, sinks.expand(-1, num_queries, 1)], dim=2)
+        value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
+    lse = torch.logsumexp(scores, dim=2)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return torch.einsum("hqk,khd->qhd", weights, value), lse.T
+
+
+def read_cache(
+    spec: LayerSpec, cache: KVCache, batch: Batch, index: int, params: LayerParams,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return one sequence's keys and values, (seq_len, num_kv_heads, size), scales applied."""
+    assert batch.block_table is not None
+    length, size = batch.lens[index], cache.block_size
+    found = []
+    for stored, scale in ((cache.key, params.k_scale), (cache.value, params.v_scale)):
+        rows = [stored[int(b)] for b in batch.block_table[index, : -(-length // size)]]
+        tokens = torch.cat(rows)[:length] if rows else stored[0, :0]
+        tokens = tokens.to("cpu").to(dtype)
+        found.append(tokens * scale if stored.dtype.itemsize == 1 else tokens)
+    return found[0], found[1]
+
+
+def forward(
+    spec: LayerSpec,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: KVCache | None,
+    batch: Batch,
+    params: LayerParams | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
+
+    Returns the output (num_tokens, num_heads, v_head_size) and the LSE (num_tokens, num_heads).
+    """
+    params = params or LayerParams()
+    output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
+    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
+    for index in range(batch.num_seqs):
+        rows = slice(batch.starts[index], batch.starts[index + 1])
+        if cache is not None:
+            keys, values = read_cache(spec, cache, batch, index, params, dtype)
+        else:
+            assert key is not None and value is not None
+            keys, values = key[rows], value[rows]
+        output[rows], lse[rows] = attend(spec, query[rows], keys, values, params, dtype)
+    return output, lse

@@ -1,0 +1,82 @@
+"""What is the right answer for MLA? Every head's keys and values, made in full, then attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.families.attention import reference
+from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.spec.layer import LayerSpec
+
+
+def keys_and_values(
+    rows: Tensor, weights: tuple[Tensor, Tensor], dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Return K (tokens, heads, head_size) and V of cached rows (tokens, rank + rope)."""
+    w_uk, w_uv = (w.detach().to("cpu", dtype) for w in weights)
+    rank = w_uk.shape[2]
+    latent, rope = rows[:, :rank], rows[:, rank:]
+    nope = torch.einsum("tr,hnr->thn", latent, w_uk)
+    key = torch.cat([nope, rope[:, None].expand(-1, nope.shape[1], -1)], dim=2)
+    return key, torch.einsum("tr,hrv->thv", latent, w_uv)
+
+
+def forward(
+    spec: LayerSpec,
+    query: Tensor,
+    cache: KVCache,
+    batch: Batch,
+    weights: tuple[Tensor, Tensor],
+    params: LayerParams | None = None,
+    topk: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Run an MLA layer over a batch whose new tokens are already in `cache`.
+
+    Neither absorbed nor in chunks; for a sparse layer one query at a time, over the positions that
+    its row of `topk` names. Returns (num_tokens, num_heads, v_head_size) and the LSE.
+    """
+    params = params or LayerParams()
+    plain = _plain(spec)
+    output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
+    lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
+    for index in range(batch.num_seqs):
+        first, last = batch.starts[index], batch.starts[index + 1]
+        rows, _ = reference.read_cache(spec, cache, batch, index, params, dtype)
+        key, value = keys_and_values(rows[:, 0], weights, dtype)
+        if topk is None:
+            output[first:last], lse[first:last] = reference.attend(
+                plain, query[first:last], key, value, None, dtype
+            )
+            continue
+        alone = plain.replace(causal=False)
+        for token in range(first, last):
+            chosen = topk[token][topk[token] >= 0].cpu().long()
+            output[token], lse[token] = (
+                found[0]
+                for found in reference.attend(
+                    alone, query[token : token + 1], key[chosen], value[chosen], None, dtype
+                )
+            )
+    return output, lse
+
+
+def index_logits(
+    query: Tensor, weights: Tensor, keys: Tensor, dtype: torch.dtype = torch.float64
+) -> Tensor:
+    """Return `I[t, s] = sum_j w[t, j] relu(q[t, j] . k[s])` for one sequence, as it is written."""
+    query, weights, keys = (t.detach().to("cpu", dtype) for t in (query, weights, keys))
+    scores = torch.einsum("tjd,sd->tjs", query, keys).relu()
+    return torch.einsum("tj,tjs->ts", weights, scores)
+
+
+def _plain(spec: LayerSpec) -> LayerSpec:
+    return LayerSpec(
+        num_heads=spec.num_heads,
+        head_size=spec.head_size,
+        v_head_size=spec.v_head_size,
+        scale=spec.scale,
+    )

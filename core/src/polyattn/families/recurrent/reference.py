@@ -1,0 +1,123 @@
+"""What is the right answer for a recurrence? The published one, a token at a time, in float64.
+
+Written to be read beside `polyattn.spec.recurrence`, and sharing no code with any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+
+from polyattn.runtime.batch import Batch
+from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.recurrence import form_of, shape_of
+
+Tensors = Mapping[str, Tensor]
+
+
+def scan(spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Run one sequence, `inputs` (tokens, …), from `state`; returns the output and the new state."""
+    outputs = []
+    tokens = next(iter(inputs.values())).shape[0]
+    for t in range(tokens):
+        token = {name: tensor[t] for name, tensor in inputs.items()}
+        output, state = STEPS[spec.kind](spec, token, params, state)
+        outputs.append(output)
+    shape = shape_of(spec, form_of(spec).output, tokens)
+    return (torch.stack(outputs) if outputs else state.new_zeros(shape)), state
+
+
+def forward(
+    spec: LayerSpec,
+    inputs: Tensors,
+    params: Tensors,
+    states: Tensor,
+    batch: Batch,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Run a batch from `states` (slots, …); returns the output and the states afterwards.
+
+    Both in `dtype` on the CPU; a padding row's output is 0.
+    """
+    assert batch.state_slots is not None
+    inputs = {name: tensor.detach().to("cpu", dtype) for name, tensor in inputs.items()}
+    params = {name: tensor.detach().to("cpu", dtype) for name, tensor in params.items()}
+    states = states.detach().to("cpu", dtype, copy=True)
+    form = form_of(spec)
+    output = torch.zeros(shape_of(spec, form.output, batch.num_tokens), dtype=dtype)
+    for index, slot in enumerate(batch.state_slots.tolist()):
+        rows = slice(batch.starts[index], batch.starts[index + 1])
+        if slot < 0 or rows.start == rows.stop:
+            continue
+        fresh = batch.lens[index] == batch.query_lens[index]
+        state = torch.zeros_like(states[slot]) if fresh else states[slot]
+        part = {name: tensor[rows] for name, tensor in inputs.items()}
+        output[rows], states[slot] = scan(spec, part, params, state)
+    return output, states
+
+
+def _short_conv(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    assert spec.recurrent is not None
+    window = torch.cat([state, x["x"][:, None]], dim=1)
+    y = (params["weight"] * window).sum(1)
+    if "bias" in params:
+        y = y + params["bias"]
+    return (silu(y) if spec.recurrent.activation == "silu" else y), window[:, 1:]
+
+
+def _step_size(spec: LayerSpec, dt: Tensor, params: Tensors) -> Tensor:
+    assert spec.recurrent is not None
+    if "dt_bias" in params:
+        dt = dt + params["dt_bias"]
+    return softplus(dt) if spec.recurrent.dt_softplus else dt
+
+
+def _mamba1(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    dt = _step_size(spec, x["dt"], params)[:, None]
+    state = torch.exp(dt * params["A"]) * state + dt * x["B"] * x["x"][:, None]
+    y = (state * x["C"]).sum(1)
+    return (y + params["D"] * x["x"] if "D" in params else y), state
+
+
+def _mamba2(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    dt = _step_size(spec, x["dt"], params)[:, None, None]
+    each = spec.num_heads // spec.num_kv_heads
+    B, C = (x[name].repeat_interleave(each, 0) for name in "BC")
+    decay = torch.exp(dt * params["A"][:, None, None])
+    state = decay * state + dt * x["x"][:, :, None] * B[:, None]
+    y = torch.einsum("hkn,hn->hk", state, C)
+    return (y + params["D"][:, None] * x["x"] if "D" in params else y), state
+
+
+def _linear(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    each = spec.num_heads // spec.num_kv_heads
+    q, k = (x[name].repeat_interleave(each, 0) for name in "qk")
+    state = torch.exp(params["decay"])[:, None, None] * state + k[:, :, None] * x["v"][:, None]
+    return spec.scale * torch.einsum("hk,hkv->hv", q, state), state
+
+
+def _gdn(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    assert spec.recurrent is not None
+    each = spec.num_heads // spec.num_kv_heads
+    q, k = (x[name].repeat_interleave(each, 0) for name in "qk")
+    if spec.recurrent.qk_norm:
+        q, k = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    state = torch.exp(x["g"])[:, None, None] * state
+    read = torch.einsum("hk,hkv->hv", k, state)
+    state = state + k[:, :, None] * (x["beta"][:, None] * (x["v"] - read))[:, None]
+    return spec.scale * torch.einsum("hk,hkv->hv", q, state), state
+
+
+STEPS = {
+    AttentionKind.SHORT_CONV: _short_conv,
+    AttentionKind.MAMBA1: _mamba1,
+    AttentionKind.MAMBA2: _mamba2,
+    AttentionKind.LINEAR: _linear,
+    AttentionKind.GDN: _gdn,
+}
+"""What one token does, each as its paper writes it."""

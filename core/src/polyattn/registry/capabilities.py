@@ -1,0 +1,301 @@
+"""What can a backend do? Declared as data; a check answers with every reason, never just no."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from polyattn.device import Device, arch_matches
+from polyattn.spec.layer import (
+    DTYPES,
+    FEATURES,
+    KV_CACHE_DTYPES,
+    AttentionKind,
+    GraphCapture,
+    LayerSpec,
+    Role,
+    features,
+)
+
+PHASES = ("prefill", "decode", "mixed")
+LAYOUTS = ("NHD", "HND")
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """One requirement that a backend doesn't meet."""
+
+    field: str
+    wanted: str
+    supported: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.field}: wanted {self.wanted}, supported: {self.supported}"
+        return f"{text} ({self.remedy})" if self.remedy else text
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps."""
+
+    values: frozenset[int] = frozenset()
+    low: int = 1
+    high: int | None = None
+    multiple: int = 1
+    why: str = ""
+
+    def __contains__(self, size: object) -> bool:
+        if not isinstance(size, int):
+            return False
+        if self.values:
+            return size in self.values
+        return self.low <= size <= (self.high or size) and size % self.multiple == 0
+
+    def divisor_of(self, size: int) -> int | None:
+        """Return the largest allowed size that divides `size`, or None."""
+        divisors = (d for d in range(size, 0, -1) if size % d == 0)
+        return next((d for d in divisors if d in self), None)
+
+    def examples(self, wanted: Iterable[int]) -> list[int]:
+        """Return the listed values, or those of `wanted` that the range allows."""
+        return sorted(self.values) if self.values else [size for size in wanted if size in self]
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, sorted(self.values)))
+        words = [f"multiples of {self.multiple}"] if self.multiple > 1 else []
+        if self.high:
+            words.append(f"{self.low} to {self.high}")
+        elif self.low > 1:
+            words.append(f"{self.low} or more")
+        text = ", ".join(words) or "any"
+        return f"{text} ({self.why})" if self.why else text
+
+
+def one_of(*values: int) -> Sizes:
+    """Allow the listed sizes only."""
+    return Sizes(values=frozenset(values))
+
+
+def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
+    """Allow multiples of `of` from `low` (default `of`) to `high` (default: no end)."""
+    return Sizes(low=of if low is None else low, high=high, multiple=of)
+
+
+ANY_SIZE = Sizes()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend claims, each claim checkable and tested by the conformance kit.
+
+    - `platforms`: platform to arch patterns (`"sm_80+"`, `"gfx942"`, `"sm_80-sm_90"`); an empty
+      tuple means every arch of it.
+    - `cpu_features`: device features that must all be there (`"avx2"`).
+    - `fp8_compute`: over an e4m3 cache it rounds queries and weights to e4m3 too; served only where
+      the layer says `fp8_compute`.
+    - `fp8_formats`: the e4m3 flavours (`"ocp"`, `"fnuz"`) that its fp8 kernels compute.
+    - `v_head_pairs`: the (K, V) head sizes that may differ, where only some do; empty: any that
+      `head_sizes` and `v_head_sizes` allow.
+    - `gqa_ratios`: query heads to a KV head; for MLA, where one latent serves all, the heads.
+    - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both.
+    - `features`: names of `polyattn.spec.layer.FEATURES`.
+    - `excludes`: sets of feature names that don't work together, each with the reason. A name may
+      also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
+    - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
+
+    Raises `ValueError` when the claims contradict themselves.
+    """
+
+    platforms: Mapping[str, tuple[str, ...]]
+    kinds: frozenset[AttentionKind] = frozenset({AttentionKind.ATTENTION})
+    roles: frozenset[Role] = frozenset({Role.DECODER})
+    cpu_features: frozenset[str] = frozenset()
+    dtypes: frozenset[str] = frozenset({"bfloat16", "float16"})
+    kv_cache_dtypes: frozenset[str] = frozenset({"auto"})
+    fp8_compute: bool = False
+    fp8_formats: frozenset[str] = frozenset({"ocp"})
+    head_sizes: Sizes = ANY_SIZE
+    v_head_sizes: Sizes = ANY_SIZE
+    v_head_pairs: frozenset[tuple[int, int]] = frozenset()
+    gqa_ratios: Sizes = ANY_SIZE
+    latent_ranks: Sizes = ANY_SIZE
+    topks: Sizes = ANY_SIZE
+    block_sizes: Sizes = ANY_SIZE
+    preferred_block_size: int = 16
+    layouts: tuple[str, ...] = ("NHD",)
+    phases: frozenset[str] = frozenset({"prefill", "decode"})
+    features: frozenset[str] = frozenset({"causal", "gqa"})
+    excludes: tuple[tuple[frozenset[str], str], ...] = ()
+    remedies: Mapping[str, str] = field(default_factory=dict)
+    graph_capture: GraphCapture = GraphCapture.NONE
+
+    def __post_init__(self) -> None:
+        for name, given, valid in (
+            ("dtypes", self.dtypes, DTYPES),
+            ("kv_cache_dtypes", self.kv_cache_dtypes, KV_CACHE_DTYPES),
+            ("layouts", self.layouts, LAYOUTS),
+            ("phases", self.phases, PHASES),
+            ("features", self.features, FEATURES),
+            ("remedies", self.remedies or FEATURES, FEATURES),
+        ):
+            unknown = sorted(set(given) - set(valid))
+            if unknown:
+                raise ValueError(f"Capabilities.{name}: unknown {unknown}; valid: {sorted(valid)}")
+            if not given:
+                raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
+        if not self.platforms:
+            raise ValueError("Capabilities.platforms is empty: such a backend can run nowhere")
+        if "mixed" in self.phases and not {"prefill", "decode"} <= self.phases:
+            raise ValueError("Capabilities.phases: 'mixed' needs both 'prefill' and 'decode'")
+        if "sink_tokens" in self.features and "sliding_window" not in self.features:
+            raise ValueError("Capabilities.features: 'sink_tokens' needs 'sliding_window'")
+        if not self.features & {"causal", "non_causal"}:
+            raise ValueError("Capabilities.features: needs 'causal', 'non_causal' or both")
+        if self.preferred_block_size not in self.block_sizes:
+            raise ValueError(
+                f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
+                f"block_sizes ({self.block_sizes})"
+            )
+        object.__setattr__(self, "platforms", dict(self.platforms))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+def check(
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str = "prefill"
+) -> tuple[Rejection, ...]:
+    """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
+
+    An empty tuple means that it can. Pure: no import, no device access.
+    """
+    found: list[Rejection] = []
+
+    def need(ok: bool, field: str, wanted: object, supported: object, remedy: str = "") -> None:
+        if not ok:
+            found.append(Rejection(field, str(wanted), _words(supported), remedy))
+
+    _check_device(caps, device, need)
+    need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
+    need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
+    need(phase in caps.phases, "phase", phase, caps.phases, f"name another backend for {phase}")
+    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, "cast the model")
+    if spec.role.has_cache:
+        _check_cache(caps, spec, device, need)
+    need(spec.head_size in caps.head_sizes, "head_size", spec.head_size, caps.head_sizes)
+    if spec.v_head_size != spec.head_size:
+        need(
+            spec.v_head_size in caps.v_head_sizes,
+            "v_head_size",
+            spec.v_head_size,
+            caps.v_head_sizes,
+        )
+        pair = (spec.head_size, spec.v_head_size)
+        need(
+            not caps.v_head_pairs or pair in caps.v_head_pairs or spec.latent is not None,
+            "v_head_size",
+            f"{pair[0]}/{pair[1]}",
+            [f"{k}/{v}" for k, v in caps.v_head_pairs],
+        )
+    if not spec.kind.is_recurrent:
+        ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
+        need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
+    if spec.latent:
+        rank = spec.latent.rank
+        need(rank in caps.latent_ranks, "latent_rank", rank, caps.latent_ranks)
+        if spec.latent.topk:
+            need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
+    asked = features(spec)
+    for name in sorted(asked - caps.features):
+        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
+        need(False, name, FEATURES[name], sorted(caps.features), remedy)
+    words = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    for together, why in caps.excludes:
+        need(not together <= words, " with ".join(sorted(together)), "together", "apart", why)
+    need(
+        spec.graph_capture <= caps.graph_capture,
+        "graph_capture",
+        spec.graph_capture.name.lower(),
+        f"up to {caps.graph_capture.name.lower()}",
+        "capture fewer kinds of steps, or run this layer outside the graph",
+    )
+    return tuple(found)
+
+
+def check_supported(
+    caps: Capabilities,
+    head_size: int,
+    dtype: str,
+    kv_cache_dtype: str = "auto",
+    block_size: int | None = None,
+) -> bool:
+    """Say plainly whether a backend takes these four, whatever the device."""
+    fits = block_size is None or caps.block_sizes.divisor_of(block_size) is not None
+    return (
+        head_size in caps.head_sizes
+        and dtype in caps.dtypes
+        and kv_cache_dtype in caps.kv_cache_dtypes
+        and fits
+    )
+
+
+_FEATURE_REMEDIES = {
+    "lse": "ask without needs_lse",
+    "deterministic": "ask without deterministic",
+    "batch_invariant": "ask without batch_invariant",
+}
+
+
+def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
+    need(device.platform in caps.platforms, "platform", device.platform, list(caps.platforms))
+    archs = caps.platforms.get(device.platform, ())
+    fits = not archs or any(arch_matches(pattern, device.arch) for pattern in archs)
+    need(fits, "arch", device.arch, archs)
+    missing = caps.cpu_features - device.features
+    need(not missing, "cpu_features", _words(missing), _words(device.features) or "none here")
+
+
+def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
+    cached = spec.kv_cache_dtype
+    need(cached in caps.kv_cache_dtypes, "kv_cache_dtype", cached, caps.kv_cache_dtypes)
+    if cached.startswith("fp8_e4m3") and device.fp8:
+        need(
+            device.fp8 in caps.fp8_formats,
+            "fp8 format",
+            f"{device.fp8} (what {device.arch} computes)",
+            caps.fp8_formats,
+            "the two e4m3 formats differ by a factor of two; use fp8_e5m2 or another backend",
+        )
+    if cached == "fp8_e4m3" and caps.fp8_compute:
+        need(
+            spec.fp8_compute,
+            "fp8_compute",
+            f"queries and weights in {spec.dtype}",
+            "all in e4m3",
+            "set fp8_compute=True in the spec where its error is acceptable",
+        )
+    if spec.block_size is not None and not spec.kind.is_recurrent:
+        need(
+            caps.block_sizes.divisor_of(spec.block_size) is not None,
+            "block_size",
+            spec.block_size,
+            f"{caps.block_sizes}, or a multiple of one of them",
+            "leave block_size out and the selector chooses one",
+        )
+
+
+class _Need(Protocol):
+    """The shape of `check`'s inner function, for the helpers' signatures."""
+
+    def __call__(
+        self, ok: bool, field: str, wanted: object, supported: object, remedy: str = ""
+    ) -> None: ...
+
+
+def _words(value: object) -> str:
+    if isinstance(value, (frozenset, set, list, tuple)):
+        return ", ".join(sorted(map(str, value)))
+    return str(value)

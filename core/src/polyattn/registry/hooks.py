@@ -1,0 +1,57 @@
+"""The hooks that a plugin implements. Each runs at discovery or selection, never per call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pluggy
+
+from polyattn.device import Device
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.layer import LayerSpec
+
+PROJECT = "polyattn"
+ENTRY_POINT_GROUP = "polyattn.plugins"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Platform:
+    """A platform that a plugin detects.
+
+    `detect` is `"package.module:function"`; it takes a torch device string or None and returns
+    a `Device` with `torch_device` set, or None when this machine has no such device. The platform
+    of the highest `rank` that is here becomes the default device; the CPU's rank is 0.
+    """
+
+    name: str
+    detect: str
+    rank: int = 10
+
+
+class HookSpecs:
+    """What polyattn asks of a plugin. Only `polyattn_api_versions` must be there."""
+
+    @hookspec
+    def polyattn_api_versions(self) -> tuple[int, int]:  # type: ignore[empty-body]
+        """Return the lowest and the highest `API_VERSION` that the plugin works with."""
+
+    @hookspec
+    def polyattn_platforms(self) -> Sequence[Platform]:  # type: ignore[empty-body]
+        """Return the platforms that the plugin detects. One plugin owns a platform."""
+
+    @hookspec
+    def polyattn_backends(self) -> Sequence[BackendInfo]:  # type: ignore[empty-body]
+        """Return the backends that the plugin brings. A name belongs to one plugin."""
+
+    @hookspec
+    def polyattn_rank(
+        self, spec: LayerSpec, device: Device, phase: str, ranking: tuple[str, ...]
+    ) -> Sequence[str] | None:
+        """Re-rank the backends that can serve, best first; None leaves the order alone.
+
+        A policy may reorder and drop; a name that isn't in `ranking` is refused.
+        """

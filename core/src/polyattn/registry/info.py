@@ -1,0 +1,96 @@
+"""What does a plugin declare of a backend? `BackendInfo`: data, which imports nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from polyattn.device import Device, arch_matches
+from polyattn.registry.capabilities import Capabilities
+from polyattn.spec.layer import AttentionKind, LayerSpec
+
+API_VERSION = 1
+"""The number of the contract between core and plugins. It changes when the contract breaks."""
+
+
+class Proof(str, Enum):
+    """How far a claim about a platform has been proven, strongest first."""
+
+    MEASURED = "measured"
+    COMPILED = "compiled"
+    INTERPRETED = "interpreted"
+    SIGNATURE = "signature"
+    UNPROVEN = "unproven"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Priority:
+    """How much a backend should be preferred, where the conditions hold (None: anywhere).
+
+    Scores compare across plugins: 0 is a fallback that always works, 50 a good general kernel,
+    100 the best known for the hardware. `why` is shown by `polyattn explain`.
+    """
+
+    score: int
+    platform: str | None = None
+    archs: tuple[str, ...] = ()
+    phase: str | None = None
+    kind: AttentionKind | None = None
+    why: str = ""
+
+    def applies(self, spec: LayerSpec, device: Device, phase: str) -> bool:
+        """Whether this priority speaks of `phase` of `spec` on `device`."""
+        return (
+            self.platform in (None, device.platform)
+            and self.phase in (None, phase)
+            and self.kind in (None, spec.kind)
+            and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendInfo:
+    """A backend as a plugin declares it, in a module that imports neither torch nor its library.
+
+    - `path`: `"package.module:Class"`, imported only when the backend is chosen.
+    - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
+      returns None when the backend can run here, else the reason as text. It must not import
+      the vendor's library: look it up with `find_spec` and `importlib.metadata`.
+    - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
+    - `install`: what the user does when they are not.
+    - `priorities`: the first that applies counts; none means score 0.
+    - `proof`: platform (or arch) to how far the claims there are proven.
+    """
+
+    name: str
+    summary: str
+    path: str
+    capabilities: Capabilities
+    probe: str | None = None
+    requires: tuple[str, ...] = ()
+    install: str = ""
+    priorities: tuple[Priority, ...] = ()
+    proof: Mapping[str, Proof] = field(default_factory=dict)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.path))
+
+    def priority(self, spec: LayerSpec, device: Device, phase: str) -> Priority:
+        """Return the first of its priorities that applies, or a score of 0."""
+        return next(
+            (p for p in self.priorities if p.applies(spec, device, phase)), Priority(score=0)
+        )
+
+    def proof_on(self, device: Device) -> Proof:
+        """Return how far this backend is proven on `device`: by arch, else by platform."""
+        return self.proof.get(device.arch) or self.proof.get(device.platform, Proof.UNPROVEN)
+
+
+def load_object(path: str) -> Any:
+    """Import `"package.module:name"`. Raises what the import raises, or `AttributeError`."""
+    import importlib
+
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)

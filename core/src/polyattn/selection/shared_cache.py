@@ -1,0 +1,78 @@
+"""Do two backends share one cache? Layout and block size, settled for a pair together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polyattn.registry.capabilities import Rejection
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.layer import LayerSpec
+
+COMMON_BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True)
+class SharedCache:
+    """The cache that a pair agrees on; `kernel_sizes` is what each backend walks it in."""
+
+    layout: str
+    block_size: int
+    kernel_sizes: tuple[int, int]
+
+
+def share_cache(
+    spec: LayerSpec, prefill: BackendInfo, decode: BackendInfo, layout: str | None = None
+) -> SharedCache | Rejection:
+    """Return the cache that both can use, or why there is none.
+
+    The block size that the engine asked for is kept; a backend that takes only a divisor of it
+    walks each block as several (block-table expansion), which needs layout NHD, where a block's
+    tokens lie one after another.
+    """
+    pair = f"{prefill.name} with {decode.name}"
+    first, second = prefill.capabilities, decode.capabilities
+    common = [name for name in second.layouts if name in first.layouts]
+    if layout is not None:
+        if layout not in common:
+            return Rejection(
+                "layout", layout, ", ".join(common) or "none in common", f"{pair}: unset the layout"
+            )
+        common = [layout]
+    if not common:
+        return Rejection(
+            "layout",
+            f"one layout for both of {pair}",
+            f"{prefill.name}: {', '.join(first.layouts)}; {decode.name}: "
+            f"{', '.join(second.layouts)}",
+            "choose another backend for one phase",
+        )
+    for name in common:
+        shared = _block_size(spec, name, prefill, decode)
+        if shared is not None:
+            return shared
+    return Rejection(
+        "block_size",
+        f"{spec.block_size or 'any'} for both of {pair}",
+        f"{prefill.name}: {first.block_sizes}; {decode.name}: {second.block_sizes}",
+        "a size that is a multiple of one that each takes, with layout NHD",
+    )
+
+
+def _block_size(
+    spec: LayerSpec, layout: str, prefill: BackendInfo, decode: BackendInfo
+) -> SharedCache | None:
+    first, second = prefill.capabilities, decode.capabilities
+    if spec.block_size is not None:
+        sizes: tuple[int, ...] = (spec.block_size,)
+    else:
+        sizes = (second.preferred_block_size, first.preferred_block_size, *COMMON_BLOCK_SIZES)
+    for size in sizes:
+        if size in first.block_sizes and size in second.block_sizes:
+            return SharedCache(layout, size, (size, size))
+    if layout != "NHD":
+        return None
+    for size in sizes:
+        kernel = (first.block_sizes.divisor_of(size), second.block_sizes.divisor_of(size))
+        if kernel[0] is not None and kernel[1] is not None:
+            return SharedCache(layout, size, (kernel[0], kernel[1]))
+    return None

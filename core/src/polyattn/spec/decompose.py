@@ -1,0 +1,91 @@
+"""Which questions does a layer ask? Some layers are two computations, or ask of a phase apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+from polyattn.spec.layer import AttentionKind, LayerSpec, RecurrentSpec, Role
+
+
+@cache
+def convolution(spec: LayerSpec) -> LayerSpec | None:
+    """Return the short convolution that comes before a recurrence, as a layer of its own.
+
+    Its channels: Mamba-1's x; Mamba-2's x, B and C; a delta rule's q, k and v.
+    """
+    form = spec.recurrent
+    if form is None or not form.conv_width or spec.kind is AttentionKind.SHORT_CONV:
+        return None
+    channels = spec.num_heads * spec.head_size
+    if spec.kind is AttentionKind.MAMBA2:
+        channels += 2 * spec.num_kv_heads * form.state_size
+    elif spec.kind is AttentionKind.GDN:
+        channels = spec.num_heads * spec.v_head_size + 2 * spec.num_kv_heads * spec.head_size
+    return LayerSpec(
+        kind=AttentionKind.SHORT_CONV,
+        num_heads=channels,
+        head_size=1,
+        dtype=spec.dtype,
+        graph_capture=spec.graph_capture,
+        recurrent=RecurrentSpec(conv_width=form.conv_width, activation=form.activation),
+    )
+
+
+@cache
+def expanded(spec: LayerSpec) -> LayerSpec:
+    """Return an MLA layer's prefill as what it is: MHA over keys and values made from latents."""
+    return LayerSpec(
+        num_heads=spec.num_heads,
+        head_size=spec.head_size,
+        v_head_size=spec.v_head_size,
+        scale=spec.scale,
+        dtype=spec.dtype,
+        deterministic=spec.deterministic,
+        needs_lse=True,
+    )
+
+
+@cache
+def expanded_context(spec: LayerSpec) -> LayerSpec:
+    """Return the other part of an MLA layer's chunked prefill: every cached token is seen."""
+    return expanded(spec).replace(role=Role.CROSS, causal=False)
+
+
+@cache
+def absorbed(spec: LayerSpec) -> LayerSpec:
+    """Return an MLA layer's decode as what it is: MQA whose one key is latent and rope key."""
+    assert spec.latent is not None
+    return LayerSpec(
+        num_heads=spec.num_heads,
+        num_kv_heads=1,
+        head_size=spec.latent.size,
+        v_head_size=spec.latent.rank,
+        scale=spec.scale,
+        dtype=spec.dtype,
+        kv_cache_dtype=spec.kv_cache_dtype,
+        block_size=spec.block_size,
+        needs_lse=spec.needs_lse,
+    )
+
+
+def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
+    """Return what a backend for `phase` must be able to do: `spec`, or what it comes down to."""
+    if spec.kind is AttentionKind.MLA and phase == "prefill":
+        return expanded(spec), expanded_context(spec)
+    return (spec,)
+
+
+def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:
+    """Return the layer and, before it, its short convolution where it has one."""
+    before = convolution(spec)
+    return (spec,) if before is None else (before, spec)
+
+
+def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
+    """Return each distinct part with the indices of its layers, in order of first appearance."""
+    groups: dict[LayerSpec, list[int]] = {}
+    for index, spec in enumerate(specs):
+        for part in parts(spec):
+            groups.setdefault(part, []).append(index)
+    return groups

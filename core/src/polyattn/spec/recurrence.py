@@ -1,0 +1,104 @@
+"""What does each recurrent kind take? Its tensors, its parameters and its state, as data.
+
+The letters of a shape: T tokens, H heads (or channels), G groups of B and C, or key heads, K key
+head size, V value head size, N state size, W convolution width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from polyattn.spec.layer import AttentionKind, LayerSpec
+
+Shape = tuple[str, ...]
+GATES = frozenset({"dt", "g", "beta"})
+"""Inputs that may be float32 whatever the layer's dtype: models compute them so."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One recurrence: h is its state, one a sequence; `recurrence` is what a token does."""
+
+    recurrence: str
+    inputs: Mapping[str, Shape]
+    output: Shape
+    state: Shape
+    params: Mapping[str, Shape] = field(default_factory=dict)
+    optional: frozenset[str] = frozenset()
+    state_in_float32: bool = True
+
+
+FORMS: dict[AttentionKind, Form] = {
+    AttentionKind.SHORT_CONV: Form(
+        recurrence="y[t] = act(bias + sum_w weight[w] x[t - W + 1 + w]); h holds the last W - 1 x",
+        inputs={"x": ("T", "H")},
+        output=("T", "H"),
+        state=("H", "W-1"),
+        params={"weight": ("H", "W"), "bias": ("H",)},
+        optional=frozenset({"bias"}),
+        state_in_float32=False,
+    ),
+    AttentionKind.MAMBA1: Form(
+        recurrence="h = exp(dt A) h + dt B x; y = C h + D x   (Gu and Dao, 2023)",
+        inputs={"x": ("T", "H"), "dt": ("T", "H"), "B": ("T", "N"), "C": ("T", "N")},
+        output=("T", "H"),
+        state=("H", "N"),
+        params={"A": ("H", "N"), "D": ("H",), "dt_bias": ("H",)},
+        optional=frozenset({"D", "dt_bias"}),
+    ),
+    AttentionKind.MAMBA2: Form(
+        recurrence="h = exp(dt A) h + dt x B'; y = h C + D x   (Dao and Gu, 2024)",
+        inputs={
+            "x": ("T", "H", "K"),
+            "dt": ("T", "H"),
+            "B": ("T", "G", "N"),
+            "C": ("T", "G", "N"),
+        },
+        output=("T", "H", "K"),
+        state=("H", "K", "N"),
+        params={"A": ("H",), "D": ("H",), "dt_bias": ("H",)},
+        optional=frozenset({"D", "dt_bias"}),
+    ),
+    AttentionKind.LINEAR: Form(
+        recurrence="h = exp(decay) h + k v'; o = scale q h   (lightning attention, Qin et al., 2024)",
+        inputs={"q": ("T", "G", "K"), "k": ("T", "G", "K"), "v": ("T", "H", "V")},
+        output=("T", "H", "V"),
+        state=("H", "K", "V"),
+        params={"decay": ("H",)},
+    ),
+    AttentionKind.GDN: Form(
+        recurrence="h = exp(g) h; h = h + k (beta (v - h' k))'; o = scale h' q   (Yang et al., 2024)",
+        inputs={
+            "q": ("T", "G", "K"),
+            "k": ("T", "G", "K"),
+            "v": ("T", "H", "V"),
+            "g": ("T", "H"),
+            "beta": ("T", "H"),
+        },
+        output=("T", "H", "V"),
+        state=("H", "K", "V"),
+    ),
+}
+
+
+def form_of(spec: LayerSpec) -> Form:
+    """Return the form of a recurrent layer."""
+    return FORMS[spec.kind]
+
+
+def shape_of(spec: LayerSpec, shape: Shape, tokens: int = 0) -> tuple[int, ...]:
+    """Return the numbers behind a shape's letters."""
+    recurrent = spec.recurrent
+    assert recurrent is not None
+    sizes = {
+        "T": tokens,
+        "H": spec.num_heads,
+        "G": spec.num_kv_heads,
+        "K": spec.head_size,
+        "V": spec.v_head_size,
+        "N": recurrent.state_size,
+        "W": recurrent.conv_width,
+        "W-1": recurrent.conv_width - 1,
+    }
+    return tuple(sizes[letter] for letter in shape)

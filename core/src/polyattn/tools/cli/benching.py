@@ -1,0 +1,283 @@
+"""`polyattn bench`: every backend that can serve, side by side, against the machine's limit."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polyattn.api import Selection, resolve_device, select
+from polyattn.checking.tolerance import output_error, tolerance_of
+from polyattn.device import Device
+from polyattn.errors import PolyattnError, SettingsError
+from polyattn.families.attention import reference
+from polyattn.families.attention.layer import Attention
+from polyattn.families.roofline import Cost, batch_cost
+from polyattn.registry.capabilities import check
+from polyattn.registry.discovery import discover
+from polyattn.runtime.batch import Batch
+from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.tools.cli.grammar import parse_batch
+from polyattn.tools.cli.models import find_config
+from polyattn.tools.cli.output import console, print_json, table
+
+DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
+
+
+def show(
+    texts: Sequence[str],
+    model: str | None,
+    spec_json: str | None,
+    device: str | None,
+    backends: Sequence[str],
+    block_size: int | None,
+    seconds: float,
+    as_json: bool,
+    plot: Path | None,
+) -> int:
+    """Measure and print; backends that can't serve are listed with the reason."""
+    if not 0 < seconds < float("inf"):
+        raise SettingsError(f"--seconds={seconds} must be positive")
+    spec = _spec(model, spec_json).replace(block_size=block_size)
+    resolved = resolve_device(device)
+    bench = Bench(spec, resolved, seconds)
+    rows: list[dict[str, Any]] = []
+    for text in texts or DEFAULT_BATCHES:
+        rows += bench.measure(text, parse_batch(text), backends)
+    if as_json:
+        print_json(
+            {"spec": spec.to_dict(), "device": str(resolved), "limits": bench.limits, "rows": rows}
+        )
+    else:
+        _print(spec, resolved, bench.limits, rows)
+    if plot:
+        from polyattn.tools.cli.plots import plot_bench
+
+        plot_bench([row for row in rows if "ms" in row], plot, f"{spec}\n{resolved}")
+    return 0
+
+
+def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
+    if spec_json is not None:
+        return LayerSpec.from_json(spec_json)
+    path = find_config(model)
+    for spec in LayerSpec.from_hf_config(path):
+        if spec.kind is AttentionKind.ATTENTION and spec.role.has_cache:
+            return spec
+    raise SettingsError(f"{path}: has no attention layer with a cache to measure")
+
+
+class Bench:
+    """Times one spec on one device; knows the machine's limits."""
+
+    def __init__(self, spec: LayerSpec, device: Device, seconds: float):
+        if not device.is_real:
+            raise SettingsError(f"--device: {device} is a profile; bench needs a device to run on")
+        self.spec, self.device, self.seconds = spec, device, seconds
+        self.torch_device = torch.device(str(device.torch_device))
+        self.limits = measure_limits(spec, self.torch_device)
+
+    def measure(
+        self, text: str, lengths: list[tuple[int, int]], only: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return a row for each backend: its time and rates, or why it can't."""
+        queries, lens = [q for q, _ in lengths], [n for _, n in lengths]
+        batch = Batch.from_lens(queries, lens, device=self.torch_device)
+        cost = batch_cost(self.spec, batch)
+        limit = self._limit(cost)
+        phases = {"decode" if q == 1 else "prefill" for q in queries}
+        chosen = select(self.spec, self.device)
+        rows = []
+        for name in only or [b.name for b in discover().backends.values()]:
+            row: dict[str, Any] = {"batch": text, "backend": name, "limit_ms": limit * 1e3}
+            row["selected"] = name in _names(chosen, phases)
+            try:
+                selection = self._named(name, phases)
+                row |= self._time(selection, queries, lens, cost)
+            except PolyattnError as error:
+                row["cannot"] = str(error)
+            rows.append(row)
+        if len(_names(chosen, phases)) > 1:
+            pair = "+".join(sorted(_names(chosen, phases)))
+            row = {"batch": text, "backend": pair, "limit_ms": limit * 1e3, "selected": True}
+            rows.append(row | self._time(chosen, queries, lens, cost))
+        return sorted(rows, key=lambda r: r.get("ms", float("inf")))
+
+    def _named(self, name: str, phases: set[str]) -> Selection:
+        info = discover().backend(name)
+        both = all(
+            not check(info.capabilities, self.spec, self.device, p) for p in ("prefill", "decode")
+        )
+        scoped = ",".join(f"{phase}={info.name}" for phase in sorted(phases))
+        return select(self.spec, self.device, backend=info.name if both else scoped)
+
+    def _time(
+        self, selection: Selection, queries: list[int], lens: list[int], cost: Cost
+    ) -> dict[str, Any]:
+        step = Step(selection, queries, lens, self.torch_device)
+        error = step.error()
+        times = repeat(step.run, self.torch_device, self.seconds)
+        median = statistics.median(times)
+        return {
+            "ms": median * 1e3,
+            "runs": len(times),
+            "gb_per_s": cost.bytes / median / 1e9,
+            "tflop_per_s": cost.flops / median / 1e12,
+            "of_limit": self._limit(cost) / median,
+            "error": error,
+        }
+
+    def _limit(self, cost: Cost) -> float:
+        """The larger of the times that moving the bytes and doing the operations take."""
+        return max(
+            cost.bytes / self.limits["copy_gb_per_s"] / 1e9,
+            cost.flops / self.limits["matmul_tflop_per_s"] / 1e12,
+        )
+
+
+class Step:
+    """One layer over one batch with random pages, ready to run again and again."""
+
+    def __init__(
+        self,
+        selection: Selection,
+        queries: list[int],
+        lens: list[int],
+        device: torch.device,
+        shared: int = 0,
+    ):
+        """`shared`: leading tokens whose blocks all sequences have in common."""
+        spec, size = selection.spec, selection.decision.block_size
+        assert size is not None
+        needed = [-(-n // size) for n in lens]
+        order = torch.randperm(sum(needed)).to(torch.int32).split(needed)
+        table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
+        table[1:, : shared // size] = table[0, : shared // size]
+        self.cache = selection.cache_spec(sum(needed)).allocate(device)
+        for stored in (self.cache.key, self.cache.value):
+            noise = torch.randn(stored.shape, device=device)
+            stored.copy_((noise * 32 if stored.dtype == torch.int8 else noise).to(stored.dtype))
+        # Decodes come first, as an engine orders them.
+        pairs = sorted(zip(queries, lens, range(len(lens)), strict=True), key=lambda p: p[0] != 1)
+        rows = torch.tensor([p[2] for p in pairs])
+        self.batch = Batch.from_lens(
+            [p[0] for p in pairs], [p[1] for p in pairs], table[rows.to(device)], size
+        )
+        tokens = self.batch.num_tokens
+        dtype = getattr(torch, spec.dtype)
+
+        def random(heads: int, width: int) -> torch.Tensor:
+            return torch.randn(tokens, heads, width, device=device).to(dtype)
+
+        self.layer = Attention(
+            selection,
+            sinks=torch.randn(spec.num_heads) if spec.learned_sinks else None,
+            checks=False,
+        )
+        self.query = random(spec.num_heads, spec.head_size)
+        self.key = random(spec.num_kv_heads, spec.head_size)
+        self.value = random(spec.num_kv_heads, spec.v_head_size)
+        self.out = random(spec.num_heads, spec.v_head_size)
+
+    def run(self) -> None:
+        """Store the new tokens and attend."""
+        self.layer(self.query, self.key, self.value, self.cache, self.batch, out=self.out)
+
+    def attend(self) -> None:
+        """Attend alone: the new tokens were stored before."""
+        self.layer(self.query, None, None, self.cache, self.batch, out=self.out)
+
+    def error(self) -> float:
+        """Return the error of one sampled token; raise if it is too large."""
+        self.run()
+        spec, batch = self.layer.selection.spec, self.batch
+        index = int(torch.randint(batch.num_seqs, (1,)))
+        keys, values = reference.read_cache(spec, self.cache, batch, index, self.layer.params)
+        row = batch.starts[index + 1] - 1
+        expected, _ = reference.attend(
+            spec, self.query[row : row + 1], keys, values, self.layer.params
+        )
+        error = output_error(self.out[row : row + 1], expected)
+        if not error <= tolerance_of(spec).output:
+            raise PolyattnError(f"its result is wrong: relative error {error:.2g}")
+        return error
+
+
+def repeat(
+    call: Callable[[], None], device: torch.device, seconds: float, least: int = 3
+) -> list[float]:
+    """Return the seconds of each of many calls, warmed up."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        if device.type == "cuda":
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop) / 1e3)
+        else:
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    return times
+
+
+def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, float]:
+    """Return this machine's copy bandwidth and its matmul rate in the spec's dtype, measured."""
+    big = device.type != "cpu"
+    source = torch.randn(1 << (29 if big else 25), device=device)
+    target = torch.empty_like(source)
+    copy = statistics.median(repeat(lambda: _done(target.copy_(source)), device, 0.2))
+    size = 8192 if big else 1024
+    left, right = (
+        torch.randn(size, size, device=device).to(getattr(torch, spec.dtype)) for _ in range(2)
+    )
+    matmul = statistics.median(repeat(lambda: _done(torch.mm(left, right)), device, 0.2))
+    return {
+        "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,
+        "matmul_tflop_per_s": 2 * size**3 / matmul / 1e12,
+    }
+
+
+def _names(selection: Selection, phases: set[str]) -> set[str]:
+    decision = selection.decision
+    return {
+        name
+        for phase, name in (("prefill", decision.prefill), ("decode", decision.decode))
+        if phase in phases and name is not None
+    }
+
+
+def _print(
+    spec: LayerSpec, device: Device, limits: dict[str, float], rows: Sequence[dict[str, Any]]
+) -> None:
+    console.print(f"[bold]{spec}[/]\non {device}", highlight=False)
+    console.print(
+        f"limits measured now: copy {limits['copy_gb_per_s']:.1f} GB/s, {spec.dtype} matmul "
+        f"{limits['matmul_tflop_per_s']:.3f} TFLOP/s\n",
+        highlight=False,
+    )
+    made = table("batch", "backend", ">ms", ">GB/s", ">TFLOP/s", ">of limit", ">error", "")
+    for row in rows:
+        if "ms" not in row:
+            continue
+        made.add_row(
+            row["batch"], row["backend"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.2f}",
+            f"{row['tflop_per_s']:.3f}", f"{row['of_limit']:.0%}", f"{row['error']:.1e}",
+            "<- selected" if row["selected"] else "",
+        )  # fmt: skip
+    console.print(made)
+    for row in rows:
+        if "cannot" in row:
+            console.print(f"{row['batch']}: {row['cannot']}", markup=False, highlight=False)
+
+
+def _done(_: torch.Tensor) -> None:
+    """Drop a result, where a call must return nothing."""

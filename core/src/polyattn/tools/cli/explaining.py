@@ -1,0 +1,70 @@
+"""`polyattn explain`: the decision tree of each layer group, with every rejection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.markup import escape
+from rich.tree import Tree
+
+from polyattn.api import resolve_device, select, unmatched_overrides
+from polyattn.errors import SelectionError
+from polyattn.selection.decision import Decision, verdict_line
+from polyattn.settings import current
+from polyattn.spec.decompose import group_layers
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.models import find_config
+from polyattn.tools.cli.output import console, print_json
+
+
+def show(
+    model: str | None, spec_json: str | None, device: str | None, backend: str | None, as_json: bool
+) -> int:
+    """Print one tree a layer group; exit 1 when a group has no backend."""
+    settings = current().with_backend(backend, "flag --backend")
+    if spec_json is not None:
+        groups = {LayerSpec.from_json(spec_json): [0]}
+    else:
+        groups = group_layers(LayerSpec.from_hf_config(find_config(model)))
+    resolved = resolve_device(device)
+    found: list[tuple[LayerSpec, list[int], Decision | SelectionError]] = []
+    for spec, layers in groups.items():
+        try:
+            found.append((spec, layers, select(spec, resolved, settings=settings).decision))
+        except SelectionError as error:
+            found.append((spec, layers, error))
+    notes = unmatched_overrides(list(groups), settings)
+    if as_json:
+        print_json({"device": str(resolved), "groups": [_json(*g) for g in found], "notes": notes})
+    else:
+        console.print(f"on [bold]{resolved}[/]", highlight=False)
+        for spec, layers, result in found:
+            console.print(_tree(spec, layers, result), highlight=False)
+        for note in notes:
+            console.print(f"note: {note}", markup=False)
+    return int(any(isinstance(result, SelectionError) for _, _, result in found))
+
+
+def _json(spec: LayerSpec, layers: list[int], result: Decision | SelectionError) -> dict[str, Any]:
+    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers}
+    if isinstance(result, Decision):
+        return base | result.to_dict()
+    return base | {"error": str(result)}
+
+
+def _tree(spec: LayerSpec, layers: list[int], result: Decision | SelectionError) -> Tree:
+    tree = Tree(f"[bold]{len(layers)} layers[/]: {spec}")
+    if isinstance(result, SelectionError):
+        tree.add(f"[red]{escape(str(result))}[/]")
+        return tree
+    for number, step in enumerate(result.steps, 1):
+        node = tree.add(f"{number}. {step.question} [bold]{step.answer}[/]")
+        for verdict in step.verdicts:
+            mark = "[green]+[/]" if verdict.accepted else "[red]-[/]"
+            leaf = node.add(f"{mark} {escape(verdict_line(verdict))}")
+            for rejection in verdict.rejections:
+                leaf.add(escape(str(rejection)))
+    tree.add(f"[bold green]=> {result.summary()}[/]")
+    for note in result.notes:
+        tree.add(f"note: {note}")
+    return tree

@@ -1,0 +1,83 @@
+"""`polyattn list`: who is installed, and is it ready? Imports neither torch nor a vendor library."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.info import BackendInfo
+from polyattn.registry.machine import availability
+from polyattn.settings import current
+
+
+def show(as_json: bool) -> None:
+    """Print plugins, backends and problems."""
+    registry = discover()
+    rows = backend_rows(registry)
+    if as_json:
+        found = {"plugins": plugin_rows(registry), "backends": rows}
+        print(json.dumps(found | {"problems": registry.problems}, indent=2))
+        return
+    plugins = [("plugin", "distribution", "version", "status")]
+    plugins += [
+        (r["name"], r["distribution"], r["version"], r["status"]) for r in plugin_rows(registry)
+    ]
+    backends = [("backend", "platforms", "proof", "state", "what it is")]
+    for row in rows:
+        proof = ", ".join(f"{where} {how}" for where, how in row["proof"].items())
+        state = row["problem"] or "ready"
+        backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
+    print(f"{columns(plugins)}\n\n{columns(backends)}")
+    for problem in registry.problems:
+        print(f"\nproblem: {problem}")
+    if not registry.plugins:
+        print('no plugin is installed: pip install "polyattn[cpu]"')
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Align rows of text. By hand: importing rich would take half of this command's time."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def plugin_rows(registry: Registry) -> list[dict[str, str]]:
+    """Return a row for each plugin."""
+    return [
+        {
+            "name": p.name,
+            "distribution": p.dist,
+            "version": p.version,
+            "status": f"{p.status}: {p.problem}" if p.problem else p.status,
+        }
+        for p in registry.plugins
+    ]
+
+
+def backend_rows(registry: Registry) -> list[dict[str, Any]]:
+    """Return a row for each backend; probes run side by side, each within its time."""
+    timeout = current().probe_timeout
+    infos = sorted(registry.backends.values(), key=lambda b: b.name)
+
+    def state(info: BackendInfo) -> str | None:
+        return availability(info, timeout)
+
+    with ThreadPoolExecutor(max_workers=max(1, len(infos))) as pool:
+        problems = list(pool.map(state, infos))
+    return [
+        {
+            "name": info.name,
+            "plugin": registry.owners[info.name].name,
+            "platforms": list(info.capabilities.platforms),
+            "kinds": sorted(kind.value for kind in info.capabilities.kinds),
+            "proof": {where: proof.value for where, proof in info.proof.items()},
+            "problem": problem,
+            "summary": info.summary,
+        }
+        for info, problem in zip(infos, problems, strict=True)
+    ]

@@ -1,0 +1,143 @@
+"""The commands and their options. Each command's work is in a module of its own, imported when
+it runs, so that `polyattn list` costs milliseconds.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+
+app = typer.Typer(
+    name="polyattn",
+    help="One attention interface, every vendor's kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+BackendOption = Annotated[
+    Optional[str],  # noqa: UP045 - typer evaluates this on Python 3.10 too
+    typer.Option("--backend", help="A backend, or scoped ones: prefill=NAME,decode=NAME."),
+]
+DeviceOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option("--device", help="A profile (h100-sxm) or a torch device (cuda:0)."),
+]
+ModelArgument = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Argument(help="A config.json, its directory, or a bundled model's name."),
+]
+PlotOption = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--plot", help="Write a plot to this PNG file."),
+]
+
+
+@app.command("list")
+def list_command(json: Json = False) -> None:
+    """List plugins and backends, and what is wrong with any of them."""
+    from polyattn.tools.cli.listing import show
+
+    show(json)
+
+
+@app.command()
+def explain(
+    model: ModelArgument = None,
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    spec: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show which backend each layer gets, with every candidate's verdict."""
+    from polyattn.tools.cli.explaining import show
+
+    raise typer.Exit(show(model, spec, device, backend, json))
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Report versions, devices, plugins, variables; exit 1 when something is wrong."""
+    from polyattn.tools.cli.doctoring import show
+
+    raise typer.Exit(show(json))
+
+
+@app.command()
+def run(
+    model: ModelArgument = None,
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--trace", help="A request trace: Azure CSV or Mooncake JSONL."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace to serve.")] = 16,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of each group that run.")] = 1,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens generated a request.")] = 32,
+    scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
+    token_budget: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 2048,
+    max_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in flight.")] = 64,
+    cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
+    block_size: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Cache block size (default: the selector chooses)."),
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, int8.")] = "auto",
+    fp8_compute: Annotated[
+        bool,
+        typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
+    ] = False,
+    check: Annotated[int, typer.Option(min=0, help="Tokens checked a layer and step.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    json: Json = False,
+    plot: PlotOption = None,
+) -> None:
+    """Serve a model's attention layers over a request trace, checked against the reference."""
+    from polyattn.tools.cli.running import RunOptions, show
+
+    options = RunOptions(
+        model=model, trace=trace, requests=requests, layers=layers, max_tokens=max_tokens,
+        scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
+        block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
+        seed=seed, device=device, backend=backend, json=json, plot=plot,
+    )  # fmt: skip
+    raise typer.Exit(show(options))
+
+
+@app.command()
+def bench(
+    batches: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(help="8q1s2k: 8 decodes over 2k; q2k: a prefill; 2q2k_32q1s1k: mixed."),
+    ] = None,
+    model: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--model", help="A config.json or a bundled model (its first attention)."),
+    ] = None,
+    spec: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
+    ] = None,
+    device: DeviceOption = None,
+    backend: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--backend", help="Only these backends (repeatable)."),
+    ] = None,
+    block_size: Annotated[Optional[int], typer.Option(help="Cache block size.")] = None,  # noqa: UP045
+    seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
+    json: Json = False,
+    plot: PlotOption = None,
+) -> None:
+    """Time every backend that can serve, side by side, with the limit and the selector's choice."""
+    from polyattn.tools.cli.benching import show
+
+    raise typer.Exit(
+        show(batches or [], model, spec, device, backend or [], block_size, seconds, json, plot)
+    )

@@ -1,0 +1,57 @@
+"""Plots of `run` and `bench`, with matplotlib where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from polyattn.errors import SettingsError
+
+if TYPE_CHECKING:
+    from polyattn.tools.replay.report import Report
+
+
+def _figure(rows: int, height: float) -> tuple[Any, Any]:
+    try:
+        import matplotlib
+    except ImportError:
+        raise SettingsError('--plot needs matplotlib: pip install "polyattn[plot]"') from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(rows, 1, figsize=(9, height), layout="constrained", squeeze=False)
+
+
+def plot_run(report: Report, path: Path) -> None:
+    """Write each step's time and the cache's use over the run."""
+    figure, axes = _figure(2, 6)
+    steps = report.steps
+    for decode, label, colour in (
+        (False, "with prefill", "tab:orange"),
+        (True, "decode only", "tab:blue"),
+    ):
+        chosen = [i for i, s in enumerate(steps) if s.decode is decode]
+        axes[0, 0].scatter(
+            chosen, [steps[i].seconds * 1e3 for i in chosen], s=8, label=label, color=colour
+        )
+    axes[0, 0].set(ylabel="attention, ms a step", yscale="log")
+    axes[0, 0].legend()
+    axes[1, 0].plot([s.cache_use * 100 for s in steps], color="tab:green")
+    axes[1, 0].set(xlabel="step", ylabel="cache in use, %", ylim=(0, 100))
+    figure.savefig(path, dpi=120)
+
+
+def plot_bench(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Write a bar for each backend and batch, grouped by batch, the choice in a darker colour."""
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    figure, axes = _figure(len(batches), 0.8 + 0.35 * len(rows) + 0.6 * len(batches))
+    for axis, batch in zip(axes[:, 0], batches, strict=True):
+        chosen = [row for row in rows if row["batch"] == batch]
+        colours = ["tab:blue" if row["selected"] else "lightsteelblue" for row in chosen]
+        axis.barh([row["backend"] for row in chosen], [row["ms"] for row in chosen], color=colours)
+        axis.axvline(chosen[0]["limit_ms"], color="tab:red", linestyle="--")
+        axis.set(title=batch, xlabel="ms (dashed: the machine's limit)", xscale="log")
+        axis.invert_yaxis()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,183 @@
+"""`polyattn run`: the main job, from a config and a trace to a report."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from polyattn.api import LayerGroup, resolve_device, select_layers
+from polyattn.errors import SettingsError
+from polyattn.settings import current
+from polyattn.spec.huggingface import layer_specs, read_config
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, find_config
+from polyattn.tools.cli.output import console, print_json, table
+from polyattn.tools.replay.engine import Engine, fit_requests
+from polyattn.tools.replay.report import Report
+from polyattn.tools.replay.runners import Options
+from polyattn.tools.replay.trace import read_trace
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the command line gave."""
+
+    model: str | None
+    trace: Path | None
+    requests: int
+    layers: int
+    max_tokens: int
+    scale: float
+    token_budget: int
+    max_seqs: int
+    cache_gb: float
+    block_size: int | None
+    kv_cache_dtype: str
+    fp8_compute: bool
+    check: int
+    seed: int
+    device: str | None
+    backend: str | None
+    json: bool
+    plot: Path | None
+
+
+def show(options: RunOptions) -> int:
+    """Serve and print the report."""
+    for name in ("scale", "cache_gb"):
+        value = getattr(options, name)
+        if not 0 < value < float("inf"):
+            raise SettingsError(f"--{name.replace('_', '-')}={value} must be positive")
+    path = find_config(options.model)
+    config = read_config(path)
+    served = _served(layer_specs(path), options)
+    settings = current().with_backend(options.backend, "flag --backend")
+    device = resolve_device(options.device)
+    # On an accelerator the check also compiles kernels, outside the times that are reported.
+    verify = True if device.is_accelerator else None
+    groups = select_layers(served, device, settings=settings, verify=verify)
+    if not options.json:
+        _print_selection(path, groups, options)
+    requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
+    requests = [request.scaled(options.scale) for request in requests]
+    requests, clipped = fit_requests(requests, config, served, options.max_tokens)
+    engine = Engine(groups, requests, _engine_options(options))
+    report = _run(engine, quiet=options.json)
+    if options.json:
+        print_json(_json(path, groups, clipped, report))
+    else:
+        _print_report(report, clipped)
+    if options.plot:
+        from polyattn.tools.cli.plots import plot_run
+
+        plot_run(report, options.plot)
+    return 0
+
+
+def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
+    """Return the layers as the command line wants them served."""
+    served = []
+    for spec in specs:
+        changes: dict[str, Any] = {}
+        if spec.role.has_cache and not spec.kind.is_recurrent:
+            changes = {
+                name: getattr(options, name)
+                for name in ("block_size", "kv_cache_dtype", "fp8_compute")
+            }
+        served.append(spec.replace(**changes))
+    return served
+
+
+def _engine_options(options: RunOptions) -> Options:
+    return Options(
+        layers=options.layers,
+        token_budget=options.token_budget,
+        max_seqs=options.max_seqs,
+        cache_bytes=int(options.cache_gb * 2**30),
+        check_tokens=options.check,
+        seed=options.seed,
+    )
+
+
+def _run(engine: Engine, quiet: bool) -> Report:
+    if quiet or not sys.stderr.isatty():
+        return engine.run()
+    columns = (TextColumn("serving"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        return engine.run(lambda done, total: progress.update(task, completed=done, total=total))
+
+
+def _print_selection(path: Path, groups: list[LayerGroup], options: RunOptions) -> None:
+    console.print(f"[bold]{path.stem}[/] on {groups[0].selection.device}" if groups else path.stem)
+    for group in groups:
+        running = min(options.layers, len(group.layers))
+        console.print(f"  {len(group.layers)} layers ({running} run): {group.spec}", markup=False)
+        console.print(f"    => {group.selection.decision.summary()}", markup=False)
+        for note in group.selection.decision.notes:
+            console.print(f"    note: {note}", markup=False)
+        line = memory_line(group)
+        if line:
+            console.print(f"    {line}", markup=False)
+    if any(g.spec.kind.is_recurrent for g in groups):
+        console.print(
+            "  prefixes are not shared: recurrent states are kept at sequences' ends alone"
+        )
+
+
+def memory_line(group: LayerGroup) -> str | None:
+    """Say what a token or a sequence costs where that isn't keys and values: latents, states."""
+    spec, count = group.spec, len(group.layers)
+    if spec.kind.is_recurrent:
+        size = group.selection.state_spec(1).bytes_per_slot
+        return f"state: {size * count / 2**20:.2f} MiB a sequence in {count} layers, any length"
+    if spec.latent is None:
+        return None
+    cache = group.selection.cache_spec(1)
+    wide = spec.num_heads * (spec.head_size + spec.v_head_size)
+    narrow = spec.latent.size
+    return (
+        f"cache: {cache.bytes_per_token} bytes a token and layer, {narrow} elements where MHA would "
+        f"hold {wide}: {wide / narrow:.1f} times less"
+    )
+
+
+def _print_report(report: Report, clipped: int) -> None:
+    data = report.to_dict()
+    phases = table(
+        "steps", ">steps", ">tokens", ">seconds", ">p50 ms", ">p99 ms", ">GB/s", ">TFLOP/s"
+    )
+    for name in ("prefill", "decode"):
+        row = data[name]
+        phases.add_row(
+            "with prefill" if name == "prefill" else "decode only",
+            str(row["steps"]), str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['p50_ms']:.2f}",
+            f"{row['p99_ms']:.2f}", f"{row['gb_per_s']:.2f}", f"{row['tflop_per_s']:.4f}",
+        )  # fmt: skip
+    console.print("", phases, "")
+    console.print(
+        f"{data['requests']} requests in {data['steps']} steps: {data['tokens']} tokens computed, "
+        f"{data['shared_prefix_tokens']} shared by prefix, {data['generated_tokens']} generated, "
+        f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}",
+        highlight=False,
+    )
+    if clipped:
+        console.print(f"{clipped} prompts were clipped to the model's longest sequence")
+    console.print(
+        f"{data['checked_tokens']} tokens checked against the float64 reference, largest relative "
+        f"error {data['max_error']:.2g}",
+        highlight=False,
+    )
+
+
+def _json(path: Path, groups: list[LayerGroup], clipped: int, report: Report) -> dict[str, Any]:
+    return {
+        "model": path.stem,
+        "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],
+        "clipped_prompts": clipped,
+        **report.to_dict(),
+    }

@@ -1,0 +1,223 @@
+"""Serves a model's layers over a trace, step by step, as an inference engine would.
+
+Selection, paged caches, state slots, batches, block tables and prefix sharing are real; only the
+tensors are random. Everything here uses polyattn's public API alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from polyattn import Batch, LayerGroup, LayerSpec, Role
+from polyattn.errors import CacheError, ConfigError
+from polyattn.families.roofline import Cost, batch_cost
+from polyattn.spec.huggingface import Config
+from polyattn.tools.replay.blocks import BlockAllocator
+from polyattn.tools.replay.check import Checker
+from polyattn.tools.replay.report import Report, StepRecord
+from polyattn.tools.replay.runners import AttentionRunner, LatentRunner, Options, RecurrentRunner
+from polyattn.tools.replay.scheduler import Pool, Running, Scheduled, Scheduler
+from polyattn.tools.replay.trace import Request
+
+DECODER_PROMPT = 4
+"""Tokens that an encoder-decoder model's decoder starts with (Whisper's task tokens)."""
+
+
+class Engine:
+    """A model's groups over one set of requests."""
+
+    def __init__(self, groups: Sequence[LayerGroup], requests: Sequence[Request], options: Options):
+        self.options, self.report = options, Report(requests=len(requests))
+        self.checker = Checker(options.check_tokens, options.seed)
+        recurrent = [g for g in groups if g.spec.kind.is_recurrent]
+        groups = [g for g in groups if not g.spec.kind.is_recurrent]
+        by_role = {role: [g for g in groups if g.spec.role is role] for role in Role}
+        self.pools: list[Pool] = []
+        blocks = self._size_pools(by_role[Role.DECODER])
+        self.decoders = [
+            (LatentRunner if g.spec.kind.is_latent else AttentionRunner)(g, options, n)
+            for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
+        ]
+        self.recurrent = [RecurrentRunner(g, options) for g in recurrent]
+        self.slots: dict[Running, int] = {}
+        self.encoders = [
+            AttentionRunner(g, options, 0)
+            for g in (*by_role[Role.ENCODER], *by_role[Role.ENCODER_ONLY])
+        ]
+        sources = [r.prompt for r in requests]
+        self.crosses = [_Cross(g, options, max(sources)) for g in by_role[Role.CROSS]]
+        self.sources: dict[Running, int] = {}
+        if self.crosses:
+            requests = [Request(DECODER_PROMPT, r.output) for r in requests]
+        # A shared prefix would need its state too, and states are kept at sequences' ends alone.
+        self.scheduler = Scheduler(
+            requests, self.pools, options.token_budget, options.max_seqs,
+            share_prefixes=not self.recurrent,
+        )  # fmt: skip
+        for index, running in enumerate(self.scheduler.waiting):
+            self.sources[running] = sources[index]
+        self.encoder_only = not self.decoders and not self.recurrent
+
+    def _size_pools(self, groups: Sequence[LayerGroup]) -> list[int]:
+        """Share the cache's bytes so that every group holds the same number of tokens."""
+        per_token = sum(
+            g.selection.cache_spec(1).bytes_per_token * min(self.options.layers, len(g.layers))
+            for g in groups
+        )
+        counts = []
+        for group in groups:
+            size = group.selection.decision.block_size
+            assert size is not None
+            count = self.options.cache_bytes // per_token // size
+            if count < 1:
+                raise CacheError(
+                    f"--cache-gb={self.options.cache_bytes / 2**30:g} holds not one block of {size} "
+                    f"tokens at {per_token} bytes a token; raise it"
+                )
+            self.pools.append(Pool(size, BlockAllocator(count)))
+            counts.append(count)
+        return counts
+
+    def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
+        """Serve all requests. `progress(done, total)` is called after each step."""
+        total = len(self.sources)
+        while plan := self.scheduler.step():
+            self._step(plan)
+            self.report.generated += self.scheduler.finish(plan)
+            for cross in self.crosses:
+                cross.release(item.sequence for item in plan if item.sequence.done)
+            if progress:
+                progress(total - len(self.scheduler.waiting) - len(self.scheduler.running), total)
+        self.report.preemptions = self.scheduler.preemptions
+        self.report.max_error, self.report.checked = self.checker.worst, self.checker.checked
+        return self.report
+
+    def _step(self, plan: list[Scheduled]) -> None:
+        counts = [item.count for item in plan]
+        lens = [item.start + item.count for item in plan]
+        seconds = self._encode(plan)
+        cost = Cost(0, 0)
+        for index, runner in enumerate(self.decoders):
+            pool = self.pools[index]
+            table = _table([item.sequence.blocks[index] for item in plan], runner.device)
+            batch = Batch.from_lens(counts, lens, table, pool.block_size)
+            seconds += runner.step(batch, self.checker)
+            cost += batch_cost(runner.spec, batch) * len(runner.layers)
+        if self.recurrent:
+            slots = self._state_slots([item.sequence for item in plan])
+            for states in self.recurrent:
+                batch = Batch.from_lens(counts, lens, state_slots=slots.to(states.device))
+                seconds += states.step(batch, self.checker)
+                cost += batch_cost(states.spec, batch) * len(states.layers)
+        for cross in self.crosses:
+            batch = cross.batch([(i.sequence, i.count) for i in plan], self.sources)
+            seconds += cross.runner.step(batch, self.checker, stores=False)
+            cost += batch_cost(cross.runner.spec, batch) * len(cross.runner.layers)
+        if self.encoder_only:
+            cost += sum(
+                (batch_cost(r.spec, Batch.from_lens(counts, lens)) * len(r.layers)
+                 for r in self.encoders),
+                start=Cost(0, 0),
+            )  # fmt: skip
+        decode = all(item.count == 1 and item.start > 0 for item in plan)
+        used = max((p.allocator.num_used / p.allocator.num_blocks for p in self.pools), default=0.0)
+        for item in plan:
+            if item.start == item.sequence.shared:
+                self.report.shared_tokens += item.sequence.shared
+        self.report.steps.append(StepRecord(decode, sum(counts), seconds, cost, used))
+
+    def _state_slots(self, sequences: Sequence[Running]) -> Tensor:
+        """Return each sequence's state slot; those that stopped running give theirs back."""
+        running = set(self.scheduler.running)
+        self.slots = {s: slot for s, slot in self.slots.items() if s in running}
+        free = set(range(self.options.max_seqs)) - set(self.slots.values())
+        for sequence in sequences:
+            if sequence not in self.slots:
+                self.slots[sequence] = free.pop()
+        return torch.tensor([self.slots[s] for s in sequences], dtype=torch.int64)
+
+    def _encode(self, plan: list[Scheduled]) -> float:
+        """Run the encoders over requests that start in this step, and fill the cross caches."""
+        if not self.encoders:
+            return 0.0
+        fresh = [item.sequence for item in plan if item.start == 0]
+        if not fresh:
+            return 0.0
+        seconds = 0.0
+        lens = [self.sources[s] for s in fresh]
+        for runner in self.encoders:
+            seconds += runner.step(Batch.from_lens(lens, lens, device=runner.device), self.checker)
+        for cross in self.crosses:
+            cross.store(fresh, self.sources)
+        return seconds
+
+
+class _Cross:
+    """A cross-attention group: its caches hold the encoder's keys and values of each request."""
+
+    def __init__(self, group: LayerGroup, options: Options, longest: int):
+        size = group.selection.decision.block_size
+        assert size is not None
+        self.size, self.per_request = size, -(-longest // size)
+        count = self.per_request * options.max_seqs
+        self.allocator = BlockAllocator(count)
+        self.runner = AttentionRunner(group, options, count)
+        self.blocks: dict[Running, list[int]] = {}
+
+    def store(self, sequences: Sequence[Running], sources: dict[Running, int]) -> None:
+        for sequence in sequences:
+            if sequence not in self.blocks:
+                self.blocks[sequence] = [self.allocator.allocate() for _ in range(self.per_request)]
+        lens = [sources[s] for s in sequences]
+        table = _table([self.blocks[s] for s in sequences], self.runner.device)
+        slots = Batch.from_lens(lens, lens, table, self.size).slot_mapping
+        assert slots is not None
+        for layer, cache in zip(self.runner.layers, self.runner.caches, strict=True):
+            assert cache is not None
+            _, key, value = self.runner.inputs(sum(lens))
+            layer.write_kv(key, value, cache, slots)
+
+    def batch(self, items: Sequence[tuple[Running, int]], sources: dict[Running, int]) -> Batch:
+        table = _table([self.blocks[s] for s, _ in items], self.runner.device)
+        starts = [0]
+        for _, count in items:
+            starts.append(starts[-1] + count)
+        return Batch(starts, [sources[s] for s, _ in items], table)
+
+    def release(self, sequences: Iterable[Running]) -> None:
+        for sequence in sequences:
+            for block in self.blocks.pop(sequence, []):
+                self.allocator.release(block)
+
+
+def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    width = max((len(row) for row in rows), default=0)
+    padded = [[*row, *([0] * (width - len(row)))] for row in rows]
+    return torch.tensor(padded, dtype=torch.int32, device=device).view(len(rows), width)
+
+
+def fit_requests(
+    requests: Sequence[Request], cfg: Config, specs: Sequence[LayerSpec], max_tokens: int | None
+) -> tuple[list[Request], int]:
+    """Clip requests to what the model takes; returns them and how many were clipped."""
+    if not specs:
+        raise ConfigError(f"{cfg.source}: has no layer that can be served")
+    roles = {spec.role for spec in specs}
+    encoder_only = roles == {Role.ENCODER_ONLY}
+    limit = cfg.get("max_source_positions", "max_position_embeddings", "max_target_positions")
+    output_limit = cfg.get("max_target_positions")
+    fitted, clipped = [], 0
+    for request in requests:
+        output = 1 if encoder_only else min(request.output, max_tokens or request.output)
+        prompt = request.prompt
+        if Role.CROSS in roles:
+            prompt = min(prompt, limit or prompt)
+            output = min(output, (output_limit or output + DECODER_PROMPT) - DECODER_PROMPT)
+        elif limit is not None:
+            prompt = max(1, min(prompt, limit - output))
+        clipped += prompt < request.prompt
+        fitted.append(Request(prompt, output, request.hash_ids, request.hash_block))
+    return fitted, clipped

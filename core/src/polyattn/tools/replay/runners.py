@@ -1,0 +1,200 @@
+"""Runs the layers of one group: random inputs in, outputs checked, time taken.
+
+There are no weights of a model here: queries, keys, values and parameters are random. One runner a
+family, all with the same `step(batch, checker)`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyattn import (
+    Attention,
+    Batch,
+    KVCache,
+    LatentAttention,
+    LayerGroup,
+    Recurrent,
+    choose_tokens,
+)
+from polyattn.families import inputs as samples
+from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.tools.replay.check import Checker
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to serve. `layers` counts the layers of each group that really run."""
+
+    layers: int = 1
+    token_budget: int = 2048
+    max_seqs: int = 64
+    cache_bytes: int = 1 << 30
+    check_tokens: int = 2
+    seed: int = 0
+
+
+class Runner:
+    """What the families share: the group, a source of random numbers, a clock."""
+
+    def __init__(self, group: LayerGroup, options: Options):
+        self.group, self.spec = group, group.spec
+        self.generator = torch.Generator().manual_seed(options.seed)
+        self.device = torch.device(group.selection.device.torch_device or "cpu")
+        self.count = min(options.layers, len(group.layers))
+        self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
+        self._stock: dict[int, Tensor] = {}
+
+    def step(self, batch: Batch, checker: Checker) -> float:
+        """Run every layer over `batch`; returns the seconds that the layers took."""
+        raise NotImplementedError
+
+    def draw(self, tokens: int, *shape: int) -> Tensor:
+        """Return (tokens, *shape) random numbers.
+
+        Taken from a stock at a random place: fresh ones for each layer would cost more than the
+        attention that they are for.
+        """
+        width = 1
+        for size in shape:
+            width *= size
+        need = tokens * width
+        stock = self._stock.get(width)
+        if stock is None or len(stock) < 2 * need:
+            stock = torch.randn(2 * max(need, 1 << 16), generator=self.generator)
+            stock = stock.to(STORAGE_DTYPES[self.spec.dtype]).to(self.device)
+            self._stock[width] = stock
+        # Kernels load 16 bytes at a time, so the place is a multiple of 16 elements.
+        at = int(torch.randint((len(stock) - need) // 16 + 1, (1,), generator=self.generator)) * 16
+        return stock[at : at + need].view(tokens, *shape)
+
+    def clock(self) -> float:
+        """Seconds, once the device has done what it was given."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+class AttentionRunner(Runner):
+    """Attention layers and their paged caches."""
+
+    def __init__(self, group: LayerGroup, options: Options, num_blocks: int):
+        super().__init__(group, options)
+        spec = self.spec
+        self.layers = [
+            Attention(
+                group.selection,
+                sinks=torch.randn(spec.num_heads, generator=self.generator)
+                if spec.learned_sinks
+                else None,
+                k_scale=self.scale,
+                v_scale=self.scale,
+                checks=True,
+            )
+            for _ in range(self.count)
+        ]
+        self.caches: list[KVCache | None] = [None] * self.count
+        if spec.role.has_cache:
+            cache = group.selection.cache_spec(num_blocks)
+            self.caches = [cache.allocate(self.device) for _ in range(self.count)]
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random (query, key, value) for one layer and step."""
+        spec = self.spec
+        return (
+            self.draw(tokens, spec.num_heads, spec.head_size),
+            self.draw(tokens, spec.num_kv_heads, spec.head_size),
+            self.draw(tokens, spec.num_kv_heads, spec.v_head_size),
+        )
+
+    def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:
+        seconds = 0.0
+        for layer, cache in zip(self.layers, self.caches, strict=True):
+            query, key, value = self.inputs(batch.num_tokens)
+            given = (key, value) if stores else (None, None)
+            started = self.clock()
+            got = layer(query, *given, cache, batch)
+            seconds += self.clock() - started
+            out = got[0] if isinstance(got, tuple) else got
+            checker.check(layer, query, given, cache, batch, out)
+        return seconds
+
+
+class LatentRunner(Runner):
+    """MLA layers, their latent caches, and for sparse ones the cache of index keys."""
+
+    def __init__(self, group: LayerGroup, options: Options, num_blocks: int):
+        super().__init__(group, options)
+        weights = samples.latent_weights(self.spec, self.generator)
+        self.layers = [
+            LatentAttention(group.selection, *weights, k_scale=self.scale, checks=True)
+            for _ in range(self.count)
+        ]
+        cache = group.selection.cache_spec(num_blocks)
+        self.caches = [cache.allocate(self.device) for _ in range(self.count)]
+        latent = self.spec.latent
+        assert latent is not None
+        self.latent, self.index_keys = latent, list[Tensor]()
+        if latent.topk:
+            dtype = STORAGE_DTYPES[self.spec.dtype]
+            shape = (num_blocks, cache.block_size, latent.index_head_size)
+            self.index_keys = [
+                torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.count)
+            ]
+
+    def step(self, batch: Batch, checker: Checker) -> float:
+        seconds, tokens, spec = 0.0, batch.num_tokens, self.spec
+        for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
+            query = self.draw(tokens, spec.num_heads, spec.head_size)
+            latent = self.draw(tokens, self.latent.rank)
+            rope = self.draw(tokens, self.latent.rope_head_size)
+            started = self.clock()
+            topk = self._choose(index, batch) if self.index_keys else None
+            got = layer(query, latent, rope, cache, batch, topk=topk)
+            seconds += self.clock() - started
+            out = got[0] if isinstance(got, tuple) else got
+            checker.check_latent(layer, query, cache, batch, topk, out)
+        return seconds
+
+    def _choose(self, index: int, batch: Batch) -> Tensor:
+        """Store the step's index keys and choose what each token attends to."""
+        spec, tokens, keys = self.latent, batch.num_tokens, self.index_keys[index]
+        assert batch.slot_mapping is not None and spec.topk is not None
+        kept = batch.slot_mapping >= 0
+        new = self.draw(tokens, spec.index_head_size)
+        keys.view(-1, spec.index_head_size)[batch.slot_mapping[kept]] = new[kept]
+        query = self.draw(tokens, spec.index_heads, spec.index_head_size)
+        weights = self.draw(tokens, spec.index_heads)
+        return choose_tokens(query, weights, keys, batch, spec.topk, keys.shape[1])
+
+
+class RecurrentRunner(Runner):
+    """Recurrent layers and their states, a slot for each running sequence."""
+
+    def __init__(self, group: LayerGroup, options: Options):
+        super().__init__(group, options)
+        self.layers = [
+            Recurrent(
+                group.selection, checks=True, **samples.recurrent_params(self.spec, self.generator)
+            )
+            for _ in range(self.count)
+        ]
+        states = group.selection.state_spec(options.max_seqs)
+        self.states = [states.allocate(self.device) for _ in range(self.count)]
+
+    def step(self, batch: Batch, checker: Checker) -> float:
+        seconds = 0.0
+        for layer, states in zip(self.layers, self.states, strict=True):
+            inputs = samples.recurrent_inputs(
+                self.spec, batch.num_tokens, self.generator, self.device
+            )
+            sampled = checker.sample_states(batch, states)
+            started = self.clock()
+            out = layer(*inputs, states=states, batch=batch)
+            seconds += self.clock() - started
+            checker.check_recurrent(layer, inputs, states, batch, out, sampled)
+        return seconds
