@@ -50,18 +50,6 @@ class Device:
             raise DeviceError(f"device profile {name!r} is unknown{nearest(name, PROFILES)}")
         return PROFILES[key]
 
-    @staticmethod
-    def detect(torch_device: str | None = None) -> Device:
-        """Return this machine's device: the accelerator if there is one, else the CPU.
-
-        `torch_device` (`"cuda:1"`, `"cpu"`) asks for a certain one. The platforms' plugins
-        do the detecting. Raises `DeviceError` when none of them finds it.
-        """
-        from polyattn.registry.discovery import discover
-        from polyattn.registry.machine import detect
-
-        return detect(discover(), torch_device)
-
     def __str__(self) -> str:
         label = f"{self.platform} {self.arch}"
         return f"{self.name} ({label})" if self.name else label

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.errors import SettingsError, nearest
-from polyattn.registry.capabilities import LAYOUTS
-from polyattn.spec.layer import AttentionKind, LayerSpec, Role
+from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
+from polyattn.spec.layer import LayerSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,7 +36,7 @@ FOREIGN_VARIABLES: dict[str, str] = {
     "VLLM_USE_FLASHINFER": "deprecated: 1 means POLYATTN_BACKEND=FLASHINFER",
 }
 FILE_KEYS = ("backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout")
-PHASE_SCOPES = ("prefill", "decode")
+PHASE_SCOPES = ("prefill", "decode", "store", "merge")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
 SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pluggy
 
+from polyattn._version import __version__
 from polyattn.errors import PluginError, nearest
+from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.settings import Settings, current
@@ -135,7 +137,8 @@ def _build(settings: Settings) -> Registry:
             records.append(replace(record, status="broken", problem=problem))
         else:
             records.append(_load(item, manager))
-    return _assemble(tuple(records), manager)
+    core = PluginRecord("core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN)
+    return _assemble((core, *records), manager)
 
 
 def _entry_points() -> Iterator[_Found]:

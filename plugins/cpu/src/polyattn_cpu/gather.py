@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn import Batch, KVCache, LayerSpec
-from polyattn.runtime.kv_cache import raw
+from polyattn.kernel import Batch, KVCache, LayerSpec, raw
 from torch import Tensor
 
 

@@ -154,7 +154,7 @@ class TritonAttention(AttentionBackend):
 
     def plan(self, batch: Batch) -> None:
         self.batch = batch
-        self.decode = batch.num_decodes == batch.num_seqs and self.spec.role.has_cache
+        self.decode = batch.num_decodes == batch.num_seqs and self.spec.cached
         if self.decode:
             self._plan_splits(batch)
         else:

@@ -114,6 +114,8 @@ def forward(
             keys, values = read_cache(spec, cache, batch, index, params, dtype)
         else:
             assert key is not None and value is not None
-            keys, values = key[rows], value[rows]
+            first = batch.key_starts[index]
+            given = slice(first, first + batch.lens[index])
+            keys, values = key[given], value[given]
         output[rows], lse[rows] = attend(spec, query[rows], keys, values, params, dtype)
     return output, lse

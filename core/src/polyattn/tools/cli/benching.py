@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from polyattn.api import Selection, resolve_device, select
-from polyattn.checking.tolerance import output_error, tolerance_of
+from polyattn.checking.compare import output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.device import Device
 from polyattn.errors import PolyattnError, SettingsError
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
-from polyattn.families.roofline import Cost, batch_cost
 from polyattn.registry.capabilities import check
 from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.runtime.cost import Cost, batch_cost
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import find_config
 from polyattn.tools.cli.output import console, print_json, table
@@ -66,7 +68,7 @@ def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
         return LayerSpec.from_json(spec_json)
     path = find_config(model)
     for spec in LayerSpec.from_hf_config(path):
-        if spec.kind is AttentionKind.ATTENTION and spec.role.has_cache:
+        if spec.kind is AttentionKind.ATTENTION and spec.cached:
             return spec
     raise SettingsError(f"{path}: has no attention layer with a cache to measure")
 
