@@ -32,6 +32,17 @@ FP8_COMPUTE = Tolerance(1e-1, 1e-1)
 query's rounding moves a logit, the weight's the output, and the two add up in the worst row."""
 
 
+LATENT = 2.0
+"""What MLA's tolerances are multiplied by: an absorbed query, `W_UK q`, is rounded to the layer's dtype
+once more than an expanded one. In float64 with that one rounding alone, 300 random layers of 16 heads
+(bf16, scale 0.7, logits up to 15) are off by up to 0.017, 0.7 % of them by more than 0.015."""
+
+
 def tolerance_of(spec: LayerSpec) -> Tolerance:
     """Return what a layer's results are held to."""
-    return FP8_COMPUTE if spec.fp8_compute else TOLERANCES[spec.dtype]
+    if spec.fp8_compute:
+        return FP8_COMPUTE
+    found = TOLERANCES[spec.dtype]
+    if spec.latent is None:
+        return found
+    return Tolerance(LATENT * found.output, LATENT * LATENT * found.lse)

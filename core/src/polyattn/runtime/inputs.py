@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -48,3 +49,14 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
 def capturing(tensor: Tensor) -> bool:
     """Whether a graph is being recorded: then nothing can be copied to the host."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def own_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast doesn't lower what a layer computes."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()

@@ -52,6 +52,11 @@ class FlexPlan(Plan):
         self.block_mask = create_block_mask(own, 1, 1, rows, keys, device=str(device))
         self.slots: Tensor | None = None
 
+    def given_rows(self) -> Tensor:
+        """Return where each key lies in tensors that are given whole, with gaps between sequences."""
+        seq, at = self.seq_k[: self.num_keys], self.at_k[: self.num_keys]
+        return (torch.tensor(self.batch.key_starts)[seq] + at).to(self.batch.device)
+
     def _sequence_mask(
         self, spec: LayerSpec, seq_q: Tensor, seq_k: Tensor
     ) -> Callable[..., Tensor]:
@@ -112,7 +117,11 @@ class FlexAttention(AttentionBackend):
         assert isinstance(plan, FlexPlan)
         if cache is not None:
             key, value = self._gather(plan, cache)
-        assert key is not None and value is not None
+        else:
+            assert key is not None and value is not None
+            given = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
+            key, value = key[given], value[given]
+        key, value, spoilt = _confined(plan, key, value)
         rows, keys = len(plan.position_q), len(plan.position_k)
         inputs = (_row(query, rows), _row(key, keys), _row(value, keys))
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
@@ -124,6 +133,8 @@ class FlexAttention(AttentionBackend):
                 enable_gqa=self.spec.gqa_ratio > 1,
             )
         out.copy_(result[0].transpose(0, 1)[: plan.batch.num_tokens])
+        if spoilt is not None:
+            out.masked_fill_(spoilt[plan.seq_q[: len(out)], None, None], torch.nan)
 
     def _gather(self, plan: FlexPlan, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return all sequences' cached keys and values one after another."""
@@ -135,6 +146,21 @@ class FlexAttention(AttentionBackend):
             plan.slots = plan.batch.block_table[seq, at // size].long() * size + at % size
         block, offset = plan.slots // size, plan.slots % size
         return cache.key[block, offset], cache.value[block, offset]
+
+
+def _confined(plan: FlexPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keep what isn't finite to its own sequence: a masked weight of 0 times NaN is NaN.
+
+    Returns keys and values with such tokens zeroed, and which sequences had one (None: none did).
+    """
+    finite = key.isfinite().flatten(1).all(1) & value.isfinite().flatten(1).all(1)
+    if key.device.type == "cpu" and bool(finite.all()):
+        return key, value, None
+    kept = finite[:, None, None]
+    spoilt = torch.zeros(plan.batch.num_seqs + 1, dtype=torch.int32, device=key.device)
+    seq = plan.seq_k[: plan.num_keys].to(key.device)
+    spoilt.index_add_(0, seq, (~finite).int())
+    return torch.where(kept, key, 0), torch.where(kept, value, 0), spoilt > 0
 
 
 def _padded(size: int) -> int:

@@ -141,7 +141,7 @@ def _linear_sequence(
     shape = (groups, heads // groups, *state.shape[1:])
     wide = state.view(shape).transpose(1, 2).reshape(groups, state.shape[1], -1)
     g = params["decay"].expand(len(x["v"]), -1)
-    gated_scan(x["q"] * spec.scale, x["k"], x["v"], g, wide, out)
+    gated_scan(x["q"].to(state.dtype) * spec.scale, x["k"], x["v"], g, wide, out)
     back = wide.view(groups, state.shape[1], heads // groups, -1).transpose(1, 2)
     state.copy_(back.reshape(state.shape))
 

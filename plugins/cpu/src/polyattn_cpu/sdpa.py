@@ -28,6 +28,10 @@ QUERY_BLOCK = 256
 """Queries that share one mask or one score matrix, which bounds both."""
 
 
+SCORES = 1 << 26
+"""Scores of all heads that are held at a time, whatever the lengths."""
+
+
 class SdpaPlan(Plan):
     """Which blocks lie side by side is found once, by whichever layer reads them first."""
 
@@ -81,16 +85,24 @@ class TorchSDPA(AttentionBackend):
         count, length, source = query.shape[0], call.length, call.source
         if count == 0:
             return
-        if length == 0:  # padding: nothing to attend to
-            out.zero_()
-            _store_lse(lse, call.params, query.new_full((count, out.shape[1]), -torch.inf).float())
-            return
         context = length - count
+        if length == 0 or (self.spec.causal and context < 0):  # the first queries see nothing
+            blind = count if length == 0 else -context
+            out[:blind] = 0.0
+            if lse is not None:
+                sink = call.params.sinks if length else None
+                lse[:blind] = -torch.inf if sink is None else sink
+            if blind < count:
+                self._sequence(
+                    query[blind:], call, out[blind:], None if lse is None else lse[blind:]
+                )
+            return
         if self._fits_causal_kernel(count):
             state = self._causal(query, call, context)
             self._store(state, call, out, lse)
             return
         step = QUERY_BLOCK if self.spec.causal or self.spec.sliding_window else 4 * QUERY_BLOCK
+        step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             first, last = context + rows.start, context + rows.stop - 1
@@ -152,7 +164,22 @@ class TorchSDPA(AttentionBackend):
         first: int,
         call: _Call,
     ) -> AttentionState:
-        bias = self._bias(query, span, first, call.params)
+        heads, rows = self.spec.num_heads, query.shape[0]
+        if not span.size:
+            none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
+            return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
+        bias, blind = self._bias(query, span, first, call.params)
+        state = self._attend(query, keys, values, call, bias)
+        if blind is None:
+            return state
+        return AttentionState(
+            state.output.masked_fill(blind[:, None, None], 0.0),
+            state.lse.masked_fill(blind[:, None], -torch.inf),
+        )
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
+    ) -> AttentionState:
         if not self._fused:
             return self._matmuls(query, keys, values, call, bias)
         if query.shape[0] > 1:
@@ -167,23 +194,34 @@ class TorchSDPA(AttentionBackend):
             state.lse.T.reshape(1, -1),
         )
 
-    def _bias(self, query: Tensor, span: Span, first: int, params: LayerParams) -> Tensor | None:
-        """Return what is added to the scores, (1 or heads, queries, keys), or None for nothing."""
+    def _bias(
+        self, query: Tensor, span: Span, first: int, params: LayerParams
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
+
+        None for nothing to add, and where every query sees something.
+        """
         spec, count = self.spec, query.shape[0]
-        masked = count > 1 and (spec.causal or spec.sliding_window or spec.chunk_size)
+        limited = spec.causal or spec.sliding_window or spec.chunk_size
+        # One query's span is exactly what it sees, but for this.
+        masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
         if not masked and not spec.alibi:
-            return None
+            return None, None
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         key = span.positions().to(query.device)
         position = torch.arange(first, first + count, device=query.device)[:, None]
         bias = torch.zeros(1, count, span.size, dtype=dtype, device=query.device)
+        blind = None
         if masked:
-            bias.masked_fill_(~_visible(spec, position, key), -torch.inf)
+            mask = _visible(spec, position, key)
+            bias.masked_fill_(~mask, -torch.inf)
+            if not spec.causal:
+                blind = ~mask.any(1)
         if spec.alibi:
             assert params.alibi_slopes is not None
             slopes = params.alibi_slopes.to(dtype)[:, None, None]
             bias = bias + slopes * (key - position).to(dtype)
-        return bias
+        return bias, blind
 
     def _matmuls(
         self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
@@ -202,7 +240,9 @@ class TorchSDPA(AttentionBackend):
         if bias is not None:
             scores += bias
         lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse[..., None]).view(heads, groups * count, -1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).view(
+            heads, groups * count, -1
+        )
         output = torch.bmm(weights, values.to(dtype)).view(heads * groups, count, -1)
         return AttentionState(output.transpose(0, 1), lse.T)
 

@@ -15,7 +15,13 @@ from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import bad_input, capturing, check_aligned, refuse_gradients
+from polyattn.runtime.inputs import (
+    bad_input,
+    capturing,
+    check_aligned,
+    own_precision,
+    refuse_gradients,
+)
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.parameters import HeadValues, positive
 from polyattn.runtime.plan import StepPlan
@@ -139,7 +145,8 @@ class Attention(nn.Module):
             self._check_values(step, query, key, value, cache, out)
         for values in self._per_head:
             values.current()
-        step.run(query, key, value, cache, self.params, out, lse)
+        with own_precision(out):
+            step.run(query, key, value, cache, self.params, out, lse)
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.

@@ -110,6 +110,8 @@ def forward(
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
         rows = slice(batch.starts[index], batch.starts[index + 1])
+        if not batch.lens[index]:
+            continue  # a padding row: nothing, not even a sink
         if cache is not None:
             keys, values = read_cache(spec, cache, batch, index, params, dtype)
         else:

@@ -15,7 +15,7 @@ from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import bad_input, capturing, refuse_gradients
+from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.parameters import positive
 from polyattn.runtime.plan import StepPlan
@@ -139,7 +139,8 @@ class LatentAttention(nn.Module):
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
-        step.run(query, entry, cache, self.weights, self.params, topk, out, lse)
+        with own_precision(out):
+            step.run(query, entry, cache, self.weights, self.params, topk, out, lse)
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None

@@ -14,7 +14,7 @@ from polyattn.runtime import torch_compile
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_state_slots
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import bad_input, capturing, refuse_gradients
+from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
@@ -130,7 +130,8 @@ class Recurrent(nn.Module):
             refuse_gradients(**named)
         if self.checks and not capturing(out):
             check_state_slots(step.batch, states.num_slots)
-        step.run(named, self.params, states.data, out)
+        with own_precision(out):
+            step.run(named, self.params, states.data, out)
 
     def _named(self, inputs: tuple[Tensor, ...], tokens: int) -> dict[str, Tensor]:
         form, spec = self.form, self.spec
