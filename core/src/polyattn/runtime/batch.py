@@ -225,7 +225,7 @@ class Batch:
         seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)
         if not self.block_table.shape[1]:
             return torch.full_like(seqs, -1)
-        slots = self.block_table[seqs, blocks].long() * block_size + offsets
+        slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
         return slots if not (position < 0).any() else slots.masked_fill_(positions < 0, -1)
 
     def __repr__(self) -> str:

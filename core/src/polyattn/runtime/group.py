@@ -78,7 +78,7 @@ class LayerGroup:
             found = plan.plans.get(self)
             if found is None:
                 found = plan.plans[self] = self.plan(plan)
-            return found  # type: ignore[no-any-return]
+            return found
         if not isinstance(plan, StepPlan):
             raise BatchError(f"plan={plan!r} must be a plan of this layer's group, or a Batch")
         if plan.group is not self:
@@ -106,7 +106,7 @@ class LayerGroup:
         found = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def kernel_format(self, phase: str) -> CacheFormat | None:
         """Return the cache as the kernel of `phase` walks it; None where there is no cache."""
@@ -184,7 +184,8 @@ def load_backend(
         found = load_object(info.path)
         if not (isinstance(found, type) and issubclass(found, base)):
             raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
-        return found(spec, cache, device)
+        build: Any = found
+        return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:
         raise
     except Exception as error:

@@ -215,7 +215,7 @@ class Attention(nn.Module):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = torch_compile.handle(self)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -182,7 +182,7 @@ class LatentAttention(nn.Module):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = torch_compile.handle(self)
 
     def extra_repr(self) -> str:

@@ -101,7 +101,7 @@ class LatentStep(StepPlan):
             else:
                 call.backend.run(call.plan, given, slots[rows], view, params, found, found_lse)
             out[rows] = found if weights is None else project(found, weights[1])
-            if lse is not None:
+            if lse is not None and found_lse is not None:
                 lse[rows] = found_lse
         if self.expansions:
             assert weights is not None
@@ -204,7 +204,7 @@ class Planner(StepPlanner):
     def _absorbed(self, phase: str, part: Part, earlier: Call | None) -> Call:
         backend = self.decode if phase == "decode" else self.sparse_prefill
         whole, walked, batch = self.group.cache_format, backend.cache, part.batch
-        assert whole is not None
+        assert whole is not None and walked is not None
         if walked.block_size != whole.block_size and not self.sparse:
             into = None if earlier is None else earlier.plan.batch.block_table
             batch = expand(batch, whole, walked.block_size, into)

@@ -148,7 +148,7 @@ class Recurrent(nn.Module):
         return named
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = torch_compile.handle(self)
 
     def extra_repr(self) -> str:
