@@ -37,17 +37,18 @@ class Step:
             self.block_size, fresh=fresh, rounding=rounding,
         )  # fmt: skip
 
+    def scoring(self) -> unified.Scoring:
+        slopes = alibi_slopes(self.spec.num_heads) if self.spec.alibi else None
+        return unified.Scoring(self.spec.scale, self.spec.logit_soft_cap, slopes, torch.float64)
+
     def unified(self, fresh: bool = True, rounding: Rounding = EXACT) -> tuple[Tensor, Tensor]:
         meta = self.metadata(fresh, rounding)
         rows = meta.bucket.query
-        query, key, value = (pad(t, rows) for t in (self.query, self.key, self.value))
-        scoring = unified.Scoring(
-            self.spec.scale, self.spec.logit_soft_cap,
-            alibi_slopes(self.spec.num_heads) if self.spec.alibi else None, torch.float64,
-        )  # fmt: skip
+        query = pad(self.query, rows)
+        key, value = (pad(t, meta.bucket.own_rows) for t in (self.key, self.value))
         found = unified.attend(
             meta, query, key if fresh else None, value if fresh else None,
-            (self.cache.key, self.cache.value), scoring,
+            (self.cache.key, self.cache.value), self.scoring(),
         )  # fmt: skip
         output, lse = unified.normalize(found)
         return output[: self.batch.num_tokens], lse[: self.batch.num_tokens]
@@ -59,7 +60,8 @@ class Step:
 
 
 def pad(tensor: Tensor, rows: int) -> Tensor:
-    return torch.cat([tensor, tensor.new_zeros(rows - len(tensor), *tensor.shape[1:])])
+    more = tensor.new_zeros(max(0, rows - len(tensor)), *tensor.shape[1:])
+    return torch.cat([tensor[:rows], more])
 
 
 def step(

@@ -29,10 +29,6 @@ def example() -> tuple[Step, Metadata]:
     return made, made.metadata()
 
 
-def scoring(made: Step) -> unified.Scoring:
-    return unified.Scoring(made.spec.scale, dtype=torch.float64)
-
-
 def over(made: Step, token: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A triplet by its formula: unnormalised value, maximum, sum, for one token, head by head."""
     groups = made.spec.gqa_ratio
@@ -74,7 +70,7 @@ def test_step_2_the_merged_causal_bias() -> None:
 def test_step_3_the_causal_part() -> None:
     """Attention of each prefill's tokens over its own new keys; the decodes saw none."""
     made, meta = example()
-    found = unified.causal(meta, made.query, made.key, made.value, scoring(made))
+    found = unified.causal(meta, made.query, made.key, made.value, made.scoring())
     for token in range(12):
         first = 0 if token < 8 else 8
         seen = slice(first, token + 1)
@@ -88,7 +84,7 @@ def test_step_4_the_shared_part() -> None:
     made, meta = example()
     assert meta.shared_blocks.tolist() == [2] and meta.shared_starts.tolist() == [0]
     assert meta.member[:, 0].tolist() == [False, True, False, False, False]
-    found = unified.shared(meta, made.query, (made.cache.key, made.cache.value), scoring(made))
+    found = unified.shared(meta, made.query, (made.cache.key, made.cache.value), made.scoring())
     for token in range(8, 12):
         agree(found, token, over(made, token, made.cache.key[2], made.cache.value[2]))
     assert found.total is not None
@@ -109,7 +105,7 @@ def test_step_5_the_unique_blocks() -> None:
 def test_step_6_the_unique_part() -> None:
     """Softmax a block, then a sequence's blocks are readjusted to their common maximum and added."""
     made, meta = example()
-    found = unified.unique(meta, made.query, (made.cache.key, made.cache.value), scoring(made))
+    found = unified.unique(meta, made.query, (made.cache.key, made.cache.value), made.scoring())
     for token, blocks, length in ((12, [4, 5], 7), (13, [6, 7], 5)):
         keys, values = (
             stored[blocks].flatten(0, 1)[:length] for stored in (made.cache.key, made.cache.value)
@@ -144,7 +140,7 @@ def test_each_decodes_own_key_counts_once() -> None:
     (mask,) = meta.causal_masks
     mask[12, 12] = mask[13, 13] = True
     found = unified.attend(
-        meta, made.query, made.key, made.value, (made.cache.key, made.cache.value), scoring(made)
+        meta, made.query, made.key, made.value, (made.cache.key, made.cache.value), made.scoring()
     )
     error = (unified.normalize(found)[0] - made.reference()[0]).norm(dim=-1)
     assert float(error[:12].max()) < 1e-12 and float(error[12:].max()) > 0.1

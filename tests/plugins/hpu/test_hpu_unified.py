@@ -8,9 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plugins.hpu.steps import Step, step
+from plugins.hpu.steps import Step, pad, step
+from polyattn.families.attention import reference
 from polyattn_hpu import unified
 from polyattn_hpu.buckets import EXACT, SLICE, Bucket, Rounding, phase
+from polyattn_hpu.metadata import build
 from torch import Tensor
 
 MASKS: list[dict[str, Any]] = [
@@ -119,9 +121,39 @@ def test_the_eight_phases(
         agree(made, True, Rounding())
 
 
+@pytest.mark.parametrize("spec", MASKS, ids=str)
+@pytest.mark.parametrize("rounding", [EXACT, Rounding()], ids=["exact", "rounded"])
+@pytest.mark.parametrize("key_starts", [[0, 7, 12], [3, 11, 3]], ids=["packed", "gaps and shared"])
+def test_keys_given_whole(key_starts: list[int], rounding: Rounding, spec: dict[str, Any]) -> None:
+    """A layer without a cache: every key is its own, wherever it starts."""
+    made = step([7, 3, 2], [0, 2, 2], [[0, 1], [2, 3], [4]], **spec)
+    queries, lens = made.batch.query_lens, made.batch.lens
+    meta = build(made.spec, queries, lens, None, 1, key_starts=key_starts, rounding=rounding)
+    assert meta.bucket.phase == "c--"
+    generator = torch.Generator().manual_seed(1)
+    key, value = (
+        torch.randn(
+            20, made.spec.num_kv_heads, size, generator=generator, dtype=torch.float64
+        )
+        for size in (made.spec.head_size, made.spec.v_head_size)
+    )  # fmt: skip
+    own = meta.bucket.own_rows
+    found = unified.attend(
+        meta, pad(made.query, meta.bucket.query), pad(key, own), pad(value, own), None,
+        made.scoring(),
+    )  # fmt: skip
+    output, lse = unified.normalize(found)
+    for index, (start, length) in enumerate(zip(key_starts, lens, strict=True)):
+        rows = slice(made.batch.starts[index], made.batch.starts[index + 1])
+        keys = slice(start, start + length)
+        expected = reference.attend(made.spec, made.query[rows], key[keys], value[keys])
+        torch.testing.assert_close(output[rows], expected[0], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(lse[rows], expected[1], rtol=1e-10, atol=1e-12)
+
+
 def test_absent_parts_are_the_identity() -> None:
     made = step([1], [6], [[0, 1]])
-    scoring = unified.Scoring(made.spec.scale, dtype=torch.float64)
+    scoring = made.scoring()
     found = unified.unique(made.metadata(), made.query, (made.cache.key, made.cache.value), scoring)
     assert unified.ABSENT == (None, None, None)
     assert unified.combine(unified.ABSENT, unified.ABSENT) == (None, None, None)
@@ -129,9 +161,15 @@ def test_absent_parts_are_the_identity() -> None:
     assert unified.combine(unified.ABSENT, found) is found
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_the_cache_is_read_once(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes read equal the distinct blocks in sight, though three sequences share two of them."""
+@pytest.mark.parametrize(("window", "distinct"), [(None, 9), (6, 6)])
+def test_the_cache_is_read_once(
+    window: int | None, distinct: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes read equal the distinct blocks in sight, though three sequences share two of them.
+
+    Read are blocks 27, 21, 2 and 3, of the prefills only the context, and 10 to 14. With a window
+    of 6, sequence 1 begins to see at 6, sequence 2 at 3, and sequence 4 at 12: not 10, 11 and 12.
+    """
     made = step(
         [1, 1, 6, 9, 1],
         [9, 11, 8, 0, 17],
@@ -150,11 +188,8 @@ def test_the_cache_is_read_once(window: int | None, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(unified, "fetch", counting)
     made.unified()
-    row = {True: [27, 21, 2, 3, 10, 11, 12, 13, 14], False: [27, 21, 2, 3, 13, 14]}[window is None]
-    if window is not None:  # sequences 0 to 2 begin to see at 4, 6 and 3; sequence 4 at 12
-        assert made.batch.lens == [10, 12, 14, 9, 18]
     one_block = sum(stored[0].nbytes for stored in (made.cache.key, made.cache.value))
-    assert sum(tensor.nbytes for tensor in read) == len(row) * one_block
+    assert sum(tensor.nbytes for tensor in read) == distinct * one_block
 
 
 def test_a_block_at_two_places_is_two_entries() -> None:

@@ -17,8 +17,9 @@ class Bucket(NamedTuple):
     """One graph. `phase`: "csu" with "-" for each part (causal, shared, unique) that is absent.
 
     `query` tokens, `shared` and `unique` blocks, `logits`: rows that the sampler reads, at most one
-    a sequence, so as many sequences as the graph takes. `contiguous`: the unique blocks are a slice
-    of the cache.
+    a sequence, so as many sequences as the graph takes. `keys`: how many of the step's own keys the
+    causal part holds against every query; 0 where a slice needs those up to its own end alone.
+    `contiguous`: the unique blocks are a slice of the cache.
     """
 
     phase: str
@@ -26,7 +27,13 @@ class Bucket(NamedTuple):
     shared: int
     unique: int
     logits: int
+    keys: int = 0
     contiguous: bool = False
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the step's own keys and values that the causal part takes."""
+        return self.keys or self.query
 
     def products(self, block_size: int) -> int:
         """Return how many (query token, key) products of one head the graph computes."""
@@ -34,7 +41,7 @@ class Bucket(NamedTuple):
         if self.phase[0] == "c":
             for start in range(0, self.query, SLICE):
                 stop = min(start + SLICE, self.query)
-                causal += (stop - start) * stop
+                causal += (stop - start) * (self.keys or stop)
         return causal + (self.query * self.shared + self.unique) * block_size
 
 

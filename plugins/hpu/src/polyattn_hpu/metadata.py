@@ -4,6 +4,7 @@ Every key of every sequence belongs to exactly one part. A sequence of one query
 keys, its own included, from the cache: then a step of decodes alone has no causal part, and in a
 mixed step the causal part leaves that token's key out, so it counts once. A longer query takes the
 step's own keys from the causal part and its context from the cache, unless there are none at hand.
+Keys that are given whole, of a layer without a cache, are all in the causal part.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Tokens:
     """The query tokens, int32 (bucket.query,) each.
 
     A token sees the keys of its sequence at positions from `low` up to `high`, and below `sinks`;
-    those below `cached` are in the cache, the others among the step's own. `sequence` is
-    bucket.logits and `high` and `sinks` are 0 for padding, which sees nothing.
+    those below `cached` are in the cache, the others among the step's own, the key at position p in
+    row `origin + p`. Padding sees nothing: `sequence` is bucket.logits, all else 0.
     """
 
     sequence: Tensor
@@ -37,6 +38,7 @@ class Tokens:
     high: Tensor
     sinks: Tensor
     cached: Tensor
+    origin: Tensor
 
     def sees(self, key: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return which keys at these positions the tokens see, (rows, keys).
@@ -50,13 +52,19 @@ class Tokens:
         """Return the same for keys in the cache."""
         return self.sees(key, rows) & (key < self.cached[rows][:, None])
 
+    def sees_own(self, width: int, rows: slice) -> Tensor:
+        """Return the same for the step's own keys in rows 0 to `width`."""
+        key = torch.arange(width, dtype=torch.int32, device=self.origin.device)
+        key = key - self.origin[rows, None]
+        return self.sees(key, rows) & (key >= self.cached[rows][:, None])
+
 
 @dataclass(frozen=True)
 class Metadata:
     """A step in the shapes of its bucket; int32 where nothing else is said.
 
     - `causal_masks`: for each slice of queries, which of the step's own keys it sees, bool
-      (rows, keys up to the slice's end): one mask for causality, sequences and windows.
+      (rows, bucket.keys, or keys up to the slice's end): one mask for causality, sequences, windows.
     - `shared_blocks`, `shared_starts` (bucket.shared,): a block, and its first key's position;
       `member` bool (bucket.logits + 1, bucket.shared): which sequences use it. A block that stands
       at two positions is two entries.
@@ -113,34 +121,46 @@ def build(
     block_table: NDArray[np.int32] | None,
     block_size: int,
     *,
-    fresh: bool,
+    fresh: bool = True,
+    key_starts: Sequence[int] | None = None,
     rounding: Rounding,
     device: torch.device | str = "cpu",
 ) -> Metadata:
     """Return the metadata of a step.
 
-    `lens` count context plus new tokens; `block_table` (num_seqs, max_blocks) on the host, None
-    where nothing is cached. `fresh`: the step's own keys will be at hand for the causal part.
+    `lens` count context plus new tokens; `block_table` (num_seqs, max_blocks) on the host. `fresh`:
+    the step's own keys will be at hand for the causal part. Without a block table all keys are:
+    `key_starts` says in which row each sequence's `lens` keys start.
     """
     queries, total = np.asarray(query_lens, np.int64), np.asarray(lens, np.int64)
-    in_causal = (queries > 1) & fresh if block_table is not None else np.full(len(total), fresh)
-    cached = np.where(in_causal, total - queries, total)
-    tokens = _tokens(spec, queries, total, cached)
+    starts = np.cumsum(queries) - queries
+    if block_table is not None:
+        cached = np.where((queries > 1) & fresh, total - queries, total)
+        origin = starts - (total - queries)
+    else:
+        cached, origin = np.zeros_like(total), np.asarray(key_starts, np.int64)
+    tokens = _tokens(spec, queries, total, cached, origin)
     parts = _split(spec, tokens, queries, cached, block_table, block_size)
+    own = (queries > 0) & (total > cached)
     exact = Bucket(
-        phase(bool(queries[in_causal].any()), len(parts.shared) > 0, len(parts.unique) > 0),
+        phase(bool(own.any()), len(parts.shared) > 0, len(parts.unique) > 0),
         int(queries.sum()), len(parts.shared), len(parts.unique), len(total),
     )  # fmt: skip
-    bucket = Bucket(exact.phase, *(rounding(size) for size in exact[1:5]))
+    in_order = tokens["origin"] + tokens["position"] == np.arange(exact.query)
+    if own.any() and not (spec.causal and in_order.all()):
+        exact = exact._replace(keys=int((origin + total)[own].max()))
+    bucket = Bucket(exact.phase, *(rounding(size) for size in exact[1:6]))
     if len(parts.unique):
-        span = int(parts.unique.block.max()) + 1
-        if rounding(span) <= bucket.unique:
-            bucket = bucket._replace(unique=rounding(span), contiguous=True)
+        span = rounding(int(parts.unique.block.max()) + 1)
+        if span <= bucket.unique:
+            bucket = bucket._replace(unique=span, contiguous=True)
             exact = exact._replace(contiguous=True)
-    return _pack(spec, tokens, parts, in_causal, exact, bucket, block_size, torch.device(device))
+    return _pack(tokens, parts, exact, bucket, block_size, torch.device(device))
 
 
-def _tokens(spec: LayerSpec, queries: Ints, total: Ints, cached: Ints) -> dict[str, Ints]:
+def _tokens(
+    spec: LayerSpec, queries: Ints, total: Ints, cached: Ints, origin: Ints
+) -> dict[str, Ints]:
     """Return what `Tokens` holds, unpadded."""
     sequence = np.repeat(np.arange(len(queries)), queries)
     at = np.arange(len(sequence)) - (np.cumsum(queries) - queries)[sequence]
@@ -159,7 +179,7 @@ def _tokens(spec: LayerSpec, queries: Ints, total: Ints, cached: Ints) -> dict[s
             high = np.minimum(high, position + spec.sliding_window)
     return {
         "sequence": sequence, "position": position, "low": low, "high": high, "sinks": sinks,
-        "cached": cached[sequence],
+        "cached": cached[sequence], "origin": origin[sequence],
     }  # fmt: skip
 
 
@@ -209,10 +229,8 @@ def _in_sight(
 
 
 def _pack(
-    spec: LayerSpec,
     tokens: dict[str, Ints],
     parts: _Split,
-    in_causal: NDArray[np.bool_],
     exact: Bucket,
     bucket: Bucket,
     block_size: int,
@@ -220,32 +238,25 @@ def _pack(
 ) -> Metadata:
     """Pad to the bucket and move to the device."""
 
-    def padded(values: Ints, size: int, fill: int = 0) -> Tensor:
+    def placed(values: Ints, size: int, fill: int = 0, at: Ints | slice | None = None) -> Tensor:
         whole = np.full(size, fill, np.int32)
-        whole[: len(values)] = values
+        whole[slice(len(values)) if at is None else at] = values
         return torch.from_numpy(whole).to(device)
 
     nobody = bucket.logits
     held = Tokens(
         **{
-            name: padded(values, bucket.query, nobody if name == "sequence" else 0)
+            name: placed(values, bucket.query, nobody if name == "sequence" else 0)
             for name, values in tokens.items()
         }
     )
     member = np.zeros((bucket.logits + 1, bucket.shared), np.bool_)
     member[parts.users] = True
-    unique, place = parts.unique, np.arange(len(parts.unique))
-    if bucket.contiguous:
-        place = unique.block
-    first = np.searchsorted(tokens["sequence"], np.arange(exact.logits))
-
-    def placed(values: Ints, fill: int = 0) -> Tensor:
-        whole = np.full(bucket.unique, fill, np.int32)
-        whole[place] = values
-        return torch.from_numpy(whole).to(device)
-
-    groups = placed(unique.sequence, nobody)
-    starts, rows = placed(unique.start), placed(first[unique.sequence])
+    unique, size = parts.unique, bucket.unique
+    at = unique.block if bucket.contiguous else None
+    first = np.searchsorted(tokens["sequence"], unique.sequence)
+    groups = placed(unique.sequence, size, nobody, at)
+    starts, rows = placed(unique.start, size, 0, at), placed(first, size, 0, at)
     offsets = torch.arange(block_size, dtype=torch.int32, device=device)
     masks = held.sees_cached(starts[:, None] + offsets, rows) & (groups != nobody)[:, None]
     return Metadata(
@@ -253,11 +264,11 @@ def _pack(
         exact=exact,
         block_size=block_size,
         tokens=held,
-        causal_masks=_causal_masks(spec, held, in_causal, bucket, device),
-        shared_blocks=padded(parts.shared.block, bucket.shared),
-        shared_starts=padded(parts.shared.start, bucket.shared),
+        causal_masks=_causal_masks(held, bucket),
+        shared_blocks=placed(parts.shared.block, bucket.shared),
+        shared_starts=placed(parts.shared.start, bucket.shared),
         member=torch.from_numpy(member).to(device),
-        unique_blocks=None if bucket.contiguous else placed(unique.block),
+        unique_blocks=None if bucket.contiguous else placed(unique.block, size),
         unique_starts=starts,
         unique_groups=groups,
         unique_rows=rows,
@@ -265,24 +276,11 @@ def _pack(
     )
 
 
-def _causal_masks(
-    spec: LayerSpec,
-    tokens: Tokens,
-    in_causal: NDArray[np.bool_],
-    bucket: Bucket,
-    device: torch.device,
-) -> tuple[Tensor, ...]:
-    """Return each slice's mask; empty where no sequence brings keys of its own."""
+def _causal_masks(tokens: Tokens, bucket: Bucket) -> tuple[Tensor, ...]:
+    """Return each slice's mask; none where no sequence brings keys of its own."""
     if bucket.phase[0] != "c":
         return ()
-    brings = torch.zeros(bucket.logits + 1, dtype=torch.bool, device=device)
-    brings[: len(in_causal)] = torch.from_numpy(in_causal)
-    has_key = brings[tokens.sequence]
-    masks = []
-    for start in range(0, bucket.query, SLICE):
-        rows = slice(start, min(start + SLICE, bucket.query))
-        width = rows.stop if spec.causal else bucket.query
-        mask = tokens.sees(tokens.position[:width], rows)
-        mask &= tokens.sequence[rows, None] == tokens.sequence[None, :width]
-        masks.append(mask & has_key[:width])
-    return tuple(masks)
+    slices = [
+        slice(start, min(start + SLICE, bucket.query)) for start in range(0, bucket.query, SLICE)
+    ]
+    return tuple(tokens.sees_own(bucket.keys or rows.stop, rows) for rows in slices)

@@ -83,8 +83,8 @@ def attend(
 ) -> Partial:
     """Return the partial over all keys of a step, for the bucket's rows.
 
-    `query` (bucket.query, num_heads, head_size); `key`, `value` (bucket.query, num_kv_heads, size):
-    the step's own, needed where the phase has a causal part; `cache`: K and V, each (num_blocks,
+    `query` (bucket.query, num_heads, head_size); `key`, `value` (bucket.own_rows, num_kv_heads,
+    size): the step's own, needed where the phase has a causal part; `cache`: K and V, each (num_blocks,
     block_size, num_kv_heads, size), needed where it has another.
     """
     query = query.to(scoring.dtype)
@@ -102,9 +102,9 @@ def attend(
 
 
 def causal(meta: Metadata, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Partial:
-    """Attend over the step's own keys, slice by slice; a slice sees keys up to its own end.
+    """Attend over the step's own keys, slice by slice; in order, a slice needs keys up to its end.
 
-    Where the layer isn't causal every slice sees all keys: the masks' widths say so.
+    Where the layer isn't causal every slice needs all keys: the masks' widths say so.
     """
     tokens = meta.tokens
     keys, values = key.to(scoring.dtype).transpose(0, 1), _flagged(value, scoring.dtype)
@@ -115,7 +115,8 @@ def causal(meta: Metadata, query: Tensor, key: Tensor, value: Tensor, scoring: S
         width = mask.shape[1]
         distance = None
         if scoring.slopes is not None:
-            distance = tokens.position[None, :width] - tokens.position[rows, None]
+            row = torch.arange(width, dtype=tokens.origin.dtype, device=tokens.origin.device)
+            distance = row - (tokens.origin + tokens.position)[rows, None]
         parts.append(
             _dense(query[rows], keys[:, :width], values[:, :width], mask, distance, scoring)
         )
@@ -242,6 +243,15 @@ def fetch(stored: Tensor, blocks: Tensor | slice) -> Tensor:
     if stored.dtype.itemsize > 1:
         return stored.index_select(0, blocks)
     return stored.view(torch.uint8).index_select(0, blocks).view(stored.dtype)
+
+
+def nothing(rows: int, heads: int, v_head_size: int, like: Tensor) -> Partial:
+    """Return the partial of rows that saw no key."""
+    return Partial(
+        like.new_zeros(rows, heads, v_head_size + 1),
+        like.new_full((rows, heads), -torch.inf),
+        like.new_zeros(rows, heads),
+    )
 
 
 def _dense(
