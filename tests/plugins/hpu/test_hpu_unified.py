@@ -14,6 +14,7 @@ from polyattn_hpu import unified
 from polyattn_hpu.buckets import EXACT, SLICE, Bucket, Rounding, phase
 from polyattn_hpu.metadata import build
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 MASKS: list[dict[str, Any]] = [
     {},
@@ -264,3 +265,37 @@ def test_phase_strings_and_products() -> None:
     assert Bucket("-s-", 3, 10, 0, 4).products(16) == 480
     causal = Bucket("c--", 2 * SLICE + 3, 0, 0, 4).products(16)
     assert causal == SLICE * SLICE + SLICE * 2 * SLICE + 3 * (2 * SLICE + 3)
+
+
+def test_steps_of_one_bucket_are_one_graph() -> None:
+    """Compiled whole, without a break: nothing asks a tensor for its values, as on Gaudi it mustn't."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(unified.attend, backend=counter, fullgraph=True, dynamic=False)
+    same = [
+        step(
+            [5, 1, 1],
+            [8, 30, 6],
+            [[0, 1, 2, 3], [20, 21, 22, 23, 24, 25, 26, 27], [40, 41]],
+            num_blocks=50,
+        ),
+        step(
+            [6, 1, 1],
+            [7, 32, 3],
+            [[0, 1, 2, 3], [30, 31, 22, 23, 24, 25, 26, 27, 28], [42]],
+            num_blocks=50,
+        ),
+    ]
+    other = step([1, 1], [7, 7], [[0, 1], [0, 1]])
+    graphs = []
+    for made in (*same, other):
+        meta = made.metadata(rounding=Rounding(2))
+        inputs = (
+            meta, pad(made.query, meta.bucket.query), pad(made.key, meta.bucket.own_rows),
+            pad(made.value, meta.bucket.own_rows), (made.cache.key, made.cache.value),
+            made.scoring(),
+        )  # fmt: skip
+        output, _ = unified.normalize(compiled(*inputs))
+        torch.testing.assert_close(output[: made.batch.num_tokens], made.reference()[0])
+        graphs.append(counter.frame_count)
+    assert graphs == [1, 1, 2]

@@ -149,7 +149,8 @@ def build(
     in_order = tokens["origin"] + tokens["position"] == np.arange(exact.query)
     if own.any() and not (spec.causal and in_order.all()):
         exact = exact._replace(keys=int((origin + total)[own].max()))
-    bucket = Bucket(exact.phase, *(rounding(size) for size in exact[1:6]))
+    query, shared, unique, logits, keys = (rounding(size) for size in exact[1:6])
+    bucket = Bucket(exact.phase, query, shared, unique, logits, keys)
     if len(parts.unique):
         span = rounding(int(parts.unique.block.max()) + 1)
         if span <= bucket.unique:
