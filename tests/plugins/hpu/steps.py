@@ -9,6 +9,7 @@ import torch
 from polyattn import Batch, KVCache, LayerSpec
 from polyattn.families.attention import reference
 from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.runtime.store import scatter
 from polyattn_hpu import unified
 from polyattn_hpu.buckets import EXACT, Rounding
 from polyattn_hpu.metadata import Metadata, build
@@ -104,5 +105,6 @@ def step(
     key = random(tokens, made.num_kv_heads, made.head_size)
     value = random(tokens, made.num_kv_heads, made.v_head_size)
     assert batch.slot_mapping is not None
-    cache.write(key, value, batch.slot_mapping)
+    scatter(cache.key, key, batch.slot_mapping)
+    scatter(cache.value, value, batch.slot_mapping)
     return Step(made, batch, query, key, value, cache)

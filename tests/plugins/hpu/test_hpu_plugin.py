@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from functools import cache
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from polyattn import Attention, Batch, Device, LayerSpec, select
-from polyattn.checking.tolerance import lse_error, output_error, tolerance_of
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SelectionError
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn_hpu import platform
@@ -74,7 +76,7 @@ def test_serves_gaudi(profile: str) -> None:
     assert (device.platform, device.arch) == ("hpu", profile)
     decision = select(LLAMA, profile).decision
     assert (decision.prefill, decision.decode) == ("HPU_ATTN", "HPU_ATTN")
-    assert decision.block_size == 128
+    assert decision.cache is not None and decision.cache.block_size == 128
 
 
 def test_each_gaudi_says_why_not() -> None:
@@ -142,6 +144,16 @@ def test_agrees_with_torch_sdpa(part: int) -> None:
         compare(spec, *random_batch(rng, block), generator)
 
 
+@cache
+def layer_of(spec: LayerSpec, backend: str) -> Attention:
+    params: dict[str, Any] = {}
+    if spec.kv_cache_dtype != "auto":
+        params = {"k_scale": 0.05, "v_scale": 0.07}
+    if spec.learned_sinks:
+        params["sinks"] = torch.linspace(-1, 2, spec.num_heads)
+    return Attention(select(spec, "cpu", backend=backend), **params)
+
+
 def compare(
     spec: LayerSpec,
     queries: list[int],
@@ -153,10 +165,6 @@ def compare(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(STORAGE_DTYPES[spec.dtype])
 
-    quantised = spec.kv_cache_dtype != "auto"
-    params: dict[str, Any] = {"k_scale": 0.05, "v_scale": 0.07} if quantised else {}
-    if spec.learned_sinks:
-        params["sinks"] = random(spec.num_heads).float()
     block = spec.block_size
     assert block is not None
     # A padding row stores nothing.
@@ -176,11 +184,10 @@ def compare(
                (spec.head_size, spec.v_head_size)]  # fmt: skip
     results = []
     for backend in ("HPU_ATTN", "TORCH_SDPA"):
-        layer = Attention(select(spec, "cpu", backend=backend), **params)
-        cache = layer.selection.cache_spec(num_blocks).allocate()
-        every = torch.arange(num_blocks * block)
-        cache.write(*context, every, layer.params.k_scale, layer.params.v_scale)
-        results.append(layer(query, key, value, cache, batch))
+        layer = layer_of(spec, backend)
+        stored_in = layer.group.allocate_cache(num_blocks)
+        layer.store(*context, stored_in, torch.arange(num_blocks * block))
+        results.append(layer(query, key, value, stored_in, batch))
     (output, lse), (expected, expected_lse) = results
     limit = tolerance_of(spec)
     assert output_error(output, expected) <= limit.output, (spec, queries, lens)

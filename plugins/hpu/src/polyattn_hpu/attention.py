@@ -39,7 +39,7 @@ class UnifiedPlan(Plan):
         self._spec, self._block_size = spec, block_size
         self._table: NDArray[np.int32] | None = None
         if batch.block_table is not None and spec.cached:
-            self._table = np.array(batch.block_table.cpu())
+            self._table = batch.block_table.cpu().numpy().copy()
         self._made: dict[bool, Metadata] = {}
         self.metadata(fresh=spec.role.value != "cross")
 

@@ -19,6 +19,7 @@ HPU_ATTN = BackendInfo(
     capabilities=Capabilities(
         platforms={"hpu": ("gaudi2", "gaudi3"), "cpu": ()},
         roles=frozenset(Role),
+        cached=frozenset({True, False}),
         dtypes=frozenset({"bfloat16", "float16", "float32", "float64"}),
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
         preferred_block_size=128,
@@ -61,7 +62,14 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="hpu", detect="polyattn_hpu.platform:detect", rank=20)]
+    return [
+        Platform(
+            name="hpu",
+            detect="polyattn_hpu.platform:detect",
+            rank=20,
+            current="polyattn_hpu.platform:current",
+        )
+    ]
 
 
 @hookimpl

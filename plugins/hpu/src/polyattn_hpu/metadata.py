@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from polyattn import LayerSpec
+from polyattn.kernel import LayerSpec
 from torch import Tensor
 
 from polyattn_hpu.buckets import SLICE, Bucket, Rounding, phase

@@ -23,10 +23,17 @@ def detect(torch_device: str | None = None) -> Device | None:
 
     if not hpu.is_available():
         return None
-    named = torch_device is not None and ":" in torch_device
-    index = int(torch_device.split(":")[1]) if named and torch_device else hpu.current_device()
+    _, _, number = (torch_device or "").partition(":")
+    index = int(number) if number else hpu.current_device()
     name = hpu.get_device_name(index)  # "GAUDI2", "GAUDI3"
     arch = name.lower()
     return Device(
         platform="hpu", arch=arch, name=name, fp8=FP8.get(arch), torch_device=f"hpu:{index}"
     )
+
+
+def current() -> str:
+    """Return the Gaudi that is current now, of those that this process sees."""
+    import habana_frameworks.torch.hpu as hpu
+
+    return f"hpu:{hpu.current_device()}"
