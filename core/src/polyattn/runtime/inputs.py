@@ -38,6 +38,8 @@ def check_aligned(**tensors: Tensor | None) -> None:
 
 def refuse_gradients(**tensors: Tensor | None) -> None:
     """Refuse what asks for a gradient: no backend has a backward. Raises `BatchError`."""
+    if not torch.is_grad_enabled():
+        return
     for name, tensor in tensors.items():
         if tensor is not None and tensor.requires_grad:
             raise BatchError(

@@ -39,13 +39,22 @@ class StorePlan:
 class Call:
     """One backend's part of a step: which tokens, in which blocks, and its own plan."""
 
-    __slots__ = ("backend", "block_size", "name", "phase", "plan", "rows")
+    __slots__ = ("backend", "block_size", "expanded", "name", "phase", "plan", "rows")
 
     def __init__(
-        self, phase: str, name: str, backend: Any, plan: Any, rows: Rows, block_size: int | None
+        self,
+        phase: str,
+        name: str,
+        backend: Any,
+        plan: Any,
+        rows: Rows,
+        block_size: int | None,
+        expanded: bool = False,
     ):
         self.phase, self.name, self.backend = phase, name, backend
-        self.plan, self.rows, self.block_size = plan, rows, block_size
+        self.plan, self.rows = plan, rows
+        # The blocks that it walks, and whether they are smaller than the cache's.
+        self.block_size, self.expanded = block_size, expanded
 
     def __repr__(self) -> str:
         return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"

@@ -114,8 +114,7 @@ def recurrence(
 
 
 def _refuse_traced_gradients(*tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled():
-        refuse_gradients(**{f"input {i}": tensor for i, tensor in enumerate(tensors)})
+    refuse_gradients(**{f"input {i}": tensor for i, tensor in enumerate(tensors)})
 
 
 def _found(number: int, plan: Tensor, tokens: int) -> tuple[Any, StepPlan]:

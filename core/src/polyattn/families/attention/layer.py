@@ -19,7 +19,6 @@ from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
-    own_precision,
     refuse_gradients,
 )
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
@@ -79,6 +78,7 @@ class Attention(nn.Module):
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = STORAGE_DTYPES[spec.dtype], spec.needs_lse
+        self._device_type = device.type
         self._handle = torch_compile.handle(self)
 
     def plan(self, batch: Batch) -> StepPlan:
@@ -106,8 +106,9 @@ class Attention(nn.Module):
         """
         if torch.compiler.is_compiling():
             return torch_compile.attention(self, query, key, value, cache, plan, out)
-        step = self.group.plan_for(plan)
-        assert isinstance(step, AttentionStep)
+        step: Any = plan
+        if step.__class__ is not AttentionStep or step.group is not self.group:
+            step = self.group.plan_for(plan)
         lse = None
         if self._needs_lse:
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
@@ -133,19 +134,31 @@ class Attention(nn.Module):
         if out.shape != step.out_shape or out.dtype is not dtype or out.device != query.device:
             raise bad_input("out", out, step.out_shape, dtype, query.device)
         if key is not None and value is not None:
-            self._check_keys(step, key, value)
+            if step.key_shape is None:
+                self._check_given(step, key, value)
+            else:
+                if key.shape != step.key_shape or key.dtype is not dtype:
+                    raise bad_input("key", key, step.key_shape, dtype)
+                if value.shape != step.value_shape or value.dtype is not dtype:
+                    raise bad_input("value", value, step.value_shape or (), dtype)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache)
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
-        if torch.is_grad_enabled():
-            refuse_gradients(query=query, key=key, value=value)
+        if query.requires_grad or (key is not None and key.requires_grad):
+            refuse_gradients(query=query, key=key)
+        if value is not None and value.requires_grad:
+            refuse_gradients(value=value)
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
-        for values in self._per_head:
-            values.current()
-        with own_precision(out):
+        if self._per_head:
+            for values in self._per_head:
+                values.current()
+        if torch.is_autocast_enabled(self._device_type):
+            with torch.autocast(self._device_type, enabled=False):
+                step.run(query, key, value, cache, self.params, out, lse)
+        else:
             step.run(query, key, value, cache, self.params, out, lse)
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
@@ -167,10 +180,10 @@ class Attention(nn.Module):
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
         store.run(store.plan(slot_mapping), key, value, cache, self.params)
 
-    def _check_keys(self, step: AttentionStep, key: Tensor, value: Tensor) -> None:
-        spec, dtype, tokens = self.spec, self._dtype, step.num_keys
-        if tokens is None:  # given whole: as many as the batch's sequences reach
-            tokens = max(key.shape[0], step.keys_reach)
+    def _check_given(self, step: AttentionStep, key: Tensor, value: Tensor) -> None:
+        """Keys that are given whole: at least as many as the batch's sequences reach."""
+        spec, dtype = self.spec, self._dtype
+        tokens = max(key.shape[0], step.keys_reach)
         for name, tensor, size in (
             ("key", key, spec.head_size),
             ("value", value, spec.v_head_size),

@@ -25,11 +25,16 @@ class AttentionStep(StepPlan):
         super().__init__(group, batch)
         self._calls = calls
         self.store: StorePlan | None = None
+        self.stored_by: StoreBackend | None = None
         spec, tokens = group.spec, batch.num_tokens
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
-        self.num_keys = tokens if spec.cached else None
+        # The new tokens' keys and values; None where they are given whole.
+        self.key_shape = self.value_shape = None
+        if spec.cached:
+            self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
+            self.value_shape = torch.Size((tokens, spec.num_kv_heads, spec.v_head_size))
         # Of keys that are given whole, as many as the sequences reach must be there.
         ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
         self.keys_reach = max(ends, default=0)
@@ -49,13 +54,13 @@ class AttentionStep(StepPlan):
         lse: Tensor | None,
     ) -> None:
         """Store the new keys and values and attend. Writes `out` (and `lse`)."""
-        if self.store is not None and key is not None and value is not None and cache is not None:
-            store = self.group.planner.store  # type: ignore[attr-defined]
-            store.run(self.store, key, value, cache, params)
+        if self.store is not None and key is not None:
+            assert value is not None and cache is not None and self.stored_by is not None
+            self.stored_by.run(self.store, key, value, cache, params)
         for call in self._calls:
             view = cache
-            if cache is not None and call.block_size != cache.block_size:
-                assert call.block_size is not None
+            if call.expanded:
+                assert call.block_size is not None and cache is not None
                 view = cache.in_blocks_of(call.block_size)[0]
             rows = call.rows
             if rows is None:
@@ -144,7 +149,7 @@ class Planner(StepPlanner):
             )
         step = AttentionStep(self.group, batch, tuple(calls))
         if batch.slot_mapping is not None:
-            step.store = self.store.plan(batch.slot_mapping)
+            step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
         return step
 
     def _call(self, phase: str, part: Part, before: dict[str, Call]) -> Call:
@@ -159,7 +164,8 @@ class Planner(StepPlanner):
                 into = None if earlier is None else earlier.plan.batch.block_table
                 batch = expand(batch, whole, block_size, into)
         plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, self.names[phase], backend, plan, part.rows, block_size)
+        expanded = batch is not part.batch
+        return Call(phase, self.names[phase], backend, plan, part.rows, block_size, expanded)
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:

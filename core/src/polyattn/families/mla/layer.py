@@ -134,8 +134,7 @@ class LatentAttention(nn.Module):
         if not isinstance(cache, KVCache):
             raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
         self.group.check_format(cache.format)
-        if torch.is_grad_enabled():
-            refuse_gradients(query=query, latent=latent, rope_key=rope_key)
+        refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
         entry = torch.cat([latent, rope_key], dim=1)[:, None]

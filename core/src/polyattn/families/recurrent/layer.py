@@ -126,8 +126,7 @@ class Recurrent(nn.Module):
         dtype = STORAGE_DTYPES[wanted.dtype]
         if states.data.shape[1:] != wanted.shape or states.data.dtype is not dtype:
             raise bad_input("states", states.data, ("slots", *wanted.shape), dtype)
-        if torch.is_grad_enabled():
-            refuse_gradients(**named)
+        refuse_gradients(**named)
         if self.checks and not capturing(out):
             check_state_slots(step.batch, states.num_slots)
         with own_precision(out):
