@@ -122,7 +122,12 @@ def _select(spec: LayerSpec, device: Device, settings: Settings, verify: bool) -
 
 
 def _selection(decision: Decision, registry: Registry) -> Selection:
-    return Selection(decision, tuple((p, registry.backends[n]) for p, n in decision.chosen))
+    infos = registry.backends
+    return Selection(
+        decision,
+        tuple((phase, infos[name]) for phase, name in decision.chosen),
+        tuple((phase, tuple(infos[n] for n in names)) for phase, names in decision.candidates),
+    )
 
 
 def _facts(

@@ -101,6 +101,16 @@ class LayerGroup:
         """
         info = self.selection.backend(phase)
         assert info is not None, f"{self.spec} has no phase {phase}"
+        return self.load(info, base, spec, cache)
+
+    def load(
+        self,
+        info: BackendInfo,
+        base: type[BackendT],
+        spec: LayerSpec | None = None,
+        cache: CacheFormat | None = None,
+    ) -> BackendT:
+        """Return this backend, loaded once for each spec and cache format. Raises `PluginError`."""
         spec = spec or self.spec
         key = (info.name, spec, cache)
         found = self._loaded.get(key)
@@ -108,12 +118,12 @@ class LayerGroup:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
         return found
 
-    def kernel_format(self, phase: str) -> CacheFormat | None:
-        """Return the cache as the kernel of `phase` walks it; None where there is no cache."""
-        if self.cache_format is None:
+    def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
+        """Return the cache as a backend's kernel walks it; None where there is no cache."""
+        if self.cache_format is None or info is None:
             return None
         sizes = dict(self.selection.decision.kernel_block_sizes)
-        return self.cache_format.in_blocks_of(sizes.get(phase, self.cache_format.block_size))
+        return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
         """Return a layer's uninitialised cache on the group's device. Raises `CacheError`."""

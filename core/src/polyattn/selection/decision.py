@@ -44,8 +44,8 @@ class Decision:
 
     `chosen` names a backend for each phase of the layer; `candidates` all that can serve a phase over
     the same cache, best first. `cache` is the cache that they share, None where there is none.
-    `kernel_block_sizes` are the blocks that a phase's kernel walks in; where one differs from the
-    cache's, the block table is expanded.
+    `kernel_block_sizes` are the blocks that each candidate's kernel walks in; where one differs from
+    the cache's, the block table is expanded.
     """
 
     spec: LayerSpec
@@ -93,11 +93,12 @@ class Decision:
         who = [f"{phase} {name}" for phase, name in self.chosen if phase in ("prefill", "decode")]
         if self.cache is None:
             return ", ".join(who)
+        sizes = dict(self.kernel_block_sizes)
         words = [*who, f"layout {self.cache.layout}, block size {self.cache.block_size}"]
         words += [
-            f"{phase} in blocks of {size}"
-            for phase, size in self.kernel_block_sizes
-            if size != self.cache.block_size
+            f"{phase} in blocks of {sizes[name]}"
+            for phase, name in self.chosen
+            if sizes.get(name, self.cache.block_size) != self.cache.block_size
         ]
         others = [f"{phase} {name}" for phase, name in self.chosen if phase in ("store", "merge")]
         return ", ".join([*words, *others])
