@@ -8,8 +8,8 @@ from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.decision import Decision
-from polyattn.selection.prediction import TimingModel
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.timing import TimingModel
 
 
 @dataclass(frozen=True)
