@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
-from polyattn.registry.info import BackendInfo
-from polyattn.registry.machine import availability
+from polyattn.registry.machine import availabilities
 from polyattn.settings import current
 
 
@@ -64,11 +62,7 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
     timeout = current().probe_timeout
     infos = sorted(registry.backends.values(), key=lambda b: b.name)
 
-    def state(info: BackendInfo) -> str | None:
-        return availability(info, timeout)
-
-    with ThreadPoolExecutor(max_workers=max(1, len(infos))) as pool:
-        problems = list(pool.map(state, infos))
+    problems = availabilities(infos, timeout)
     return [
         {
             "name": info.name,
