@@ -93,6 +93,10 @@ def _current_accelerator() -> Callable[[], None]:
     return (lambda: accelerator.set_device_index(index)) if index else (lambda: None)
 
 
+class Fault(str):
+    """A reason why a backend can't run that is its plugin's own fault, not this machine's."""
+
+
 def availability(info: BackendInfo, timeout: float) -> str | None:
     """Return why `info` can't run on this machine, or None. Imports no vendor library."""
     return availabilities([info], timeout)[0]
@@ -144,16 +148,19 @@ def _declared_problem(info: BackendInfo) -> str | None:
         problem = requirement_problem(text)
         if problem:
             return f"{problem}; {info.install}" if info.install else problem
-    return static_problem(info.path)
+    fault = static_problem(info.path)
+    return None if fault is None else Fault(fault)
 
 
 def _probe_answer(call: PluginCall, timeout: float) -> str | None:
     try:
         answer = call.answer(timeout, "POLYATTN_PROBE_TIMEOUT")
     except PluginError as error:
-        return describe(error)
+        return Fault(describe(error))
     if answer is None:
         return None
     if type(answer) is not str or not answer.strip():
-        return f"its probe returned {shown(answer)}; it must return None or the reason as text"
+        return Fault(
+            f"its probe returned {shown(answer)}; it must return None or the reason as text"
+        )
     return plain(answer)

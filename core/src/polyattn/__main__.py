@@ -1,0 +1,5 @@
+"""`python -m polyattn`."""
+
+from polyattn.tools.cli.entry import main
+
+main()
