@@ -50,11 +50,12 @@ class TraceError(PolyattnError, ValueError):
     """A request trace with a bad line."""
 
 
-def nearest(value: str, valid: Iterable[str]) -> str:
+def nearest(value: object, valid: Iterable[str]) -> str:
     """Return `"; did you mean 'X'?"` with the closest valid spelling, or the list of all."""
     choices = sorted(valid)
     folded = {choice.casefold(): choice for choice in choices}
-    close = difflib.get_close_matches(value.casefold(), folded, n=1, cutoff=0.6)
+    text = value if isinstance(value, str) else shown(value)
+    close = difflib.get_close_matches(text[:LONGEST_TEXT].casefold(), folded, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {folded[close[0]]!r}?"
     return f"; valid: {', '.join(choices)}" if choices else ""

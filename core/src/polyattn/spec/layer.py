@@ -207,10 +207,10 @@ class LayerSpec:
             if name not in known:
                 raise SpecError(f"LayerSpec has no field {name!r}{nearest(name, known)}")
         given = dict(values)
-        for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
-            if isinstance(given.get(name), Mapping):
-                given[name] = part(**given[name])
         try:
+            for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
+                if isinstance(given.get(name), Mapping):
+                    given[name] = part(**given[name])
             return cls(**given)
         except TypeError as error:
             raise SpecError(f"LayerSpec: {error}") from error
