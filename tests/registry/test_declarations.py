@@ -88,7 +88,9 @@ def declarations(draw: st.DrawFn) -> Any:
     return make
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=150, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+)
 @given(declarations())
 def test_any_declaration_is_taken_or_named(make: Any) -> None:
     class Plugin:

@@ -217,7 +217,8 @@ def test_refresh_forgets_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     from zoo.build import install
 
     flag = tmp_path / "mended"
-    ask = f"\ndef ask():\n    from os.path import exists\n    return None if exists({str(flag)!r}) else 'no'\n"
+    ask = "\ndef ask():\n    from os.path import exists\n"
+    ask += f"    return None if exists({str(flag)!r}) else 'no'\n"
     source = backends("[info('MENDED', probe='zoo_mended:ask')]") + ask
     install(tmp_path, Animal("mended", source, ""))
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from pathlib import Path
 
-from polyattn.errors import ConfigError, PolyattnError, SettingsError, describe, nearest
+from polyattn.errors import ConfigError, PolyattnError, SettingsError, describe, nearest, shown
 from polyattn.spec.layer import LayerSpec
 
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -34,12 +34,12 @@ def find_config(name: str | None) -> Path:
             return path
         there = path.is_dir() or file.exists()
     except (OSError, ValueError) as error:  # a name too long, a folder that may not be read
-        raise ConfigError(f"model {name!r} can't be read: {error}") from error
+        raise ConfigError(f"model {shown(name)} can't be read: {describe(error)}") from error
     if there:
         kind = "no such file" if path.is_dir() and not file.exists() else "is not a regular file"
         raise ConfigError(f"{file}: {kind}; give a config.json or its directory")
     raise ConfigError(
-        f"model {name!r} is neither a file nor a bundled model{nearest(name, bundled_models())}"
+        f"model {shown(name)} is neither a file nor a bundled model{nearest(name, bundled_models())}"
     )
 
 

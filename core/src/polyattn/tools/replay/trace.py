@@ -86,7 +86,7 @@ def _rows(path: Path, lines: list[str]) -> Iterator[list[str]]:
     try:
         yield from rows
     except csv.Error as error:  # a field of more than 131,072 characters, say
-        raise TraceError(f"{path}, line {rows.line_num + 1}: not CSV: {error}") from None
+        raise TraceError(f"{path}, line {rows.line_num}: not CSV: {error}") from None
 
 
 def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
