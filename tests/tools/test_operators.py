@@ -128,7 +128,9 @@ def test_no_home_and_no_account(args: list[str]) -> None:
     code = f"{NOBODY}\nfrom polyattn.tools.cli.entry import run; sys.exit(run(sys.argv[1:]))"
     command = [sys.executable, "-c", code, *args]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert found.returncode == 0 and "Traceback" not in found.stderr, found.stderr
+    # Triton can't be imported without a home: that is for doctor to say, and with exit code 1.
+    assert found.returncode in (0, int(args == ["doctor"])), found.stderr
+    assert "Traceback" not in found.stderr
 
 
 def test_settings_can_be_imported_without_a_home() -> None:

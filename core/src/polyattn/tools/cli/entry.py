@@ -16,14 +16,14 @@ from polyattn.errors import PolyattnError
 from polyattn.tools.cli import stdout
 
 
-def main() -> None:
-    """Run the command line of this process."""
+def main() -> int:
+    """Run the command line of this process and return its exit code."""
     if sys.stderr is None:
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
     if sys.stdout is None:
         print("polyattn: standard output is closed", file=sys.stderr)
-        raise SystemExit(2)
-    raise SystemExit(run(sys.argv[1:]))
+        return 2
+    return run(sys.argv[1:])
 
 
 def run(arguments: Sequence[str]) -> int:

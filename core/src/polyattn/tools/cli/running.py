@@ -59,6 +59,7 @@ def show(options: RunOptions) -> int:
     path, specs = read_specs(options.model, None)
     config = read_config(path)
     served = _served(specs, options)
+    requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
     settings = current().with_backend(options.backend, "flag --backend")
     device = resolve_device(options.device)
     check_room(options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}", device)
@@ -67,7 +68,6 @@ def show(options: RunOptions) -> int:
     groups = select_layers(served, device, settings=settings, verify=verify)
     if not options.json:
         _print_selection(Path(path).stem, groups, options)
-    requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
     requests = [request.scaled(options.scale) for request in requests]
     requests, clipped = fit_requests(requests, config, served, options.max_tokens)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
