@@ -87,7 +87,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
     ),
     "Platform": (
         "[Platform(**({'name': 'fakechip', 'detect': 'a:b'} | {%r: %s}))]",
-        {"name": "", "detect": "", "rank": "int"},
+        {"name": "", "detect": "", "rank": "int", "device_types": "", "current": "none"},
     ),
     "Priority": (
         "[info(priorities=(Priority(**({'score': 1} | {%r: %s})),))]",

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.errors import SettingsError, describe, nearest
-from polyattn.registry.capabilities import LAYOUTS
-from polyattn.spec.layer import AttentionKind, LayerSpec, Role
+from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
+from polyattn.spec.layer import LayerSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -43,7 +43,7 @@ FILE_KEYS = (
     "plugin_timeout",
 )  # fmt: skip
 LONGEST_WAIT = 3600
-PHASE_SCOPES = ("prefill", "decode")
+PHASE_SCOPES = ("prefill", "decode", "store", "merge")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
 SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)

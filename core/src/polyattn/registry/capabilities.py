@@ -10,23 +10,17 @@ from typing import Protocol
 from polyattn.device import Device, arch_matches
 from polyattn.registry import typed
 from polyattn.registry.claims import claim_problems, size_problems
-from polyattn.spec.layer import (
+from polyattn.spec.features import FEATURES, features
+from polyattn.spec.kinds import (
     DTYPES,
-    FEATURES,
     KV_CACHE_DTYPES,
+    LAYOUTS,
+    PHASES,
     AttentionKind,
     GraphCapture,
-    LayerSpec,
     Role,
-    features,
 )
-
-PHASES = ("prefill", "decode", "mixed")
-LAYOUTS = ("NHD", "HND")
-EXCLUDABLE = frozenset(
-    {*FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role)}
-)
-"""What `Capabilities.excludes` may name, beside archs."""
+from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -102,6 +96,12 @@ def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes
 
 
 ANY_SIZE = Sizes()
+ANY_PLATFORM = "*"
+"""The platform that a backend of plain torch names: it runs wherever torch does."""
+EXCLUDABLE = frozenset(
+    {*FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role)}
+)
+"""What `Capabilities.excludes` may name, beside archs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,10 @@ class Capabilities:
     - `v_head_pairs`: the (K, V) head sizes that may differ, where only some do; empty: any that
       `head_sizes` and `v_head_sizes` allow.
     - `gqa_ratios`: query heads to a KV head; for MLA, where one latent serves all, the heads.
-    - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both.
+    - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both; `"store"` and
+      `"merge"` are roles of their own, whose backends claim nothing else.
+    - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
+    - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
@@ -145,6 +148,8 @@ class Capabilities:
     preferred_block_size: int = 16
     layouts: tuple[str, ...] = ("NHD",)
     phases: frozenset[str] = frozenset({"prefill", "decode"})
+    cached: frozenset[bool] = frozenset({True})
+    decode_query_lens: int = 1
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -165,6 +170,17 @@ class Capabilities:
                 raise ValueError(f"Capabilities.{name}: unknown {unknown}; valid: {sorted(valid)}")
             if not given:
                 raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
+        if not self.cached or not self.cached <= {True, False}:
+            raise ValueError(f"Capabilities.cached={self.cached!r} must hold True, False or both")
+        if self.decode_query_lens < 1 or (
+            self.decode_query_lens > 1 and "decode" not in self.phases
+        ):
+            raise ValueError(
+                f"Capabilities.decode_query_lens={self.decode_query_lens} must be 1 or more, and more "
+                "than 1 needs phase 'decode'"
+            )
+        if self.phases & {"store", "merge"} and len(self.phases) > 1:
+            raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
         if not self.platforms:
             raise ValueError("Capabilities.platforms is empty: such a backend can run nowhere")
         if "mixed" in self.phases and not {"prefill", "decode"} <= self.phases:
@@ -178,7 +194,7 @@ class Capabilities:
                 f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
                 f"block_sizes ({self.block_sizes})"
             )
-        for problem in claim_problems(self, EXCLUDABLE):
+        for problem in claim_problems(self, EXCLUDABLE, ANY_PLATFORM):
             raise ValueError(problem)
         for name in ("platforms", "remedies"):  # copies: what was checked must not change
             object.__setattr__(self, name, dict(getattr(self, name)))
@@ -193,7 +209,8 @@ def check(
 ) -> tuple[Rejection, ...]:
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
-    An empty tuple means that it can. Pure: no import, no device access.
+    An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
+    for its platform, kind and dtypes alone: what the layer computes is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -203,19 +220,23 @@ def check(
 
     _check_device(caps, device, need)
     need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
-    need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     need(phase in caps.phases, "phase", phase, caps.phases, f"name another backend for {phase}")
     need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, "cast the model")
-    if spec.role.has_cache:
+    if phase == "merge":
+        return tuple(found)
+    if spec.cached:
         _check_cache(caps, spec, device, need)
+    _check_sizes(caps, spec, need)
+    if phase != "store":
+        _check_computation(caps, spec, device, phase, need)
+    return tuple(found)
+
+
+def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:
     need(spec.head_size in caps.head_sizes, "head_size", spec.head_size, caps.head_sizes)
     if spec.v_head_size != spec.head_size:
-        need(
-            spec.v_head_size in caps.v_head_sizes,
-            "v_head_size",
-            spec.v_head_size,
-            caps.v_head_sizes,
-        )
+        wide = spec.v_head_size in caps.v_head_sizes
+        need(wide, "v_head_size", spec.v_head_size, caps.v_head_sizes)
         pair = (spec.head_size, spec.v_head_size)
         need(
             not caps.v_head_pairs or pair in caps.v_head_pairs or spec.latent is not None,
@@ -223,7 +244,16 @@ def check(
             f"{pair[0]}/{pair[1]}",
             [f"{k}/{v}" for k, v in caps.v_head_pairs],
         )
+
+
+def _check_computation(
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
+) -> None:
+    need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     if not spec.kind.is_recurrent:
+        words = {True: "over a cache", False: "given keys and values"}
+        given = [words[c] for c in caps.cached]
+        need(spec.cached in caps.cached, "cached", words[bool(spec.cached)], given)
         ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
         need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:
@@ -235,9 +265,12 @@ def check(
     for name in sorted(asked - caps.features):
         remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
         need(False, name, FEATURES[name], sorted(caps.features), remedy)
-    words = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    if not spec.cached:
+        words_asked |= {"uncached"}
     for together, why in caps.excludes:
-        need(not together <= words, " with ".join(sorted(together)), "together", "apart", why)
+        apart = not together <= words_asked
+        need(apart, " with ".join(sorted(together)), "together", "apart", why)
     need(
         spec.graph_capture <= caps.graph_capture,
         "graph_capture",
@@ -245,7 +278,6 @@ def check(
         f"up to {caps.graph_capture.name.lower()}",
         "capture fewer kinds of steps, or run this layer outside the graph",
     )
-    return tuple(found)
 
 
 def check_supported(
@@ -273,7 +305,9 @@ _FEATURE_REMEDIES = {
 
 
 def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
-    need(device.platform in caps.platforms, "platform", device.platform, list(caps.platforms))
+    everywhere = ANY_PLATFORM in caps.platforms
+    here = everywhere or device.platform in caps.platforms
+    need(here, "platform", device.platform, list(caps.platforms))
     archs = caps.platforms.get(device.platform, ())
     fits = not archs or any(arch_matches(pattern, device.arch) for pattern in archs)
     need(fits, "arch", device.arch, archs)

@@ -29,13 +29,14 @@ def size_problems(sizes: Sizes) -> Iterator[str]:
         yield f"Sizes.high={shown(sizes.high)} is below low={shown(sizes.low)}: it allows no size"
 
 
-def claim_problems(caps: Capabilities, words: Iterable[str]) -> Iterator[str]:
+def claim_problems(caps: Capabilities, words: Iterable[str], anywhere: str) -> Iterator[str]:
     """Yield what is wrong with claims whose fields have the right types.
 
-    `words` are the names that `excludes` may use beside the archs of `platforms`.
+    `words` are the names that `excludes` may use beside the archs of `platforms`; `anywhere` is the
+    platform that stands for all.
     """
     for platform, archs in caps.platforms.items():
-        if not PLATFORM_NAME.fullmatch(platform):
+        if platform != anywhere and not PLATFORM_NAME.fullmatch(platform):
             yield (
                 f"Capabilities.platforms: {shown(platform)} can't be a platform's name; use lower-case "
                 "letters, digits and _"
@@ -48,7 +49,7 @@ def claim_problems(caps: Capabilities, words: Iterable[str]) -> Iterator[str]:
                 )
     if any(size < 1 for pair in caps.v_head_pairs for size in pair):
         yield f"Capabilities.v_head_pairs={shown(sorted(caps.v_head_pairs))}: sizes are 1 or more"
-    yield from _exclude_problems(caps, frozenset(words))
+    yield from _exclude_problems(caps, frozenset(words), anywhere)
 
 
 def is_arch_pattern(pattern: str) -> bool:
@@ -59,7 +60,7 @@ def is_arch_pattern(pattern: str) -> bool:
     return _ARCH.fullmatch(pattern) is not None
 
 
-def _exclude_problems(caps: Capabilities, words: frozenset[str]) -> Iterator[str]:
+def _exclude_problems(caps: Capabilities, words: frozenset[str], anywhere: str) -> Iterator[str]:
     for together, _ in caps.excludes:
         if len(together) < 2:
             yield (
@@ -67,14 +68,14 @@ def _exclude_problems(caps: Capabilities, words: frozenset[str]) -> Iterator[str
                 "don't work together; leave one that never works out of the claims"
             )
         for word in sorted(together - words):
-            if not _is_claimed_arch(word, caps.platforms):
+            if not _is_claimed_arch(word, caps.platforms, anywhere):
                 yield (
                     f"Capabilities.excludes: {shown(word)} is unknown{nearest(word, words)} "
                     "(an arch must be among those that platforms names)"
                 )
 
 
-def _is_claimed_arch(word: str, platforms: Mapping[str, tuple[str, ...]]) -> bool:
+def _is_claimed_arch(word: str, platforms: Mapping[str, tuple[str, ...]], anywhere: str) -> bool:
     """Whether `word` is an arch that the claims cover; of a platform without archs, a known one."""
     for platform, patterns in platforms.items():
         if any(arch_matches(pattern, word) for pattern in patterns):

@@ -11,7 +11,9 @@ from typing import Any
 
 import pluggy
 
+from polyattn._version import __version__
 from polyattn.errors import PluginError, describe, nearest, plain, shown
+from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.extras import our_distributions
 from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
@@ -166,7 +168,8 @@ def _build(settings: Settings) -> Registry:
             records.append(replace(record, status="broken", problem=problem))
         else:
             records.append(_load(item, manager, settings.plugin_timeout))
-    return _assemble(tuple(records), manager)
+    core = PluginRecord("core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN)
+    return _assemble((core, *records), manager)
 
 
 def _entry_points() -> Iterator[_Found]:
@@ -302,7 +305,7 @@ def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> 
     Between strangers nobody can tell who is meant.
     """
     origins = " and by ".join(record.origin for _, record in claimants)
-    ours = our_distributions()
+    ours = {PROJECT, *our_distributions()}
     keepers = [claim for claim in claimants if claim[1].dist in ours]
     text = f"the {what} name {name!r} is claimed by {origins}; "
     if len(keepers) == 1:

@@ -10,7 +10,8 @@ from typing import Any
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, shown
 from polyattn.registry.capabilities import Capabilities
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 
 API_VERSION = 1
 """The number of the contract between core and plugins. It changes when the contract breaks."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from polyattn.device import Device
 from polyattn.registry.capabilities import Rejection
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 
@@ -41,20 +42,34 @@ class Step:
 class Decision:
     """Who was chosen for a layer and why: error text, `explain` and `--json` are all this.
 
-    `prefill` and `decode` are backend names; `decode` is None for layers without a cache.
-    `kernel_block_sizes` are what each phase's kernel walks in; where they differ from
-    `block_size`, the block table is expanded.
+    `chosen` names a backend for each phase of the layer; `candidates` all that can serve a phase over
+    the same cache, best first. `cache` is the cache that they share, None where there is none.
+    `kernel_block_sizes` are the blocks that a phase's kernel walks in; where one differs from the
+    cache's, the block table is expanded.
     """
 
     spec: LayerSpec
     device: Device
     steps: tuple[Step, ...]
-    prefill: str
-    decode: str | None
-    layout: str
-    block_size: int | None
-    kernel_block_sizes: tuple[int | None, int | None]
+    chosen: tuple[tuple[str, str], ...]
+    candidates: tuple[tuple[str, tuple[str, ...]], ...]
+    cache: CacheFormat | None = None
+    kernel_block_sizes: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def backend(self, phase: str) -> str | None:
+        """Return who serves `phase`; None where the layer has no such phase."""
+        return dict(self.chosen).get(phase)
+
+    @property
+    def prefill(self) -> str:
+        """Who attends for sequences of several query tokens."""
+        return dict(self.chosen)["prefill"]
+
+    @property
+    def decode(self) -> str | None:
+        """Who attends for sequences of one query token; None for layers without a cache."""
+        return self.backend("decode")
 
     def verdicts(self) -> Iterator[Verdict]:
         """Every candidate's verdict, in the order they were asked."""
@@ -75,28 +90,27 @@ class Decision:
 
     def summary(self) -> str:
         """Return the choice in one line."""
-        if self.decode is None:
-            return f"prefill {self.prefill}"
-        if self.block_size is None:
-            return f"prefill {self.prefill}, decode {self.decode}"
-        cache = f"layout {self.layout}, block size {self.block_size}"
-        expanded = [
+        who = [f"{phase} {name}" for phase, name in self.chosen if phase in ("prefill", "decode")]
+        if self.cache is None:
+            return ", ".join(who)
+        words = [*who, f"layout {self.cache.layout}, block size {self.cache.block_size}"]
+        words += [
             f"{phase} in blocks of {size}"
-            for phase, size in zip(("prefill", "decode"), self.kernel_block_sizes, strict=True)
-            if size not in (None, self.block_size)
+            for phase, size in self.kernel_block_sizes
+            if size != self.cache.block_size
         ]
-        return ", ".join([f"prefill {self.prefill}, decode {self.decode}, {cache}", *expanded])
+        others = [f"{phase} {name}" for phase, name in self.chosen if phase in ("store", "merge")]
+        return ", ".join([*words, *others])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as JSON values."""
         return {
             "spec": self.spec.to_dict(),
             "device": str(self.device),
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "layout": self.layout,
-            "block_size": self.block_size,
-            "kernel_block_sizes": list(self.kernel_block_sizes),
+            "chosen": dict(self.chosen),
+            "candidates": {phase: list(names) for phase, names in self.candidates},
+            "cache": None if self.cache is None else asdict(self.cache),
+            "kernel_block_sizes": dict(self.kernel_block_sizes),
             "notes": list(self.notes),
             "steps": [
                 {

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.errors import ConfigError, SpecError
-from polyattn.spec.layer import AttentionKind, LatentSpec, LayerSpec, RecurrentSpec, Role
+from polyattn.spec.kinds import AttentionKind, Role
+from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 
 ENCODER_ONLY = {
     "albert", "bert", "camembert", "deberta", "distilbert", "electra", "esm", "modernbert",

@@ -53,7 +53,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         return compile_kernel(decode_kernel, pointers | {"DONE": "i32"}, constants, arch, options)
     paged = phase == "paged"
     constants = prefill_constants(spec, config, block_size if paged else 1, paged, spec.needs_lse)
-    pointers |= {"STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
+    pointers |= {"STARTS": "i32", "KEY_STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
     return compile_kernel(prefill_kernel, pointers, constants, arch, options)
 
 

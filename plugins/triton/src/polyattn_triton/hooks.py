@@ -89,11 +89,13 @@ TRITON_ATTN = BackendInfo(
 )
 
 
-def _latent(name: str, kind: AttentionKind, phases: frozenset[str], summary: str) -> BackendInfo:
+def _latent(
+    name: str, path: str, kind: AttentionKind, phases: frozenset[str], summary: str
+) -> BackendInfo:
     return BackendInfo(
         name=name,
         summary=summary,
-        path="polyattn_triton.mla:TritonMLA",
+        path=f"polyattn_triton.mla:{path}",
         probe="polyattn_triton.probes:ready",
         requires=("triton>=3.4",),
         install='pip install "polyattn[triton]"',
@@ -121,12 +123,14 @@ def _latent(name: str, kind: AttentionKind, phases: frozenset[str], summary: str
 
 TRITON_MLA = _latent(
     "TRITON_MLA",
+    "TritonMLA",
     AttentionKind.MLA,
     frozenset({"decode"}),
     "absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
 )
 TRITON_MLA_SPARSE = _latent(
     "TRITON_MLA_SPARSE",
+    "TritonMLASparse",
     AttentionKind.SPARSE_MLA,
     frozenset({"prefill", "decode"}),
     "MLA over the chosen rows of the latent cache, in Triton",

@@ -11,16 +11,18 @@ from typing import Any
 import torch
 
 from polyattn.api import Selection, resolve_device, select
-from polyattn.checking.tolerance import output_error, tolerance_of
+from polyattn.checking.compare import output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.device import Device
 from polyattn.errors import PolyattnError, SettingsError, describe
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
-from polyattn.families.roofline import Cost, batch_cost
 from polyattn.registry.capabilities import check
 from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.runtime.cost import Cost, batch_cost
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import read_specs
@@ -76,7 +78,7 @@ def show(
 def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
     source, specs = read_specs(model, spec_json)
     for spec in specs:
-        if spec.kind is AttentionKind.ATTENTION and spec.role.has_cache:
+        if spec.kind is AttentionKind.ATTENTION and spec.cached:
             return spec
     raise SettingsError(f"{source}: has no attention layer with a cache to measure")
 

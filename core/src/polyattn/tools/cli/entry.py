@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from polyattn._version import __version__
-from polyattn.errors import PolyattnError
+from polyattn.errors import PolyattnError, SettingsError
 from polyattn.tools.cli import stdout
 
 
@@ -61,8 +61,14 @@ def _dispatch(arguments: list[str]) -> int:
 
         with stdout.claimed():
             return show(as_json="--json" in arguments)
-    from polyattn.tools.cli.main import app
-
+    try:
+        from polyattn.tools.cli.main import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        raise SettingsError(
+            f'this command needs {error.name}: pip install "polyattn[cli]"'
+        ) from error
     try:
         app(arguments, prog_name="polyattn")
     except SystemExit as end:

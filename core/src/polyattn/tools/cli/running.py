@@ -87,7 +87,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     served = []
     for spec in specs:
         changes: dict[str, Any] = {}
-        if spec.role.has_cache and not spec.kind.is_recurrent:
+        if spec.cached and not spec.kind.is_recurrent:
             changes = {
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
