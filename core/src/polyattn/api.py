@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import PluginError
 from polyattn.registry.devices import resolve_device
-from polyattn.registry.discovery import Registry, ask, discover, generation
+from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import load_object
 from polyattn.registry.machine import availability
+from polyattn.registry.policy import rerank
 from polyattn.selection.decision import Decision
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
@@ -138,17 +138,7 @@ def _facts(
     failed: dict[str, str],
 ) -> Facts:
     def rank(phase: str, ranking: tuple[str, ...]) -> Sequence[str]:
-        for name, plugin in registry.manager.list_name_plugin():
-            try:
-                answer = ask(
-                    registry.manager, plugin, "polyattn_rank",
-                    spec=spec, device=device, phase=phase, ranking=ranking,
-                )  # fmt: skip
-                if answer is not None:
-                    ranking = _checked_ranking(answer, ranking)
-            except Exception as error:  # a policy that fails must not stop the choice
-                log.warning("polyattn_rank of plugin %r is ignored: %s", name, error)
-        return ranking
+        return rerank(registry, spec, device, phase, ranking, settings.probe_timeout)
 
     return Facts(
         backends=registry.backends,
@@ -157,11 +147,3 @@ def _facts(
         failed=failed,
         problems=tuple(registry.problems),
     )
-
-
-def _checked_ranking(answer: Sequence[str], ranking: tuple[str, ...]) -> tuple[str, ...]:
-    if not answer or not set(answer) <= set(ranking):
-        raise PluginError(
-            f"it returned {answer!r}; it may only reorder or drop {list(ranking)}, and must leave one"
-        )
-    return tuple(answer)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from polyattn.device import Device, arch_matches
+from polyattn.registry import typed
+from polyattn.registry.claims import claim_problems, size_problems
 from polyattn.spec.features import FEATURES, features
 from polyattn.spec.kinds import (
     DTYPES,
@@ -36,13 +39,21 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps."""
+    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps.
+
+    Raises `ValueError` where no set of sizes is described.
+    """
 
     values: frozenset[int] = frozenset()
     low: int = 1
     high: int | None = None
     multiple: int = 1
     why: str = ""
+
+    def __post_init__(self) -> None:
+        typed.require(self)
+        for problem in size_problems(self):
+            raise ValueError(problem)
 
     def __contains__(self, size: object) -> bool:
         if not isinstance(size, int):
@@ -74,6 +85,8 @@ class Sizes:
 
 def one_of(*values: int) -> Sizes:
     """Allow the listed sizes only."""
+    if not values:
+        raise ValueError("one_of() lists no size; such a backend can serve nothing")
     return Sizes(values=frozenset(values))
 
 
@@ -85,6 +98,10 @@ def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes
 ANY_SIZE = Sizes()
 ANY_PLATFORM = "*"
 """The platform that a backend of plain torch names: it runs wherever torch does."""
+EXCLUDABLE = frozenset(
+    {*FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role)}
+)
+"""What `Capabilities.excludes` may name, beside archs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +126,8 @@ class Capabilities:
       also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
     - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
 
-    Raises `ValueError` when the claims contradict themselves.
+    Raises `ValueError` when a claim has another type than its annotation, isn't known, or
+    contradicts another one.
     """
 
     platforms: Mapping[str, tuple[str, ...]]
@@ -138,6 +156,7 @@ class Capabilities:
     graph_capture: GraphCapture = GraphCapture.NONE
 
     def __post_init__(self) -> None:
+        typed.require(self)
         for name, given, valid in (
             ("dtypes", self.dtypes, DTYPES),
             ("kv_cache_dtypes", self.kv_cache_dtypes, KV_CACHE_DTYPES),
@@ -175,10 +194,14 @@ class Capabilities:
                 f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
                 f"block_sizes ({self.block_sizes})"
             )
-        object.__setattr__(self, "platforms", dict(self.platforms))
+        for problem in claim_problems(self, EXCLUDABLE, ANY_PLATFORM):
+            raise ValueError(problem)
+        for name in ("platforms", "remedies"):  # copies: what was checked must not change
+            object.__setattr__(self, name, dict(getattr(self, name)))
 
     def __hash__(self) -> int:
-        return id(self)
+        values = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return hash(tuple(frozenset(v.items()) if isinstance(v, dict) else v for v in values))
 
 
 def check(

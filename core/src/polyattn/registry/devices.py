@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import DeviceError
+from polyattn.errors import DeviceError, describe, shown
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import load_object
 from polyattn.registry.machine import detect
@@ -58,7 +58,11 @@ def _current(facts: tuple[Any, ...], settings: Settings) -> str:
     platform = registry.platforms[name]
     if platform.current is None:
         return str(platform.device_types[0] if platform.device_types else name)
-    answer = load_object(platform.current)()
-    if not isinstance(answer, str):
-        raise DeviceError(f"platform {name}: {platform.current} returned {answer!r}, not a device")
+    owner = registry.platform_owners[name].origin
+    try:
+        answer = load_object(platform.current)()
+    except (Exception, SystemExit) as error:
+        raise DeviceError(f"{platform.current} of {owner} failed: {describe(error)}") from error
+    if type(answer) is not str:
+        raise DeviceError(f"{platform.current} of {owner} returned {shown(answer)}, not a device")
     return answer

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 from polyattn.device import Device, arch_matches
+from polyattn.errors import PluginError, shown
 from polyattn.registry.capabilities import Capabilities
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
@@ -55,6 +56,7 @@ class Priority:
 class BackendInfo:
     """A backend as a plugin declares it, in a module that imports neither torch nor its library.
 
+    - `name`: letters, digits, `_` and `-`; written and looked up in upper case.
     - `path`: `"package.module:Class"`, imported only when the backend is chosen.
     - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
       returns None when the backend can run here, else the reason as text. It must not import
@@ -90,8 +92,14 @@ class BackendInfo:
 
 
 def load_object(path: str) -> Any:
-    """Import `"package.module:name"`. Raises what the import raises, or `AttributeError`."""
+    """Import `"package.module:name"`. Raises what the import raises, or `AttributeError`.
+
+    An import that exits raises `PluginError`: a plugin doesn't end its host.
+    """
     import importlib
 
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except SystemExit as error:
+        raise PluginError(f"the import of {path} exits, with {shown(error.code)}") from error

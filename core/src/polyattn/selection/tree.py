@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, nearest
 from polyattn.registry.capabilities import ANY_PLATFORM, Rejection, check
+from polyattn.registry.extras import install_advice
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import format_of
 from polyattn.selection.decision import Decision, Step, Verdict
@@ -302,5 +303,5 @@ def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts
         text += f"\n  none is for {spec.kind.value} layers on platform {device.platform}"
         here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())
         if not here:
-            text += f'; pip install "polyattn[{device.platform}]"'
+            text += f"; {install_advice(device.platform)}"
     return text + "".join(f"\n  note: {problem}" for problem in facts.problems)

@@ -245,6 +245,8 @@ def _layer_types(cfg: Config, count: int) -> list[str]:
     model = str(cfg.get("model_type", default=""))
     listed = cfg.get("layer_types")
     if listed is not None:
+        if not isinstance(listed, list):
+            raise ConfigError(f"{cfg.source}: layer_types={listed!r} must be a list of names")
         if len(listed) != count:
             raise ConfigError(
                 f"{cfg.source}: layer_types has {len(listed)} entries, the model {count} layers"

@@ -39,6 +39,17 @@ def test_precedence_argument_then_variable_then_file() -> None:
         ({}, {"bakend": "X"}, "polyattn.toml: key 'bakend' is unknown; did you mean 'backend'"),
         ({}, {"layout": 3}, "polyattn.toml: layout=3"),
         ({}, {"backend": 3}, "backend=3"),
+        ({}, {"backend": {"decode": 3}}, "backend.decode=3 must be a backend's name"),
+        ({}, {"backend": {"decode": "A,B=C"}}, "must be a backend's name"),
+        ({}, {"backend": {"mla": {"decode": []}}}, "backend.mla.decode=[]"),
+        ({"POLYATTN_BACKEND": "prefill.decode=X"}, {}, "names a phase twice"),
+        ({"POLYATTN_BACKEND": "mla.mamba2=X"}, {}, "names a kind twice"),
+        ({"POLYATTN_BACKEND": "encoder.cross=X"}, {}, "names a role twice"),
+        ({"POLYATTN_BACKEND": "decode.decode=X"}, {}, "names a phase twice"),
+        ({"VLLM_USE_FLASHINFER": "maybe"}, {}, "VLLM_USE_FLASHINFER='maybe' must be 1 or 0"),
+        ({"POLYATTN_PLUGIN_TIMEOUT": "1e9"}, {}, "3600 at most"),
+        ({}, {"probe_timeout": True}, "polyattn.toml: probe_timeout=True"),
+        ({}, {"plugins": 3}, "polyattn.toml: plugins=3"),
     ],
 )
 def test_bad_settings_are_named(
@@ -57,6 +68,52 @@ def test_foreign_variables_are_honoured_with_a_note() -> None:
     assert old.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
     assert any("deprecated" in note for note in old.notes)
     assert any("gives way" in note for note in old.notes)
+
+
+@pytest.mark.parametrize("word", ["no", "No", "off", "false", "0", ""])
+def test_no_means_no(word: str) -> None:
+    assert load({"VLLM_USE_FLASHINFER": word}, {}, "").sources == ()
+
+
+def test_a_table_in_a_table_is_a_scope_with_a_dot() -> None:
+    found = load({}, {"backend": {"mla": {"decode": "X"}, "prefill": "Y"}}, "polyattn.toml")
+    assert [str(o) for o in found.sources[0]] == ["decode.mla=X", "prefill=Y"]
+
+
+@pytest.mark.parametrize("key", ["plugins", "disable_plugins"])
+def test_a_wrong_key_of_the_file_is_not_blamed_on_a_variable(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(f'{key} = ["cpuu"]')
+    monkeypatch.setenv("POLYATTN_CONFIG", str(path))
+    with pytest.raises(PolyattnError) as caught:
+        select(LLAMA, "cpu")
+    assert f"{path}: {key}: no plugin 'cpuu'" in str(caught.value)
+    assert "POLYATTN_" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"a = " + b"[" * 20_000, "can't be read as TOML"),
+        (b"\xff", "can't be read as TOML"),
+        (b"a = " + b"9" * 5000, "can't be read as TOML"),
+        (b'\xef\xbb\xbflayout = "NDH"', "layout='NDH'"),
+    ],
+)
+def test_odd_configuration_files(
+    data: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_bytes(data)
+    monkeypatch.setenv("POLYATTN_CONFIG", str(path))
+    with pytest.raises(SettingsError) as caught:
+        settings.reload()
+    assert says in str(caught.value)
+    monkeypatch.setenv("POLYATTN_CONFIG", str(tmp_path))
+    with pytest.raises(SettingsError, match="not a regular file"):
+        settings.reload()
 
 
 def test_a_changed_variable_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,6 +155,9 @@ def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"phases": frozenset({"mixed"})}, "'mixed' needs both"),
         ({"features": frozenset({"causal", "sink_tokens"})}, "needs 'sliding_window'"),
         ({"features": frozenset({"gqa"})}, "'causal', 'non_causal' or both"),
+        ({"dtypes": {"float32"}}, "Capabilities.dtypes={'float32'} is of type set"),
+        ({"fp8_compute": 1}, "Capabilities.fp8_compute=1 is of type int; it must be bool"),
+        ({"excludes": ((frozenset({"alibi", "decoed"}), ""),)}, "'decode'"),
     ],
 )
 def test_contradictory_claims(claims: dict[str, object], says: str) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from polyattn.device import PROFILES
+from polyattn.registry.extras import install_advice
 from polyattn.tools.cli.models import bundled, bundled_models
 from polyattn.tools.replay.trace import read_trace
 
@@ -74,7 +78,15 @@ def test_errors_are_one_clear_message(args: list[str], env: dict[str, str], says
 
 def test_explain_exits_1_when_a_layer_has_no_backend() -> None:
     text = polyattn("explain", "llama-3.1-8b", "--device", "gaudi3", code=1).stdout
-    assert "polyattn[hpu]" in text
+    assert "a plugin that brings platform 'hpu'" in text and "polyattn[hpu]" not in text
+
+
+def test_every_extra_that_is_advised_exists() -> None:
+    extras = set(metadata("polyattn").get_all("Provides-Extra") or ())
+    for device in PROFILES.values():
+        advised = re.findall(r"polyattn\[(\w+)\]", install_advice(device.platform))
+        assert set(advised) <= extras
+        assert bool(advised) == (device.platform in extras)
 
 
 def test_explain_notes_a_scope_that_matched_nothing() -> None:
@@ -122,7 +134,7 @@ def test_run_shares_prefixes_and_plots(tmp_path: Path) -> None:
 
 
 def test_the_example_loop_runs() -> None:
-    loop = Path(__file__).parent.parent / "examples" / "serving_loop.py"
+    loop = Path(__file__).parents[2] / "examples" / "serving_loop.py"
     found = subprocess.run([sys.executable, str(loop)], capture_output=True, text=True, check=True)
     assert found.stdout.count("new tokens after") == 4
 
