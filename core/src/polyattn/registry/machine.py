@@ -43,7 +43,15 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
 
 
 def availability(info: BackendInfo, timeout: float) -> str | None:
-    """Return why `info` can't run on this machine, or None. Imports no vendor library."""
+    """Return why `info` can't run on this machine, or None. Imports no vendor library.
+
+    Of several builds one is enough.
+    """
+    if info.variants:
+        reasons = {v.name: availability(info.as_built(v), timeout) for v in info.variants}
+        if None in reasons.values():
+            return None
+        return "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     for text in info.requires:
         problem = _requirement_problem(text)
         if problem:

@@ -10,6 +10,7 @@ import torch
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.runtime.backend import Backend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan
@@ -59,6 +60,7 @@ class LayerGroup:
             self.check_format(cache_format)
             self.cache_format = cache_format
         self._loaded: dict[Any, Any] = {}
+        self._prepared: set[Any] = set()
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
@@ -77,7 +79,9 @@ class LayerGroup:
         if isinstance(plan, Batch):
             found = plan.plans.get(self)
             if found is None:
-                found = plan.plans[self] = self.plan(plan)
+                # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
+                # on the device) waited for the collector of circles.
+                found = plan.plans[self] = self.plan(plan.copy())
             return found  # type: ignore[no-any-return]
         if not isinstance(plan, StepPlan):
             raise BatchError(f"plan={plan!r} must be a plan of this layer's group, or a Batch")
@@ -106,6 +110,10 @@ class LayerGroup:
         found = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
+        if (key, phase) not in self._prepared:
+            self._prepared.add((key, phase))
+            if isinstance(found, Backend):
+                found.prepare(phase)
         return found  # type: ignore[no-any-return]
 
     def kernel_format(self, phase: str) -> CacheFormat | None:

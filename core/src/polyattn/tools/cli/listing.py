@@ -28,7 +28,8 @@ def show(as_json: bool) -> None:
     backends = [("backend", "platforms", "proof", "state", "what it is")]
     for row in rows:
         proof = ", ".join(f"{where} {how}" for where, how in row["proof"].items())
-        state = row["problem"] or "ready"
+        here = [name for name, problem in row["builds"].items() if problem is None]
+        state = row["problem"] or (f"ready: {', '.join(here)}" if here else "ready")
         backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
     print(f"{columns(plugins)}\n\n{columns(backends)}")
     for problem in registry.problems:
@@ -77,7 +78,13 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
             "proof": {where: proof.value for where, proof in info.proof.items()},
             "problem": problem,
+            "builds": _builds(info, timeout),
             "summary": info.summary,
         }
         for info, problem in zip(infos, problems, strict=True)
     ]
+
+
+def _builds(info: BackendInfo, timeout: float) -> dict[str, str | None]:
+    """Return the packages that bring a backend's library, each with why it isn't here, or None."""
+    return {v.name: availability(info.as_built(v), timeout) for v in info.variants}
