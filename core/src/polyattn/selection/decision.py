@@ -14,7 +14,10 @@ from polyattn.spec.layer import LayerSpec
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one candidate in one phase. No rejections means that it can serve."""
+    """What became of one candidate in one phase. No rejections means that it can serve.
+
+    `build` is the package whose claims were judged, where several bring the library.
+    """
 
     backend: str
     phase: str
@@ -22,6 +25,7 @@ class Verdict:
     rejections: tuple[Rejection, ...] = ()
     why: str = ""
     proof: str = ""
+    build: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -126,7 +130,8 @@ class Decision:
 
 def verdict_line(verdict: Verdict) -> str:
     """Return a candidate in one line, without its rejections."""
-    text = f"{verdict.backend} for {verdict.phase}"
+    build = f" as {verdict.build} builds it" if verdict.build else ""
+    text = f"{verdict.backend}{build} for {verdict.phase}"
     if verdict.accepted:
         text += f" (priority {verdict.score}, {verdict.proof})"
         text += f": {verdict.why}" if verdict.why else ""
@@ -136,6 +141,7 @@ def verdict_line(verdict: Verdict) -> str:
 def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
     return {
         "backend": verdict.backend,
+        "build": verdict.build,
         "phase": verdict.phase,
         "accepted": verdict.accepted,
         "priority": verdict.score,

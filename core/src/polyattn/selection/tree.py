@@ -218,7 +218,9 @@ def _judge(
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)
         proof = info.proof_on(device).value
-        judged.append(Verdict(info.name, phase, priority.score, rejections, priority.why, proof))
+        judged.append(
+            Verdict(info.name, phase, priority.score, rejections, priority.why, proof, info.build)
+        )
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
 
 

@@ -59,7 +59,7 @@ class Chooser:
             for other in (info, *(c for c in candidates.get(phase, ()) if c.name in known)):
                 if other.name not in members:
                     form = group.kernel_format(other)
-                    loaded = group.load(other, AttentionBackend, cache=form)
+                    loaded = group.load(phase, other, AttentionBackend, cache=form)
                     members[other.name] = Candidate(other, loaded)
             self.chosen[phase] = members[info.name]
 
