@@ -33,6 +33,9 @@ class Batch:
     - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
       `key` and `value`; default: packed one after another. Gaps are left alone.
 
+    - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
+      blocks that sequences share are read without waiting for the device. On the CPU it follows.
+
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
     query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
     Raises `BatchError`.
@@ -47,6 +50,7 @@ class Batch:
         *,
         state_slots: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
+        host_block_table: np.ndarray[Any, Any] | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = _ints("query_start_loc", query_start_loc)
@@ -62,6 +66,13 @@ class Batch:
         check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
+        if host_block_table is not None:
+            shape = None if block_table is None else tuple(block_table.shape)
+            if tuple(host_block_table.shape) != shape:
+                raise BatchError(
+                    f"host_block_table has shape {tuple(host_block_table.shape)}, block_table {shape}"
+                )
+            self.__dict__["host_block_table"] = host_block_table
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
             self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
@@ -171,6 +182,13 @@ class Batch:
         return torch.tensor([0, *accumulate(self.lens)], dtype=torch.int32, device=self.device)
 
     @cached_property
+    def host_block_table(self) -> np.ndarray[Any, Any] | None:
+        """The block table on the host, None where only the device has it."""
+        if self.block_table is None or self.device.type != "cpu":
+            return None
+        return self.block_table.numpy()
+
+    @cached_property
     def plans(self) -> dict[Any, Any]:
         """The plans of this step that layers made for themselves, by their group."""
         return {}
@@ -196,6 +214,8 @@ class Batch:
         batch.state_slots = None if self.state_slots is None else self.state_slots[index]
         if "seq_lens" in self.__dict__:
             batch.__dict__["seq_lens"] = self.seq_lens[index]
+        if "host_block_table" in self.__dict__ and self.host_block_table is not None:
+            batch.__dict__["host_block_table"] = self.host_block_table[seqs]
         if "key_starts" in self.__dict__:
             batch.__dict__["key_starts"] = [self.key_starts[i] for i in chosen]
         if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
@@ -206,7 +226,8 @@ class Batch:
         """Return the same batch, without the plans that layers made of it."""
         batch = object.__new__(Batch)
         batch.__dict__.update(self.__dict__)
-        batch.__dict__.pop("plans", None)
+        for name in ("plans", "host_block_table"):
+            batch.__dict__.pop(name, None)
         return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:

@@ -41,5 +41,5 @@ class UniformRows:
 
     def collect(self, rows: Tensor) -> Tensor:
         """Return (num_seqs, longest query, ...) as (tokens, ...)."""
-        flat: Tensor = rows.flatten(0, 1)
-        return flat if self.give is None else flat[self.give]
+        flat = rows.flatten(0, 1)
+        return flat if self.give is None else flat.index_select(0, self.give)

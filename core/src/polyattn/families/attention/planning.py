@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.choice import Chooser
+from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
@@ -108,6 +109,7 @@ class Planner(StepPlanner):
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
+        self.prefix = PrefixDecode.of(group)
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
 
@@ -127,7 +129,9 @@ class Planner(StepPlanner):
                 f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
                 "capture a graph for each kind of step"
             )
-        calls = tuple(self._call(*assignment, before) for assignment in assigned)
+        calls = tuple(
+            self._shared(*assignment) or self._call(*assignment, before) for assignment in assigned
+        )
         step = AttentionStep(self.group, batch, calls)
         if self.spec.cached and batch.slot_mapping is not None:
             step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
@@ -148,6 +152,17 @@ class Planner(StepPlanner):
                 batch = expand(batch, whole, block_size, into)
         plan = backend.plan(batch, None if earlier is None else earlier.plan)
         return Call(phase, name, backend, plan, part.rows, block_size, batch is not part.batch)
+
+    def _shared(self, phase: str, info: BackendInfo, part: Part) -> Call | None:
+        """Return decodes that share blocks as one call over the prefix, where that is worth it."""
+        if self.prefix is None or phase != "decode" or not part.batch.all_decode:
+            return None
+        plan = self.prefix.plan(part.batch)
+        if plan is None:
+            return None
+        name = f"{self.prefix.shared.name} over shared blocks, {self.prefix.own.name} over own ones"
+        size = self.group.cache_format.block_size if self.group.cache_format else None
+        return Call(phase, name, self.prefix, plan, part.rows, size)
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:
