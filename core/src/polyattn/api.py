@@ -9,9 +9,10 @@ from typing import Any
 from polyattn.device import Device
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
-from polyattn.registry.info import load_object
+from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.machine import availability
 from polyattn.registry.policy import rerank
+from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
@@ -108,7 +109,7 @@ def _select(spec: LayerSpec, device: Device, settings: Settings, verify: bool) -
     while True:
         facts = _facts(spec, device, registry, settings, failed)
         decision = decide(spec, device, facts, settings)
-        selection = _selection(decision, registry)
+        selection = _selection(decision, facts)
         wrong = load_object(VERIFIER)(selection) if verify and device.is_real else {}
         if not wrong:
             break
@@ -121,8 +122,13 @@ def _select(spec: LayerSpec, device: Device, settings: Settings, verify: bool) -
     return selection
 
 
-def _selection(decision: Decision, registry: Registry) -> Selection:
-    return Selection(decision, tuple((p, registry.backends[n]) for p, n in decision.chosen))
+def _selection(decision: Decision, facts: Facts) -> Selection:
+    infos = facts.backends
+    return Selection(
+        decision,
+        tuple((phase, infos[name]) for phase, name in decision.chosen),
+        tuple((phase, tuple(infos[n] for n in names)) for phase, names in decision.candidates),
+    )
 
 
 def _facts(
@@ -135,9 +141,12 @@ def _facts(
     def rank(phase: str, ranking: tuple[str, ...]) -> Sequence[str]:
         return rerank(registry, spec, device, phase, ranking, settings.probe_timeout)
 
+    def unavailable(info: BackendInfo) -> str | None:
+        return availability(info, settings.probe_timeout)
+
     return Facts(
-        backends=registry.backends,
-        unavailable=lambda info: availability(info, settings.probe_timeout),
+        backends=as_built(registry.backends, spec, device, unavailable),
+        unavailable=unavailable,
         rank=rank,
         failed=failed,
         problems=tuple(registry.problems),

@@ -24,6 +24,7 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
@@ -51,6 +52,7 @@ __all__ = [
     "SparseBackend",
     "StoreBackend",
     "StorePlan",
+    "UniformRows",
     "absorbed",
     "alibi_slopes",
     "arch_matches",

@@ -10,7 +10,7 @@ from polyattn.registry.capabilities import (
     one_of,
 )
 from polyattn.registry.hooks import Platform, hookimpl
-from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof
+from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -29,6 +29,7 @@ __all__ = [
     "Proof",
     "Role",
     "Sizes",
+    "Variant",
     "hookimpl",
     "multiples",
     "one_of",

@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, Batch, Device, LayerSpec, select
+from polyattn import Attention, AttentionKind, Batch, Device, LatentAttention, LayerSpec, select
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SelectionError
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
-from polyattn_hpu import platform
+from polyattn.families.mla import reference as mla_reference
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.store import scatter
+from polyattn.spec.layer import LatentSpec
+from polyattn_hpu import platform, unified
 
 LLAMA = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 
@@ -192,3 +196,46 @@ def compare(
     limit = tolerance_of(spec)
     assert output_error(output, expected) <= limit.output, (spec, queries, lens)
     assert lse_error(lse, expected_lse) <= limit.lse, (spec, queries, lens)
+
+
+MLA = LayerSpec(
+    kind=AttentionKind.MLA, num_heads=4, head_size=24, v_head_size=16, needs_lse=True, block_size=8,
+    latent=LatentSpec(rank=32, rope_head_size=8),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("cached", ["auto", "int8"])
+def test_mla_over_a_shared_prefix(dtype: str, cached: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three decodes share two blocks of latents; each block is read once, a prefill goes beside."""
+    spec = MLA.replace(dtype=dtype, kv_cache_dtype=cached)
+    generator = torch.Generator().manual_seed(3)
+    scale = {"k_scale": 0.04} if cached == "int8" else {}
+    selection = select(spec, "cpu", backend="decode=HPU_MLA,prefill=HPU_ATTN")
+    layer = LatentAttention(selection, *latent_weights(spec, generator), **scale)
+    cache = layer.group.allocate_cache(12)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(STORAGE_DTYPES[dtype])
+
+    scatter(
+        cache.key, quantize(random(96, 1, 40), cache.key.dtype, scale.get("k_scale", 1.0)),
+        torch.arange(96),
+    )  # fmt: skip
+    table = torch.tensor([[9, 2, 1, 0], [9, 2, 3, 4], [9, 2, 5, 6], [7, 8, 10, 0]])
+    batch = Batch.from_lens([1, 1, 1, 6], [20, 30, 25, 17], table.int(), 8)
+    read: list[torch.Tensor] = []
+    fetch = unified.fetch
+    monkeypatch.setattr(
+        unified, "fetch", lambda stored, blocks: read.append(blocks) or fetch(stored, blocks)
+    )
+    query, latents, rope = random(9, 4, 24), random(9, 32), random(9, 8)
+    out, lse = layer(query, latents, rope, cache, batch)
+    blocks = [block for got in read for block in got.tolist()]
+    # Both shapes are rounded to themselves here, so that no block is there as padding.
+    assert sorted(blocks) == [1, 2, 3, 4, 5, 6, 9]
+    assert layer.weights is not None
+    expected = mla_reference.forward(spec, query, cache, batch, layer.weights, layer.params)
+    limit = tolerance_of(spec)
+    assert output_error(out, expected[0]) <= limit.output
+    assert lse_error(lse, expected[1]) <= limit.lse

@@ -44,7 +44,7 @@ def replay(
     [
         ("azure_conversation.csv", 16),
         ("azure_conversation.csv", 128),
-        ("mooncake_conversation.jsonl", 128),
+        pytest.param("mooncake_conversation.jsonl", 128, marks=pytest.mark.slow),
     ],
 )
 def test_padding_and_graphs(trace: str, block_size: int) -> None:

@@ -128,7 +128,7 @@ def test_the_eight_phases(
 def test_keys_given_whole(key_starts: list[int], rounding: Rounding, spec: dict[str, Any]) -> None:
     """A layer without a cache: every key is its own, wherever it starts."""
     made = step([7, 3, 2], [0, 2, 2], [[0, 1], [2, 3], [4]], **spec)
-    queries, lens = made.batch.query_lens, made.batch.lens
+    queries, lens = made.batch.query_lens, [7, 5, 1]  # the last has fewer keys than queries
     meta = build(made.spec, queries, lens, None, 1, key_starts=key_starts, rounding=rounding)
     assert meta.bucket.phase == "c--"
     generator = torch.Generator().manual_seed(1)

@@ -123,7 +123,8 @@ class Capabilities:
     - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
-      also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
+      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
+      (`"head_size 192"`): `{"alibi", "decode"}`.
     - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
 
     Raises `ValueError` when a claim has another type than its annotation, isn't known, or
@@ -266,8 +267,7 @@ def _check_computation(
         remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
         need(False, name, FEATURES[name], sorted(caps.features), remedy)
     words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
-    if not spec.cached:
-        words_asked |= {"uncached"}
+    words_asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     for together, why in caps.excludes:
         apart = not together <= words_asked
         need(apart, " with ".join(sorted(together)), "together", "apart", why)

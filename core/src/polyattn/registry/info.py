@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -53,6 +53,21 @@ class Priority:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One build of a backend's library: a package that brings it, with claims of its own.
+
+    The fields are `BackendInfo`'s; `name` is the build's, as users know the package.
+    """
+
+    name: str
+    path: str
+    capabilities: Capabilities
+    probe: str | None = None
+    requires: tuple[str, ...] = ()
+    install: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendInfo:
     """A backend as a plugin declares it, in a module that imports neither torch nor its library.
 
@@ -65,6 +80,10 @@ class BackendInfo:
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
     - `proof`: platform (or arch) to how far the claims there are proven.
+    - `variants`: where several builds of one library differ in what they can do, all of them, the
+      preferred one first; path, capabilities, probe, requires and install above are then that one's.
+      A profile assumes it; on a device the builds count that are installed there.
+    - `build`: which of the variants this is, once that is known.
     """
 
     name: str
@@ -76,6 +95,17 @@ class BackendInfo:
     install: str = ""
     priorities: tuple[Priority, ...] = ()
     proof: Mapping[str, Proof] = field(default_factory=dict)
+    variants: tuple[Variant, ...] = ()
+    build: str = ""
+
+    @classmethod
+    def of_variants(cls, *variants: Variant, **fields: Any) -> BackendInfo:
+        """Return a backend of several builds, the preferred one first; `fields` are what they share."""
+        return cls(variants=variants, **_claims(variants[0]), **fields)
+
+    def as_built(self, variant: Variant) -> BackendInfo:
+        """Return the backend as one of its variants: that build's claims, path and requirements."""
+        return replace(self, variants=(), build=variant.name, **_claims(variant))
 
     def __hash__(self) -> int:
         return hash((self.name, self.path))
@@ -89,6 +119,12 @@ class BackendInfo:
     def proof_on(self, device: Device) -> Proof:
         """Return how far this backend is proven on `device`: by arch, else by platform."""
         return self.proof.get(device.arch) or self.proof.get(device.platform, Proof.UNPROVEN)
+
+
+def _claims(variant: Variant) -> dict[str, Any]:
+    """What a build says for itself, by the names that a `BackendInfo` has for it."""
+    names = ("path", "capabilities", "probe", "requires", "install")
+    return {name: getattr(variant, name) for name in names}
 
 
 def load_object(path: str) -> Any:

@@ -103,8 +103,25 @@ def availability(info: BackendInfo, timeout: float) -> str | None:
 
 
 def availabilities(infos: Iterable[BackendInfo], timeout: float) -> list[str | None]:
-    """Return `availability` of each; their probes run side by side, each within `timeout` seconds."""
+    """Return `availability` of each; their probes run side by side, each within `timeout` seconds.
+
+    Of several builds of a library one is enough.
+    """
     infos = list(infos)
+    builds = [[info.as_built(v) for v in info.variants] or [info] for info in infos]
+    answers = iter(_availabilities([build for each in builds for build in each], timeout))
+    found: list[str | None] = []
+    for info, each in zip(infos, builds, strict=True):
+        reasons = [next(answers) for _ in each]
+        if None in reasons or len(reasons) == 1:
+            found.append(None if None in reasons else reasons[0])
+        else:
+            named = zip(info.variants, reasons, strict=True)
+            found.append("; ".join(f"{variant.name}: {reason}" for variant, reason in named))
+    return found
+
+
+def _availabilities(infos: list[BackendInfo], timeout: float) -> list[str | None]:
     stated = [_declared_problem(info) for info in infos]
     waiting = {
         info.probe: PluginCall("its probe", lambda path=info.probe: load_object(path)())  # type: ignore[misc]

@@ -13,11 +13,12 @@ from typing import Any
 
 from polyattn.errors import PluginError, nearest, plain, shown
 from polyattn.registry import typed
-from polyattn.registry.capabilities import PHASES, Capabilities, Sizes
+from polyattn.registry.capabilities import Capabilities, Sizes
 from polyattn.registry.claims import PLATFORM_NAME, is_arch_pattern
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.requirements import requirement_syntax_problem
+from polyattn.spec.kinds import PHASES
 
 BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")

@@ -47,6 +47,12 @@ class Backend:
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
         self.spec, self.cache, self.device = spec, cache, device
 
+    def prepare(self, phase: str) -> None:
+        """Compile what `phase` will run, so that no step has to wait for a compiler.
+
+        Called once for each phase that the backend was chosen for, before the first plan.
+        """
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Prepare one step from metadata only.
 

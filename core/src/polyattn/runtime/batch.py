@@ -202,11 +202,16 @@ class Batch:
             batch.__dict__["query_start_loc"] = self.query_start_loc[: len(batch.starts)]
         return batch
 
-    def with_block_table(self, block_table: Tensor) -> Batch:
-        """Return the same batch over another block table."""
+    def copy(self) -> Batch:
+        """Return the same batch, without the plans that layers made of it."""
         batch = object.__new__(Batch)
         batch.__dict__.update(self.__dict__)
         batch.__dict__.pop("plans", None)
+        return batch
+
+    def with_block_table(self, block_table: Tensor) -> Batch:
+        """Return the same batch over another block table."""
+        batch = self.copy()
         batch.block_table = block_table
         return batch
 

@@ -10,6 +10,7 @@ import torch
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.runtime.backend import Backend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan
@@ -59,6 +60,7 @@ class LayerGroup:
             self.check_format(cache_format)
             self.cache_format = cache_format
         self._loaded: dict[Any, Any] = {}
+        self._prepared: set[Any] = set()
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
@@ -77,7 +79,9 @@ class LayerGroup:
         if isinstance(plan, Batch):
             found = plan.plans.get(self)
             if found is None:
-                found = plan.plans[self] = self.plan(plan)
+                # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
+                # on the device) waited for the collector of circles.
+                found = plan.plans[self] = self.plan(plan.copy())
             return found
         if not isinstance(plan, StepPlan):
             raise BatchError(f"plan={plan!r} must be a plan of this layer's group, or a Batch")
@@ -101,19 +105,34 @@ class LayerGroup:
         """
         info = self.selection.backend(phase)
         assert info is not None, f"{self.spec} has no phase {phase}"
+        return self.load(phase, info, base, spec, cache)
+
+    def load(
+        self,
+        phase: str,
+        info: BackendInfo,
+        base: type[BackendT],
+        spec: LayerSpec | None = None,
+        cache: CacheFormat | None = None,
+    ) -> BackendT:
+        """Return this backend for `phase`, loaded once for each spec and cache format."""
         spec = spec or self.spec
         key = (info.name, spec, cache)
         found = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
+        if (key, phase) not in self._prepared:
+            self._prepared.add((key, phase))
+            if isinstance(found, Backend):
+                found.prepare(phase)
         return found
 
-    def kernel_format(self, phase: str) -> CacheFormat | None:
-        """Return the cache as the kernel of `phase` walks it; None where there is no cache."""
-        if self.cache_format is None:
+    def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
+        """Return the cache as a backend's kernel walks it; None where there is no cache."""
+        if self.cache_format is None or info is None:
             return None
         sizes = dict(self.selection.decision.kernel_block_sizes)
-        return self.cache_format.in_blocks_of(sizes.get(phase, self.cache_format.block_size))
+        return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
 
     def allocate_cache(self, num_blocks: int) -> KVCache:
         """Return a layer's uninitialised cache on the group's device. Raises `CacheError`."""

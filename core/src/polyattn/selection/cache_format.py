@@ -6,14 +6,8 @@ from dataclasses import dataclass, replace
 
 from polyattn.device import Device
 from polyattn.errors import CacheError, nearest
-from polyattn.spec.kinds import LAYOUTS
+from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS
 from polyattn.spec.layer import LayerSpec
-
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1,
-    "fp8_e5m2": 1, "int8": 1,
-}  # fmt: skip
-"""Bytes of an element of each dtype that a cache can have."""
 
 
 @dataclass(frozen=True, kw_only=True)

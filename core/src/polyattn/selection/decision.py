@@ -14,7 +14,10 @@ from polyattn.spec.layer import LayerSpec
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one candidate in one phase. No rejections means that it can serve."""
+    """What became of one candidate in one phase. No rejections means that it can serve.
+
+    `build` is the package whose claims were judged, where several bring the library.
+    """
 
     backend: str
     phase: str
@@ -22,6 +25,7 @@ class Verdict:
     rejections: tuple[Rejection, ...] = ()
     why: str = ""
     proof: str = ""
+    build: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -44,8 +48,8 @@ class Decision:
 
     `chosen` names a backend for each phase of the layer; `candidates` all that can serve a phase over
     the same cache, best first. `cache` is the cache that they share, None where there is none.
-    `kernel_block_sizes` are the blocks that a phase's kernel walks in; where one differs from the
-    cache's, the block table is expanded.
+    `kernel_block_sizes` are the blocks that each candidate's kernel walks in; where one differs from
+    the cache's, the block table is expanded.
     """
 
     spec: LayerSpec
@@ -93,11 +97,12 @@ class Decision:
         who = [f"{phase} {name}" for phase, name in self.chosen if phase in ("prefill", "decode")]
         if self.cache is None:
             return ", ".join(who)
+        sizes = dict(self.kernel_block_sizes)
         words = [*who, f"layout {self.cache.layout}, block size {self.cache.block_size}"]
         words += [
-            f"{phase} in blocks of {size}"
-            for phase, size in self.kernel_block_sizes
-            if size != self.cache.block_size
+            f"{phase} in blocks of {sizes[name]}"
+            for phase, name in self.chosen
+            if sizes.get(name, self.cache.block_size) != self.cache.block_size
         ]
         others = [f"{phase} {name}" for phase, name in self.chosen if phase in ("store", "merge")]
         return ", ".join([*words, *others])
@@ -125,7 +130,8 @@ class Decision:
 
 def verdict_line(verdict: Verdict) -> str:
     """Return a candidate in one line, without its rejections."""
-    text = f"{verdict.backend} for {verdict.phase}"
+    build = f" as {verdict.build} builds it" if verdict.build else ""
+    text = f"{verdict.backend}{build} for {verdict.phase}"
     if verdict.accepted:
         text += f" (priority {verdict.score}, {verdict.proof})"
         text += f": {verdict.why}" if verdict.why else ""
@@ -135,6 +141,7 @@ def verdict_line(verdict: Verdict) -> str:
 def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
     return {
         "backend": verdict.backend,
+        "build": verdict.build,
         "phase": verdict.phase,
         "accepted": verdict.accepted,
         "priority": verdict.score,

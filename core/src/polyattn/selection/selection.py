@@ -9,18 +9,23 @@ from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.decision import Decision
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.timing import TimingModel
 
 
 @dataclass(frozen=True)
 class Selection:
     """The backends chosen for a layer, and why. A value: it loads nothing and remembers nothing.
 
-    `backends` names what a plugin declared of each chosen backend, by phase. `LayerGroup(selection)`
-    loads the kernels.
+    `backends` holds what a plugin declared of each chosen backend, by phase; `candidates` of all that
+    can serve a phase over the same cache, best first. `timings` are measured times of the candidates
+    on this device, where there are any: then the group chooses for each step by what is predicted.
+    `LayerGroup(selection)` loads the kernels.
     """
 
     decision: Decision
     backends: tuple[tuple[str, BackendInfo], ...]
+    candidates: tuple[tuple[str, tuple[BackendInfo, ...]], ...] = ()
+    timings: tuple[TimingModel, ...] = ()
 
     @property
     def spec(self) -> LayerSpec:

@@ -96,9 +96,12 @@ def _over_one_cache(
         for phase, infos in ranking.items()
     }
     # An MLA prefill works on keys and values that it makes for itself: it never sees the cache.
-    sizes = {"prefill": shared.kernel_sizes[0], "decode": shared.kernel_sizes[1]}
-    if spec.kind is AttentionKind.MLA:
-        del sizes["prefill"]
+    walking = ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
+    sizes = {
+        b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
+        for phase in walking
+        for b in fitting[phase]
+    }
     if not fitting["store"]:
         store = ranking["store"][0]
         raise SelectionError(
@@ -215,7 +218,9 @@ def _judge(
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)
         proof = info.proof_on(device).value
-        judged.append(Verdict(info.name, phase, priority.score, rejections, priority.why, proof))
+        judged.append(
+            Verdict(info.name, phase, priority.score, rejections, priority.why, proof, info.build)
+        )
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
 
 

@@ -7,6 +7,11 @@ from enum import Enum, IntEnum
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
 LAYOUTS = ("NHD", "HND")
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1,
+    "fp8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+"""Bytes of an element of each dtype that a cache can have."""
 PHASES = ("prefill", "decode", "mixed", "store", "merge")
 """The roles of a kernel: attention's three, storing the step's keys and values, merging states."""
 

@@ -1,4 +1,4 @@
-"""HPU_ATTN: Unified Attention behind polyattn's interface; the same operations on Gaudi and CPU."""
+"""HPU_ATTN, HPU_MLA: Unified Attention behind polyattn's interface, on Gaudi and CPU alike."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from numpy.typing import NDArray
 from polyattn.kernel import (
     AttentionBackend,
     Batch,
+    CacheFormat,
+    Device,
     KVCache,
     LayerParams,
     LayerSpec,
     Plan,
+    Role,
+    absorbed,
     quantize,
 )
 from torch import Tensor
@@ -41,7 +45,7 @@ class UnifiedPlan(Plan):
         if batch.block_table is not None and spec.cached:
             self._table = batch.block_table.cpu().numpy().copy()
         self._made: dict[bool, Metadata] = {}
-        self.metadata(fresh=spec.role.value != "cross")
+        self.metadata(fresh=spec.role is Role.DECODER)
 
     def metadata(self, fresh: bool) -> Metadata:
         """Return the metadata for a call with own keys (`fresh`) or without."""
@@ -87,7 +91,10 @@ class UnifiedAttention(AttentionBackend):
             spec.scale * (params.k_scale if quantised else 1.0),
             spec.logit_soft_cap, params.alibi_slopes, dtype,
         )  # fmt: skip
-        stored = None if cache is None else (cache.key, cache.value)
+        stored: unified.Cache | None = None
+        if cache is not None:
+            latent = cache.value_in_key
+            stored = (cache.key, cache.value.shape[3] if latent else cache.value)
         found = unified.attend(meta, _rows(query, bucket.query), key, value, stored, scoring)
         if found.value is None:
             like = out.new_empty(0, dtype=dtype)
@@ -98,6 +105,15 @@ class UnifiedAttention(AttentionBackend):
         out.copy_(output[:tokens] * params.v_scale if quantised else output[:tokens])
         if lse is not None:
             lse.copy_(logsum[:tokens])
+
+
+class UnifiedMLA(UnifiedAttention):
+    """Absorbed MLA decode: MQA whose one key is a latent, and whose value is the key's first part."""
+
+    name: ClassVar[str] = "HPU_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)
 
 
 def _as_stored(
@@ -120,10 +136,11 @@ def _rows(tensor: Tensor, count: int) -> Tensor:
 
 
 def _sinks(sinks: Tensor, found: unified.Partial) -> unified.Partial:
-    """Return the partial of the learned sinks: a score each, and no value."""
+    """Return the partial of the learned sinks: a score each, and no value; nothing beside nothing."""
     assert found.value is not None and found.total is not None
+    empty = found.total == 0
     return unified.Partial(
         torch.zeros_like(found.value),
-        sinks.expand_as(found.total),
-        torch.ones_like(found.total),
+        sinks.expand_as(found.total).masked_fill(empty, -torch.inf),
+        torch.ones_like(found.total).masked_fill(empty, 0.0),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyattn.plugin import (
+    AttentionKind,
     BackendInfo,
     Capabilities,
     Platform,
@@ -12,16 +13,30 @@ from polyattn.plugin import (
     hookimpl,
 )
 
+PLATFORMS: dict[str, tuple[str, ...]] = {"hpu": ("gaudi2", "gaudi3"), "cpu": ()}
+DTYPES = frozenset({"bfloat16", "float16", "float32", "float64"})
+CACHE_DTYPES = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
+EXCLUDES = (
+    (frozenset({"gaudi2", "fp8_e4m3"}), "Gaudi 2's e4m3 ends at 240, OCP's at 448"),
+    (frozenset({"gaudi2", "float64"}), "Gaudi has no float64"),
+    (frozenset({"gaudi3", "float64"}), "Gaudi has no float64"),
+)
+PRIORITIES = (
+    Priority(score=15, platform="cpu", why="works on padded copies; here for its proof"),
+    Priority(score=60, why="each cached block read once, work by block, few compiled graphs"),
+)
+PROOF = {"cpu": Proof.INTERPRETED}
+
 HPU_ATTN = BackendInfo(
     name="HPU_ATTN",
     summary="Unified Attention: causal, shared and unique parts of static shapes, in torch",
     path="polyattn_hpu.attention:UnifiedAttention",
     capabilities=Capabilities(
-        platforms={"hpu": ("gaudi2", "gaudi3"), "cpu": ()},
+        platforms=PLATFORMS,
         roles=frozenset(Role),
         cached=frozenset({True, False}),
-        dtypes=frozenset({"bfloat16", "float16", "float32", "float64"}),
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
         preferred_block_size=128,
         layouts=("NHD", "HND"),
         phases=frozenset({"prefill", "decode", "mixed"}),
@@ -41,17 +56,28 @@ HPU_ATTN = BackendInfo(
                 "deterministic",
             }
         ),
-        excludes=(
-            (frozenset({"gaudi2", "fp8_e4m3"}), "Gaudi 2's e4m3 ends at 240, OCP's at 448"),
-            (frozenset({"gaudi2", "float64"}), "Gaudi has no float64"),
-            (frozenset({"gaudi3", "float64"}), "Gaudi has no float64"),
-        ),
+        excludes=EXCLUDES,
     ),
-    priorities=(
-        Priority(score=15, platform="cpu", why="works on padded copies; here for its proof"),
-        Priority(score=60, why="each cached block read once, work by block, few compiled graphs"),
+    priorities=PRIORITIES,
+    proof=PROOF,
+)
+
+HPU_MLA = BackendInfo(
+    name="HPU_MLA",
+    summary="absorbed MLA decode by Unified Attention: each latent read once for all heads",
+    path="polyattn_hpu.attention:UnifiedMLA",
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset({AttentionKind.MLA}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        preferred_block_size=128,
+        phases=frozenset({"decode"}),
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        excludes=EXCLUDES,
     ),
-    proof={"cpu": Proof.INTERPRETED},
+    priorities=PRIORITIES,
+    proof=PROOF,
 )
 
 
@@ -74,4 +100,4 @@ def polyattn_platforms() -> list[Platform]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [HPU_ATTN]
+    return [HPU_ATTN, HPU_MLA]

@@ -135,7 +135,7 @@ def build(
     queries, total = np.asarray(query_lens, np.int64), np.asarray(lens, np.int64)
     starts = np.cumsum(queries) - queries
     if block_table is not None:
-        cached = np.where((queries > 1) & fresh, total - queries, total)
+        cached = np.where((queries > 1) & fresh, np.maximum(total - queries, 0), total)
         origin = starts - (total - queries)
     else:
         cached, origin = np.zeros_like(total), np.asarray(key_starts, np.int64)
@@ -207,10 +207,9 @@ def _split(
     uses = np.bincount(entries.block, weights=queries[entries.sequence])
     alone = uses[entries.block] == 1
     several = entries.where(~alone)
-    key = np.stack([several.block, several.start])
-    _, first, which = np.unique(key, axis=1, return_index=True, return_inverse=True)
-    users = (several.sequence, which.reshape(-1).astype(np.int64))
-    return _Split(several.where(first), users, entries.where(alone))
+    key = several.block << 32 | several.start
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    return _Split(several.where(first), (several.sequence, which), entries.where(alone))
 
 
 def _in_sight(

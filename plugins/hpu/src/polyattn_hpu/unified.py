@@ -29,6 +29,11 @@ UNIQUE_KEYS = 1 << 14
 """Keys at a time in the unique part: bounds the copy of the cache."""
 
 
+Cache = tuple[Tensor, Tensor | int]
+"""K and V, each (num_blocks, block_size, num_kv_heads, size); or K alone and how many of its leading
+elements are its value, as in an MLA latent."""
+
+
 class Partial(NamedTuple):
     """Attention over some of the keys, before division; an absent part is `ABSENT`.
 
@@ -78,7 +83,7 @@ def attend(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    cache: tuple[Tensor, Tensor] | None,
+    cache: Cache | None,
     scoring: Scoring,
 ) -> Partial:
     """Return the partial over all keys of a step, for the bucket's rows.
@@ -123,16 +128,14 @@ def causal(meta: Metadata, query: Tensor, key: Tensor, value: Tensor, scoring: S
     return Partial(*(torch.cat(same) for same in zip(*parts, strict=True)))
 
 
-def shared(
-    meta: Metadata, query: Tensor, cache: tuple[Tensor, Tensor], scoring: Scoring
-) -> Partial:
+def shared(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Partial:
     """Attend over the shared blocks, a few at a time, all queries to each."""
     size = cache[0].shape[1]
     step = max(1, SHARED_PRODUCTS // (query.shape[0] * size))
     found = ABSENT
     for at in range(0, meta.bucket.shared, step):
         entries = slice(at, min(at + step, meta.bucket.shared))
-        keys, values = (fetch(stored, meta.shared_blocks[entries]) for stored in cache)
+        keys, values = read(cache, meta.shared_blocks[entries])
         position = _positions(meta.shared_starts[entries], size).flatten()
         mask = meta.tokens.sees_cached(position)
         mask &= meta.member[:, entries][meta.tokens.sequence].repeat_interleave(size, dim=1)
@@ -145,9 +148,7 @@ def shared(
     return found
 
 
-def unique(
-    meta: Metadata, query: Tensor, cache: tuple[Tensor, Tensor], scoring: Scoring
-) -> Partial:
+def unique(meta: Metadata, query: Tensor, cache: Cache, scoring: Scoring) -> Partial:
     """Attend block by block to each block's one query token, then add up a sequence's blocks.
 
     The work is the sum of the blocks, not sequences times the longest.
@@ -165,12 +166,12 @@ def unique(
 
 
 def _unique_blocks(
-    meta: Metadata, query: Tensor, cache: tuple[Tensor, Tensor], entries: slice, scoring: Scoring
+    meta: Metadata, query: Tensor, cache: Cache, entries: slice, scoring: Scoring
 ) -> Partial:
     """Return the partial of each sequence, (logits + 1) rows, over some of the unique blocks."""
     groups, rows = meta.unique_groups[entries], meta.unique_rows[entries]
     blocks = entries if meta.unique_blocks is None else meta.unique_blocks[entries]
-    keys, values = (fetch(stored, blocks) for stored in cache)
+    keys, values = read(cache, blocks)
     position = _positions(meta.unique_starts[entries], keys.shape[1])
     kv_heads = keys.shape[2]
     asked = query[rows].unflatten(1, (kv_heads, -1))  # (blocks, KV heads, group, size)
@@ -234,6 +235,13 @@ def normalize(found: Partial) -> tuple[Tensor, Tensor]:
     empty = total == 0
     output = output / total.masked_fill(empty, 1.0)[..., None]
     return output.masked_fill(flag > 0, torch.nan), maximum + torch.log(total)
+
+
+def read(cache: Cache, blocks: Tensor | slice) -> tuple[Tensor, Tensor]:
+    """Return K and V of blocks, (blocks, block_size, num_kv_heads, size)."""
+    stored, other = cache
+    keys = fetch(stored, blocks)
+    return keys, keys[..., :other] if isinstance(other, int) else fetch(other, blocks)
 
 
 def fetch(stored: Tensor, blocks: Tensor | slice) -> Tensor:

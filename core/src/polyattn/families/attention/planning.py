@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
+from polyattn.families.attention.choice import Chooser
+from polyattn.registry.info import BackendInfo
+from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
-from polyattn.runtime.decompositions import Part, by_phase
+from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
@@ -105,22 +107,9 @@ class Planner(StepPlanner):
 
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec
-        selection = group.selection
-        self.prefill = group.backend(
-            "prefill", AttentionBackend, cache=group.kernel_format("prefill")
-        )
-        prefill = selection.backend("prefill")
-        assert prefill is not None
-        self.names = {"prefill": prefill.name}
-        self.mixed, self.longest_decode = False, 1
-        decode = selection.backend("decode")
-        if decode is None:
-            return
-        self.decode = group.backend("decode", AttentionBackend, cache=group.kernel_format("decode"))
-        self.store = group.backend("store", StoreBackend, cache=group.cache_format)
-        self.mixed = decode == prefill and "mixed" in prefill.capabilities.phases
-        self.longest_decode = decode.capabilities.decode_query_lens
-        self.names["decode"] = decode.name
+        self.chooser = Chooser(group)
+        if self.spec.cached:
+            self.store = group.backend("store", StoreBackend, cache=group.cache_format)
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
@@ -128,33 +117,27 @@ class Planner(StepPlanner):
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
         if not self.spec.cached:
-            calls = [self._call("prefill", Part(batch, None), before)] if batch.num_tokens else []
-            return AttentionStep(self.group, batch, tuple(calls))
-        self._check(batch)
-        if self.mixed and not batch.all_decode and batch.num_tokens:
-            calls = [self._call("prefill", Part(batch, None), before)]
+            prefill = self.chooser.chosen["prefill"].info
+            assigned = [("prefill", prefill, Part(batch, None))] if batch.num_tokens else []
         else:
-            phases = by_phase(batch, self.longest_decode)
-            # Longest first: a decode finds the chip free of what it would wait for.
-            parts = (("decode", phases.decode), ("prefill", phases.prefill))
-            calls = [
-                self._call(phase, part, before)
-                for phase, part in parts
-                if part is not None and part.batch.num_tokens
-            ]
-        if reuse is not None and {c.phase for c in calls} - before.keys():
+            self._check(batch)
+            assigned = self.chooser.assign(batch) if batch.num_tokens else []
+        if before and {phase for phase, _, _ in assigned} - before.keys():
             raise BatchError(
-                f"the captured step has phases {sorted(before)}, this one {[c.phase for c in calls]}; "
+                f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
                 "capture a graph for each kind of step"
             )
-        step = AttentionStep(self.group, batch, tuple(calls))
-        if batch.slot_mapping is not None:
+        calls = tuple(self._call(*assignment, before) for assignment in assigned)
+        step = AttentionStep(self.group, batch, calls)
+        if self.spec.cached and batch.slot_mapping is not None:
             step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
         return step
 
-    def _call(self, phase: str, part: Part, before: dict[str, Call]) -> Call:
-        backend = self.decode if phase == "decode" else self.prefill
+    def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
         earlier = before.get(phase)
+        # Under a captured graph the capture's choice holds.
+        name = info.name if earlier is None else earlier.name
+        backend = self.chooser.find(phase, name).backend
         batch, block_size = part.batch, None
         if self.spec.cached:
             whole, walked = self.group.cache_format, backend.cache
@@ -164,8 +147,7 @@ class Planner(StepPlanner):
                 into = None if earlier is None else earlier.plan.batch.block_table
                 batch = expand(batch, whole, block_size, into)
         plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        expanded = batch is not part.batch
-        return Call(phase, self.names[phase], backend, plan, part.rows, block_size, expanded)
+        return Call(phase, name, backend, plan, part.rows, block_size, batch is not part.batch)
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:

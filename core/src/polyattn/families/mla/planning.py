@@ -163,11 +163,11 @@ class Planner(StepPlanner):
         assert decode is not None and prefill is not None
         self.names = {"decode": decode.name, "prefill": prefill.name}
         base: type[Any] = SparseBackend if self.sparse else AttentionBackend
-        self.decode: Any = group.backend("decode", base, cache=group.kernel_format("decode"))
+        self.decode: Any = group.backend("decode", base, cache=group.kernel_format(decode))
         self.longest_decode = decode.capabilities.decode_query_lens
         if self.sparse:
             self.sparse_prefill = group.backend(
-                "prefill", SparseBackend, cache=group.kernel_format("prefill")
+                "prefill", SparseBackend, cache=group.kernel_format(prefill)
             )
         self.store = group.backend("store", StoreBackend, cache=group.cache_format)
         self.merge = group.backend("merge", MergeBackend)

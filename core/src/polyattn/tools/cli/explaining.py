@@ -7,8 +7,9 @@ from typing import Any
 from rich.markup import escape
 from rich.tree import Tree
 
-from polyattn.api import resolve_device, select, unmatched_overrides
+from polyattn.api import select, unmatched_overrides
 from polyattn.errors import SelectionError
+from polyattn.registry.devices import resolve_device
 from polyattn.selection.decision import Decision, verdict_line
 from polyattn.settings import current
 from polyattn.spec.decompose import group_layers

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
-from polyattn.registry.machine import availabilities
+from polyattn.registry.info import BackendInfo
+from polyattn.registry.machine import availabilities, availability
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
 
@@ -31,7 +32,8 @@ def show(as_json: bool) -> int:
     backends = [("backend", "platforms", "proof", "state", "what it is")]
     for row in rows:
         proof = ", ".join(f"{where} {how}" for where, how in row["proof"].items())
-        state = row["problem"] or "installed"
+        here = [name for name, problem in row["builds"].items() if problem is None]
+        state = row["problem"] or (f"installed: {', '.join(here)}" if here else "installed")
         backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
     write(f"{columns(plugins)}\n\n{columns(backends)}")
     for problem in registry.problems:
@@ -77,7 +79,13 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
             "proof": {where: proof.value for where, proof in info.proof.items()},
             "problem": problem,
+            "builds": _builds(info, timeout),
             "summary": info.summary,
         }
         for info, problem in zip(infos, problems, strict=True)
     ]
+
+
+def _builds(info: BackendInfo, timeout: float) -> dict[str, str | None]:
+    """Return the packages that bring a backend's library, each with why it isn't here, or None."""
+    return {v.name: availability(info.as_built(v), timeout) for v in info.variants}
