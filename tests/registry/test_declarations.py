@@ -27,7 +27,8 @@ from polyattn.plugin import (
 )
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availabilities
-from polyattn.spec.layer import DTYPES, FEATURES, KV_CACHE_DTYPES
+from polyattn.spec.features import FEATURES
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
 from polyattn.tools.cli.support import matrix
 

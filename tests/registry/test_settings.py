@@ -141,7 +141,7 @@ def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpuu")
     with pytest.raises(PolyattnError, match="did you mean 'cpu'"):
         select(LLAMA, "x86-amx")
-    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpu")
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpu,hpu")
     with pytest.raises(PolyattnError, match="EXAMPLE_ATTN"):
         select(LLAMA.replace(alibi=True), "x86-amx")
 

@@ -26,6 +26,7 @@ from zoo.build import build
 
 SPEC = LayerSpec(num_heads=4, head_size=64, dtype="float32")
 BROKEN = [animal for animal in ANIMALS.values() if animal.name not in HEALTHY]
+UNREADY = ("NEEDY", "MODULE-OTHER", "PROBE_HANGS")
 TIMEOUTS = {"POLYATTN_PROBE_TIMEOUT": "0.5", "POLYATTN_PLUGIN_TIMEOUT": "0.8"}
 
 
@@ -57,6 +58,7 @@ def inside(zoo: Path) -> Iterator[dict[str, Any]]:
         "problems": registry.problems,
         "doctor": examine(),
         "selection": select(SPEC, "cpu"),
+        "reasons": availabilities([registry.backends[name] for name in UNREADY], 0.5),
         "log": records,
     }
     logging.getLogger("polyattn").removeHandler(handler)
@@ -173,8 +175,7 @@ def test_naming_a_broken_backend_says_why(inside: dict[str, Any]) -> None:
     registry = inside["registry"]
     with pytest.raises(PolyattnError, match=r"zoo-duplicate-a 1\.2.*zoo-duplicate-b 1\.2"):
         registry.backend("twice")
-    infos = [registry.backends[name] for name in ("NEEDY", "MODULE-OTHER", "PROBE_HANGS")]
-    needy, other, hangs = availabilities(infos, 0.5)
+    needy, other, hangs = inside["reasons"]
     assert "pip install zoo" in str(needy) and "has no 'Kernel'" in str(other)
     assert "did not answer" in str(hangs)
 
