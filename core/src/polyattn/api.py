@@ -17,7 +17,7 @@ from polyattn.registry.machine import availability
 from polyattn.selection.decision import Decision
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
-from polyattn.spec.decompose import group_layers
+from polyattn.spec.decompose import group_layers, unrotated
 from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def select(
     """
     settings = current() if settings is None else settings
     _memo.valid_for(settings)
+    spec = unrotated(spec)  # kernels take queries and keys that are rotated already
     key = (spec, device, backend, verify)
     found = _memo.table.get(key)
     if found is None:

@@ -12,6 +12,7 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from polyattn.errors import SpecError, nearest
+from polyattn.spec.rope import RopeSpec
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
@@ -112,6 +113,7 @@ class LayerSpec:
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `block_size` None lets the selector choose.
+    - `rope`: how queries and keys are rotated before they come here; no kernel is asked for it.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
     """
@@ -140,6 +142,7 @@ class LayerSpec:
     batch_invariant: bool = False
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
+    rope: RopeSpec | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -188,6 +191,9 @@ class LayerSpec:
             value = getattr(self, field.name)
             if value == field.default:
                 continue
+            if isinstance(value, RopeSpec):
+                out[field.name] = value.to_dict()
+                continue
             if isinstance(value, Enum):
                 value = value.name.lower() if isinstance(value, IntEnum) else value.value
             out[field.name] = (
@@ -210,6 +216,8 @@ class LayerSpec:
         for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
             if isinstance(given.get(name), Mapping):
                 given[name] = part(**given[name])
+        if isinstance(given.get("rope"), Mapping):
+            given["rope"] = RopeSpec.from_dict(given["rope"])
         try:
             return cls(**given)
         except TypeError as error:
