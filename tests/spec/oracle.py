@@ -35,6 +35,8 @@ class Call:
 
 
 CALLS: list[Call] = []
+PRESCALED = ("OPTAttention", "WhisperAttention", "EsmSelfAttention")
+"""Modules that multiply the projected query by the scale before they call attention."""
 
 
 def _probe(
@@ -77,7 +79,7 @@ def constant_inputs(modules: list[nn.Module]) -> Iterator[None]:
 
     handles = [m.register_forward_pre_hook(same, with_kwargs=True) for m in modules]
     for module in modules:
-        for name in ("q_b_proj", "q_proj"):
+        for name in ("q_b_proj", "q_proj", "query"):
             if isinstance(getattr(module, name, None), nn.Module):
                 handles.append(getattr(module, name).register_forward_hook(keep(module)))
                 break
@@ -175,11 +177,11 @@ def attention_differences(spec: LayerSpec, call: Call) -> list[str]:
     query, key, value = call.query[0], call.key[0], call.value[0]
     kv_heads = key.shape[0] if not spec.kind.is_latent else spec.num_kv_heads
     scale = call.scale
-    inner = getattr(call.module, "scaling", None)
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    elif scale == 1.0 and isinstance(inner, float):
-        scale = inner  # the query was scaled before
+    elif type(call.module).__name__ in PRESCALED:
+        assert call.projected is not None
+        scale *= float(query[:, 0].norm() / call.projected[0, 0].norm())
     pairs = {
         "num_heads": (spec.num_heads, query.shape[0]),
         "num_kv_heads": (spec.num_kv_heads, kv_heads),
@@ -189,9 +191,10 @@ def attention_differences(spec: LayerSpec, call: Call) -> list[str]:
         "learned_sinks": (spec.learned_sinks, call.options.get("s_aux") is not None),
     }
     out = [f"{name}: spec {a}, module {b}" for name, (a, b) in pairs.items() if a != b]
-    if not math.isclose(spec.scale, scale, rel_tol=1e-6):
+    if not math.isclose(spec.scale, scale, rel_tol=1e-5):
         out.append(f"scale: spec {spec.scale}, module {scale}")
-    if "position_bias" in call.options:
+    bias = call.options.get("position_bias")
+    if bias is not None and (bias != bias[..., :1, :1]).any():
         out.append("module has a position bias")
     if spec.latent and spec.latent.topk:
         indices = call.options.get("indices")
@@ -327,16 +330,21 @@ def recurrent_values(spec: LayerSpec) -> tuple[Any, ...]:
             form.conv_width, channels)  # fmt: skip
 
 
-def differences(model: nn.Module, specs: list[LayerSpec], **inputs: Any) -> list[str]:
-    """Return everything that differs between a model's modules and the specs of its layers."""
+def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) -> list[str]:
+    """Return everything that differs between a model's modules and the specs of its layers.
+
+    None stands for an attention layer that can't be served.
+    """
     collect_factors(model)
     calls = record(model, **inputs)
-    attention = [spec for spec in specs if not spec.kind.is_recurrent]
-    recurrent = [recurrent_values(spec) for spec in specs if spec.kind.is_recurrent]
+    attention = [spec for spec in specs if spec is None or not spec.kind.is_recurrent]
+    recurrent = [recurrent_values(spec) for spec in specs if spec and spec.kind.is_recurrent]
     out = []
     if len(calls) != len(attention):
         out.append(f"{len(attention)} attention layers, the model has {len(calls)}")
     for index, (spec, call) in enumerate(zip(attention, calls, strict=False)):
+        if spec is None:
+            continue
         out += [f"attention {index}: {line}" for line in attention_differences(spec, call)]
     held = recurrent_modules(model)
     if recurrent != held:

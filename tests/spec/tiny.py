@@ -38,6 +38,14 @@ SIZES: dict[str, Any] = {
     "num_nextn_predict_layers": 0, "moe_layer_freq": 1, "cross_attention_layers": [1],
 }  # fmt: skip
 
+MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 4, 6]}
+TOWERS = {
+    "llava": ("llama", "clip_vision_model"), "llava_next": ("llama", "clip_vision_model"),
+    "llava_onevision": ("qwen2", "siglip_vision_model"), "gemma3": ("gemma3_text", "siglip_vision_model"),
+    "paligemma": ("gemma", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
+    "idefics3": ("llama", "idefics3_vision"), "smolvlm": ("llama", "smolvlm_vision"),
+}  # fmt: skip
+
 SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 24, "n_groups": 2},
     "bamba": {"mamba_d_head": 24, "attn_layer_indices": [1]},
@@ -45,14 +53,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mamba_d_head": 24,
                          "layer_types": ["mamba", "attention", "mamba", "attention"]},
     "zamba2": {"mamba_headdim": 24, "n_mamba_heads": 8, "mamba_ngroups": 2, "num_hidden_layers": 4,
-               "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "use_shared_mlp_adapter": False},
+               "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "zamba": {"n_mamba_heads": 2, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
     "jamba": {"attn_layer_period": 4, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe", "mamba"], "n_groups": 2},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "phi3": {"original_max_position_embeddings": 32},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "hidden_size": 96, "window_size": 5},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 5},
+    "qwen3_5_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}},
+    "qwen3_5_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}},
+    "helium": {"head_dim": 24},
+    "qwen2_vl_text": {"rope_parameters": MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": MROPE},
+    "qwen3_vl_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
+    "qwen3_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
     "modernbert": {"local_attention": 6, "global_attn_every_n_layers": 3},
     "modernbert-decoder": {"local_attention": 6},
     "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "intermediate_size": [40] * 5,
@@ -81,7 +96,25 @@ def tiny_values(cls: Any) -> dict[str, Any]:
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if hasattr(sub, "model_type") and sub.model_type:
             values[name] = tiny_values(sub)
+    if cls.model_type in TOWERS:
+        for name, kind in zip(("text_config", "vision_config"), TOWERS[cls.model_type], strict=True):
+            values[name] = {"model_type": kind} | tiny_values(CONFIG_MAPPING[kind])
     return values | SPECIAL.get(cls.model_type, {})
+
+
+BY_NAME = {
+    "siglip_text_model": "SiglipTextModel", "mllama_text_model": "MllamaForCausalLM",
+    "mllama_vision_model": "MllamaVisionModel", "idefics3_vision": "Idefics3VisionTransformer",
+}  # fmt: skip
+"""Types that transformers has no automatic class for."""
+
+
+class _Named:
+    def __init__(self, cls: Any):
+        self.cls = cls
+
+    def from_config(self, config: Any) -> Any:
+        return self.cls(config)
 
 
 def build(config: Any) -> torch.nn.Module:
@@ -90,7 +123,13 @@ def build(config: Any) -> torch.nn.Module:
     Raises `MemoryError` where it isn't tiny: it is built without memory first.
     """
     torch.manual_seed(0)
-    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
+    autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
+    if getattr(config, "is_encoder_decoder", False):
+        autos = autos[1:]
+    named = BY_NAME.get(config.model_type)
+    if named:
+        autos = [_Named(getattr(transformers, named))]
+    for auto in autos:
         try:
             with torch.device("meta"):
                 size = sum(p.numel() for p in auto.from_config(config).parameters())
@@ -105,13 +144,30 @@ def build(config: Any) -> torch.nn.Module:
 
 def inputs_of(model: torch.nn.Module, config: Any) -> dict[str, Any]:
     """Return what the model's forward takes."""
-    name = model.main_input_name
+    kind = config.model_type
     tokens = torch.randint(3, 60, (1, 23))
-    if name == "pixel_values":
+    if kind in ("clip", "siglip"):
+        size = config.vision_config.image_size
+        return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, size, size)}
+    if kind in ("idefics3_vision", "smolvlm_vision"):
         return {"pixel_values": torch.randn(1, 3, config.image_size, config.image_size)}
-    if name == "input_features":
+    if kind == "mllama_vision_model":
+        tiles, size = config.max_num_tiles, config.image_size
+        return {
+            "pixel_values": torch.randn(1, 1, tiles, 3, size, size),
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long),
+        }
+    if kind == "kimi_linear":
+        return {"input_ids": tokens, "use_cache": False}
+    if model.main_input_name == "pixel_values" and kind not in TOWERS:
+        return {"pixel_values": torch.randn(1, 3, config.image_size, config.image_size)}
+    if kind == "whisper":
         frames = config.max_source_positions * 2
-        return {"input_features": torch.randn(1, config.num_mel_bins, frames), "decoder_input_ids": tokens}
+        features = torch.randn(1, config.num_mel_bins, frames)
+        return {"input_features": features, "decoder_input_ids": tokens, "use_cache": False}
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens[:, :11], "use_cache": False}
-    return {"input_ids": tokens} | ({} if name != "input_ids" else {})
+    if kind == "mllama_text_model":
+        return {"input_ids": tokens, "cross_attention_states": torch.randn(1, 7, 96)}
+    return {"input_ids": tokens}

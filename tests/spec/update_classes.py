@@ -23,7 +23,8 @@ BASE = {f.name for f in dataclasses.fields(PretrainedConfig)}
 
 
 def fields(cls: Any) -> dict[str, Any]:
-    out = {}
+    """Return each field's default; null for what the class derives from others."""
+    out: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         if field.name in BASE or HARMLESS.fullmatch(field.name):
             continue
@@ -32,6 +33,13 @@ def fields(cls: Any) -> dict[str, Any]:
             factory = field.default_factory
             value = None if factory is dataclasses.MISSING else factory()
         out[field.name] = value if isinstance(value, (int, float, str, list, tuple)) else None
+    try:
+        derived = cls().to_dict()
+    except Exception:  # a class that can't be made without arguments derives nothing
+        derived = {}
+    for name in derived:
+        if name not in BASE and not HARMLESS.fullmatch(name):
+            out.setdefault(name, None)
     return out
 
 

@@ -19,14 +19,14 @@ ENCODER = {"role": Role.ENCODER_ONLY, "causal": False}
 def encoder(
     tower: str = "text",
     rope: Callable[[Config, int], RopeSpec | None] = lambda cfg, size: None,
-    prefix: str = "",
+    head_dim: bool = False,
 ) -> Reader:
     """Return a reader of encoders; one with `is_decoder` is a causal decoder (BERT's family)."""
 
     def read(cfg: Config) -> Towers:
         cfg.only("position_embedding_type", "absolute")
         cfg.only("add_cross_attention", False)
-        heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
+        heads, _, size = head_sizes(cfg, head_dim=head_dim, kv=False)
         role = {} if cfg.flag("is_decoder") else ENCODER
         spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role)
         return {tower: [(spec,)] * cfg.need("num_hidden_layers")}
@@ -143,7 +143,7 @@ READERS: dict[str, Reader] = {
          "smolvlm_vision"),
         encoder("vision"),
     ),
-    "nomic_bert": encoder(rope=lambda cfg, size: read_rope(cfg, size)),
+    "nomic_bert": encoder(rope=lambda cfg, size: read_rope(cfg, size), head_dim=True),
     "esm": esm,
     "modernbert": modernbert(causal=False),
     "modernbert-decoder": modernbert(causal=True),

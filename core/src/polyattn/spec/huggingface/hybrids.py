@@ -123,10 +123,10 @@ def zamba2(cfg: Config) -> Towers:
     channels, recurrent_heads = widened(cfg, "mamba_expand"), cfg.need("n_mamba_heads")
     recurrent = mamba2(
         cfg, recurrent_heads, cfg.need("mamba_ngroups"), channels // recurrent_heads,
-        cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"),
+        cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), activation="",
     )  # fmt: skip
     heads = cfg.need("num_attention_heads")
-    size = 2 * cfg.need("hidden_size") // heads
+    size = cfg.integer("attention_head_dim") or 2 * cfg.need("hidden_size") // heads
     attention = LayerSpec(
         num_heads=heads, num_kv_heads=cfg.integer("num_key_value_heads") or heads, head_size=size,
         scale=(size / 2) ** -0.5, dtype=cfg.dtype,
@@ -154,7 +154,7 @@ def nemotron_h(cfg: Config) -> Towers:
     types = named(cfg, "layers_block_type", kinds, (LINEAR, FULL, "mlp", "moe"))
     recurrent = mamba2(
         cfg, cfg.need("mamba_num_heads"), cfg.need("n_groups"), cfg.need("mamba_head_dim"),
-        cfg.need("ssm_state_size"), cfg.need("conv_kernel"),
+        cfg.need("ssm_state_size"), cfg.need("conv_kernel"), activation="mamba_hidden_act",
     )  # fmt: skip
     attention = Decoder(rope=no_rope)
     return stack(cfg, types, {
@@ -203,7 +203,17 @@ def lfm2(cfg: Config) -> Towers:
 
 def qwen3_next(cfg: Config) -> Towers:
     """Gated delta rules, and attention with a quarter of each head rotated."""
-    attention = Decoder(rope=rotary(partial=0.25))
+    return _gated(cfg, Decoder(rope=rotary(partial=0.25)))
+
+
+def qwen3_5(cfg: Config) -> Towers:
+    """Qwen3-Next's layers, whose positions have three axes."""
+    return _gated(
+        cfg, Decoder(rope=rotary(partial=0.25, sections=(11, 11, 10), interleaved=True))
+    )
+
+
+def _gated(cfg: Config, attention: Decoder) -> Towers:
     types = listed(cfg, every(4, "full_attention_interval", LINEAR), FULL, LINEAR)
     recurrent = gated_delta(cfg)
     return stack(cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)})
@@ -268,8 +278,8 @@ READERS: dict[str, Reader] = {
     "lfm2": lfm2,
     "lfm2_moe": lfm2,
     "qwen3_next": qwen3_next,
-    "qwen3_5_text": qwen3_next,
-    "qwen3_5_moe_text": qwen3_next,
+    "qwen3_5_text": qwen3_5,
+    "qwen3_5_moe_text": qwen3_5,
     "minimax": minimax,
     "minimax_text_01": minimax,
     "kimi_linear": kimi_linear,

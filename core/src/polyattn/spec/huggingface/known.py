@@ -26,7 +26,8 @@ HARMLESS = re.compile(
     | tokenizer_class | sep_token_id | cache_implementation | use_mamba_kernels
     | is_composition | is_encoder_decoder | add_final_layer_norm | classif.* | summary_.*
     | max_position_embeddings | language_model_only | fused_.* | .*_fusion
-    | use_flash_attn.* | flash_attn.* | unsloth.* | .*_hash""",
+    | use_flash_attn.* | flash_attn.* | unsloth.* | .*_hash
+    | projection_(dim|size) | num_image_tokens""",
     re.VERBOSE,
 )
 """Fields that change no attention in any type: tokens, training, generation, MLPs, bookkeeping."""

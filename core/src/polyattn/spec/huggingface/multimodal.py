@@ -13,8 +13,11 @@ from polyattn.spec.layer import LayerSpec, Role
 
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(
-    types=decoders.qwen2_types, listed=True, window=decoders.optional_window, rope=rotary()
-)
+    types=decoders.qwen2_types, listed=True, window=decoders.optional_window,
+    rope=rotary(sections=(16, 24, 24)),
+)  # fmt: skip
+
+QWEN3_VL = Decoder(rope=rotary(sections=(24, 20, 20), interleaved=True))
 
 
 def towers(text_type: str, vision_type: str = "") -> Reader:
@@ -95,6 +98,17 @@ def mllama_vision(cfg: Config) -> Towers:
     return {"vision": [(spec,)] * (cfg.need("num_hidden_layers") + cfg.need("num_global_layers"))}
 
 
+def paligemma(cfg: Config) -> Towers:
+    """PaliGemma: the image and the prompt see each other both ways, the answer causally."""
+    text = _text_part(cfg, "gemma")
+    text.get("use_bidirectional_attention")
+    prefix = Missing("a mask that is causal beyond a prefix alone")
+    return {
+        "text": [(prefix,)] * text.need("num_hidden_layers"),
+        "vision": _vision(cfg.part("vision_config", "siglip_vision_model")),
+    }
+
+
 def gemma3(cfg: Config) -> Towers:
     """Gemma 3: text that attends causally; image tokens among it see each other both ways."""
     return towers("gemma3_text", "siglip_vision_model")(cfg)
@@ -106,7 +120,7 @@ TOWERS: dict[str, Reader] = {
     **mla.READERS,
     **encoders.READERS,
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), QWEN_VL),
-    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), Decoder(rope=rotary())),
+    **dict.fromkeys(("qwen3_vl_text", "qwen3_vl_moe_text"), QWEN3_VL),
     **dict.fromkeys(
         ("pixtral", "qwen2_vl_vision", "qwen2_5_vl_vision", "qwen3_vl_vision", "qwen3_vl_moe_vision",
          "llama4_vision_model", "qwen3_5_vision", "qwen3_5_moe_vision"),
@@ -121,7 +135,7 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(
         ("llava", "llava_next", "llava_onevision"), towers("llama", "clip_vision_model")
     ),
-    "paligemma": towers("gemma", "siglip_vision_model"),
+    "paligemma": paligemma,
     "mistral3": towers("mistral", "pixtral"),
     "idefics3": towers("llama", "idefics3_vision"),
     "smolvlm": towers("llama", "smolvlm_vision"),

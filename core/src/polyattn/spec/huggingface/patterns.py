@@ -57,10 +57,8 @@ def lower_even_layers(cfg: Config, count: int) -> list[str]:
 
 def layer_types(cfg: Config, count: int, pattern: Pattern, valid: tuple[str, ...]) -> list[str]:
     """Return the type of every layer: `layer_types`, or what the pattern gives without one."""
-    listed = cfg.items("layer_types", str, count)
-    if listed is None:
-        return pattern(cfg, count)
-    return named(cfg, "layer_types", listed, valid)
+    derived, listed = pattern(cfg, count), cfg.items("layer_types", str, count)
+    return derived if listed is None else named(cfg, "layer_types", listed, valid)
 
 
 def named(cfg: Config, field: str, listed: list[str], valid: tuple[str, ...]) -> list[str]:

@@ -22,12 +22,18 @@ def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:
 
 
 def mamba2(
-    cfg: Config, heads: int, groups: int, head_size: int, state: int, width: int
+    cfg: Config, heads: int, groups: int, head_size: int, state: int, width: int,
+    activation: str = "hidden_act",
 ) -> LayerSpec:
-    """Return a Mamba-2 layer. Raises `ConfigError` where the step size is clamped."""
+    """Return a Mamba-2 layer; `activation` names the field of the convolution's.
+
+    Raises `ConfigError` where the step size is clamped.
+    """
     limit = cfg.get("time_step_limit")
     if limit is not None and list(limit) not in ([0.0, math.inf], [0, "Infinity"]):
         raise cfg.error("time_step_limit", limit, "can't be served; only [0, Infinity] is")
+    if activation:
+        silu(cfg, activation)
     if heads % groups:
         raise cfg.error("n_groups", groups, f"doesn't divide the {heads} heads")
     return LayerSpec(
@@ -36,14 +42,13 @@ def mamba2(
         num_kv_heads=groups,
         head_size=head_size,
         dtype=cfg.dtype,
-        recurrent=RecurrentSpec(state_size=state, conv_width=width, activation=silu(cfg)),
+        recurrent=RecurrentSpec(state_size=state, conv_width=width, activation="silu"),
     )
 
 
-def silu(cfg: Config, *names: str) -> str:
+def silu(cfg: Config, name: str = "hidden_act") -> str:
     """Return the activation after the convolution. Raises `ConfigError` where it isn't SiLU."""
-    for name in names or ("hidden_act",):
-        cfg.only(name, "silu", "swish")
+    cfg.only(name, "silu", "swish")
     return "silu"
 
 

@@ -46,12 +46,15 @@ def read_rope(
     theta: float | None = None,
     default: Mapping[str, Any] | None = None,
     scaled: bool = True,
+    sections: tuple[int, ...] | None = None,
+    interleaved: bool = False,
 ) -> RopeSpec:
     """Return the rotary embedding of a layer type.
 
     `partial` is the default of `partial_rotary_factor`, or None where the type always rotates
     whole heads; `theta` the base where the config has none; `default` stands for absent
-    parameters; `scaled` False: `rope_scaling` speaks of other layer types alone.
+    parameters; `scaled` False: `rope_scaling` speaks of other layer types alone; `sections` are
+    those of a type with several axes, and `interleaved` how it lays them out.
     """
     params = parameters(cfg, layer_type, default) if scaled else {}
     base = params.get("rope_theta")
@@ -69,13 +72,14 @@ def read_rope(
     if kind not in SCALINGS:
         raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS[1:], *ALIASES])
     scaling = _scaling(cfg, kind, params, base) if kind != "none" else {}
-    sections = params.get("mrope_section")
+    if sections is None and "mrope_section" in params:
+        raise cfg.error("mrope_section", params["mrope_section"], "isn't read by this type of model")
     return RopeSpec(
         pairing=pairing,
         rotary_size=size,
         base=float(base),
-        sections=tuple(sections) if sections else None,
-        sections_interleaved=bool(params.get("mrope_interleaved")) if sections else False,
+        sections=sections and tuple(params.get("mrope_section") or sections),
+        sections_interleaved=interleaved,
         **scaling,
     )
 
