@@ -179,6 +179,12 @@ def neox_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     )  # fmt: skip
 
 
+def gemma2_window(cfg: Config) -> int:
+    """Return `sliding_window`, which the publisher's files say twice."""
+    cfg.only("sliding_window_size", cfg.need("sliding_window"))
+    return needed_window(cfg)
+
+
 def gpt2_scale(cfg: Config, size: int, index: int) -> float:
     """The scale may be off, or fall with the layer's index."""
     scale = size**-0.5 if cfg.flag("scale_attn_weights", True) else 1.0
@@ -208,9 +214,17 @@ def exaone_types(cfg: Config, count: int) -> list[str]:
     return every(4, "sliding_window_pattern")(cfg, count)
 
 
+def _embedded_heads(cfg: Config) -> tuple[int, int]:
+    """Return the heads and their size where the width may be called `n_embed`."""
+    heads, width = cfg.need("num_attention_heads"), cfg.need("n_embed", "hidden_size")
+    if width % heads:
+        raise cfg.error("hidden_size", width, f"isn't divisible by num_attention_heads={heads}")
+    return heads, width // heads
+
+
 def falcon(cfg: Config) -> Towers:
     """One KV head, or as many as the newer architecture says; ALiBi or a rotation."""
-    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
+    heads, size = _embedded_heads(cfg)
     grouped = cfg.flag("new_decoder_architecture") or not cfg.flag("multi_query", True)
     kv_heads = (cfg.integer("num_kv_heads") or heads) if grouped else 1
     count = cfg.need("num_hidden_layers")
@@ -225,8 +239,8 @@ def falcon(cfg: Config) -> Towers:
 
 def bloom(cfg: Config) -> Towers:
     """ALiBi."""
-    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    cfg.only("offset_alibi", 0, 100)
+    heads, size = _embedded_heads(cfg)
+    cfg.get("offset_alibi")  # no code has ever used it
     spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, alibi=True)
     return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
 
@@ -298,7 +312,7 @@ GPT2 = Decoder(
     only={"add_cross_attention": (False,)},
 )  # fmt: skip
 GEMMA2 = Decoder(
-    types=every(2), listed=True, window=needed_window, scale=query_scalar,
+    types=every(2), listed=True, window=gemma2_window, scale=query_scalar,
     soft_cap="attn_logit_softcapping", only={"use_bidirectional_attention": (False,)},
 )  # fmt: skip
 GEMMA3 = Decoder(

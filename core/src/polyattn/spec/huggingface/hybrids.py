@@ -106,6 +106,7 @@ def jamba(cfg: Config) -> Towers:
     period, offset = cfg.need("attn_layer_period"), cfg.get("attn_layer_offset", default=0)
     if not isinstance(offset, int) or not 0 <= offset < period:
         raise cfg.error("attn_layer_offset", offset, f"must be below attn_layer_period={period}")
+    cfg.only("sliding_window")
     recurrent = mamba1(
         cfg, widened(cfg, "mamba_expand"), cfg.need("mamba_d_state"), cfg.need("mamba_d_conv")
     )
@@ -203,6 +204,7 @@ def lfm2(cfg: Config) -> Towers:
 
 def qwen3_next(cfg: Config) -> Towers:
     """Gated delta rules, and attention with a quarter of each head rotated."""
+    cfg.only("use_sliding_window", False)
     return _gated(cfg, Decoder(rope=rotary(partial=0.25)))
 
 

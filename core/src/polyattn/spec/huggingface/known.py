@@ -27,7 +27,14 @@ HARMLESS = re.compile(
     | is_composition | is_encoder_decoder | add_final_layer_norm | classif.* | summary_.*
     | max_position_embeddings | language_model_only | fused_.* | .*_fusion
     | use_flash_attn.* | flash_attn.* | unsloth.* | .*_hash
-    | projection_(dim|size) | num_image_tokens""",
+    | projection_(dim|size) | num_image_tokens | vision_use_head | mm_tokens_per_image
+    | (attention|attention_out|qkv|mlp|mamba_conv|mamba_proj|conv)_bias | use_(qkv_|conv_)?bias
+    | (residual|skip|apply_residual)_.* | layernorm_.*_(alpha|beta) | postnorm | shared_.*
+    | time_step_(floor|max|min|rank|scale|init_scheme) | rescale_prenorm_residual | rms_norm
+    | pad_vocab_size_multiple | attention_softmax_in_fp32 | seq_length | n_ctx | n_positions
+    | mamba_inner_layernorms | calc_logits_.* | block_(mlp|out|norm|use|auto|ff|ffn|multiple)_.*
+    | conv_use_xavier_init | initial_context_length | swiglu_limit | .*layerdrop | num_nextn_predict_layers
+    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
     re.VERBOSE,
 )
 """Fields that change no attention in any type: tokens, training, generation, MLPs, bookkeeping."""
