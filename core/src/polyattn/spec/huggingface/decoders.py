@@ -339,7 +339,6 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(("phi", "nemotron", "glm4_moe"), Decoder(rope=rotary(partial=0.5))),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), GRANITE),
     **dict.fromkeys(("gpt2", "gpt-sw3"), GPT2),
-    **dict.fromkeys(("cohere2", "afmoe"), Decoder()),
     "apertus": Decoder(rope=rotary(default=LLAMA3 | {"rope_theta": 12e6})),
     "cwm": Decoder(
         types=starting(4), listed=True, window=window,
@@ -363,7 +362,7 @@ READERS: dict[str, Reader] = {
     "phimoe": Decoder(types=all_of(SLIDING), window=window, rope=phimoe_rope),
     "minimax_m2": Decoder(rope=minimax_m2_rope),
     "cohere2": Decoder(
-        types=every(4, "sliding_window_pattern"), listed=True, window=needed_window, head_dim=False,
+        types=every(4, "sliding_window_pattern"), listed=True, window=needed_window,
         rope=sliding_alone(pairing="gptj"),
     ),
     "afmoe": Decoder(

@@ -27,9 +27,12 @@ def encoder(
         cfg.only("position_embedding_type", "absolute")
         cfg.only("add_cross_attention", False)
         heads, _, size = head_sizes(cfg, head_dim=head_dim, kv=False)
+        if "is_decoder" not in cfg.cls.fields:
+            cfg.only("is_decoder", False)
         role = {} if cfg.flag("is_decoder") else ENCODER
         spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role)
-        return {tower: [(spec,)] * cfg.need("num_hidden_layers")}
+        count = cfg.need("num_hidden_layers") * (cfg.integer("inner_group_num") or 1)
+        return {tower: [(spec,)] * count}
 
     return read
 

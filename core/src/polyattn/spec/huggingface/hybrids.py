@@ -68,7 +68,8 @@ def bamba(cfg: Config) -> Towers:
     if not all(0 <= index < count for index in attends):
         raise cfg.error("attn_layer_indices", sorted(attends), f"has layers beyond the {count}")
     recurrent = _mamba_fields(cfg, widened(cfg, "mamba_expand"))
-    attention = Decoder(rope=lambda cfg, size, index, kind: read_rope(cfg, size, partial=0.5))
+    cfg.only("partial_rotary_factor", 0.5)
+    attention = Decoder(rope=rotary(partial=0.5))
     types = [FULL if index in attends else LINEAR for index in range(count)]
     return stack(cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)})
 

@@ -58,6 +58,12 @@ def deepseek(cfg: Config) -> Towers:
     return _stack(cfg, _pairing(cfg, True))
 
 
+def deepseek_v2(cfg: Config) -> Towers:
+    """DeepSeek-V2, which knows no other pairing."""
+    cfg.only("rope_interleave", True)
+    return _stack(cfg, "gptj")
+
+
 def neox_latent(cfg: Config) -> Towers:
     """MiniCPM 3: halves of the rope part turn."""
     return _stack(cfg, "neox")
@@ -100,8 +106,9 @@ def _sparse(cfg: Config, indexed: list[bool]) -> list[LayerSpec]:
 
 READERS: dict[str, Reader] = {
     **dict.fromkeys(
-        ("deepseek_v2", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek
+        ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek
     ),
+    "deepseek_v2": deepseek_v2,
     "minicpm3": neox_latent,
     "deepseek_v32": deepseek_sparse,
     "glm_moe_dsa": glm_sparse,
