@@ -102,7 +102,9 @@ def older_interfaces(model: nn.Module) -> Iterator[None]:
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, **_: Any,
     ) -> Tensor:  # fmt: skip
         if is_causal:
-            attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+            attn_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[
+                None, None
+            ]
         out = _probe(Owner.module, query, key, value, attn_mask, scale)[0]
         return out.transpose(1, 2)
 

@@ -39,6 +39,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 4, 6]}
+PARTIAL_MROPE = MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
 TOWERS = {
     "llava": ("llama", "clip_vision_model"), "llava_next": ("llama", "clip_vision_model"),
     "llava_onevision": ("qwen2", "siglip_vision_model"), "gemma3": ("gemma3_text", "siglip_vision_model"),
@@ -61,8 +62,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "phi3": {"original_max_position_embeddings": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "window_size": 5},
-    "qwen3_5_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}},
-    "qwen3_5_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}},
+    "qwen3_5_text": {"rope_parameters": PARTIAL_MROPE},
+    "qwen3_5_moe_text": {"rope_parameters": PARTIAL_MROPE},
     "helium": {"head_dim": 24},
     "qwen2_vl_text": {"rope_parameters": MROPE},
     "qwen2_5_vl_text": {"rope_parameters": MROPE},
@@ -84,7 +85,9 @@ def class_fields(cls: type) -> set[str]:
 def tiny_config(model_type: str, **changes: Any) -> Any:
     """Return a tiny config of the type; its sub-configs are tiny as well."""
     cls = CONFIG_MAPPING[model_type]
-    return cls(**tiny_values(cls), **changes) if not changes else cls(**(tiny_values(cls) | changes))
+    return (
+        cls(**tiny_values(cls), **changes) if not changes else cls(**(tiny_values(cls) | changes))
+    )
 
 
 def tiny_values(cls: Any) -> dict[str, Any]:
@@ -97,7 +100,9 @@ def tiny_values(cls: Any) -> dict[str, Any]:
         if hasattr(sub, "model_type") and sub.model_type:
             values[name] = tiny_values(sub)
     if cls.model_type in TOWERS:
-        for name, kind in zip(("text_config", "vision_config"), TOWERS[cls.model_type], strict=True):
+        for name, kind in zip(
+            ("text_config", "vision_config"), TOWERS[cls.model_type], strict=True
+        ):
             values[name] = {"model_type": kind} | tiny_values(CONFIG_MAPPING[kind])
     return values | SPECIAL.get(cls.model_type, {})
 

@@ -12,7 +12,15 @@ from polyattn.spec.huggingface.multimodal import READERS as WITH_TOWERS
 from polyattn.spec.huggingface.recurrent import READERS as RECURRENT
 from polyattn.spec.layer import LayerSpec
 
-__all__ = ["READERS", "Config", "Layer", "ModelLayers", "layer_specs", "model_layers", "read_config"]
+__all__ = [
+    "READERS",
+    "Config",
+    "Layer",
+    "ModelLayers",
+    "layer_specs",
+    "model_layers",
+    "read_config",
+]
 
 READERS = {**RECURRENT, **WITH_TOWERS}
 """The reader of each `model_type` that is known."""

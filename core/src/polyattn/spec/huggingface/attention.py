@@ -13,12 +13,16 @@ from polyattn.spec.huggingface.patterns import (
     FULL,
     SLIDING,
     Pattern,
-    all_of,
     layer_types,
 )
 from polyattn.spec.huggingface.rotary import read_rope
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
+
+
+def every_full(cfg: Config, count: int) -> list[str]:
+    """Every layer sees everything."""
+    return [FULL] * count
 
 
 @dataclass(frozen=True)
@@ -33,14 +37,14 @@ class Decoder:
     - `only`: fields with the only values that can be served.
     """
 
-    types: Pattern = all_of(FULL)
+    types: Pattern = every_full
     listed: bool = False
     window: Callable[[Config], int | None] = lambda cfg: None
     head_dim: bool = True
     kv_heads: bool = True
     scale: Callable[[Config, int, int], float] = lambda cfg, size, index: 0.0
-    rope: Callable[[Config, int, int, str], RopeSpec | None] = (
-        lambda cfg, size, index, kind: read_rope(cfg, size)
+    rope: Callable[[Config, int, int, str], RopeSpec | None] = lambda cfg, size, index, kind: (
+        read_rope(cfg, size)
     )
     soft_cap: str = ""
     sinks: bool = False
@@ -90,7 +94,9 @@ def head_sizes(cfg: Config, head_dim: bool = True, kv: bool = True) -> tuple[int
         width = cfg.need("hidden_size")
         if width % heads:
             raise cfg.error(
-                "hidden_size", width, f"isn't divisible by num_attention_heads={heads}; give head_dim"
+                "hidden_size",
+                width,
+                f"isn't divisible by num_attention_heads={heads}; give head_dim",
             )
         size = width // heads
     return heads, kv_heads, size
@@ -118,7 +124,7 @@ def rotary(**options: Any) -> Callable[[Config, int, int, str], RopeSpec]:
 
 def no_rope(cfg: Config, size: int, index: int, kind: str) -> None:
     """Positions enter elsewhere: learned, sinusoidal, as a bias, or not at all."""
-    return None
+    return
 
 
 def plain(spec: LayerSpec) -> tuple[Part, ...]:

@@ -21,7 +21,7 @@ class ModelClass:
 
 @cache
 def _table() -> dict[str, Any]:
-    path = resources.files("polyattn").joinpath("data", "config_classes.json")
+    path = resources.files("polyattn").joinpath("data").joinpath("config_classes.json")
     return json.loads(path.read_text(encoding="utf-8"))["classes"]  # type: ignore[no-any-return]
 
 

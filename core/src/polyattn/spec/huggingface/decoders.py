@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from polyattn.spec.huggingface.attention import (
@@ -25,7 +26,7 @@ from polyattn.spec.huggingface.patterns import (
     starting,
     upper_layers,
 )
-from polyattn.spec.huggingface.rotary import parameters, read_rope
+from polyattn.spec.huggingface.rotary import nested_parameters, parameters, read_rope
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
@@ -59,8 +60,8 @@ def two_bases(local_field: str) -> Any:
     """Return Gemma 3's ropes: windowed layers have a base of their own and no scaling."""
 
     def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
-        nested = cfg.get("rope_parameters")
-        if isinstance(nested, dict) and kind in nested:
+        nested_parameters(cfg)
+        if cfg.get("rope_parameters"):
             return read_rope(cfg, size, layer_type=kind, theta=cfg.cls.theta[_LOCALITY[kind]])
         if kind == SLIDING:
             base = cfg.number(local_field, cfg.cls.theta["local"])
@@ -75,7 +76,9 @@ _LOCALITY = {FULL: "global", SLIDING: "local"}
 
 def sliding_alone(**options: Any) -> Any:
     """Return a rope of the windowed layers alone: full attention has no positions (Command R7B)."""
-    return lambda cfg, size, index, kind: read_rope(cfg, size, **options) if kind == SLIDING else None
+    return lambda cfg, size, index, kind: (
+        read_rope(cfg, size, **options) if kind == SLIDING else None
+    )
 
 
 def exaone_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
@@ -92,6 +95,13 @@ def has_rope(cfg: Config, index: int) -> bool:
     if listed is not None:
         return bool(listed[index])
     return (index + 1) % (cfg.integer("no_rope_layer_interval") or 4) != 0
+
+
+def olmo3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
+    """Windowed layers aren't stretched."""
+    nested_parameters(cfg)
+    scaled = kind == FULL or bool(cfg.get("rope_parameters"))
+    return read_rope(cfg, size, layer_type=kind, scaled=scaled)
 
 
 def smollm3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec | None:
@@ -134,8 +144,6 @@ def ministral3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
 
 def with_temperature(cfg: Config, rope: RopeSpec, params: dict[str, Any]) -> RopeSpec:
     """Return the rope with Mistral's temperature, `llama_4_scaling_beta`."""
-    import dataclasses
-
     beta = params.get("llama_4_scaling_beta")
     if not beta:
         return rope
@@ -154,7 +162,10 @@ def phi3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
 def phimoe_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """LongRoPE with magnitudes of its own isn't stated by a `RopeSpec`."""
     params = cfg.get("rope_scaling", "rope_parameters") or {}
-    if isinstance(params, dict) and params.get("rope_type", params.get("type", "default")) != "default":
+    if (
+        isinstance(params, dict)
+        and params.get("rope_type", params.get("type", "default")) != "default"
+    ):
         raise cfg.error("rope_scaling", params.get("rope_type", params.get("type")),
                         "of Phi-3.5-MoE has magnitudes per length, which can't be served")  # fmt: skip
     return read_rope(cfg, size)
@@ -208,7 +219,9 @@ def exaone_types(cfg: Config, count: int) -> list[str]:
         return [FULL] * count
     if isinstance(pattern, str):
         if not pattern or set(pattern) - set("LG"):
-            raise cfg.error("sliding_window_pattern", pattern, "must have the letters L and G alone")
+            raise cfg.error(
+                "sliding_window_pattern", pattern, "must have the letters L and G alone"
+            )
         kinds = {"L": SLIDING, "G": FULL}
         return [kinds[pattern[i % len(pattern)]] for i in range(count - 1)] + [FULL]
     return every(4, "sliding_window_pattern")(cfg, count)
@@ -287,7 +300,9 @@ def gpt_neo(cfg: Config) -> Towers:
     except (TypeError, ValueError):
         raise cfg.error("attention_types", stated, "must be [[[kind, …], count], …]") from None
     if len(kinds) != count:
-        raise cfg.error("attention_types", stated, f"is of {len(kinds)} layers, the model has {count}")
+        raise cfg.error(
+            "attention_types", stated, f"is of {len(kinds)} layers, the model has {count}"
+        )
     windows = {"global": None, "local": cfg.need("window_size")}
     for kind in kinds:
         if kind not in windows:
@@ -302,6 +317,7 @@ def gpt_neo(cfg: Config) -> Towers:
 
 
 LLAMA = Decoder()
+GPTJ_PAIRS = Decoder(rope=rotary(pairing="gptj"))
 MISTRAL = Decoder(types=all_of(SLIDING), window=window)
 QWEN2 = Decoder(types=qwen2_types, listed=True, window=optional_window)
 QWEN_MOE = Decoder(types=qwen2_moe_types, listed=True, window=optional_window)
@@ -317,12 +333,12 @@ GEMMA2 = Decoder(
 )  # fmt: skip
 GEMMA3 = Decoder(
     types=every(6, "sliding_window_pattern"), listed=True, window=needed_window, scale=query_scalar,
-    rope=two_bases("rope_local_base_freq"), soft_cap="attn_logit_softcapping",
-    only={"use_bidirectional_attention": (False,)},
+    rope=two_bases("rope_local_base_freq"),
+    only={"use_bidirectional_attention": (False,), "attn_logit_softcapping": ()},
 )  # fmt: skip
 GEMMA3N = Decoder(
     types=every(5), listed=True, window=needed_window, scale=lambda cfg, size, index: 1.0,
-    rope=two_bases("rope_local_base_freq"),
+    rope=two_bases("rope_local_base_freq"), only={"rope_scaling": ()},
 )  # fmt: skip
 EXAONE4 = Decoder(types=exaone_types, listed=True, window=window, rope=exaone_rope)
 LLAMA4 = Decoder(types=llama4_types, listed=True, rope=llama4_rope)
@@ -334,7 +350,7 @@ READERS: dict[str, Reader] = {
         LLAMA,
     ),
     **dict.fromkeys(("mistral", "mixtral", "starcoder2"), MISTRAL),
-    **dict.fromkeys(("helium", "ernie4_5", "ernie4_5_moe", "cohere"), Decoder(rope=rotary(pairing="gptj"))),
+    **dict.fromkeys(("helium", "ernie4_5", "ernie4_5_moe", "cohere"), GPTJ_PAIRS),
     **dict.fromkeys(("glm", "glm4"), Decoder(rope=rotary(pairing="gptj", partial=0.5))),
     **dict.fromkeys(("phi", "nemotron", "glm4_moe"), Decoder(rope=rotary(partial=0.5))),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), GRANITE),
@@ -371,9 +387,7 @@ READERS: dict[str, Reader] = {
     ),
     "olmo3": Decoder(
         types=every(4), listed=True, window=needed_window,
-        rope=lambda cfg, size, index, kind: read_rope(
-            cfg, size, layer_type=kind, scaled=kind == FULL or "rope_parameters" in cfg.values
-        ),
+        rope=olmo3_rope,
     ),
     "smollm3": Decoder(types=smollm3_types, listed=True, window=optional_window, rope=smollm3_rope),
     "exaone4": EXAONE4,

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from polyattn.spec.huggingface.attention import head_sizes
 from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Missing, Part, Reader, Towers
 from polyattn.spec.huggingface.patterns import FULL, SLIDING, layer_types, starting
-from polyattn.spec.huggingface.rotary import read_rope
+from polyattn.spec.huggingface.rotary import nested_parameters, read_rope
 from polyattn.spec.layer import LayerSpec, Role
 from polyattn.spec.rope import RopeSpec
 
 RELATIVE_BIAS = "a learned relative position bias"
-ENCODER = {"role": Role.ENCODER_ONLY, "causal": False}
+ENCODER: dict[str, Any] = {"role": Role.ENCODER_ONLY, "causal": False}
 
 
 def encoder(
@@ -29,8 +30,10 @@ def encoder(
         heads, _, size = head_sizes(cfg, head_dim=head_dim, kv=False)
         if "is_decoder" not in cfg.cls.fields:
             cfg.only("is_decoder", False)
-        role = {} if cfg.flag("is_decoder") else ENCODER
-        spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role)
+        role: dict[str, Any] = {} if cfg.flag("is_decoder") else ENCODER
+        spec = LayerSpec(
+            num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role
+        )
         count = cfg.need("num_hidden_layers") * (cfg.integer("inner_group_num") or 1)
         return {tower: [(spec,)] * count}
 
@@ -55,7 +58,7 @@ def modernbert(causal: bool) -> Reader:
         types = layer_types(cfg, count, starting(3, "global_attn_every_n_layers"), (FULL, SLIDING))
         half = cfg.need("local_attention") // 2
         window = half if causal else half + 1
-        role = {} if causal else ENCODER
+        role: dict[str, Any] = {} if causal else ENCODER
         return {
             "text": [
                 (LayerSpec(
@@ -71,6 +74,7 @@ def modernbert(causal: bool) -> Reader:
 
 
 def _modernbert_rope(cfg: Config, size: int, kind: str) -> RopeSpec:
+    nested_parameters(cfg)
     place = "local" if kind == SLIDING else "global"
     base = cfg.number(f"{place}_rope_theta", cfg.cls.theta[place])
     return read_rope(cfg, size, layer_type=kind, theta=base)

@@ -71,7 +71,9 @@ def bamba(cfg: Config) -> Towers:
     cfg.only("partial_rotary_factor", 0.5)
     attention = Decoder(rope=rotary(partial=0.5))
     types = [FULL if index in attends else LINEAR for index in range(count)]
-    return stack(cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)})
+    return stack(
+        cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
+    )
 
 
 def granite_hybrid(cfg: Config) -> Towers:
@@ -112,7 +114,9 @@ def jamba(cfg: Config) -> Towers:
         cfg, widened(cfg, "mamba_expand"), cfg.need("mamba_d_state"), cfg.need("mamba_d_conv")
     )
     types = [FULL if i % period == offset else LINEAR for i in range(cfg.need("num_hidden_layers"))]
-    return stack(cfg, types, {FULL: lambda i: (NOPE.layer(cfg, i),), LINEAR: lambda i: (recurrent,)})
+    return stack(
+        cfg, types, {FULL: lambda i: (NOPE.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
+    )
 
 
 def zamba2(cfg: Config) -> Towers:
@@ -134,7 +138,9 @@ def zamba2(cfg: Config) -> Towers:
         scale=(size / 2) ** -0.5, dtype=cfg.dtype,
         rope=read_rope(cfg, size) if cfg.flag("use_mem_rope") else None,
     )  # fmt: skip
-    return stack(cfg, types, {"hybrid": lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)})
+    return stack(
+        cfg, types, {"hybrid": lambda i: (attention, recurrent), LINEAR: lambda i: (recurrent,)}
+    )
 
 
 NEMOTRON_LETTERS = {"M": LINEAR, "*": FULL, "-": "mlp", "E": "moe"}
@@ -146,7 +152,9 @@ def nemotron_h(cfg: Config) -> Towers:
     kinds = cfg.items("layers_block_type", str)
     if kinds is None and isinstance(pattern, str):
         if set(pattern) - set(NEMOTRON_LETTERS):
-            raise cfg.error("hybrid_override_pattern", pattern, "must have the letters M * - E alone")
+            raise cfg.error(
+                "hybrid_override_pattern", pattern, "must have the letters M * - E alone"
+            )
         kinds = [NEMOTRON_LETTERS[letter] for letter in pattern]
     if kinds is None:
         raise cfg.error("layers_block_type", None, "or hybrid_override_pattern is needed")
@@ -171,7 +179,9 @@ def recurrent_gemma(cfg: Config) -> Towers:
     if not kinds or set(kinds) - {"recurrent", "attention"}:
         raise cfg.error("block_types", kinds, "must list recurrent and attention")
     attention = Decoder(
-        head_dim=False, window=lambda cfg: cfg.need("attention_window_size"), rope=rotary(partial=0.5)
+        head_dim=False,
+        window=lambda cfg: cfg.need("attention_window_size"),
+        rope=rotary(partial=0.5),
     )
     return {
         "text": [
@@ -211,15 +221,15 @@ def qwen3_next(cfg: Config) -> Towers:
 
 def qwen3_5(cfg: Config) -> Towers:
     """Qwen3-Next's layers, whose positions have three axes."""
-    return _gated(
-        cfg, Decoder(rope=rotary(partial=0.25, sections=(11, 11, 10), interleaved=True))
-    )
+    return _gated(cfg, Decoder(rope=rotary(partial=0.25, sections=(11, 11, 10), interleaved=True)))
 
 
 def _gated(cfg: Config, attention: Decoder) -> Towers:
     types = listed(cfg, every(4, "full_attention_interval", LINEAR), FULL, LINEAR)
     recurrent = gated_delta(cfg)
-    return stack(cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)})
+    return stack(
+        cfg, types, {FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,)}
+    )
 
 
 def _minimax_types(cfg: Config, count: int) -> list[str]:

@@ -33,8 +33,8 @@ HARMLESS = re.compile(
     | time_step_(floor|max|min|rank|scale|init_scheme) | rescale_prenorm_residual | rms_norm
     | pad_vocab_size_multiple | attention_softmax_in_fp32 | seq_length | n_ctx | n_positions
     | mamba_inner_layernorms | calc_logits_.* | block_(mlp|out|norm|use|auto|ff|ffn|multiple)_.*
-    | conv_use_xavier_init | initial_context_length | swiglu_limit | .*layerdrop | num_nextn_predict_layers
-    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
+    | conv_use_xavier_init | initial_context_length | swiglu_limit | .*layerdrop
+    | num_nextn_predict_layers    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
     re.VERBOSE,
 )
 """Fields that change no attention in any type: tokens, training, generation, MLPs, bookkeeping."""

@@ -105,9 +105,7 @@ def _sparse(cfg: Config, indexed: list[bool]) -> list[LayerSpec]:
 
 
 READERS: dict[str, Reader] = {
-    **dict.fromkeys(
-        ("deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek
-    ),
+    **dict.fromkeys(("deepseek_v3", "kimi_k2", "glm4_moe_lite", "youtu", "axk1"), deepseek),
     "deepseek_v2": deepseek_v2,
     "minicpm3": neox_latent,
     "deepseek_v32": deepseek_sparse,

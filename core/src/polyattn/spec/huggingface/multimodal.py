@@ -6,14 +6,14 @@ from typing import Any
 
 from polyattn.errors import ConfigError
 from polyattn.spec.huggingface import decoders, encoders, hybrids, mla
-from polyattn.spec.huggingface.attention import Decoder, head_sizes, rotary
+from polyattn.spec.huggingface.attention import Decoder, head_sizes, optional_window, rotary
 from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Missing, Reader, Towers
 from polyattn.spec.layer import LayerSpec, Role
 
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(
-    types=decoders.qwen2_types, listed=True, window=decoders.optional_window,
+    types=decoders.qwen2_types, listed=True, window=optional_window,
     rope=rotary(sections=(16, 24, 24)),
 )  # fmt: skip
 
@@ -54,7 +54,9 @@ def tower_reader(part: Config) -> Reader:
     """Return the reader of a tower's own type. Raises `ConfigError`."""
     reader = TOWERS.get(part.model_type)
     if reader is None:
-        raise ConfigError(f"{part.source}: model_type={part.model_type!r} is no tower that is known")
+        raise ConfigError(
+            f"{part.source}: model_type={part.model_type!r} is no tower that is known"
+        )
     return reader
 
 
@@ -94,7 +96,9 @@ def mllama_text(cfg: Config) -> Towers:
 def mllama_vision(cfg: Config) -> Towers:
     """A local and a global encoder, one after the other."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, role=Role.ENCODER_ONLY, causal=False)
+    spec = LayerSpec(
+        num_heads=heads, head_size=size, dtype=cfg.dtype, role=Role.ENCODER_ONLY, causal=False
+    )
     return {"vision": [(spec,)] * (cfg.need("num_hidden_layers") + cfg.need("num_global_layers"))}
 
 

@@ -22,7 +22,12 @@ def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:
 
 
 def mamba2(
-    cfg: Config, heads: int, groups: int, head_size: int, state: int, width: int,
+    cfg: Config,
+    heads: int,
+    groups: int,
+    head_size: int,
+    state: int,
+    width: int,
     activation: str = "hidden_act",
 ) -> LayerSpec:
     """Return a Mamba-2 layer; `activation` names the field of the convolution's.

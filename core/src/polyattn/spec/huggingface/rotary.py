@@ -36,6 +36,15 @@ def parameters(cfg: Config, layer_type: str, default: Mapping[str, Any] | None) 
     return dict(value)
 
 
+def nested_parameters(cfg: Config) -> None:
+    """Refuse `rope_parameters` of a type that has one set per layer type, where they aren't so."""
+    value = cfg.get("rope_parameters")
+    if value and not (
+        isinstance(value, Mapping) and {"full_attention", "sliding_attention"} & set(value)
+    ):
+        raise cfg.error("rope_parameters", value, "must have full_attention and sliding_attention")
+
+
 def read_rope(
     cfg: Config,
     head_size: int,
@@ -57,27 +66,31 @@ def read_rope(
     those of a type with several axes, and `interleaved` how it lays them out.
     """
     params = parameters(cfg, layer_type, default) if scaled else {}
-    base = params.get("rope_theta")
-    if base is None:
-        base = theta if theta is not None else cfg.number("rope_theta", cfg.cls.theta)
+    stated = theta if theta is not None else cfg.number("rope_theta", cfg.cls.theta)
+    base = _number(cfg, "rope_theta", params.get("rope_theta") or stated)
     factor = params.get("partial_rotary_factor")
     if factor is None:
         factor = cfg.number("partial_rotary_factor", partial)
-    _number(cfg, "rope_theta", base)
     if partial is None and factor not in (None, 1.0):
         raise cfg.error("partial_rotary_factor", factor, "isn't read by this type of model")
-    size = head_size if factor is None else int(head_size * _number(cfg, "partial_rotary_factor", factor))
+    size = (
+        head_size
+        if factor is None
+        else int(head_size * _number(cfg, "partial_rotary_factor", factor))
+    )
     kind = params.get("rope_type") or params.get("type") or "default"
     kind = ALIASES.get(kind, kind)
     if kind not in SCALINGS:
         raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS[1:], *ALIASES])
-    scaling = _scaling(cfg, kind, params, base) if kind != "none" else {}
+    scaling = _scaling(cfg, kind, params) if kind != "none" else {}
     if sections is None and "mrope_section" in params:
-        raise cfg.error("mrope_section", params["mrope_section"], "isn't read by this type of model")
+        raise cfg.error(
+            "mrope_section", params["mrope_section"], "isn't read by this type of model"
+        )
     return RopeSpec(
         pairing=pairing,
         rotary_size=size,
-        base=float(base),
+        base=base,
         sections=sections and tuple(params.get("mrope_section") or sections),
         sections_interleaved=interleaved,
         **scaling,
@@ -91,7 +104,7 @@ def _number(cfg: Config, name: str, value: Any) -> float:
     return float(value)
 
 
-def _scaling(cfg: Config, kind: str, params: Mapping[str, Any], base: float) -> dict[str, Any]:
+def _scaling(cfg: Config, kind: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `RopeSpec` takes for a scaling, its defaults as transformers has them."""
 
     def number(name: str, default: float | None = None) -> float:
@@ -124,7 +137,9 @@ def _scaling(cfg: Config, kind: str, params: Mapping[str, Any], base: float) -> 
         for name in ("short", "long"):
             factors = params.get(f"{name}_factor")
             if not isinstance(factors, (list, tuple)):
-                raise cfg.error(f"rope_parameters.{name}_factor", factors, "must be a list of numbers")
+                raise cfg.error(
+                    f"rope_parameters.{name}_factor", factors, "must be a list of numbers"
+                )
             out[f"{name}_factors"] = tuple(factors)
     return out
 
@@ -133,7 +148,11 @@ def _attention_factor(kind: str, out: Mapping[str, Any], params: Mapping[str, An
     """Return the factor that the scaling's authors recommend for a stretched context."""
     factor = out["factor"]
     if kind == "longrope":
-        return math.sqrt(1 + math.log(factor) / math.log(out["original_length"])) if factor > 1 else 1.0
+        return (
+            math.sqrt(1 + math.log(factor) / math.log(out["original_length"]))
+            if factor > 1
+            else 1.0
+        )
     one, all_ = params.get("mscale"), params.get("mscale_all_dim")
     if one and all_:
         return yarn_mscale(factor, one) / yarn_mscale(factor, all_)
