@@ -137,11 +137,10 @@ def _recorded(module: nn.Module, method: Any) -> Any:
         with mock.patch("torch.nn.functional.softmax", softmax):
             out = method(query, key, value, *args, **kwargs)
         logits = seen[0]
-        dots = (query[0, 0, 0] * key[0, 0, 0]).sum()
-        CALLS.append(
-            Call(module, query, key, value, torch.where(logits < -1e4, -1e9, 0.0)[:, :1],
-                 float(logits[0, 0, 0, 0] / dots))
-        )  # fmt: skip
+        dots = (query[0, :, 0] * key[0, :, 0]).sum(-1).double()
+        scale = float((logits[0, :, 0, 0] * dots).sum() / (dots * dots).sum())
+        mask = torch.where(logits < -1e4, -1e9, 0.0)[:, :1]
+        CALLS.append(Call(module, query, key, value, mask, scale))
         return out
 
     return attn
@@ -245,7 +244,11 @@ def rope_differences(spec: LayerSpec, call: Call) -> list[str]:
         expected = rotate(start, positions, plain, offset=offset)
         expected = expected * query_temperature(rope, positions)[:, None, None]
         known = attention_factors(call.module)
-        if known and not any(math.isclose(rope.attention_factor, f, rel_tol=1e-6) for f in known):
+        if (
+            rope.rotary_size
+            and known
+            and not any(math.isclose(rope.attention_factor, f, rel_tol=1e-6) for f in known)
+        ):
             return [f"rope.attention_factor: spec {rope.attention_factor}, module {known}"]
     error = (expected - query).abs().max() / query.abs().max()
     return [f"rope: rotated query differs by {error:.2g}; spec {rope}"] if error > 2e-5 else []

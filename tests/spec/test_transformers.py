@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import warnings
@@ -15,8 +16,9 @@ from polyattn import LayerSpec
 from polyattn.errors import ConfigError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
-from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config
+from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config, tiny_values
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from variations import variations
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
@@ -50,10 +52,10 @@ def accepted() -> list[str]:
     return sorted(set(READERS) - PUBLISHERS_CODE - BY_THEIR_TOWERS - BY_ATTRIBUTES)
 
 
-def compare(config: Any) -> None:
+def compare(config: Any, values: dict[str, Any] | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        read = model_layers(config)
+        read = model_layers(config if values is None else values)
         if not any(layer.specs for layer in read.layers):
             assert all(layer.missing for layer in read.layers)
             return
@@ -66,7 +68,38 @@ def compare(config: Any) -> None:
 
 @pytest.mark.parametrize("model_type", accepted())
 def test_specs_are_what_the_modules_do(model_type: str) -> None:
-    compare(tiny_config(model_type))
+    """As an object, which lists what it derives, and as a hub file, which doesn't."""
+    config = tiny_config(model_type)
+    compare(config)
+    values = {"model_type": model_type, "dtype": "float32"} | tiny_values(
+        CONFIG_MAPPING[model_type]
+    )
+    by_object, by_file = model_layers(config), model_layers(values)
+    if config.dtype is None:
+        by_file = model_layers(values | {"dtype": "bfloat16"})
+    assert by_file.layers == by_object.layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", accepted())
+def test_no_field_is_misread(model_type: str) -> None:
+    """Every field renamed, dropped, added and changed: equal to the modules, or refused."""
+    equal = 0
+    for what, values in variations(model_type):
+        try:
+            model_layers({"model_type": model_type} | copy.deepcopy(values))
+            config = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
+        except Exception as error:
+            # Refused by us, or by the config class itself: neither is a misreading.
+            assert type(error) is ConfigError or "polyattn" not in type(error).__module__, what
+            continue
+        try:
+            build(config)(**inputs_of(build(config), config))
+        except Exception:
+            continue  # no such model runs
+        compare(config, {"model_type": model_type} | copy.deepcopy(values))
+        equal += 1
+    assert equal
 
 
 @pytest.mark.parametrize("model_type", sorted(BY_ATTRIBUTES))

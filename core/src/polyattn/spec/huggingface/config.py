@@ -15,6 +15,9 @@ from polyattn.spec.huggingface.classes import ModelClass, model_class
 Source = Mapping[str, Any] | str | os.PathLike[str] | object
 """A mapping, a config object (`to_dict`), the path of a `config.json` or of its directory."""
 
+MAX_LAYERS, MAX_SIZE = 10_000, 2**40
+"""What no model has more of: a number beyond is a slip, and would fill the memory."""
+
 
 class Config:
     """The fields of a model or of one of its towers; a missing one has its class's default.
@@ -80,6 +83,9 @@ class Config:
     def _integer(self, name: str, value: Any) -> int:
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise self.error(name, value, "must be a positive integer")
+        limit = MAX_LAYERS if "layer" in name or name == "depth" else MAX_SIZE
+        if value > limit:
+            raise self.error(name, value, f"must be at most {limit}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float | None:

@@ -7,15 +7,13 @@ from typing import Any
 
 from polyattn.spec.huggingface.attention import (
     Decoder,
-    head_sizes,
     needed_window,
-    no_rope,
     optional_window,
     rotary,
     window,
 )
-from polyattn.spec.huggingface.config import Config, unknown_choice
-from polyattn.spec.huggingface.layers import Missing, Reader, Towers
+from polyattn.spec.huggingface.config import Config
+from polyattn.spec.huggingface.layers import Reader
 from polyattn.spec.huggingface.patterns import (
     CHUNKED,
     FULL,
@@ -27,7 +25,6 @@ from polyattn.spec.huggingface.patterns import (
     upper_layers,
 )
 from polyattn.spec.huggingface.rotary import nested_parameters, parameters, read_rope
-from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 YARN_GPT_OSS = {
@@ -101,6 +98,8 @@ def olmo3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     """Windowed layers aren't stretched."""
     nested_parameters(cfg)
     scaled = kind == FULL or bool(cfg.get("rope_parameters"))
+    if not cfg.get("rope_parameters"):
+        cfg.only("rope_theta", cfg.cls.theta)  # transformers gives windowed layers no other
     return read_rope(cfg, size, layer_type=kind, scaled=scaled)
 
 
@@ -147,8 +146,11 @@ def with_temperature(cfg: Config, rope: RopeSpec, params: dict[str, Any]) -> Rop
     beta = params.get("llama_4_scaling_beta")
     if not beta:
         return rope
-    length = params.get("original_max_position_embeddings") or cfg.need("max_position_embeddings")
-    return dataclasses.replace(rope, temperature=float(beta), temperature_length=int(length))
+    if not isinstance(beta, (int, float)):
+        raise cfg.error("rope_parameters.llama_4_scaling_beta", beta, "must be a number")
+    return dataclasses.replace(
+        rope, temperature=float(beta), temperature_length=rope.original_length
+    )
 
 
 def phi3_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
@@ -177,29 +179,10 @@ def minimax_m2_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
     return read_rope(cfg, size, partial=rotated / size if rotated else 1.0)
 
 
-def gptj_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
-    """`rotary_dim` elements of a head are rotated, in neighbouring pairs."""
-    return RopeSpec(pairing="gptj", rotary_size=cfg.integer("rotary_dim") or size)
-
-
-def neox_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
-    """GPT-NeoX's own names: `rotary_pct` and `rotary_emb_base`."""
-    return read_rope(
-        cfg, size, partial=cfg.number("rotary_pct", 0.25),
-        theta=cfg.number("rotary_emb_base", 10000.0),
-    )  # fmt: skip
-
-
 def gemma2_window(cfg: Config) -> int:
     """Return `sliding_window`, which the publisher's files say twice."""
     cfg.only("sliding_window_size", cfg.need("sliding_window"))
     return needed_window(cfg)
-
-
-def gpt2_scale(cfg: Config, size: int, index: int) -> float:
-    """The scale may be off, or fall with the layer's index."""
-    scale = size**-0.5 if cfg.flag("scale_attn_weights", True) else 1.0
-    return scale / (index + 1) if cfg.flag("scale_attn_by_inverse_layer_idx") else scale
 
 
 def qwen2_types(cfg: Config, count: int) -> list[str]:
@@ -227,106 +210,12 @@ def exaone_types(cfg: Config, count: int) -> list[str]:
     return every(4, "sliding_window_pattern")(cfg, count)
 
 
-def _embedded_heads(cfg: Config) -> tuple[int, int]:
-    """Return the heads and their size where the width may be called `n_embed`."""
-    heads, width = cfg.need("num_attention_heads"), cfg.need("n_embed", "hidden_size")
-    if width % heads:
-        raise cfg.error("hidden_size", width, f"isn't divisible by num_attention_heads={heads}")
-    return heads, width // heads
-
-
-def falcon(cfg: Config) -> Towers:
-    """One KV head, or as many as the newer architecture says; ALiBi or a rotation."""
-    heads, size = _embedded_heads(cfg)
-    grouped = cfg.flag("new_decoder_architecture") or not cfg.flag("multi_query", True)
-    kv_heads = (cfg.integer("num_kv_heads") or heads) if grouped else 1
-    count = cfg.need("num_hidden_layers")
-    if cfg.flag("alibi"):
-        return {"text": [(Missing("ALiBi that is scaled together with the logits"),)] * count}
-    spec = LayerSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_size=size, dtype=cfg.dtype,
-        rope=read_rope(cfg, size),
-    )  # fmt: skip
-    return {"text": [(spec,)] * count}
-
-
-def bloom(cfg: Config) -> Towers:
-    """ALiBi."""
-    heads, size = _embedded_heads(cfg)
-    cfg.get("offset_alibi")  # no code has ever used it
-    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, alibi=True)
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
-
-
-def mpt(cfg: Config) -> Towers:
-    """ALiBi or learned positions, said in `attn_config`."""
-    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    part = cfg.part("attn_config")
-    part.only("attn_type", "multihead_attention")
-    part.only("prefix_lm", False)
-    part.only("alibi_bias_max", 8)
-    part.only("qk_ln", False)
-    part.only("attn_uses_sequence_id", False)
-    for name in ("attn_impl", "attn_pdrop", "clip_qkv", "model_type"):
-        part.get(name)
-    spec = LayerSpec(
-        num_heads=heads, head_size=size, dtype=cfg.dtype, scale=part.number("softmax_scale") or 0.0,
-        alibi=part.flag("alibi", True),
-    )  # fmt: skip
-    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
-
-
-def gpt_bigcode(cfg: Config) -> Towers:
-    """GPT-2 with one KV head, where `multi_query` says so."""
-    shared = cfg.flag("multi_query", True)
-    return {
-        "text": [
-            (spec.replace(num_kv_heads=1 if shared else spec.num_heads),)
-            for (spec,) in GPT2(cfg)["text"]
-            if isinstance(spec, LayerSpec)
-        ]
-    }
-
-
-def gpt_neo(cfg: Config) -> Towers:
-    """A scale of 1, and local layers whose window is `window_size`."""
-    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    count = cfg.need("num_hidden_layers")
-    stated = cfg.get("attention_types", default=[[["global", "local"], 12]])
-    kinds: list[str] = []
-    try:
-        for names, repeat in stated:
-            kinds += list(names) * repeat
-    except (TypeError, ValueError):
-        raise cfg.error("attention_types", stated, "must be [[[kind, …], count], …]") from None
-    if len(kinds) != count:
-        raise cfg.error(
-            "attention_types", stated, f"is of {len(kinds)} layers, the model has {count}"
-        )
-    windows = {"global": None, "local": cfg.need("window_size")}
-    for kind in kinds:
-        if kind not in windows:
-            raise unknown_choice(cfg, "attention_types", kind, list(windows))
-    return {
-        "text": [
-            (LayerSpec(num_heads=heads, head_size=size, scale=1.0, dtype=cfg.dtype,
-                       sliding_window=windows[kind]),)
-            for kind in kinds
-        ]
-    }  # fmt: skip
-
-
 LLAMA = Decoder()
 GPTJ_PAIRS = Decoder(rope=rotary(pairing="gptj"))
 MISTRAL = Decoder(types=all_of(SLIDING), window=window)
 QWEN2 = Decoder(types=qwen2_types, listed=True, window=optional_window)
 QWEN_MOE = Decoder(types=qwen2_moe_types, listed=True, window=optional_window)
 GRANITE = Decoder(scale=by_field("attention_multiplier"))
-LEARNED = Decoder(head_dim=False, kv_heads=False, rope=no_rope)
-GPT2 = Decoder(
-    head_dim=False, kv_heads=False, rope=no_rope, scale=gpt2_scale,
-    only={"add_cross_attention": (False,)},
-)  # fmt: skip
 GEMMA2 = Decoder(
     types=every(2), listed=True, window=gemma2_window, scale=query_scalar,
     soft_cap="attn_logit_softcapping", only={"use_bidirectional_attention": (False,)},
@@ -338,7 +227,7 @@ GEMMA3 = Decoder(
 )  # fmt: skip
 GEMMA3N = Decoder(
     types=every(5), listed=True, window=needed_window, scale=lambda cfg, size, index: 1.0,
-    rope=two_bases("rope_local_base_freq"), only={"rope_scaling": ()},
+    rope=two_bases("rope_local_base_freq"),
 )  # fmt: skip
 EXAONE4 = Decoder(types=exaone_types, listed=True, window=window, rope=exaone_rope)
 LLAMA4 = Decoder(types=llama4_types, listed=True, rope=llama4_rope)
@@ -354,7 +243,6 @@ READERS: dict[str, Reader] = {
     **dict.fromkeys(("glm", "glm4"), Decoder(rope=rotary(pairing="gptj", partial=0.5))),
     **dict.fromkeys(("phi", "nemotron", "glm4_moe"), Decoder(rope=rotary(partial=0.5))),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "hyperclovax"), GRANITE),
-    **dict.fromkeys(("gpt2", "gpt-sw3"), GPT2),
     "apertus": Decoder(rope=rotary(default=LLAMA3 | {"rope_theta": 12e6})),
     "cwm": Decoder(
         types=starting(4), listed=True, window=window,
@@ -397,13 +285,4 @@ READERS: dict[str, Reader] = {
         types=every(2), listed=True, window=needed_window, sinks=True,
         rope=rotary(default=YARN_GPT_OSS),
     ),
-    "gpt_neox": Decoder(kv_heads=False, head_dim=False, rope=neox_rope),
-    "gptj": Decoder(kv_heads=False, head_dim=False, rope=gptj_rope),
-    "gpt_bigcode": gpt_bigcode,
-    "opt": LEARNED,
-    "biogpt": LEARNED,
-    "falcon": falcon,
-    "bloom": bloom,
-    "mpt": mpt,
-    "gpt_neo": gpt_neo,
 }  # fmt: skip

@@ -57,6 +57,7 @@ def modernbert(causal: bool) -> Reader:
         count, (heads, _, size) = cfg.need("num_hidden_layers"), head_sizes(cfg, False, False)
         types = layer_types(cfg, count, starting(3, "global_attn_every_n_layers"), (FULL, SLIDING))
         half = cfg.need("local_attention") // 2
+        cfg.only("sliding_window", half)
         window = half if causal else half + 1
         role: dict[str, Any] = {} if causal else ENCODER
         return {

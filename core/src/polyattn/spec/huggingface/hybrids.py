@@ -53,7 +53,7 @@ def _mamba_fields(cfg: Config, channels: int) -> LayerSpec:
     size = cfg.get("mamba_d_head", default="auto")
     if size == "auto":
         size = channels // heads
-    if size * heads != channels:
+    if not isinstance(size, int) or size * heads != channels:
         raise cfg.error("mamba_d_head", size, f"x mamba_n_heads={heads} isn't {channels} channels")
     return mamba2(
         cfg, heads, cfg.need("mamba_n_groups"), size, cfg.need("mamba_d_state"),
@@ -246,6 +246,8 @@ def minimax(cfg: Config) -> Towers:
 
     def rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:
         rotated = cfg.integer("rotary_dim")
+        if cfg.model_type == "minimax":
+            cfg.only("rotary_dim", size)  # transformers rotates whole heads whatever it says
         return read_rope(cfg, size, partial=rotated / size if rotated else None)
 
     attention = Decoder(window=window, rope=rope)

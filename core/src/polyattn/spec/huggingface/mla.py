@@ -44,7 +44,7 @@ def _magnitude(cfg: Config) -> float:
     factor = params.get("factor")
     if kind == "default" or not isinstance(share, (int, float)) or not share:
         return 1.0
-    if not isinstance(factor, (int, float)):
+    if not isinstance(factor, (int, float)) or factor <= 0:
         raise cfg.error("rope_parameters.factor", factor, "must be a positive number")
     return yarn_mscale(factor, share) ** 2
 

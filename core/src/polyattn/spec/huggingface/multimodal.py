@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.errors import ConfigError
-from polyattn.spec.huggingface import decoders, encoders, hybrids, mla
+from polyattn.spec.huggingface import decoders, encoders, gpt, hybrids, mla
 from polyattn.spec.huggingface.attention import Decoder, head_sizes, optional_window, rotary
 from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Missing, Reader, Towers
@@ -120,6 +120,7 @@ def gemma3(cfg: Config) -> Towers:
 
 TOWERS: dict[str, Reader] = {
     **decoders.READERS,
+    **gpt.READERS,
     **hybrids.READERS,
     **mla.READERS,
     **encoders.READERS,

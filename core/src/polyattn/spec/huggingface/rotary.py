@@ -38,7 +38,9 @@ def parameters(cfg: Config, layer_type: str, default: Mapping[str, Any] | None) 
 
 def nested_parameters(cfg: Config) -> None:
     """Refuse `rope_parameters` of a type that has one set per layer type, where they aren't so."""
-    value = cfg.get("rope_parameters")
+    value, older = cfg.get("rope_parameters"), cfg.get("rope_scaling")
+    if isinstance(older, Mapping) and "rope_type" not in older:
+        raise cfg.error("rope_scaling", older, "must name its rope_type")
     if value and not (
         isinstance(value, Mapping) and {"full_attention", "sliding_attention"} & set(value)
     ):
@@ -79,7 +81,7 @@ def read_rope(
         else int(head_size * _number(cfg, "partial_rotary_factor", factor))
     )
     kind = params.get("rope_type") or params.get("type") or "default"
-    kind = ALIASES.get(kind, kind)
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in SCALINGS:
         raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS[1:], *ALIASES])
     scaling = _scaling(cfg, kind, params) if kind != "none" else {}
@@ -91,10 +93,17 @@ def read_rope(
         pairing=pairing,
         rotary_size=size,
         base=base,
-        sections=sections and tuple(params.get("mrope_section") or sections),
+        sections=sections and _sections(cfg, params.get("mrope_section") or sections),
         sections_interleaved=interleaved,
         **scaling,
     )
+
+
+def _sections(cfg: Config, value: Any) -> tuple[int, ...]:
+    listed = isinstance(value, (list, tuple))
+    if not listed or any(type(size) is not int or size < 0 for size in value):
+        raise cfg.error("rope_parameters.mrope_section", value, "must be a list of sizes")
+    return tuple(value)
 
 
 def _number(cfg: Config, name: str, value: Any) -> float:
@@ -128,11 +137,12 @@ def _scaling(cfg: Config, kind: str, params: Mapping[str, Any]) -> dict[str, Any
     if kind in ("yarn", "longrope"):
         stretch = None if longest is None else longest / out["original_length"]
         out["factor"] = number("factor", stretch)
-        out["attention_factor"] = number("attention_factor", _attention_factor(kind, out, params))
+        out["attention_factor"] = number(
+            "attention_factor", _attention_factor(cfg, kind, out, params)
+        )
     if kind == "yarn":
-        out["beta_fast"] = float(params.get("beta_fast") or 32)
-        out["beta_slow"] = float(params.get("beta_slow") or 1)
-        out["truncate"] = bool(params.get("truncate", True))
+        out["beta_fast"], out["beta_slow"] = number("beta_fast", 32), number("beta_slow", 1)
+        out["truncate"] = params.get("truncate", True)
     if kind == "longrope":
         for name in ("short", "long"):
             factors = params.get(f"{name}_factor")
@@ -144,7 +154,9 @@ def _scaling(cfg: Config, kind: str, params: Mapping[str, Any]) -> dict[str, Any
     return out
 
 
-def _attention_factor(kind: str, out: Mapping[str, Any], params: Mapping[str, Any]) -> float:
+def _attention_factor(
+    cfg: Config, kind: str, out: Mapping[str, Any], params: Mapping[str, Any]
+) -> float:
     """Return the factor that the scaling's authors recommend for a stretched context."""
     factor = out["factor"]
     if kind == "longrope":
@@ -153,7 +165,10 @@ def _attention_factor(kind: str, out: Mapping[str, Any], params: Mapping[str, An
             if factor > 1
             else 1.0
         )
-    one, all_ = params.get("mscale"), params.get("mscale_all_dim")
+    one, all_ = (
+        _number(cfg, f"rope_parameters.{name}", params[name]) if params.get(name) else None
+        for name in ("mscale", "mscale_all_dim")
+    )
     if one and all_:
         return yarn_mscale(factor, one) / yarn_mscale(factor, all_)
     return yarn_mscale(factor)
