@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
@@ -236,16 +236,21 @@ class LayerSpec:
 
     @classmethod
     def from_hf_config(
-        cls, config: Mapping[str, Any] | str | os.PathLike[str] | object
+        cls,
+        config: Mapping[str, Any] | str | os.PathLike[str] | object,
+        *,
+        assume: str | None = None,
+        ignore: Collection[str] = (),
     ) -> list[LayerSpec]:
-        """Return the spec of every layer of a Hugging Face model, in order.
+        """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
-        a directory that holds one. Raises `ConfigError`.
+        a directory that holds one. `assume` names the type to read it as; `ignore` the fields
+        that don't change attention. Raises `ConfigError`.
         """
         from polyattn.spec.huggingface import layer_specs
 
-        return layer_specs(config)
+        return layer_specs(config, assume=assume, ignore=ignore)
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""

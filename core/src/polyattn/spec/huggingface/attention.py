@@ -70,6 +70,8 @@ class Decoder:
         masked: dict[str, Any] = {}
         if kind == SLIDING:
             masked["sliding_window"] = self.window(cfg)
+            if masked["sliding_window"] is None and cfg.get("layer_types") and self.listed:
+                raise cfg.error("sliding_window", None, "but layer_types has windowed layers")
         if kind == CHUNKED:
             masked["chunk_size"] = cfg.need("attention_chunk_size")
         return LayerSpec(
