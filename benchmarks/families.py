@@ -20,7 +20,7 @@ import torch
 from polyattn import Batch, LatentAttention, LayerSpec, Recurrent, select
 from polyattn.families import inputs as samples
 from polyattn.families.mla.layer import absorb
-from polyattn.families.roofline import batch_cost
+from polyattn.runtime.cost import batch_cost
 from polyattn.tools.cli.benching import measure_limits
 from polyattn.tools.cli.models import bundled
 from timing import kernel_us

@@ -10,7 +10,8 @@ from polyattn.registry.info import BackendInfo, Priority
 from polyattn.selection.decision import Decision
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 
 H100 = Device.profile("h100-sxm")
 A100 = Device.profile("a100")

@@ -21,7 +21,7 @@ from polyattn import (
     choose_tokens,
     select,
 )
-from polyattn.checking.tolerance import output_error
+from polyattn.checking.compare import output_error
 from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
 from polyattn.families import inputs as samples
 from polyattn.families.mla import layer as mla_layer

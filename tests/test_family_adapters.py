@@ -22,7 +22,7 @@ from polyattn import (
     LayerSpec,
     RecurrentBackend,
 )
-from polyattn.checking.tolerance import lse_error, output_error
+from polyattn.checking.compare import lse_error, output_error
 from polyattn.families import inputs as samples
 from polyattn.families.attention import reference
 from polyattn.families.recurrent import reference as reference_recurrent

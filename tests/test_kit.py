@@ -13,7 +13,7 @@ import pytest
 from polyattn.conformance.cases import derive
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
-from polyattn.spec.layer import AttentionKind
+from polyattn.spec.kinds import AttentionKind
 from zoo.build import HEAD, write_wheel
 
 CPU = Device.detect("cpu")

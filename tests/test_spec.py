@@ -7,7 +7,7 @@ import pytest
 from polyattn import LayerSpec
 from polyattn.errors import ConfigError, SpecError
 from polyattn.spec.decompose import group_layers
-from polyattn.spec.layer import features
+from polyattn.spec.features import features
 from polyattn.tools.cli.models import bundled, bundled_models
 
 # model -> the groups of its layers: (count, what str(spec) says)
@@ -169,6 +169,6 @@ def test_features_are_complete() -> None:
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
         deterministic=True, batch_invariant=True,
     )  # fmt: skip
-    from polyattn.spec.layer import FEATURES
+    from polyattn.spec.features import FEATURES
 
     assert features(spec) == set(FEATURES) - {"non_causal"}

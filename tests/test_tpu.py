@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec, select
-from polyattn.checking.tolerance import output_error
+from polyattn.checking.compare import output_error
 from polyattn.errors import BatchError, SelectionError
 from polyattn.families.attention import reference
 from polyattn.runtime.kv_cache import KVCacheSpec
@@ -35,7 +35,7 @@ def model_specs() -> dict[str, LayerSpec]:
     found: dict[tuple[object, ...], tuple[str, LayerSpec]] = {}
     for model in bundled_models():
         for spec in LayerSpec.from_hf_config(bundled("models", f"{model}.json")):
-            if spec.kind.value != "attention" or not spec.role.has_cache or spec.dtype == "float16":
+            if spec.kind.value != "attention" or not spec.cached or spec.dtype == "float16":
                 continue
             if spec.alibi:
                 continue

@@ -23,7 +23,8 @@ from polyattn.errors import SelectionError, SettingsError
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
 from polyattn.settings import Settings, parse_overrides
-from polyattn.spec.layer import LayerSpec, Role
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
 
 ALL = (FAST_PREFILL, FAST_DECODE, GENERAL, HOPPER)
 

@@ -314,19 +314,23 @@ def test_the_workspace_never_moves(kv_heads: int, sms: int) -> None:
     """A graph captured for one batch size writes to it after a larger size was planned."""
     import torch
     from polyattn import Batch, Device
+    from polyattn.kernel import CacheFormat
     from polyattn_triton.attention import TritonAttention
 
     spec = BASE.replace(num_kv_heads=kv_heads, graph_capture="single_token_decode")
-    backend = TritonAttention(spec, Device("cuda", "sm_90", torch_device="cpu"))
+    form = CacheFormat(
+        block_size=16, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
+    )
+    backend = TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu"))
     backend.num_sms = sms
     seen, splits = set(), set()
     for count in [1, 2, 3, 5, 16, 31, 32, 33, 64, 131, 263, 264, 300]:
         table = torch.zeros(count, 512, dtype=torch.int32)
-        backend.plan(Batch.from_lens([1] * count, [8192] * count, table, 16))
-        splits.add(backend.splits)
-        if backend.splits > 1:
+        plan = backend.plan(Batch.from_lens([1] * count, [8192] * count, table, 16))
+        splits.add(plan.splits)
+        if plan.splits > 1:
             seen.add((backend._parts.data_ptr(), backend._done.data_ptr()))
-            rows = count * spec.num_heads * backend.splits
+            rows = count * spec.num_heads * plan.splits
             assert backend._part_lse.numel() >= rows
             assert backend._parts.numel() >= rows * spec.v_head_size
             assert backend._done.numel() >= count * kv_heads

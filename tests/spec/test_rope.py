@@ -11,8 +11,8 @@ from polyattn import LayerSpec, select
 from polyattn.errors import SpecError
 from polyattn.families.attention.rope import angles, inv_freq, query_temperature, rotate
 from polyattn.spec.decompose import group_layers
+from polyattn.spec.features import features
 from polyattn.spec.huggingface import layer_specs
-from polyattn.spec.layer import features
 from polyattn.spec.rope import RopeSpec
 from tiny import tiny_config
 from transformers import LlamaConfig

@@ -1,8 +1,11 @@
 """polyattn: one attention interface, every vendor's kernels.
 
-    selection = polyattn.select(spec)                    # who is chosen, and why
-    layer = polyattn.Attention(selection)                # what an engine holds
-    out = layer(query, key, value, cache, batch)         # one step
+    selection = polyattn.select(spec)                    # a value: who is chosen, and why
+    group = polyattn.LayerGroup(selection)               # the loaded kernels, shared by layers
+    layers = [polyattn.Attention(group) for _ in range(32)]
+
+    plan = group.plan(batch)                             # once a step; a value
+    out = layer(query, key, value, cache, plan)          # each layer
 
 Names are loaded on first use, so that asking what is installed costs milliseconds.
 """
@@ -15,55 +18,65 @@ from typing import TYPE_CHECKING, Any
 from polyattn._version import __version__
 
 if TYPE_CHECKING:
-    from polyattn.api import LayerGroup, Selection, select, select_layers
+    from polyattn.api import select, select_layers
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
+    from polyattn.families.attention.dense import attention
     from polyattn.families.attention.layer import Attention
     from polyattn.families.mla.indexer import choose_tokens
     from polyattn.families.mla.layer import LatentAttention
     from polyattn.families.recurrent.layer import Recurrent
     from polyattn.registry.capabilities import Capabilities, Rejection
+    from polyattn.registry.devices import resolve_device
     from polyattn.registry.discovery import discover, register, unregister
     from polyattn.registry.info import BackendInfo
-    from polyattn.runtime.backend import AttentionBackend, LayerParams, RecurrentBackend
+    from polyattn.runtime.backend import AttentionBackend
     from polyattn.runtime.batch import Batch
-    from polyattn.runtime.kv_cache import KVCache, KVCacheSpec
+    from polyattn.runtime.cuda_graph import StepGraphs
+    from polyattn.runtime.group import LayerGroup
+    from polyattn.runtime.kv_cache import KVCache
     from polyattn.runtime.merge import AttentionState, merge_states
-    from polyattn.runtime.state_cache import StateCache, StateCacheSpec
+    from polyattn.runtime.plan import StepPlan
+    from polyattn.runtime.state_cache import StateCache
+    from polyattn.selection.cache_format import CacheFormat
     from polyattn.selection.decision import Decision
+    from polyattn.selection.selection import SelectedLayers, Selection
     from polyattn.settings import Settings
-    from polyattn.spec.layer import AttentionKind, GraphCapture, LayerSpec, Role
+    from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+    from polyattn.spec.layer import LayerSpec
 
 _HOME = {
     "Attention": "families.attention.layer",
     "AttentionBackend": "runtime.backend",
-    "AttentionKind": "spec.layer",
+    "AttentionKind": "spec.kinds",
     "AttentionState": "runtime.merge",
     "BackendInfo": "registry.info",
     "Batch": "runtime.batch",
+    "CacheFormat": "selection.cache_format",
     "Capabilities": "registry.capabilities",
     "Decision": "selection.decision",
     "Device": "device",
-    "GraphCapture": "spec.layer",
+    "GraphCapture": "spec.kinds",
     "KVCache": "runtime.kv_cache",
-    "KVCacheSpec": "runtime.kv_cache",
     "LatentAttention": "families.mla.layer",
-    "LayerGroup": "api",
-    "LayerParams": "runtime.backend",
+    "LayerGroup": "runtime.group",
     "LayerSpec": "spec.layer",
     "PolyattnError": "errors",
     "Recurrent": "families.recurrent.layer",
-    "RecurrentBackend": "runtime.backend",
     "Rejection": "registry.capabilities",
-    "Role": "spec.layer",
-    "Selection": "api",
+    "Role": "spec.kinds",
+    "SelectedLayers": "selection.selection",
+    "Selection": "selection.selection",
     "Settings": "settings",
     "StateCache": "runtime.state_cache",
-    "StateCacheSpec": "runtime.state_cache",
+    "StepGraphs": "runtime.cuda_graph",
+    "StepPlan": "runtime.plan",
+    "attention": "families.attention.dense",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
     "merge_states": "runtime.merge",
     "register": "registry.discovery",
+    "resolve_device": "registry.devices",
     "select": "api",
     "select_layers": "api",
     "unregister": "registry.discovery",
@@ -76,30 +89,32 @@ __all__ = [
     "AttentionState",
     "BackendInfo",
     "Batch",
+    "CacheFormat",
     "Capabilities",
     "Decision",
     "Device",
     "GraphCapture",
     "KVCache",
-    "KVCacheSpec",
     "LatentAttention",
     "LayerGroup",
-    "LayerParams",
     "LayerSpec",
     "PolyattnError",
     "Recurrent",
-    "RecurrentBackend",
     "Rejection",
     "Role",
+    "SelectedLayers",
     "Selection",
     "Settings",
     "StateCache",
-    "StateCacheSpec",
+    "StepGraphs",
+    "StepPlan",
     "__version__",
+    "attention",
     "choose_tokens",
     "discover",
     "merge_states",
     "register",
+    "resolve_device",
     "select",
     "select_layers",
     "unregister",

@@ -50,18 +50,6 @@ class Device:
             raise DeviceError(f"device profile {name!r} is unknown{nearest(name, PROFILES)}")
         return PROFILES[key]
 
-    @staticmethod
-    def detect(torch_device: str | None = None) -> Device:
-        """Return this machine's device: the accelerator if there is one, else the CPU.
-
-        `torch_device` (`"cuda:1"`, `"cpu"`) asks for a certain one. The platforms' plugins
-        do the detecting. Raises `DeviceError` when none of them finds it.
-        """
-        from polyattn.registry.discovery import discover
-        from polyattn.registry.machine import detect
-
-        return detect(discover(), torch_device)
-
     def __str__(self) -> str:
         label = f"{self.platform} {self.arch}"
         return f"{self.name} ({label})" if self.name else label
@@ -99,6 +87,7 @@ PROFILES: dict[str, Device] = {
     "tpu-v5p": Device("tpu", "v5p", "TPU v5p", bandwidth=2765, matmul=459),
     "tpu-v6e": Device("tpu", "v6e", "TPU v6e", bandwidth=1640, matmul=918),
     "tpu-v7x": Device("tpu", "v7x", "TPU7x", fp8="ocp", bandwidth=7370, matmul=2307),
+    "gaudi2": Device("hpu", "gaudi2", "Gaudi 2", bandwidth=2460, matmul=432),
     "gaudi3": Device("hpu", "gaudi3", "Gaudi 3", fp8="ocp", bandwidth=3700, matmul=1835),
     "x86-avx2": Device("cpu", "x86_64", "x86 with AVX2", frozenset({"avx2"})),
     "x86-avx512": Device("cpu", "x86_64", "x86 with AVX-512", frozenset({"avx2", "avx512"})),

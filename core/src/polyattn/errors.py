@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
+
+LONGEST_TEXT = 300
+"""Characters shown of a text that comes from outside: a plugin, a file, a library's exception."""
 
 
 class PolyattnError(Exception):
@@ -46,11 +50,46 @@ class TraceError(PolyattnError, ValueError):
     """A request trace with a bad line."""
 
 
-def nearest(value: str, valid: Iterable[str]) -> str:
+def nearest(value: object, valid: Iterable[str]) -> str:
     """Return `"; did you mean 'X'?"` with the closest valid spelling, or the list of all."""
     choices = sorted(valid)
     folded = {choice.casefold(): choice for choice in choices}
-    close = difflib.get_close_matches(value.casefold(), folded, n=1, cutoff=0.6)
+    text = value if isinstance(value, str) else shown(value)
+    close = difflib.get_close_matches(text[:LONGEST_TEXT].casefold(), folded, n=1, cutoff=0.6)
     if close:
         return f"; did you mean {folded[close[0]]!r}?"
     return f"; valid: {', '.join(choices)}" if choices else ""
+
+
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|.)?", re.DOTALL)
+
+
+def plain(text: str, limit: int = LONGEST_TEXT) -> str:
+    """Return `text` as one printable line of at most `limit` characters, without escape sequences."""
+    if len(text) <= limit and text.isprintable():
+        return text
+    # Twice the limit is enough to clean: what is longer is cut anyway.
+    text = _ESCAPES.sub("", text[: 2 * limit + 1])
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """Return the `repr` of a value from outside, plain and short, whatever its `__repr__` does."""
+    try:
+        return plain(repr(value), limit)
+    except Exception:
+        return f"<{plain(type(value).__name__, limit)} without a repr>"
+
+
+def describe(error: BaseException) -> str:
+    """Return an exception in one plain line: its type and text, where its text can be had."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "(its text can't be shown)"
+    if isinstance(error, PolyattnError):
+        return plain(text)
+    if isinstance(error, SyntaxError):
+        text = f"{error.msg} ({error.filename}, line {error.lineno})"
+    return plain(f"{type(error).__name__}: {text}").rstrip(": ")

@@ -1,12 +1,21 @@
 """All that a plugin's hook module imports. Light: neither torch nor any vendor's library."""
 
 from polyattn.device import Device
-from polyattn.registry.capabilities import ANY_SIZE, Capabilities, Sizes, multiples, one_of
+from polyattn.registry.capabilities import (
+    ANY_PLATFORM,
+    ANY_SIZE,
+    Capabilities,
+    Sizes,
+    multiples,
+    one_of,
+)
 from polyattn.registry.hooks import Platform, hookimpl
-from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof
-from polyattn.spec.layer import AttentionKind, GraphCapture, LayerSpec, Role
+from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.layer import LayerSpec
 
 __all__ = [
+    "ANY_PLATFORM",
     "ANY_SIZE",
     "API_VERSION",
     "AttentionKind",
@@ -20,6 +29,7 @@ __all__ = [
     "Proof",
     "Role",
     "Sizes",
+    "Variant",
     "hookimpl",
     "multiples",
     "one_of",

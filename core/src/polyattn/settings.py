@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SettingsError, nearest
-from polyattn.registry.capabilities import LAYOUTS
-from polyattn.spec.layer import AttentionKind, LayerSpec, Role
+from polyattn.errors import SettingsError, describe, nearest
+from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
+from polyattn.spec.layer import LayerSpec
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,17 +27,23 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_LAYOUT": "physical KV-cache layout: NHD or HND",
     "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
     "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots)",
-    "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe may take (default 2)",
+    "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe or ranking may take (default 2)",
+    "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
+    "take (default 30)",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""
 
 FOREIGN_VARIABLES: dict[str, str] = {
     "VLLM_ATTENTION_BACKEND": "alias of POLYATTN_BACKEND",
-    "VLLM_USE_FLASHINFER": "deprecated: 1 means POLYATTN_BACKEND=FLASHINFER",
+    "VLLM_USE_FLASHINFER": "deprecated: 1, true or yes means POLYATTN_BACKEND=FLASHINFER",
 }
-FILE_KEYS = ("backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout")
-PHASE_SCOPES = ("prefill", "decode")
+FILE_KEYS = (
+    "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
+    "plugin_timeout",
+)  # fmt: skip
+LONGEST_WAIT = 3600
+PHASE_SCOPES = ("prefill", "decode", "store", "merge")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
 SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)
@@ -61,7 +68,10 @@ class Override:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user set, resolved. `sources` are override lists, the strongest first."""
+    """What the user set, resolved. `sources` are override lists, the strongest first.
+
+    `plugins_source` and `disabled_source` say where the two lists of plugins stand, for errors.
+    """
 
     sources: tuple[tuple[Override, ...], ...] = ()
     plugins: tuple[str, ...] | None = None
@@ -70,6 +80,9 @@ class Settings:
     verify: bool | None = None
     checks: bool = False
     probe_timeout: float = 2.0
+    plugin_timeout: float = 30.0
+    plugins_source: str = "POLYATTN_PLUGINS"
+    disabled_source: str = "POLYATTN_DISABLE_PLUGINS"
     notes: tuple[str, ...] = ()
 
     def override(self, spec: LayerSpec, phase: str) -> Override | None:
@@ -96,6 +109,12 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
         for word in scope:
             if word not in SCOPES:
                 raise SettingsError(f"{source}: scope {word!r} is unknown{nearest(word, SCOPES)}")
+        for what, words in (("phase", PHASE_SCOPES), ("kind", KIND_SCOPES), ("role", ROLE_SCOPES)):
+            if sum(word in words for word in scope) > 1:
+                raise SettingsError(
+                    f"{source}: {item!r} names a {what} twice, which no layer has; write one item for "
+                    "each, with commas between"
+                )
         name = right if equals else left
         if not name:
             raise SettingsError(f"{source}: {item!r} names no backend; write scope=NAME")
@@ -135,23 +154,26 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
         sources.append(foreign)
     if "backend" in config:
         sources.append(parse_overrides(_backend_text(config["backend"], config_name), config_name))
-    plugins = _names(*value("plugins"))
+    plugins, plugins_source = value("plugins")
+    disabled, disabled_source = value("disable_plugins")
     layout, layout_source = value("layout")
     if layout is not None and str(layout).upper() not in LAYOUTS:
         raise SettingsError(f"{layout_source}={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
     return Settings(
         sources=tuple(sources),
-        plugins=plugins,
-        disabled_plugins=_names(*value("disable_plugins")) or (),
+        plugins=_names(plugins, plugins_source),
+        disabled_plugins=_names(disabled, disabled_source) or (),
         layout=str(layout).upper() if layout is not None else None,
         verify=_flag(*value("verify")),
         checks=bool(_flag(*value("checks"))),
-        probe_timeout=_seconds(*value("probe_timeout")),
+        probe_timeout=_seconds(*value("probe_timeout"), 2.0),
+        plugin_timeout=_seconds(*value("plugin_timeout"), 30.0),
+        plugins_source=plugins_source,
+        disabled_source=disabled_source,
         notes=tuple(notes),
     )
 
 
-_CONFIG_PATHS = (Path("polyattn.toml"), Path.home() / ".config" / "polyattn.toml")
 _cached: tuple[Any, Settings] | None = None
 
 
@@ -185,24 +207,32 @@ def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str
     named = environ.get("POLYATTN_CONFIG")
     if named is not None:
         path = Path(named)
-        if not path.is_file():
-            raise SettingsError(f"POLYATTN_CONFIG={named!r}: no such file")
+        if not os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises where a folder is locked
+            what = "is not a regular file" if os.path.exists(path) else "no such file"  # noqa: PTH110
+            raise SettingsError(f"POLYATTN_CONFIG={named!r}: {what}")
     else:
-        found = next((p for p in _CONFIG_PATHS if p.is_file()), None)
+        found = next((p for p in _config_paths() if os.path.isfile(p)), None)  # noqa: PTH113
         if found is None:
             return {}, "polyattn.toml"
         path = found
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
-    except (tomllib.TOMLDecodeError, OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{path}: can't be read as TOML: {error}") from error
+        return tomllib.loads(path.read_text(encoding="utf-8-sig")), str(path)
+    except (ValueError, OSError, RecursionError) as error:
+        raise SettingsError(f"{path}: can't be read as TOML: {describe(error)}") from error
+
+
+def _config_paths() -> list[Path]:
+    paths = [Path("polyattn.toml")]
+    with contextlib.suppress(RuntimeError):  # a container's user may have no home directory
+        paths.append(Path.home() / ".config" / "polyattn.toml")
+    return paths
 
 
 def _foreign_override(environ: Mapping[str, str], notes: list[str]) -> tuple[Override, ...]:
     if "VLLM_ATTENTION_BACKEND" in environ:
         name = environ["VLLM_ATTENTION_BACKEND"].upper().removesuffix("_VLLM_V1")
         source = "VLLM_ATTENTION_BACKEND"
-    elif environ.get("VLLM_USE_FLASHINFER", "0").lower() not in ("", "0", "false"):
+    elif _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
         name, source = "FLASHINFER", "VLLM_USE_FLASHINFER"
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
     else:
@@ -218,8 +248,21 @@ def _backend_text(value: Any, source: str) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return ",".join(f"{scope}={name}" for scope, name in value.items())
+        return ",".join(_scoped(value, source))
     raise SettingsError(f"{source}: backend={value!r} must be a name or a table of scope = name")
+
+
+def _scoped(table: Mapping[str, Any], source: str, outer: str = "") -> Iterator[str]:
+    """Yield `scope=NAME` for each entry; in TOML `mla.decode` is a table within a table."""
+    for scope, name in table.items():
+        if isinstance(name, Mapping):
+            yield from _scoped(name, source, f"{outer}{scope}.")
+        elif isinstance(name, str) and not set(",=") & set(name + scope):
+            yield f"{outer}{scope}={name}"
+        else:
+            raise SettingsError(
+                f"{source}: backend.{outer}{scope}={name!r} must be a backend's name"
+            )
 
 
 def _names(value: Any, source: str) -> tuple[str, ...] | None:
@@ -235,19 +278,23 @@ def _names(value: Any, source: str) -> tuple[str, ...] | None:
 def _flag(value: Any, source: str) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
-    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
-    if str(value).lower() not in words:
-        raise SettingsError(f"{source}={value!r} must be 1 or 0")
-    return words[str(value).lower()]
+    word = str(value).strip().lower()
+    if word in ("1", "true", "yes", "on"):
+        return True
+    if word in ("0", "false", "no", "off"):
+        return False
+    raise SettingsError(f"{source}={value!r} must be 1 or 0")
 
 
-def _seconds(value: Any, source: str) -> float:
+def _seconds(value: Any, source: str, default: float) -> float:
     if value is None:
-        return 2.0
+        return default
     try:
-        seconds = float(value)
-    except (TypeError, ValueError):
+        seconds = -1.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError, OverflowError):
         seconds = -1.0
-    if not 0 < seconds < float("inf"):
-        raise SettingsError(f"{source}={value!r} must be a positive number of seconds")
+    if not 0 < seconds <= LONGEST_WAIT:
+        raise SettingsError(
+            f"{source}={value!r} must be a positive number of seconds, {LONGEST_WAIT} at most"
+        )
     return seconds

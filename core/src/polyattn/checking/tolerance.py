@@ -1,18 +1,15 @@
-"""How close is right? The one table of tolerances, and the error they are compared with."""
+"""How close is right? The one table of tolerances."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`output`: see `output_error`; `lse`: largest absolute difference, natural logarithm."""
+    """`output`: see `checking.compare`; `lse`: largest absolute difference, natural logarithm."""
 
     output: float
     lse: float
@@ -35,33 +32,17 @@ FP8_COMPUTE = Tolerance(1e-1, 1e-1)
 query's rounding moves a logit, the weight's the output, and the two add up in the worst row."""
 
 
+LATENT = 2.0
+"""What MLA's tolerances are multiplied by: an absorbed query, `W_UK q`, is rounded to the layer's dtype
+once more than an expanded one. In float64 with that one rounding alone, 300 random layers of 16 heads
+(bf16, scale 0.7, logits up to 15) are off by up to 0.017, 0.7 % of them by more than 0.015."""
+
+
 def tolerance_of(spec: LayerSpec) -> Tolerance:
     """Return what a layer's results are held to."""
-    return FP8_COMPUTE if spec.fp8_compute else TOLERANCES[spec.dtype]
-
-
-def output_error(out: Tensor, reference: Tensor) -> float:
-    """Return the largest relative error of any (token, head) row, `|out - ref| / |ref|` in L2.
-
-    Rows whose reference is smaller than a hundredth of the largest are measured against that, so
-    that cancellation to almost nothing doesn't count. Infinite where `out` isn't finite.
-    """
-    if reference.numel() == 0:
-        return 0.0
-    out, reference = out.detach().to("cpu", torch.float64), reference.to("cpu", torch.float64)
-    if not bool(torch.isfinite(out).all()):
-        return float("inf")
-    norms = reference.norm(dim=-1)
-    floor = torch.clamp(norms.max() * 1e-2, min=1e-30)
-    return float(((out - reference).norm(dim=-1) / torch.maximum(norms, floor)).max())
-
-
-def lse_error(lse: Tensor, reference: Tensor) -> float:
-    """Return the largest absolute difference; infinite where only one of them is -inf."""
-    if reference.numel() == 0:
-        return 0.0
-    lse, reference = lse.detach().to("cpu", torch.float64), reference.to("cpu", torch.float64)
-    empty = reference == -torch.inf
-    if bool(torch.isnan(lse).any()) or not torch.equal(lse == -torch.inf, empty):
-        return float("inf")
-    return float((lse - reference)[~empty].abs().max()) if bool((~empty).any()) else 0.0
+    if spec.fp8_compute:
+        return FP8_COMPUTE
+    found = TOLERANCES[spec.dtype]
+    if spec.latent is None:
+        return found
+    return Tolerance(LATENT * found.output, LATENT * LATENT * found.lse)

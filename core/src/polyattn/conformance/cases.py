@@ -11,7 +11,8 @@ from polyattn.conformance.families import derive_latent, derive_recurrent
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.layer import DTYPES, KV_CACHE_DTYPES, LayerSpec, Role
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, Role
+from polyattn.spec.layer import LayerSpec
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -143,7 +144,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
         for size in caps.v_head_sizes.examples((32, 48, 128)):
             if size != base.head_size:
                 yield f"feature v_head_size {size}", base.replace(v_head_size=size)
-    if base.role.has_cache:
+    if base.cached:
         yield from _cache_variants(caps, base)
     if base.role in (Role.DECODER, Role.ENCODER_ONLY):
         yield from _feature_variants(caps, base)
@@ -193,7 +194,7 @@ def _behaviour(
 ) -> list[Case]:
     most = _main(names, "")[0]
     cases = [Case(name, "", base, most) for name in ("out", "strided", "replan")]
-    if base.role.has_cache:
+    if base.cached:
         contexts = [
             name for name in names if name in ("decode", "chunked")
         ]  # there is a cache to change
@@ -203,7 +204,7 @@ def _behaviour(
     for name in ("deterministic", "batch_invariant"):
         if name in caps.features:
             cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
-    if graphs and caps.graph_capture and base.role.has_cache and "decode" in caps.phases:
+    if graphs and caps.graph_capture and base.cached and "decode" in caps.phases:
         spec = base.replace(graph_capture="single_token_decode")
         cases.append(Case("graph", "", spec, "decode"))
     return cases

@@ -9,14 +9,8 @@ from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.layer import (
-    DTYPES,
-    KV_CACHE_DTYPES,
-    AttentionKind,
-    LatentSpec,
-    LayerSpec,
-    RecurrentSpec,
-)
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
+from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 
 TOPKS = (24, 128, 2048)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn.checking.tolerance import lse_error, output_error, tolerance_of
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.cases import batches
 from polyattn.conformance.harness import Harness, batch_with_padding, poison, without_new
 from polyattn.families import inputs as samples

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from polyattn.api import Selection, select
-from polyattn.checking.tolerance import lse_error, output_error, tolerance_of
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.cases import batches, served_phases
 from polyattn.device import Device
 from polyattn.families.attention import reference
@@ -18,7 +19,8 @@ from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.settings import current
-from polyattn.spec.layer import LayerSpec, Role
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
 
 
 @dataclass
@@ -43,7 +45,7 @@ class Harness:
     def select(self, spec: LayerSpec, layout: str | None = None) -> Selection:
         """Select the backend under test, by name, for the phases it claims."""
         named = self.backend
-        if spec.role.has_cache:
+        if spec.cached:
             served = served_phases(discover().backend(self.backend).capabilities, spec, self.device)
             if len(served) == 1:  # the other phase is somebody else's
                 named = f"{served[0]}={self.backend}"

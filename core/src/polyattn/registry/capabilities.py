@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from polyattn.device import Device, arch_matches
-from polyattn.spec.layer import (
+from polyattn.registry import typed
+from polyattn.registry.claims import claim_problems, size_problems
+from polyattn.spec.features import FEATURES, features
+from polyattn.spec.kinds import (
     DTYPES,
-    FEATURES,
     KV_CACHE_DTYPES,
+    LAYOUTS,
+    PHASES,
     AttentionKind,
     GraphCapture,
-    LayerSpec,
     Role,
-    features,
 )
-
-PHASES = ("prefill", "decode", "mixed")
-LAYOUTS = ("NHD", "HND")
+from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,21 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps."""
+    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps.
+
+    Raises `ValueError` where no set of sizes is described.
+    """
 
     values: frozenset[int] = frozenset()
     low: int = 1
     high: int | None = None
     multiple: int = 1
     why: str = ""
+
+    def __post_init__(self) -> None:
+        typed.require(self)
+        for problem in size_problems(self):
+            raise ValueError(problem)
 
     def __contains__(self, size: object) -> bool:
         if not isinstance(size, int):
@@ -76,6 +85,8 @@ class Sizes:
 
 def one_of(*values: int) -> Sizes:
     """Allow the listed sizes only."""
+    if not values:
+        raise ValueError("one_of() lists no size; such a backend can serve nothing")
     return Sizes(values=frozenset(values))
 
 
@@ -85,6 +96,12 @@ def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes
 
 
 ANY_SIZE = Sizes()
+ANY_PLATFORM = "*"
+"""The platform that a backend of plain torch names: it runs wherever torch does."""
+EXCLUDABLE = frozenset(
+    {*FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role)}
+)
+"""What `Capabilities.excludes` may name, beside archs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,13 +117,18 @@ class Capabilities:
     - `v_head_pairs`: the (K, V) head sizes that may differ, where only some do; empty: any that
       `head_sizes` and `v_head_sizes` allow.
     - `gqa_ratios`: query heads to a KV head; for MLA, where one latent serves all, the heads.
-    - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both.
+    - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both; `"store"` and
+      `"merge"` are roles of their own, whose backends claim nothing else.
+    - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
+    - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
-      also be a phase, a dtype, a cache dtype, a role or an arch: `{"alibi", "decode"}`.
+      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
+      (`"head_size 192"`): `{"alibi", "decode"}`.
     - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
 
-    Raises `ValueError` when the claims contradict themselves.
+    Raises `ValueError` when a claim has another type than its annotation, isn't known, or
+    contradicts another one.
     """
 
     platforms: Mapping[str, tuple[str, ...]]
@@ -127,12 +149,15 @@ class Capabilities:
     preferred_block_size: int = 16
     layouts: tuple[str, ...] = ("NHD",)
     phases: frozenset[str] = frozenset({"prefill", "decode"})
+    cached: frozenset[bool] = frozenset({True})
+    decode_query_lens: int = 1
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
     graph_capture: GraphCapture = GraphCapture.NONE
 
     def __post_init__(self) -> None:
+        typed.require(self)
         for name, given, valid in (
             ("dtypes", self.dtypes, DTYPES),
             ("kv_cache_dtypes", self.kv_cache_dtypes, KV_CACHE_DTYPES),
@@ -146,6 +171,17 @@ class Capabilities:
                 raise ValueError(f"Capabilities.{name}: unknown {unknown}; valid: {sorted(valid)}")
             if not given:
                 raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
+        if not self.cached or not self.cached <= {True, False}:
+            raise ValueError(f"Capabilities.cached={self.cached!r} must hold True, False or both")
+        if self.decode_query_lens < 1 or (
+            self.decode_query_lens > 1 and "decode" not in self.phases
+        ):
+            raise ValueError(
+                f"Capabilities.decode_query_lens={self.decode_query_lens} must be 1 or more, and more "
+                "than 1 needs phase 'decode'"
+            )
+        if self.phases & {"store", "merge"} and len(self.phases) > 1:
+            raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
         if not self.platforms:
             raise ValueError("Capabilities.platforms is empty: such a backend can run nowhere")
         if "mixed" in self.phases and not {"prefill", "decode"} <= self.phases:
@@ -159,10 +195,14 @@ class Capabilities:
                 f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
                 f"block_sizes ({self.block_sizes})"
             )
-        object.__setattr__(self, "platforms", dict(self.platforms))
+        for problem in claim_problems(self, EXCLUDABLE, ANY_PLATFORM):
+            raise ValueError(problem)
+        for name in ("platforms", "remedies"):  # copies: what was checked must not change
+            object.__setattr__(self, name, dict(getattr(self, name)))
 
     def __hash__(self) -> int:
-        return id(self)
+        values = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return hash(tuple(frozenset(v.items()) if isinstance(v, dict) else v for v in values))
 
 
 def check(
@@ -170,7 +210,8 @@ def check(
 ) -> tuple[Rejection, ...]:
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
-    An empty tuple means that it can. Pure: no import, no device access.
+    An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
+    for its platform, kind and dtypes alone: what the layer computes is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -180,19 +221,23 @@ def check(
 
     _check_device(caps, device, need)
     need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
-    need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     need(phase in caps.phases, "phase", phase, caps.phases, f"name another backend for {phase}")
     need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, "cast the model")
-    if spec.role.has_cache:
+    if phase == "merge":
+        return tuple(found)
+    if spec.cached:
         _check_cache(caps, spec, device, need)
+    _check_sizes(caps, spec, need)
+    if phase != "store":
+        _check_computation(caps, spec, device, phase, need)
+    return tuple(found)
+
+
+def _check_sizes(caps: Capabilities, spec: LayerSpec, need: _Need) -> None:
     need(spec.head_size in caps.head_sizes, "head_size", spec.head_size, caps.head_sizes)
     if spec.v_head_size != spec.head_size:
-        need(
-            spec.v_head_size in caps.v_head_sizes,
-            "v_head_size",
-            spec.v_head_size,
-            caps.v_head_sizes,
-        )
+        wide = spec.v_head_size in caps.v_head_sizes
+        need(wide, "v_head_size", spec.v_head_size, caps.v_head_sizes)
         pair = (spec.head_size, spec.v_head_size)
         need(
             not caps.v_head_pairs or pair in caps.v_head_pairs or spec.latent is not None,
@@ -200,7 +245,16 @@ def check(
             f"{pair[0]}/{pair[1]}",
             [f"{k}/{v}" for k, v in caps.v_head_pairs],
         )
+
+
+def _check_computation(
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
+) -> None:
+    need(spec.role in caps.roles, "role", spec.role.value, [r.value for r in caps.roles])
     if not spec.kind.is_recurrent:
+        words = {True: "over a cache", False: "given keys and values"}
+        given = [words[c] for c in caps.cached]
+        need(spec.cached in caps.cached, "cached", words[bool(spec.cached)], given)
         ratio = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
         need(ratio in caps.gqa_ratios, "gqa_ratio", ratio, caps.gqa_ratios)
     if spec.latent:
@@ -212,9 +266,11 @@ def check(
     for name in sorted(asked - caps.features):
         remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
         need(False, name, FEATURES[name], sorted(caps.features), remedy)
-    words = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    words_asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     for together, why in caps.excludes:
-        need(not together <= words, " with ".join(sorted(together)), "together", "apart", why)
+        apart = not together <= words_asked
+        need(apart, " with ".join(sorted(together)), "together", "apart", why)
     need(
         spec.graph_capture <= caps.graph_capture,
         "graph_capture",
@@ -222,7 +278,6 @@ def check(
         f"up to {caps.graph_capture.name.lower()}",
         "capture fewer kinds of steps, or run this layer outside the graph",
     )
-    return tuple(found)
 
 
 def check_supported(
@@ -250,7 +305,9 @@ _FEATURE_REMEDIES = {
 
 
 def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
-    need(device.platform in caps.platforms, "platform", device.platform, list(caps.platforms))
+    everywhere = ANY_PLATFORM in caps.platforms
+    here = everywhere or device.platform in caps.platforms
+    need(here, "platform", device.platform, list(caps.platforms))
     archs = caps.platforms.get(device.platform, ())
     fits = not archs or any(arch_matches(pattern, device.arch) for pattern in archs)
     need(fits, "arch", device.arch, archs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,15 @@ from typing import Any
 
 import pluggy
 
-from polyattn.errors import PluginError, nearest
+from polyattn._version import __version__
+from polyattn.errors import PluginError, describe, nearest, plain, shown
+from polyattn.registry.builtin import BUILTIN
+from polyattn.registry.extras import our_distributions
+from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
+from polyattn.registry.machine import forget_probes
+from polyattn.registry.validate import accepted, check_api_versions, plugin_name_problem
 from polyattn.settings import Settings, current
 
 
@@ -34,6 +41,17 @@ class PluginRecord:
         """The plugin with its distribution and version, for messages."""
         return f"plugin {self.name!r} of {self.dist} {self.version}".rstrip()
 
+    @property
+    def removal(self) -> str:
+        """What a user does to be rid of the plugin."""
+        if not self.target:
+            return f"reinstall or uninstall {self.dist}"
+        if self.dist == BY_HAND:
+            return "register one that is mended"
+        disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"
+        unnameable = plugin_name_problem(self.name) is not None
+        return f"pip uninstall {self.dist}" + ("" if unnameable else f", or set {disabling}")
+
 
 @dataclass(frozen=True)
 class Registry:
@@ -43,17 +61,24 @@ class Registry:
     backends: dict[str, BackendInfo]
     owners: dict[str, PluginRecord]
     platforms: dict[str, Platform]
+    platform_owners: dict[str, PluginRecord]
     conflicts: dict[str, str]
     manager: pluggy.PluginManager = field(repr=False)
+    late_policies: set[str] = field(default_factory=set, repr=False)
 
     @property
     def problems(self) -> list[str]:
         """One line for each plugin that is broken and each name that two plugins claim."""
-        broken = [f"{p.origin}: {p.problem}" for p in self.plugins if p.status == "broken"]
+        broken = [
+            f"{p.origin}: {p.problem} (until it is mended: {p.removal})"
+            for p in self.plugins
+            if p.status == "broken"
+        ]
         return broken + list(self.conflicts.values())
 
     def backend(self, name: str) -> BackendInfo:
-        """Return a backend by name. Raises `PluginError` that says why there is none."""
+        """Return a backend by its name in any case. Raises `PluginError`: why there is none."""
+        name = name.upper()
         if name in self.backends:
             return self.backends[name]
         key = f"backend {name}"
@@ -64,6 +89,9 @@ class Registry:
         raise PluginError(f"backend {name!r} is unknown{nearest(name, self.backends)}{notes}")
 
 
+BY_HAND = "this process"
+"""What stands in place of a distribution for a plugin that was registered by hand."""
+
 _registered: dict[str, Any] = {}
 _generation = 0
 _cache: dict[Any, Registry] = {}
@@ -72,6 +100,9 @@ _cache: dict[Any, Registry] = {}
 def register(plugin: Any, name: str) -> None:
     """Add a plugin (a module or an object with hook methods) to this process by hand."""
     global _generation
+    problem = plugin_name_problem(name)
+    if problem:
+        raise PluginError(problem)
     if name in _registered:
         raise PluginError(f"a plugin named {name!r} is registered already; unregister it first")
     _registered[name] = plugin
@@ -87,10 +118,12 @@ def unregister(name: str) -> None:
 
 
 def refresh() -> None:
-    """Forget what was found; the next `discover` looks again (after an installation)."""
+    """Forget what was found and probed; the next `discover` looks again (after an installation)."""
     global _generation
     _generation += 1
     _cache.clear()
+    forget_probes()
+    importlib.invalidate_caches()
 
 
 def generation() -> int:
@@ -134,8 +167,9 @@ def _build(settings: Settings) -> Registry:
             problem = f"the plugin name {record.name!r} is claimed by {both}; uninstall one"
             records.append(replace(record, status="broken", problem=problem))
         else:
-            records.append(_load(item, manager))
-    return _assemble(tuple(records), manager)
+            records.append(_load(item, manager, settings.plugin_timeout))
+    core = PluginRecord("core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN)
+    return _assemble((core, *records), manager)
 
 
 def _entry_points() -> Iterator[_Found]:
@@ -153,13 +187,16 @@ def _entry_points() -> Iterator[_Found]:
                 continue
             seen.add(name)
             points = [ep for ep in dist.entry_points if ep.group == ENTRY_POINT_GROUP]
-            version = dist.metadata["Version"] or "(no version)"
+            version = plain(dist.metadata["Version"] or "(no version)", 64)
             for point in points:
-                record = PluginRecord(point.name, name, version, point.value)
+                problem = plugin_name_problem(point.name) or ""
+                record = PluginRecord(
+                    plain(point.name, 64), name, version, plain(point.value), problem=problem
+                )
                 yield _Found(record, point.load)
         except Exception as error:
-            where = f"{name} ({getattr(dist, '_path', 'unknown path')})"
-            problem = f"its metadata is corrupt: {type(error).__name__}: {error}; reinstall it"
+            where = f"{name} ({plain(str(getattr(dist, '_path', 'unknown path')))})"
+            problem = f"its metadata is corrupt: {describe(error)}"
             yield _Found(PluginRecord(name, where, "", "", problem=problem), lambda: None)
 
 
@@ -167,43 +204,60 @@ def _dist_name(dist: metadata.Distribution) -> str:
     name = dist.metadata["Name"]
     if not name:
         raise ValueError("METADATA has no Name")
-    return str(name)
+    return plain(str(name), 64)
 
 
 def _by_hand() -> Iterator[_Found]:
     for name, plugin in _registered.items():
-        record = PluginRecord(name, "this process", "", repr(plugin))
+        record = PluginRecord(name, BY_HAND, "", shown(plugin))
         yield _Found(record, lambda plugin=plugin: plugin)  # type: ignore[misc]
 
 
 def _check_names(settings: Settings, installed: Sequence[str]) -> None:
-    for variable, names in (
-        ("POLYATTN_PLUGINS", settings.plugins or ()),
-        ("POLYATTN_DISABLE_PLUGINS", settings.disabled_plugins),
+    for source, names in (
+        (settings.plugins_source, settings.plugins or ()),
+        (settings.disabled_source, settings.disabled_plugins),
     ):
         for name in names:
             if name not in installed:
                 raise PluginError(
-                    f"{variable}: no plugin {name!r} is installed{nearest(name, installed)}"
+                    f"{source}: no plugin {name!r} is installed{nearest(name, installed)}"
                 )
 
 
-def _load(item: _Found, manager: pluggy.PluginManager) -> PluginRecord:
+def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> PluginRecord:
     """Import, register and question one plugin; whatever it raises becomes its problem."""
-    record, plugin = item.record, None
-    try:
+    record, loaded = item.record, []
+
+    def question() -> tuple[list[Platform], list[BackendInfo]]:
         plugin = item.load()
+        loaded.append(plugin)
         manager.register(plugin, record.name)
-        _check_version(ask(manager, plugin, "polyattn_api_versions"))
-        platforms = _ask_list(manager, plugin, "polyattn_platforms", Platform)
-        backends = _ask_list(manager, plugin, "polyattn_backends", BackendInfo)
+        check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
+        return (
+            accepted("polyattn_platforms", ask(manager, plugin, "polyattn_platforms"), Platform),
+            accepted("polyattn_backends", ask(manager, plugin, "polyattn_backends"), BackendInfo),
+        )
+
+    try:
+        if _is_being_imported(record.target):
+            platforms, backends = question()
+        else:
+            setting = "POLYATTN_PLUGIN_TIMEOUT"
+            platforms, backends = within(seconds, setting, "its import or a hook", question)
         return replace(record, platforms=tuple(platforms), backends=tuple(backends))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit at import must not end the host either
-        if plugin is not None and manager.is_registered(plugin):
-            manager.unregister(plugin)
-        return replace(record, status="broken", problem=_describe(error))
+    except (Exception, SystemExit) as error:
+        for plugin in loaded:
+            if manager.is_registered(plugin):
+                manager.unregister(plugin)
+        return replace(record, status="broken", problem=describe(error))
+
+
+def _is_being_imported(target: str) -> bool:
+    """Whether the plugin's own package is on its way in: its import lock is this thread's then."""
+    words = target.partition(":")[0].split(".")
+    modules = (sys.modules.get(".".join(words[: n + 1])) for n in range(len(words)))
+    return any(getattr(getattr(m, "__spec__", None), "_initializing", False) for m in modules)
 
 
 def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any) -> Any:
@@ -211,40 +265,6 @@ def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any)
     others = [p for p in manager.get_plugins() if p is not plugin]
     answers = manager.subset_hook_caller(hook, others)(**arguments)
     return answers[0] if answers else None
-
-
-def _ask_list(manager: pluggy.PluginManager, plugin: Any, hook: str, kind: type) -> list[Any]:
-    answer = ask(manager, plugin, hook)
-    if answer is None:
-        return []
-    if not isinstance(answer, (list, tuple)):
-        raise PluginError(f"{hook}() returned {answer!r}, not a list of {kind.__name__}")
-    for entry in answer:
-        if not isinstance(entry, kind):
-            raise PluginError(f"{hook}() returned {entry!r} in its list, not a {kind.__name__}")
-    return list(answer)
-
-
-def _check_version(answer: Any) -> None:
-    if answer is None:
-        raise PluginError("does not implement polyattn_api_versions()")
-    try:
-        low, high = map(int, answer)
-    except (TypeError, ValueError):
-        raise PluginError(f"polyattn_api_versions() returned {answer!r}, not (low, high)") from None
-    if not low <= API_VERSION <= high:
-        newer = "upgrade polyattn" if low > API_VERSION else "upgrade the plugin"
-        raise PluginError(
-            f"needs API version {low} to {high}; this polyattn has {API_VERSION}: {newer}"
-        )
-
-
-def _describe(error: BaseException) -> str:
-    if isinstance(error, PluginError):
-        return str(error)
-    if isinstance(error, SyntaxError):
-        return f"SyntaxError: {error.msg} ({error.filename}, line {error.lineno})"
-    return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
 def _doubles(claims: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
@@ -256,18 +276,43 @@ def _doubles(claims: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 
 def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) -> Registry:
     conflicts: dict[str, str] = {}
-    backends = {b.name: b for r in records for b in r.backends}
-    owners = {b.name: r for r in records for b in r.backends}
-    platforms = {p.name: p for r in records for p in r.platforms}
-    taken: tuple[tuple[str, dict[str, Any], Iterable[tuple[str, str]]], ...] = (
-        ("backend", backends, ((b.name, r.origin) for r in records for b in r.backends)),
-        ("platform", platforms, ((p.name, r.origin) for r in records for p in r.platforms)),
+    taken = []
+    for what in ("backend", "platform"):
+        claims: dict[str, list[tuple[Any, PluginRecord]]] = {}
+        for record in records:
+            for entry in getattr(record, f"{what}s"):
+                claims.setdefault(entry.name, []).append((entry, record))
+        for name, claimants in claims.items():
+            if len(claimants) > 1:
+                conflicts[f"{what} {name}"] = _settle(what, name, claimants)
+        taken.append({name: who[0] for name, who in claims.items() if who})
+    backends, platforms = taken
+    return Registry(
+        records,
+        {name: entry for name, (entry, _) in backends.items()},
+        {name: record for name, (_, record) in backends.items()},
+        {name: entry for name, (entry, _) in platforms.items()},
+        {name: record for name, (_, record) in platforms.items()},
+        conflicts,
+        manager,
     )
-    for what, table, claims in taken:
-        for name, who in _doubles(claims).items():
-            del table[name]
-            conflicts[f"{what} {name}"] = (
-                f"the {what} name {name!r} is claimed by {' and by '.join(who)}; neither is used: "
-                "uninstall one, or name it in POLYATTN_DISABLE_PLUGINS"
-            )
-    return Registry(records, backends, owners, platforms, conflicts, manager)
+
+
+def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> str:
+    """Leave of several claimants of a name the one that may keep it, or none; say what to do.
+
+    A name of ours stays ours: else one stray distribution would take the CPU from everybody.
+    Between strangers nobody can tell who is meant.
+    """
+    origins = " and by ".join(record.origin for _, record in claimants)
+    ours = {PROJECT, *our_distributions()}
+    keepers = [claim for claim in claimants if claim[1].dist in ours]
+    text = f"the {what} name {name!r} is claimed by {origins}; "
+    if len(keepers) == 1:
+        others = [record for _, record in claimants if record is not keepers[0][1]]
+        claimants[:] = keepers
+        removals = "; ".join(record.removal for record in others)
+        return f"{text}{keepers[0][1].dist} keeps it, remove the other: {removals}"
+    removals = "; or ".join(record.removal for _, record in claimants)
+    claimants.clear()
+    return f"{text}neither is used, remove one: {removals}"

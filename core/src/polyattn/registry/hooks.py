@@ -25,11 +25,16 @@ class Platform:
     `detect` is `"package.module:function"`; it takes a torch device string or None and returns
     a `Device` with `torch_device` set, or None when this machine has no such device. The platform
     of the highest `rank` that is here becomes the default device; the CPU's rank is 0.
+    `device_types` are the types of torch device that it speaks for (`("cuda",)`; none: its name);
+    `current` is `"package.module:function"`, which says cheaply which of several devices is the
+    current one (`"cuda:1"`); None where there is but one.
     """
 
     name: str
     detect: str
     rank: int = 10
+    device_types: tuple[str, ...] = ()
+    current: str | None = None
 
 
 class HookSpecs:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from polyattn.device import Device, arch_matches
+from polyattn.errors import PluginError, shown
 from polyattn.registry.capabilities import Capabilities
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 
 API_VERSION = 1
 """The number of the contract between core and plugins. It changes when the contract breaks."""
@@ -51,9 +53,25 @@ class Priority:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One build of a backend's library: a package that brings it, with claims of its own.
+
+    The fields are `BackendInfo`'s; `name` is the build's, as users know the package.
+    """
+
+    name: str
+    path: str
+    capabilities: Capabilities
+    probe: str | None = None
+    requires: tuple[str, ...] = ()
+    install: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BackendInfo:
     """A backend as a plugin declares it, in a module that imports neither torch nor its library.
 
+    - `name`: letters, digits, `_` and `-`; written and looked up in upper case.
     - `path`: `"package.module:Class"`, imported only when the backend is chosen.
     - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
       returns None when the backend can run here, else the reason as text. It must not import
@@ -62,6 +80,10 @@ class BackendInfo:
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
     - `proof`: platform (or arch) to how far the claims there are proven.
+    - `variants`: where several builds of one library differ in what they can do, all of them, the
+      preferred one first; path, capabilities, probe, requires and install above are then that one's.
+      A profile assumes it; on a device the builds count that are installed there.
+    - `build`: which of the variants this is, once that is known.
     """
 
     name: str
@@ -73,6 +95,17 @@ class BackendInfo:
     install: str = ""
     priorities: tuple[Priority, ...] = ()
     proof: Mapping[str, Proof] = field(default_factory=dict)
+    variants: tuple[Variant, ...] = ()
+    build: str = ""
+
+    @classmethod
+    def of_variants(cls, *variants: Variant, **fields: Any) -> BackendInfo:
+        """Return a backend of several builds, the preferred one first; `fields` are what they share."""
+        return cls(variants=variants, **_claims(variants[0]), **fields)
+
+    def as_built(self, variant: Variant) -> BackendInfo:
+        """Return the backend as one of its variants: that build's claims, path and requirements."""
+        return replace(self, variants=(), build=variant.name, **_claims(variant))
 
     def __hash__(self) -> int:
         return hash((self.name, self.path))
@@ -88,9 +121,21 @@ class BackendInfo:
         return self.proof.get(device.arch) or self.proof.get(device.platform, Proof.UNPROVEN)
 
 
+def _claims(variant: Variant) -> dict[str, Any]:
+    """What a build says for itself, by the names that a `BackendInfo` has for it."""
+    names = ("path", "capabilities", "probe", "requires", "install")
+    return {name: getattr(variant, name) for name in names}
+
+
 def load_object(path: str) -> Any:
-    """Import `"package.module:name"`. Raises what the import raises, or `AttributeError`."""
+    """Import `"package.module:name"`. Raises what the import raises, or `AttributeError`.
+
+    An import that exits raises `PluginError`: a plugin doesn't end its host.
+    """
     import importlib
 
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    try:
+        return getattr(importlib.import_module(module), name)
+    except SystemExit as error:
+        raise PluginError(f"the import of {path} exits, with {shown(error.code)}") from error

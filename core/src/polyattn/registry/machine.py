@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
-import re
-import threading
-from collections.abc import Callable
-from functools import cache
-from importlib import metadata
-from pathlib import Path
-from typing import Any
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from polyattn.device import Device
-from polyattn.errors import DeviceError
-from polyattn.registry.discovery import Registry
+from polyattn.errors import DeviceError, PluginError, describe, plain, shown
+from polyattn.registry import typed
+from polyattn.registry.guard import LatePluginError, PluginCall, within
+from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.lookup import static_problem
+from polyattn.registry.requirements import requirement_problem
+from polyattn.settings import current
+
+if TYPE_CHECKING:
+    from polyattn.registry.discovery import Registry
+
+log = logging.getLogger("polyattn")
 
 
 def detect(registry: Registry, torch_device: str | None = None) -> Device:
@@ -25,14 +32,13 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     said: list[str] = []
     for platform in sorted(registry.platforms.values(), key=lambda p: (-p.rank, p.name)):
         try:
-            device = load_object(platform.detect)(torch_device)
-        except Exception as error:
-            said.append(f"{platform.name}: its detector failed: {type(error).__name__}: {error}")
+            device = ask_detector(platform, torch_device)
+        except PluginError as error:
+            owner = registry.platform_owners[platform.name].origin
+            said.append(f"{platform.name}: {error} ({owner})")
+            log.warning("platform %s is passed over: %s (%s)", platform.name, error, owner)
             continue
         if device is not None:
-            if not isinstance(device, Device) or device.platform != platform.name:
-                said.append(f"{platform.name}: its detector returned {device!r}")
-                continue
             return device
         said.append(f"{platform.name}: not here")
     said += registry.problems
@@ -42,93 +48,136 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     raise DeviceError(f"no installed plugin finds {asked} on this machine{reasons}{hint}")
 
 
+_late_detectors: dict[str, str] = {}
+
+
+def ask_detector(platform: Platform, torch_device: str | None = None) -> Device | None:
+    """Return the device that a platform's detector finds. Raises `PluginError` when it fails."""
+    path = platform.detect
+    if path in _late_detectors:  # to wait once is enough
+        raise PluginError(_late_detectors[path])
+    adopt = _current_accelerator()
+
+    def find() -> Any:
+        adopt()
+        return load_object(path)(torch_device)
+
+    seconds = current().plugin_timeout
+    try:
+        device = within(seconds, "POLYATTN_PLUGIN_TIMEOUT", f"its detector {path}", find)
+    except LatePluginError as error:
+        _late_detectors[path] = str(error)
+        raise
+    if device is None:
+        return None
+    if type(device) is not Device or device.platform != platform.name:
+        raise PluginError(f"its detector {path} returned {shown(device)}, not a Device of its own")
+    wrong = list(typed.mismatches(device))
+    if device.torch_device is None:
+        wrong.append("Device.torch_device is None; a detector names the device that it found")
+    if wrong:
+        raise PluginError(f"its detector {path} returned nonsense: {'; '.join(wrong)}")
+    return replace(device, name=plain(device.name))
+
+
+def _current_accelerator() -> Callable[[], None]:
+    """Return what makes the caller's current device that of another thread, too.
+
+    `torch.cuda.set_device(1)` holds for its thread alone, and a detector runs in one of its own.
+    """
+    accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
+    index = 0
+    if accelerator is not None and accelerator.is_available():
+        index = accelerator.current_device_index()
+    # A new thread begins with 0; setting it would open a context on a device that nobody used.
+    return (lambda: accelerator.set_device_index(index)) if index else (lambda: None)
+
+
+class Fault(str):
+    """A reason why a backend can't run that is its plugin's own fault, not this machine's."""
+
+
 def availability(info: BackendInfo, timeout: float) -> str | None:
     """Return why `info` can't run on this machine, or None. Imports no vendor library."""
-    for text in info.requires:
-        problem = _requirement_problem(text)
-        if problem:
-            return f"{problem}; {info.install}" if info.install else problem
-    problem = static_problem(info.path)
-    if problem or info.probe is None:
-        return problem
-    return _run_probe(info.probe, timeout)
+    return availabilities([info], timeout)[0]
 
 
-@cache
-def _requirement_problem(text: str) -> str | None:
-    plain = _PLAIN_REQUIREMENT.fullmatch(text)
-    # packaging takes 30 ms to import, its parser of requirements as long again: not before needed.
-    if plain:
-        name, needed = plain.groups()
-    else:
-        from packaging.requirements import Requirement
+def availabilities(infos: Iterable[BackendInfo], timeout: float) -> list[str | None]:
+    """Return `availability` of each; their probes run side by side, each within `timeout` seconds.
 
-        requirement = Requirement(text)
-        name, needed = requirement.name, str(requirement.specifier)
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return f"{name} is not installed (needs {text})"
-    if needed:
-        from packaging.specifiers import SpecifierSet
-
-        if not SpecifierSet(needed).contains(version, prereleases=True):
-            return f"{name} {version} is installed, but {text} is needed"
-    return None
+    Of several builds of a library one is enough.
+    """
+    infos = list(infos)
+    builds = [[info.as_built(v) for v in info.variants] or [info] for info in infos]
+    answers = iter(_availabilities([build for each in builds for build in each], timeout))
+    found: list[str | None] = []
+    for info, each in zip(infos, builds, strict=True):
+        reasons = [next(answers) for _ in each]
+        if None in reasons or len(reasons) == 1:
+            found.append(None if None in reasons else reasons[0])
+        else:
+            named = zip(info.variants, reasons, strict=True)
+            found.append("; ".join(f"{variant.name}: {reason}" for variant, reason in named))
+    return found
 
 
-_PLAIN_REQUIREMENT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)\s*([<>=!~][^;\[]*)?")
-
-
-@cache
-def static_problem(path: str) -> str | None:
-    """Return why `"package.module:Class"` can't be there, from its source, without importing it."""
-    module, _, name = path.partition(":")
-    try:
-        found = importlib.util.find_spec(module)
-    except (ImportError, ValueError) as error:
-        return f"its module {module} can't be found: {type(error).__name__}: {error}"
-    if found is None:
-        return f"its module {module} is missing; the plugin is incomplete: reinstall it"
-    if not (found.origin and found.origin.endswith(".py")):
-        return None
-    # A look at the text costs a twentieth of parsing it, and this is on the way of every selection.
-    defined = rf"^\s*(?:class|def)\s+{name}\b|^{name}\s*[:=]|^\s*(?:from .*)?import .*\b{name}\b"
-    if not re.search(defined, Path(found.origin).read_text(encoding="utf-8"), re.MULTILINE):
-        return f"{module} has no {name!r}; the plugin and its declaration disagree"
-    return None
+def _availabilities(infos: list[BackendInfo], timeout: float) -> list[str | None]:
+    stated = [_declared_problem(info) for info in infos]
+    waiting = {
+        info.probe: PluginCall("its probe", lambda path=info.probe: load_object(path)())  # type: ignore[misc]
+        for info, problem in zip(infos, stated, strict=True)
+        if problem is None and info.probe is not None and info.probe not in _probed
+    }
+    for path, call in waiting.items():
+        _probed[path] = _probe_answer(call, timeout)
+    return [
+        _probed[info.probe] if problem is None and info.probe is not None else problem
+        for info, problem in zip(infos, stated, strict=True)
+    ]
 
 
 _probed: dict[str, str | None] = {}
 
 
 def forget_probes() -> None:
-    """Probe again at the next question, after something was installed or mended."""
+    """Ask again at the next question, after something was installed or mended."""
     _probed.clear()
-    _requirement_problem.cache_clear()
+    _late_detectors.clear()
+    requirement_problem.cache_clear()
     static_problem.cache_clear()
 
 
-def _run_probe(path: str, timeout: float) -> str | None:
-    """Run a probe in a thread of its own, so that one that hangs costs `timeout` seconds."""
-    if path not in _probed:
-        _probed[path] = _within(timeout, lambda: load_object(path)())
-    return _probed[path]
+def load_problem(info: BackendInfo) -> str | None:
+    """Say why a backend's class can't be imported, or None. This imports its library."""
+    seconds = current().plugin_timeout
+    try:
+        loaded = within(
+            seconds, "POLYATTN_PLUGIN_TIMEOUT", f"the import of {info.path}",
+            lambda: load_object(info.path),
+        )  # fmt: skip
+    except PluginError as error:
+        return str(error)
+    return None if isinstance(loaded, type) else f"{info.path} is {shown(loaded)}, not a class"
 
 
-def _within(timeout: float, call: Callable[[], Any]) -> str | None:
-    answer: list[str | None] = []
+def _declared_problem(info: BackendInfo) -> str | None:
+    for text in info.requires:
+        problem = requirement_problem(text)
+        if problem:
+            return f"{problem}; {info.install}" if info.install else problem
+    fault = static_problem(info.path)
+    return None if fault is None else Fault(fault)
 
-    def run() -> None:
-        try:
-            result = call()
-            answer.append(None if result is None else str(result))
-        except BaseException as error:
-            answer.append(f"its probe failed: {type(error).__name__}: {error}")
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if thread.is_alive():
-        return f"its probe did not answer within {timeout:g} s (POLYATTN_PROBE_TIMEOUT)"
-    return answer[0] if answer else "its probe ended without an answer"
+def _probe_answer(call: PluginCall, timeout: float) -> str | None:
+    try:
+        answer = call.answer(timeout, "POLYATTN_PROBE_TIMEOUT")
+    except PluginError as error:
+        return Fault(describe(error))
+    if answer is None:
+        return None
+    if type(answer) is not str or not answer.strip():
+        return Fault(
+            f"its probe returned {shown(answer)}; it must return None or the reason as text"
+        )
+    return plain(answer)

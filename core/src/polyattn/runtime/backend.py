@@ -1,4 +1,4 @@
-"""What does a kernel implement? The backend classes, and what differs between layers."""
+"""What does a kernel implement? Two methods, `plan` and `run`; one class for each shape of call."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from polyattn.device import Device
+from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.kv_cache import KVCache
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LayerParams:
     """What differs between layers of one spec.
 
@@ -31,27 +33,48 @@ class LayerParams:
     v_scale: float = 1.0
 
 
-class AttentionBackend:
-    """One instance serves every layer that shares a selection.
+class Backend:
+    """A kernel for one spec over one cache format. It holds compiled code and workspaces.
 
-    The engine plans once a step; layers then run in any number. Contracts: tensors and masks as
-    in `docs/contracts.md`; `out` is written; unused cache never reaches an output; nothing that
-    `Capabilities` doesn't claim has to be handled, because such a layer never gets here. What each
-    claimed phase needs is `forward_PHASE`; a sparse layer's phases both need `forward_sparse`.
+    It remembers no step: what a step needs is in its plan, and any number of plans are alive at once.
+    Workspaces may be shared by all of them: what a backend runs, it runs on one stream, one call
+    after another. `cache` is the cache's format in the blocks that this backend walks in, None where
+    there is none.
     """
 
     name: ClassVar[str] = ""
 
-    def __init__(self, spec: LayerSpec, device: Device) -> None:
-        self.spec = spec
-        self.device = device
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
+        self.spec, self.cache, self.device = spec, cache, device
 
-    def plan(self, batch: Batch) -> None:
-        """Prepare one step from metadata only. A captured graph must stay valid across plans."""
-        self.batch = batch
+    def prepare(self, phase: str) -> None:
+        """Compile what `phase` will run, so that no step has to wait for a compiler.
 
-    def forward_prefill(
+        Called once for each phase that the backend was chosen for, before the first plan.
+        """
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        """Prepare one step from metadata only.
+
+        `reuse` is an earlier plan of this backend that a captured graph reads: what is returned must
+        hold the new step in that one's buffers. A plan that reads nothing but the batch's own tensors
+        needs no care, since the graph's caller keeps those in place.
+        """
+        return Plan(batch)
+
+
+class AttentionBackend(Backend, ABC):
+    """Attention over a paged cache or given keys; for MLA, the absorbed decode over latents.
+
+    Contracts: tensors and masks as in `docs/contracts.md`; `out` is written; unused cache never
+    reaches an output; nothing that `Capabilities` doesn't claim has to be handled, because such a
+    layer never gets here.
+    """
+
+    @abstractmethod
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -60,103 +83,88 @@ class AttentionBackend:
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend for sequences of any query length.
+        """Attend for the plan's sequences.
 
-        `query`, `out` (num_tokens, num_heads, head size); `key`, `value` (num_tokens,
-        num_kv_heads, head size) are the step's new tokens, already written to `cache`; where
-        there is no cache (encoders) they are all there is. `lse` (num_tokens, num_heads)
-        float32, natural logarithm, is written where given.
+        `query`, `out` (num_tokens, num_heads, head size). `key`, `value` (num_tokens, num_kv_heads,
+        head size) are the new tokens, which `cache` holds already, or None; a layer that is not
+        cached has no `cache`, and they are all its keys, where `batch.key_starts` says. `lse`
+        (num_tokens, num_heads) float32, natural logarithm, is written where given.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims no phase 'prefill'")
 
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend for sequences of one query token each, over the cache alone."""
-        raise NotImplementedError(f"{type(self).__name__} claims no phase 'decode'")
 
-    def forward_mixed(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Serve a batch of both phases in one launch; only where `"mixed"` is claimed."""
-        raise NotImplementedError(f"{type(self).__name__} claims no phase 'mixed'")
+class SparseBackend(Backend, ABC):
+    """Attention to chosen rows of a latent cache: kind `"sparse_mla"`."""
 
-    def forward_sparse(
+    @abstractmethod
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
-        cache: KVCache,
         slots: Tensor,
+        cache: KVCache,
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend each token to the cache rows `slots` alone; only for kind `"sparse_mla"`.
+        """Attend each token to the cache rows `slots` alone.
 
         `query` (num_tokens, num_heads, latent size), `slots` int32 (num_tokens, topk): block times
         block size plus offset, -1 for none; `out` (num_tokens, num_heads, latent rank).
         """
-        raise NotImplementedError(f"{type(self).__name__} claims no kind 'sparse_mla'")
-
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        cache: KVCache,
-        slot_mapping: Tensor,
-        params: LayerParams,
-    ) -> None:
-        """Store the step's keys and values; slot -1 skips."""
-        cache.write(key, value, slot_mapping, params.k_scale, params.v_scale)
 
 
-class RecurrentBackend(ABC):
-    """One instance serves every layer that shares a selection; plans once a step, as above.
+class RecurrentBackend(Backend, ABC):
+    """A recurrence over a state for each sequence.
 
-    `inputs` and `params` are by the names of the layer's form (`polyattn.spec.recurrence`), parameters
-    float32; `states` is the whole `StateCache.data`. A sequence continues from its slot's state
-    where its length exceeds its query, else it starts from zero, whatever the slot holds. Each
-    sequence's slot is left with its new state; other slots aren't read or written. A sequence
-    without query tokens changes nothing; a padding row (slot -1) neither, and its output is free.
+    `inputs` and `params` are by the names in `polyattn.spec.recurrence`, parameters float32;
+    `states` is the whole `StateCache.data`. A sequence continues from its slot's state where its
+    length exceeds its query, else it starts from zero, whatever the slot holds. Each sequence's slot
+    is left with its new state; other slots aren't read or written. A sequence without query tokens
+    changes nothing; a padding row (slot -1) neither, and its output is free.
     """
+
+    @abstractmethod
+    def run(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ) -> None:
+        """Run the plan's sequences. Writes `out` and their slots of `states`."""
+
+
+class StoreBackend(ABC):
+    """Writes the step's keys and values to their slots of the cache, quantised where it is."""
 
     name: ClassVar[str] = ""
 
-    def __init__(self, spec: LayerSpec, device: Device) -> None:
-        self.spec = spec
-        self.device = device
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
+        self.spec, self.cache, self.device = spec, cache, device
 
-    def plan(self, batch: Batch) -> None:
-        """Prepare one step from metadata only. A captured graph must stay valid across plans."""
-        self.batch = batch
-
-    @abstractmethod
-    def forward_prefill(
-        self,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Run sequences of any query length."""
+    def plan(self, slots: Tensor) -> StorePlan:
+        """Prepare to store tokens at `slots`, int64 (num_tokens,); -1 skips."""
+        return StorePlan(slots)
 
     @abstractmethod
-    def forward_decode(
-        self,
-        inputs: Mapping[str, Tensor],
-        params: Mapping[str, Tensor],
-        states: Tensor,
-        out: Tensor,
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        """Run sequences of one token each."""
+        """Write `key` and `value` (num_tokens, num_kv_heads, size). Never waits for the device."""
+
+
+class MergeBackend(ABC):
+    """Combines attention states in place: the one operator behind every decomposition."""
+
+    name: ClassVar[str] = ""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
+        self.spec, self.device = spec, device
+
+    @abstractmethod
+    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        """Merge a part into the total: outputs (num_tokens, num_heads, size), LSEs float32.
+
+        `total` is float32, so that many parts round once. LSE -inf says that no key was seen.
+        """

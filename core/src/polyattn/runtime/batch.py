@@ -5,31 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.runtime.batch_checks import check_lengths, check_table_width, check_tensors
 
 Ints = Sequence[int] | Tensor
 
 
 class Batch:
-    """One step's sequences, packed one after another without padding.
+    """One step's sequences, packed one after another without padding. A value: it never changes.
 
     - `query_start_loc` (num_seqs + 1,): where each sequence's query tokens start; ends with their
       total.
-    - `seq_lens` (num_seqs,): cached context plus new tokens of each sequence.
+    - `seq_lens` (num_seqs,): cached context plus new tokens of each sequence. For layers that are
+      not cached: the number of its keys.
     - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
       length are never read. None where there is no cache.
     - `slot_mapping` int64 (num_tokens,): where each new token is stored,
       `block * block_size + offset`; -1 skips. None stores nothing.
     - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
+    - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
+      `key` and `value`; default: packed one after another. Gaps are left alone.
 
-    Sequences of one query token that come first are served as decodes, all others as prefill;
-    put decodes first. A padding row has one query token, length 0 and slot -1. Lengths given as
-    device tensors are copied to the host once. Raises `BatchError`.
+    Sequences of one query token are served as decodes, wherever they stand. A padding row has one
+    query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
+    Raises `BatchError`.
     """
 
     def __init__(
@@ -40,11 +46,12 @@ class Batch:
         slot_mapping: Tensor | None = None,
         *,
         state_slots: Tensor | None = None,
+        key_starts: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = _ints("query_start_loc", query_start_loc)
         self.lens = _ints("seq_lens", seq_lens)
-        _check_lengths(self.starts, self.lens)
+        check_lengths(self.starts, self.lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots)
             source = next((t for t in given if t is not None), "cpu")
@@ -52,7 +59,9 @@ class Batch:
         self.device = torch.device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots = state_slots
-        _check_tensors(self)
+        check_tensors(self)
+        if key_starts is not None:
+            self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
             self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
@@ -67,37 +76,42 @@ class Batch:
         block_size: int | None = None,
         *,
         state_slots: Tensor | None = None,
+        key_starts: Sequence[int] | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
         `slot_mapping` follows from `block_table` and `block_size`; without them nothing is stored.
         """
-        if any(length < 0 for length in query_lens):
-            raise BatchError(f"query_lens={list(query_lens)} has a negative length")
-        starts = [0, *accumulate(query_lens)]
-        slots = None
+        for index, length in enumerate(query_lens):
+            if not isinstance(length, int) or length < 0:
+                raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
+        batch = cls(
+            [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
+            key_starts=key_starts, device=device,
+        )  # fmt: skip
         if block_table is not None:
             if block_size is None:
                 raise BatchError("block_table without block_size; give the cache's block size")
-            batch = cls(starts, seq_lens, block_table, device=device)
-            slots = batch.tail_slots(block_size)
-        return cls(starts, seq_lens, block_table, slots, state_slots=state_slots, device=device)
+            batch.slot_mapping = batch.tail_slots(block_size)
+        return batch
 
     @classmethod
     def on_buffers(
         cls,
+        starts: list[int],
         lens: list[int],
         query_start_loc: Tensor,
         seq_lens: Tensor,
-        block_table: Tensor,
-        slot_mapping: Tensor,
+        block_table: Tensor | None,
+        slot_mapping: Tensor | None,
     ) -> Batch:
-        """A decode batch over device buffers that a captured graph reads; copies nothing.
+        """A batch over device buffers that a captured graph reads; copies nothing.
 
-        `lens` says on the host what `seq_lens` holds, or the most that it will ever hold.
+        `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
+        that they will ever hold.
         """
-        batch = cls(list(range(len(lens) + 1)), lens, block_table, slot_mapping)
+        batch = cls(starts, lens, block_table, slot_mapping, device=query_start_loc.device)
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         return batch
 
@@ -127,6 +141,11 @@ class Batch:
         return max(self.lens, default=0)
 
     @cached_property
+    def all_decode(self) -> bool:
+        """Whether there are sequences, and every one has exactly one query token."""
+        return bool(self.lens) and self.starts == list(range(len(self.starts)))
+
+    @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
         return torch.tensor(self.starts, dtype=torch.int32, device=self.device)
@@ -137,132 +156,85 @@ class Batch:
         return torch.tensor(self.lens, dtype=torch.int32, device=self.device)
 
     @cached_property
-    def num_decodes(self) -> int:
-        """Leading sequences of exactly one query token."""
-        count = 0
-        for length in self.query_lens:
-            if length != 1:
-                break
-            count += 1
-        return count
+    def key_starts(self) -> list[int]:
+        """Where each sequence's keys start, on the host: packed, where nothing else was said."""
+        return [0, *accumulate(self.lens)][:-1]
 
-    def part(self, start: int, stop: int) -> Batch:
-        """Return sequences `start` to `stop` as a batch of views."""
-        if start == 0 and stop == self.num_seqs:
+    @cached_property
+    def keys_packed(self) -> bool:
+        """Whether the keys lie one after another without gaps."""
+        return self.key_starts == [0, *accumulate(self.lens)][:-1]
+
+    @cached_property
+    def key_start_loc(self) -> Tensor:
+        """int32 (num_seqs + 1,) on the device: where packed keys start, ending with their total."""
+        return torch.tensor([0, *accumulate(self.lens)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """The plans of this step that layers made for themselves, by their group."""
+        return {}
+
+    def part(self, seqs: slice | list[int]) -> Batch:
+        """Return some of the sequences as a batch of their own, without what they store.
+
+        A slice gives views, so that a captured graph goes on reading the same buffers.
+        """
+        whole = range(self.num_seqs)
+        chosen = whole[seqs] if isinstance(seqs, slice) else seqs
+        if isinstance(chosen, range) and chosen == whole:
             return self
-        first, last = self.starts[start], self.starts[stop]
-        table = None if self.block_table is None else self.block_table[start:stop]
-        slots = None if self.slot_mapping is None else self.slot_mapping[first:last]
-        states = None if self.state_slots is None else self.state_slots[start:stop]
-        starts = [at - first for at in self.starts[start : stop + 1]]
-        return Batch(
-            starts, self.lens[start:stop], table, slots, state_slots=states, device=self.device
-        )
+        queries = self.query_lens
+        batch = object.__new__(Batch)
+        batch.starts = [0, *accumulate(queries[i] for i in chosen)]
+        batch.lens = [self.lens[i] for i in chosen]
+        batch.device, batch.slot_mapping = self.device, None
+        index: Any = seqs
+        if not isinstance(seqs, slice):
+            index = torch.tensor(seqs, device=self.device)
+        batch.block_table = None if self.block_table is None else self.block_table[index]
+        batch.state_slots = None if self.state_slots is None else self.state_slots[index]
+        if "seq_lens" in self.__dict__:
+            batch.__dict__["seq_lens"] = self.seq_lens[index]
+        if "key_starts" in self.__dict__:
+            batch.__dict__["key_starts"] = [self.key_starts[i] for i in chosen]
+        if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
+            batch.__dict__["query_start_loc"] = self.query_start_loc[: len(batch.starts)]
+        return batch
+
+    def copy(self) -> Batch:
+        """Return the same batch, without the plans that layers made of it."""
+        batch = object.__new__(Batch)
+        batch.__dict__.update(self.__dict__)
+        batch.__dict__.pop("plans", None)
+        return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
-        batch = Batch(
-            self.starts, self.lens, block_table, self.slot_mapping,
-            state_slots=self.state_slots, device=self.device,
-        )  # fmt: skip
-        for name in ("query_start_loc", "seq_lens"):
-            if name in self.__dict__:
-                batch.__dict__[name] = self.__dict__[name]
+        batch = self.copy()
+        batch.block_table = block_table
         return batch
 
     def tail_slots(self, block_size: int) -> Tensor:
-        """Return the slots of each sequence's last tokens, as many as its query has."""
+        """Return the slots of each sequence's last tokens, as many as its query has.
+
+        Raises `BatchError` where a sequence is longer than its row of the block table.
+        """
         assert self.block_table is not None
-        lens = torch.tensor(self.query_lens)
-        last = torch.tensor(self.lens)
-        seq = torch.repeat_interleave(torch.arange(self.num_seqs), lens)
-        at = torch.arange(self.num_tokens) - torch.tensor(self.starts[:-1], dtype=torch.int64)[seq]
-        position = last[seq] - lens[seq] + at
-        needed = int(position.max()) // block_size + 1 if position.numel() else 0
-        if needed > self.block_table.shape[1] or (position < 0).any():
-            check_lens_against_table(self, block_size)
-        position, seq = position.to(self.device), seq.to(self.device)
-        block = self.block_table[seq, position // block_size].long()
-        return block * block_size + position % block_size
+        check_table_width(self, block_size)
+        lens, queries = np.asarray(self.lens), np.asarray(self.query_lens)
+        seq = np.repeat(np.arange(self.num_seqs), queries)
+        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:]))[seq]
+        # A padding row has no position; its slot is whatever its engine says, -1 here.
+        at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
+        seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)
+        if not self.block_table.shape[1]:
+            return torch.full_like(seqs, -1)
+        slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
+        return slots if not (position < 0).any() else slots.masked_fill_(positions < 0, -1)
 
     def __repr__(self) -> str:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
-
-
-def check_lens_against_table(batch: Batch, block_size: int | None, causal: bool = True) -> None:
-    """Check on the host that each length fits its query and its row of the block table.
-
-    A padding row (one query token, length 0) is let through. Raises `BatchError`.
-    """
-    width = None if batch.block_table is None else batch.block_table.shape[1]
-    for index, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
-        padding = query == 1 and length == 0
-        if causal and length < query and not padding:
-            raise BatchError(
-                f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
-                "cached context plus new tokens"
-            )
-        if width is not None and block_size and length > width * block_size:
-            raise BatchError(
-                f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
-                f"length {length} needs {-(-length // block_size)}"
-            )
-
-
-def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
-    """Check what only the tensors' values tell; costs a copy to the host. Raises `BatchError`."""
-    if batch.block_table is not None:
-        table = batch.block_table.cpu()
-        for index, length in enumerate(batch.lens):
-            row = table[index, : -(-length // block_size)]
-            bad = ((row < 0) | (row >= num_blocks)).nonzero()
-            if bad.numel():
-                at = int(bad[0])
-                raise BatchError(
-                    f"block_table[{index}, {at}]={int(row[at])} points outside the cache's "
-                    f"{num_blocks} blocks"
-                )
-    if batch.slot_mapping is None:
-        return
-    slots = batch.slot_mapping.cpu()
-    bad = ((slots < -1) | (slots >= num_blocks * block_size)).nonzero()
-    if bad.numel():
-        at = int(bad[0])
-        raise BatchError(
-            f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has "
-            f"{num_blocks * block_size} slots, and -1 skips"
-        )
-    kept, count = slots[slots >= 0].unique(return_counts=True)
-    if (count > 1).any():
-        raise BatchError(
-            f"slot_mapping writes slot {int(kept[count > 1][0])} twice in one step; each new token "
-            "needs a slot of its own"
-        )
-    for index in range(batch.num_decodes):
-        if batch.lens[index] == 0 and batch.query_lens[index] == 1 and int(slots[index]) != -1:
-            raise BatchError(
-                f"seq_lens[{index}]=0 is shorter than its query of 1 token; a padding row's slot "
-                f"must be -1, not {int(slots[index])}"
-            )
-
-
-def check_state_slots(batch: Batch, num_slots: int) -> None:
-    """Check the values of `state_slots`; costs a copy to the host. Raises `BatchError`."""
-    assert batch.state_slots is not None
-    slots = batch.state_slots.tolist()
-    taken: dict[int, int] = {}
-    for index, slot in enumerate(slots):
-        padding = batch.query_lens[index] == 1 and batch.lens[index] == 0
-        if not -1 <= slot < num_slots or (slot == -1) != padding:
-            raise BatchError(
-                f"state_slots[{index}]={slot}: there are {num_slots} slots, and -1 is for padding rows "
-                "(one query token, length 0)"
-            )
-        if slot in taken and slot != -1:
-            raise BatchError(
-                f"state_slots[{index}]={slot} is sequence {taken[slot]}'s too; each needs its own"
-            )
-        taken[slot] = index
 
 
 def _ints(name: str, values: Ints) -> list[int]:
@@ -276,39 +248,10 @@ def _ints(name: str, values: Ints) -> list[int]:
     return list(values)
 
 
-def _check_lengths(starts: list[int], lens: list[int]) -> None:
-    if not starts or starts[0] != 0:
-        raise BatchError(f"query_start_loc={starts[:4]}… must start with 0")
-    if len(starts) != len(lens) + 1:
+def _checked_key_starts(starts: Sequence[int], lens: list[int]) -> list[int]:
+    starts = list(starts)
+    if len(starts) != len(lens) or any(start < 0 for start in starts):
         raise BatchError(
-            f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
-            "than there are sequences"
+            f"key_starts={starts[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
         )
-    for index, (a, b) in enumerate(pairwise(starts)):
-        if b < a:
-            raise BatchError(
-                f"query_start_loc[{index + 1}]={b} is less than the entry before it ({a}); it must "
-                "never decrease"
-            )
-    for index, length in enumerate(lens):
-        if length < 0:
-            raise BatchError(f"seq_lens[{index}]={length} is negative")
-
-
-def _check_tensors(batch: Batch) -> None:
-    for name, tensor, dtype, shape in (
-        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
-        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
-        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-    ):
-        if tensor is None:
-            continue
-        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
-        if tensor.dtype != dtype or not fits:
-            wanted = ", ".join("max_blocks" if n is None else str(n) for n in shape)
-            raise BatchError(
-                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
-                f"({wanted})"
-            )
-        if tensor.device != batch.device and tensor.device.type != batch.device.type:
-            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+    return starts

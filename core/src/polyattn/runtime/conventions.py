@@ -32,12 +32,19 @@ def cumulative(lens: Tensor) -> Tensor:
     return torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
 
 
-def empty_rows(batch: Batch) -> Tensor | None:
-    """Return which tokens are of sequences without keys (padding), or None for none."""
-    if 0 not in batch.lens:
+def empty_rows(batch: Batch, causal: bool = False) -> Tensor | None:
+    """Return which tokens see no key, bool (num_tokens,), or None for none.
+
+    Those of sequences without keys, and under a causal mask those that stand before the first key.
+    """
+    counts = zip(batch.query_lens, batch.lens, strict=True)
+    blind = [q if not n else max(q - n, 0) if causal else 0 for q, n in counts]
+    if not any(blind):
         return None
-    lens = torch.tensor(batch.lens) == 0
-    return torch.repeat_interleave(lens, torch.tensor(batch.query_lens)).to(batch.device)
+    rows = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    for start, count in zip(batch.starts, blind, strict=False):
+        rows[start : start + count] = True
+    return rows.to(batch.device)
 
 
 def blank(rows: Tensor | None, out: Tensor, lse: Tensor | None) -> None:

@@ -1,82 +1,186 @@
-"""CUDA graphs: one captured decode step a batch size, re-planned into the same buffers."""
+"""CUDA graphs of whole steps: any number of layers and groups in one capture, one graph a batch size."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.layer import Attention
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import StepPlan
+
+Plans = Mapping[LayerGroup, StepPlan]
+Step = Callable[..., Any]
+"""`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""
 
 
-class DecodeGraph:
-    """A captured decode step of `layer` for up to `num_seqs` sequences of up to `max_len` tokens.
+class StepBuffers:
+    """The metadata that a captured graph reads: `num_seqs` rows of `query_len` tokens.
 
-    The buffers that the graph reads belong to it; `replay` copies a step's metadata and inputs into
-    them, pads missing sequences, re-plans on the host and replays.
+    Missing sequences are padding: of one token, rows of length 0; of several, rows whose keys are
+    whatever block 0 holds. Neither stores anything, and nobody reads their output.
     """
 
     def __init__(
-        self, layer: Attention, cache: KVCache, num_seqs: int, max_len: int, block_size: int
+        self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any
     ):
-        spec = layer.selection.spec
-        self.layer, self.cache, self.num_seqs, self.max_len = layer, cache, num_seqs, max_len
-        device, dtype = cache.key.device, STORAGE_DTYPES[spec.dtype]
-        self.block_table = torch.zeros(
-            num_seqs, -(-max_len // block_size), dtype=torch.int32, device=device
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.num_seqs, self.query_len, self.max_len = num_seqs, query_len, max_len
+        tokens = num_seqs * query_len
+        self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+        self.seq_lens = ints(num_seqs)
+        self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
+        self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None
+        self.state_slots = ints(num_seqs, dtype=torch.int64) - 1
+
+    @property
+    def padding_len(self) -> int:
+        """The length of a row that stands for no sequence."""
+        return 0 if self.query_len == 1 else self.query_len
+
+    def batch(self, lens: list[int]) -> Batch:
+        """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
+        starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
+        batch = Batch.on_buffers(
+            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping
         )
-        self.slot_mapping = torch.full((num_seqs,), -1, dtype=torch.int64, device=device)
-        self.starts = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-        self.seq_lens = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-        self.query = torch.zeros(
-            num_seqs, spec.num_heads, spec.head_size, dtype=dtype, device=device
+        batch.state_slots = self.state_slots
+        return batch
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a step is of this shape, or smaller."""
+        return (
+            batch.num_seqs <= self.num_seqs
+            and batch.num_tokens == batch.num_seqs * self.query_len
+            and batch.max_query_len <= self.query_len
+            and batch.max_seq_len <= self.max_len
         )
-        self.key = torch.zeros(
-            num_seqs, spec.num_kv_heads, spec.head_size, dtype=dtype, device=device
-        )
-        self.value = self.key.new_zeros(num_seqs, spec.num_kv_heads, spec.v_head_size)
-        self.out = self.query.new_zeros(num_seqs, spec.num_heads, spec.v_head_size)
+
+    def fill(self, batch: Batch) -> Batch:
+        """Copy a step's metadata in; returns the step as the graph sees it."""
+        count, tokens = batch.num_seqs, batch.num_tokens
+        self.seq_lens.fill_(self.padding_len)
+        self.seq_lens[:count] = batch.seq_lens
+        if self.block_table is not None and batch.block_table is not None:
+            width = min(batch.block_table.shape[1], self.block_table.shape[1])
+            self.block_table[:count, :width] = batch.block_table[:, :width]
+            self.block_table[count:] = 0
+        if self.slot_mapping is not None:
+            self.slot_mapping.fill_(-1)
+            if batch.slot_mapping is not None:
+                self.slot_mapping[:tokens] = batch.slot_mapping
+        self.state_slots.fill_(-1)
+        if batch.state_slots is not None:
+            self.state_slots[:count] = batch.state_slots
+        return self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
+
+
+class StepGraph:
+    """One captured step of up to `num_seqs` rows of `query_len` tokens and `max_len` keys.
+
+    The graph holds a plan of its own for each group, which `replay` plans anew into the same buffers.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
+        self.groups, self.step, self.buffers = groups, step, buffers
+        self.plans: dict[LayerGroup, StepPlan] = {}
+        self.inputs: dict[str, Tensor] = {}
         self.graph = torch.cuda.CUDAGraph()
+        self.result: Any = None
 
-    def _batch(self, lens: list[int]) -> Batch:
-        return Batch.on_buffers(
-            lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping
-        )
+    def capture(self, inputs: Mapping[str, Tensor], pool: Any = None) -> None:
+        """Record the step. `inputs` (tokens, …) say dtype and trailing shape; values don't matter.
 
-    def _step(self) -> None:
-        self.layer(self.query, self.key, self.value, self.cache, out=self.out)
-
-    def capture(self) -> None:
-        """Record the step. The longest lengths are planned, so that no later step needs more."""
-        self.seq_lens.zero_()
-        self.layer.plan(self._batch([self.max_len] * self.num_seqs))
+        The longest lengths are planned, so that no later step needs more.
+        """
+        buffers = self.buffers
+        tokens = buffers.num_seqs * buffers.query_len
+        self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
+        buffers.seq_lens.fill_(buffers.padding_len)
+        batch = buffers.batch([buffers.max_len] * buffers.num_seqs)
+        self.plans = {group: group.plan(batch) for group in self.groups}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # kernels compile and load outside the capture
+        with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
             for _ in range(2):
-                self._step()
+                self.step(self.plans, **self.inputs)
         torch.cuda.current_stream().wait_stream(side)
-        with torch.cuda.graph(self.graph):
-            self._step()
+        with torch.cuda.graph(self.graph, pool=pool), torch.no_grad():
+            self.result = self.step(self.plans, **self.inputs)
 
-    def replay(self, query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
-        """Run one step; returns (num_tokens, num_heads, v_head_size), valid until the next."""
-        count = batch.num_seqs
-        if count > self.num_seqs or batch.num_decodes != count or batch.max_seq_len > self.max_len:
+    def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
+        """Run one step; returns views of what the step returned, valid until the next replay."""
+        if not self.buffers.fits(batch):
             raise BatchError(
-                f"{batch} of up to {batch.max_seq_len} tokens doesn't fit a graph captured for "
-                f"{self.num_seqs} decodes of up to {self.max_len}"
+                f"{batch} of up to {batch.max_query_len} query tokens and {batch.max_seq_len} keys "
+                f"doesn't fit a graph captured for {self.buffers.num_seqs} rows of "
+                f"{self.buffers.query_len} and {self.buffers.max_len} keys"
             )
-        assert batch.block_table is not None and batch.slot_mapping is not None
-        width = min(batch.block_table.shape[1], self.block_table.shape[1])
-        self.block_table[:count, :width] = batch.block_table[:, :width]
-        self.slot_mapping.fill_(-1)
-        self.slot_mapping[:count] = batch.slot_mapping
-        self.seq_lens.zero_()
-        self.seq_lens[:count] = batch.seq_lens
-        self.query[:count], self.key[:count], self.value[:count] = query, key, value
-        self.layer.plan(self._batch(batch.lens + [0] * (self.num_seqs - count)))
+        filled = self.buffers.fill(batch)
+        for group, plan in self.plans.items():
+            group.plan(filled, reuse=plan)
+        for name, tensor in inputs.items():
+            self.inputs[name][: batch.num_tokens] = tensor
         self.graph.replay()
-        return self.out[:count]
+        return _first(self.result, batch.num_tokens)
+
+
+class StepGraphs:
+    """The captured steps of a model, one for each batch size; a step runs in the smallest that fits.
+
+    - `groups`: whose layers the step runs; `step(plans, **inputs)` runs them.
+    - `num_seqs`: the batch sizes; `query_len`: tokens of each row; `max_len`: the most keys of a row.
+
+    The graphs share one pool of memory: their results are valid until the next replay of any.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        step: Step,
+        num_seqs: Sequence[int],
+        max_len: int,
+        query_len: int = 1,
+    ):
+        sizes = {g.cache_format.block_size for g in groups if g.cache_format is not None}
+        if not groups or len(sizes) > 1:
+            raise BatchError(
+                f"a captured step has one block table; its groups walk blocks of {sorted(sizes)}"
+                if groups
+                else "a captured step needs the groups of its layers"
+            )
+        device, block_size = groups[0].torch_device, next(iter(sizes), None)
+        self.graphs = [
+            StepGraph(groups, step, StepBuffers(n, query_len, max_len, block_size, device))
+            for n in sorted(num_seqs)
+        ]
+
+    def capture(self, inputs: Mapping[str, Tensor]) -> None:
+        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for graph in reversed(self.graphs):
+            graph.capture(inputs, pool)
+
+    def find(self, batch: Batch) -> StepGraph | None:
+        """Return the smallest graph that the step fits, None where it must run eagerly."""
+        return next((graph for graph in self.graphs if graph.buffers.fits(batch)), None)
+
+    def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
+        """Run a step in the graph for its size. Raises `BatchError` where there is none."""
+        graph = self.find(batch)
+        if graph is None:
+            sizes = [g.buffers.num_seqs for g in self.graphs]
+            raise BatchError(f"{batch} fits none of the captured sizes {sizes}; run it eagerly")
+        return graph.replay(batch, inputs)
+
+
+def _first(result: Any, tokens: int) -> Any:
+    if isinstance(result, Tensor):
+        return result[:tokens]
+    return type(result)(_first(part, tokens) for part in result)

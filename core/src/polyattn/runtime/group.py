@@ -1,226 +1,213 @@
-"""Runs a selection: loads its backends, plans a step once for all layers, dispatches by phase."""
+"""What shares kernels, plans and workspaces? `LayerGroup`: the loaded backends of one selection."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from abc import ABC, abstractmethod
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
-from polyattn.device import Device
-from polyattn.errors import BatchError, PluginError
+from polyattn.api import select_for_layer
+from polyattn.errors import BatchError, CacheError, PluginError, SpecError
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.runtime.backend import AttentionBackend, LayerParams
-from polyattn.runtime.batch import Batch, check_lens_against_table, check_on_device
+from polyattn.runtime.backend import Backend
+from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.state_cache import StateCache, StateCacheSpec
+from polyattn.selection.cache_format import CacheFormat
+from polyattn.selection.selection import Selection
+from polyattn.spec.layer import LayerSpec
 
-if TYPE_CHECKING:
-    from polyattn.api import Selection
+BackendT = TypeVar("BackendT")
 
 
-Backend = TypeVar("Backend")
+class StepPlanner(ABC):
+    """How a family plans a step: `polyattn.families.FAMILY.planning:Planner(group)`."""
+
+    @abstractmethod
+    def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
+        """Return the step's calls and merges. Raises `BatchError`."""
+
+
+class LayerGroup:
+    """The loaded backends of one selection: what layers that compute the same share.
+
+    It remembers no step: `plan(batch)` returns a value, and any number of plans are alive at once.
+    Layers of one group run one after another, on one stream; what runs on another stream at the same
+    time is a group of its own.
+
+    - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
+    - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
+      the selection's. It must agree with the selection in all but how blocks lie in memory.
+
+    Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
+    """
+
+    def __init__(
+        self, selection: Selection | LayerSpec, *, cache_format: CacheFormat | None = None
+    ) -> None:
+        if isinstance(selection, LayerSpec):
+            selection = select_for_layer(selection)
+        if not isinstance(selection, Selection):
+            raise SpecError(
+                f"LayerGroup takes a Selection or a LayerSpec, not {type(selection).__name__}"
+            )
+        self.selection = selection
+        self.spec, self.device = selection.spec, selection.device
+        self.cache_format = selection.cache_format
+        if cache_format is not None:
+            self.check_format(cache_format)
+            self.cache_format = cache_format
+        self._loaded: dict[Any, Any] = {}
+        self._prepared: set[Any] = set()
+        family = self.spec.kind.family
+        planner = load_object(f"polyattn.families.{family}.planning:Planner")
+        self.planner: StepPlanner = planner(self)
+
+    def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
+        """Prepare one step for every layer of the group. Raises `BatchError`.
+
+        `reuse`: the plan that a captured graph reads; what is returned holds this step in its buffers.
+        """
+        if reuse is not None and reuse.group is not self:
+            raise BatchError("reuse= is a plan of another group; give the one that was captured")
+        return self.planner.plan(batch, reuse)
+
+    def plan_for(self, plan: StepPlan | Batch | None) -> StepPlan:
+        """Return the plan that a layer was given, or the one that its batch has with this group."""
+        if isinstance(plan, Batch):
+            found = plan.plans.get(self)
+            if found is None:
+                # Of a copy: with the batch itself it were a circle, and what a plan holds (buffers
+                # on the device) waited for the collector of circles.
+                found = plan.plans[self] = self.plan(plan.copy())
+            return found
+        if not isinstance(plan, StepPlan):
+            raise BatchError(f"plan={plan!r} must be a plan of this layer's group, or a Batch")
+        if plan.group is not self:
+            raise BatchError(
+                f"the plan is of a group for {plan.group.spec}; this layer's group plans for itself: "
+                "layer.group.plan(batch)"
+            )
+        return plan
+
+    def backend(
+        self,
+        phase: str,
+        base: type[BackendT],
+        spec: LayerSpec | None = None,
+        cache: CacheFormat | None = None,
+    ) -> BackendT:
+        """Return the loaded backend for `phase`: one object for each spec and cache format.
+
+        One backend that serves several phases is one object. Raises `PluginError`.
+        """
+        info = self.selection.backend(phase)
+        assert info is not None, f"{self.spec} has no phase {phase}"
+        return self.load(phase, info, base, spec, cache)
+
+    def load(
+        self,
+        phase: str,
+        info: BackendInfo,
+        base: type[BackendT],
+        spec: LayerSpec | None = None,
+        cache: CacheFormat | None = None,
+    ) -> BackendT:
+        """Return this backend for `phase`, loaded once for each spec and cache format."""
+        spec = spec or self.spec
+        key = (info.name, spec, cache)
+        found = self._loaded.get(key)
+        if found is None:
+            found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
+        if (key, phase) not in self._prepared:
+            self._prepared.add((key, phase))
+            if isinstance(found, Backend):
+                found.prepare(phase)
+        return found
+
+    def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
+        """Return the cache as a backend's kernel walks it; None where there is no cache."""
+        if self.cache_format is None or info is None:
+            return None
+        sizes = dict(self.selection.decision.kernel_block_sizes)
+        return self.cache_format.in_blocks_of(sizes.get(info.name, self.cache_format.block_size))
+
+    def allocate_cache(self, num_blocks: int) -> KVCache:
+        """Return a layer's uninitialised cache on the group's device. Raises `CacheError`."""
+        if self.cache_format is None:
+            remedy = "allocate_states(n)" if self.spec.kind.is_recurrent else "pass cache=None"
+            raise CacheError(f"{self.spec} keeps no keys and values; {remedy}")
+        return KVCache.allocate(self.cache_format, num_blocks, self.torch_device)
+
+    def allocate_states(self, num_slots: int) -> StateCache:
+        """Return a recurrent layer's uninitialised states. Raises `CacheError`."""
+        return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The device that the group runs on."""
+        return torch.device(str(self.device.torch_device))
+
+    def check_format(self, given: CacheFormat) -> None:
+        """Check that a cache is of the form that the backends were chosen for. Raises `CacheError`."""
+        wanted = self.cache_format
+        if wanted is None:
+            raise CacheError(f"{self.spec} keeps no cache; pass cache=None")
+        one_order = wanted.num_kv_heads == 1 or wanted.block_size == 1
+        for name in ("block_size", "num_kv_heads", "head_size", "v_head_size", "dtype", "layout"):
+            theirs, ours = getattr(given, name), getattr(wanted, name)
+            if theirs != ours and not (name == "layout" and one_order):
+                raise CacheError(
+                    f"the cache's {name} is {theirs}, the selection's {ours}; allocate it with "
+                    "group.allocate_cache(n)"
+                )
+        walked = set(dict(self.selection.decision.kernel_block_sizes).values())
+        if given.interleaved != wanted.interleaved and walked - {wanted.block_size}:
+            raise CacheError(
+                "K's and V's blocks lie in turn in this cache and not in the group's (or the other "
+                "way round), and a kernel walks smaller blocks: LayerGroup(selection, "
+                "cache_format=cache.format)"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerGroup:
+        """A copied model's layers share kernels with the original's: neither remembers a step."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the value; kernels are loaded anew where it is read."""
+        return _unpickled, (self.selection, self.cache_format)
+
+    def __repr__(self) -> str:
+        return f"<LayerGroup: {self.spec}; {self.selection.decision.summary()}>"
+
+
+def _unpickled(selection: Selection, cache_format: CacheFormat | None) -> LayerGroup:
+    return LayerGroup(selection, cache_format=cache_format)
 
 
 def load_backend(
-    info: BackendInfo, spec: LayerSpec, device: Device, base: type[Backend]
-) -> Backend:
+    info: BackendInfo,
+    spec: LayerSpec,
+    cache: CacheFormat | None,
+    device: Any,
+    base: type[BackendT],
+) -> BackendT:
     """Import and build a backend. Raises `PluginError`."""
     if not device.is_real:
         raise PluginError(
             f"{device} is a profile to reason about; select on this machine's device to run"
         )
     try:
-        backend = load_object(info.path)(spec, device)
+        found = load_object(info.path)
+        if not (isinstance(found, type) and issubclass(found, base)):
+            raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+        build: Any = found
+        return build(spec, cache, device)  # type: ignore[no-any-return]
+    except PluginError:
+        raise
     except Exception as error:
         raise PluginError(
             f"backend {info.name} can't be loaded from {info.path}: {type(error).__name__}: {error}"
         ) from error
-    if not isinstance(backend, base):
-        raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
-    if isinstance(backend, AttentionBackend):
-        _check_claims(info, spec, backend)
-    return backend
-
-
-def _check_claims(info: BackendInfo, spec: LayerSpec, backend: AttentionBackend) -> None:
-    """A claimed phase whose method is still the base's would fail in the middle of serving."""
-    phases = info.capabilities.phases
-    sparse = spec.kind is AttentionKind.SPARSE_MLA
-    for name in ["sparse"] if sparse else sorted(phases):
-        method = f"forward_{name}"
-        if getattr(type(backend), method) is getattr(AttentionBackend, method):
-            raise PluginError(
-                f"backend {info.name} claims {', '.join(sorted(phases))} for {spec.kind.value} and "
-                f"{info.path} has no {method}; write it, or claim less"
-            )
-
-
-class Walk:
-    """Block-table expansion: a kernel that takes only smaller blocks walks each block as several."""
-
-    def __init__(self, block_size: int | None, kernel_size: int | None):
-        self.size = kernel_size
-        self.ratio = (block_size or 1) // (kernel_size or block_size or 1)
-        self._step = self.ratio
-        self._tables: dict[tuple[int, int], Tensor] = {}
-
-    def expand(self, batch: Batch) -> Batch:
-        """Return the batch with a block table of the kernel's blocks."""
-        if self.ratio == 1 or batch.block_table is None:
-            return batch
-        table = batch.block_table
-        shape = (table.shape[0], table.shape[1] * self.ratio)
-        out = self._tables.get(shape)
-        if out is None or out.device != table.device:
-            out = self._tables[shape] = table.new_empty(shape)
-        for offset in range(self.ratio):
-            out[:, offset :: self.ratio] = table * self._step + offset
-        return batch.with_block_table(out)
-
-    def moved(self, cache: KVCache) -> bool:
-        """Whether the table was expanded for blocks that lie closer than this cache's do.
-
-        So it is where K and V share a storage; the next `expand` is for this cache.
-        """
-        if self.ratio == 1:
-            return False
-        assert self.size is not None
-        _, step = cache.in_blocks_of(self.size)
-        moved = step != self._step
-        self._step = step
-        return moved
-
-    def view(self, cache: KVCache) -> KVCache:
-        """Return the cache in the kernel's blocks."""
-        if self.ratio == 1:
-            return cache
-        assert self.size is not None
-        return cache.in_blocks_of(self.size)[0]
-
-
-class Runtime:
-    """The loaded backends of one selection and the plan of the current step.
-
-    Sequences of one query token at the front of a batch go to the decode backend, the rest to the
-    prefill backend; one backend that claims `"mixed"` takes both in one launch.
-    """
-
-    def __init__(self, selection: Selection):
-        decision = selection.decision
-        self.spec, self.device = decision.spec, decision.device
-        self.block_size = decision.block_size
-        self.prefill = self._load(selection.prefill)
-        self.decode: AttentionBackend = self.prefill
-        self.mixed = (
-            selection.decode is selection.prefill
-            and "mixed" in selection.prefill.capabilities.phases
-        )
-        if selection.decode is not None and not self.mixed:
-            self.decode = self._load(selection.decode)  # each phase keeps a plan of its own
-        self.checks = False
-        self.batch: Batch | None = None
-        self._split = 0
-        self.walks = [Walk(decision.block_size, size) for size in decision.kernel_block_sizes]
-
-    def _load(self, info: BackendInfo) -> AttentionBackend:
-        return load_backend(info, self.spec, self.device, AttentionBackend)
-
-    def plan(self, batch: Batch) -> None:
-        """Prepare one step for every layer of the selection. Raises `BatchError`."""
-        check_lens_against_table(batch, self.block_size, causal=self.spec.causal)
-        if self.spec.role.has_cache and batch.block_table is None and batch.num_seqs:
-            raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
-        if not self.spec.role.has_cache and batch.lens != batch.query_lens:
-            raise BatchError(f"{self.spec} keeps no cache; seq_lens must equal the query lengths")
-        self.batch = None  # a plan that fails half-way must not look current
-        self._split = batch.num_decodes if self.spec.role.has_cache else 0
-        if self.mixed and 0 < self._split < batch.num_seqs:
-            self.prefill.plan(self.walks[0].expand(batch))
-        else:
-            if self._split < batch.num_seqs:
-                self.prefill.plan(self.walks[0].expand(batch.part(self._split, batch.num_seqs)))
-            if self._split:
-                self.decode.plan(self.walks[1].expand(batch.part(0, self._split)))
-        self.batch = batch
-
-    def _view(self, cache: KVCache, phase: int) -> KVCache:
-        walk = self.walks[phase]
-        if walk.moved(cache):
-            assert self.batch is not None
-            self.plan(self.batch)
-        return walk.view(cache)
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Store the new keys and values and attend, as planned. Writes `out` (and `lse`)."""
-        batch = self.batch
-        assert batch is not None, "plan(batch) comes before forward"
-        if cache is None:
-            self.prefill.forward_prefill(query, key, value, None, params, out, lse)
-            return
-        if self.checks and self.device.is_accelerator:
-            _check_aligned(query=query, key=key, value=value, out=out)
-        if self.checks and not capturing(query):
-            check_on_device(batch, cache.num_blocks, cache.block_size)
-        if key is not None and value is not None and batch.slot_mapping is not None:
-            self.decode.write_kv(key, value, cache, batch.slot_mapping, params)
-        split, total = self._split, batch.num_seqs
-        if split == total:
-            if total:
-                self.decode.forward_decode(query, self._view(cache, 1), params, out, lse)
-        elif split == 0:
-            view = self._view(cache, 0)
-            self.prefill.forward_prefill(query, key, value, view, params, out, lse)
-        elif self.mixed:
-            view = self._view(cache, 0)
-            self.prefill.forward_mixed(query, key, value, view, params, out, lse)
-        else:
-            self._forward_split(query, key, value, cache, params, out, lse)
-
-    def _forward_split(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        at = self._split  # one token a decode, so the split of sequences is that of tokens
-        self.decode.forward_decode(
-            query[:at], self._view(cache, 1), params, out[:at], None if lse is None else lse[:at]
-        )
-        self.prefill.forward_prefill(
-            query[at:],
-            None if key is None else key[at:],
-            None if value is None else value[at:],
-            self._view(cache, 0),
-            params,
-            out[at:],
-            None if lse is None else lse[at:],
-        )
-
-
-def _check_aligned(**tensors: Tensor | None) -> None:
-    """Accelerators' kernels load 16 bytes at a time; some fault on anything else."""
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.data_ptr() % 16:
-            raise BatchError(
-                f"{name} starts at an address that is not a multiple of 16 bytes; copy it, or slice at "
-                "a multiple"
-            )
-
-
-def capturing(query: Tensor) -> bool:
-    """Whether a graph is being recorded: then nothing can be copied to the host."""
-    return query.is_cuda and torch.cuda.is_current_stream_capturing()

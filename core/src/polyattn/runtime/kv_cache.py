@@ -1,8 +1,7 @@
-"""Where do K and V live? `KVCacheSpec` sizes a paged cache, `KVCache` is one layer's."""
+"""Where do K and V live? `KVCache` is one layer's pages, as its `CacheFormat` says."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import CacheError, nearest
-from polyattn.registry.capabilities import LAYOUTS
-from polyattn.selection.decision import Decision
+from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.kinds import LAYOUTS
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -23,83 +22,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class KVCacheSpec:
-    """The size and form of one layer's paged cache. `dtype` is a key of `STORAGE_DTYPES`.
-
-    `value_in_key`: an MLA latent: the first `v_head_size` elements of a key are its value.
-    """
-
-    num_blocks: int
-    block_size: int
-    num_kv_heads: int
-    head_size: int
-    v_head_size: int
-    dtype: str
-    layout: str = "NHD"
-    value_in_key: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_size", "num_kv_heads", "head_size", "v_head_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value <= 0:
-                raise CacheError(f"KVCacheSpec.{name}={value!r} must be a positive integer")
-        if self.dtype not in STORAGE_DTYPES:
-            raise CacheError(
-                f"KVCacheSpec.dtype={self.dtype!r}{nearest(self.dtype, STORAGE_DTYPES)}"
-            )
-        if self.layout not in LAYOUTS:
-            raise CacheError(f"KVCacheSpec.layout={self.layout!r}{nearest(self.layout, LAYOUTS)}")
-
-    @classmethod
-    def for_decision(cls, decision: Decision, num_blocks: int) -> KVCacheSpec:
-        """Return the cache that a decision's backends share. Raises `CacheError` for encoders."""
-        spec = decision.spec
-        if decision.block_size is None:
-            remedy = "ask for state_spec(n)" if spec.kind.is_recurrent else "pass cache=None"
-            raise CacheError(f"{spec} keeps no keys and values; {remedy}")
-        stored = spec.stored_dtype
-        if stored == "fp8_e4m3" and decision.device.fp8 == "fnuz":
-            stored = "fp8_e4m3fnuz"
-        latent = spec.latent
-        return cls(
-            num_blocks=num_blocks,
-            block_size=decision.block_size,
-            num_kv_heads=1 if latent else spec.num_kv_heads,
-            head_size=latent.size if latent else spec.head_size,
-            v_head_size=latent.rank if latent else spec.v_head_size,
-            dtype=stored,
-            layout=decision.layout,
-            value_in_key=latent is not None,
-        )
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that one token's keys and values take in one layer."""
-        width = self.head_size + (0 if self.value_in_key else self.v_head_size)
-        return self.num_kv_heads * width * STORAGE_DTYPES[self.dtype].itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the whole cache of one layer."""
-        return self.num_blocks * self.block_size * self.bytes_per_token
-
-    def allocate(self, device: torch.device | str = "cpu") -> KVCache:
-        """Return an uninitialised cache."""
-        dtype = STORAGE_DTYPES[self.dtype]
-
-        def empty(size: int) -> Tensor:
-            n, b, h = self.num_blocks, self.block_size, self.num_kv_heads
-            if self.layout == "NHD":
-                return torch.empty(n, b, h, size, dtype=dtype, device=device)
-            return torch.empty(n, h, b, size, dtype=dtype, device=device).transpose(1, 2)
-
-        key = empty(self.head_size)
-        return KVCache(
-            key, key[..., : self.v_head_size] if self.value_in_key else empty(self.v_head_size)
-        )
+_DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
 class KVCache:
@@ -128,10 +51,37 @@ class KVCache:
         self.key, self.value = key, value
 
     @classmethod
+    def allocate(
+        cls, form: CacheFormat, num_blocks: int, device: torch.device | str = "cpu"
+    ) -> KVCache:
+        """Return an uninitialised cache of `num_blocks` blocks of this form."""
+        if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
+            raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
+        dtype, n, b, h = STORAGE_DTYPES[form.dtype], num_blocks, form.block_size, form.num_kv_heads
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        if form.interleaved:
+            if form.head_size != form.v_head_size or form.value_in_key:
+                raise CacheError(f"{form} can't interleave K and V of different sizes")
+            order = (b, h) if form.layout == "NHD" else (h, b)
+            return cls.packed(empty(n, 2, *order, form.head_size), form.layout)
+        sizes = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
+        if form.layout == "NHD":
+            stored = [empty(n, b, h, size) for size in sizes]
+        else:
+            stored = [empty(n, h, b, size).transpose(1, 2) for size in sizes]
+        value = stored[0][..., : form.v_head_size] if form.value_in_key else stored[1]
+        return cls(stored[0], value)
+
+    @classmethod
     def packed(cls, storage: Tensor, layout: str = "NHD") -> KVCache:
         """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
         if storage.dim() != 5 or storage.shape[1] != 2:
             raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
+        if layout not in LAYOUTS:
+            raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
         if layout == "HND":
             storage = storage.transpose(2, 3)
         return cls(storage[:, 0], storage[:, 1])
@@ -152,30 +102,29 @@ class KVCache:
         return self.value.data_ptr() == self.key.data_ptr()
 
     @cached_property
-    def form(self) -> tuple[Any, ...]:
+    def strides(self) -> tuple[Any, ...]:
         """What a kernel is specialised on: the strides of key and value, and their dtype."""
         return (self.key.stride(), self.value.stride(), self.key.dtype)
+
+    @cached_property
+    def format(self) -> CacheFormat:
+        """The form of this cache."""
+        return CacheFormat(
+            block_size=self.block_size,
+            num_kv_heads=self.key.shape[2],
+            head_size=self.key.shape[3],
+            v_head_size=self.value.shape[3],
+            dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
+            layout=self.layout,
+            value_in_key=self.value_in_key,
+            interleaved=self.key.stride(0) == 2 * self.block_size * self.key.stride(1),
+        )
 
     @cached_property
     def layout(self) -> str:
         """The physical order within a block: NHD or HND (NHD where both fit)."""
         token, head = self.key.stride(1), self.key.stride(2)
         return "NHD" if token >= head or self.key.shape[2] == 1 else "HND"
-
-    def write(
-        self,
-        key: Tensor,
-        value: Tensor,
-        slot_mapping: Tensor,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
-    ) -> None:
-        """Store `key` and `value` (num_tokens, num_kv_heads, size) at their slots; -1 skips.
-
-        A quantised cache stores `value / scale`, saturated. Never synchronises with the device.
-        """
-        for cache, new, scale in ((self.key, key, k_scale), (self.value, value, v_scale)):
-            _scatter(cache, quantize(new, cache.dtype, scale), slot_mapping)
 
     @cached_property
     def _blocks(self) -> dict[int, tuple[KVCache, int]]:
@@ -223,25 +172,6 @@ def raw(tensor: Tensor) -> Tensor:
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
         return tensor.view(torch.uint8)
     return tensor
-
-
-def _scatter(cache: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
-    cache, new = raw(cache), raw(new)
-    blocks, offsets = slot_mapping // cache.shape[1], slot_mapping % cache.shape[1]
-    if slot_mapping.device.type == "cpu":
-        keep = slot_mapping >= 0
-        if not bool(keep.all()):
-            blocks, offsets, new = blocks[keep], offsets[keep], new[keep]
-    elif slot_mapping.numel():
-        # Without asking the device how many slots are skipped: a skipped token repeats a kept
-        # one's write, or, where all are skipped, writes back what is there.
-        keep = slot_mapping >= 0
-        stand_in = keep.to(torch.uint8).argmax()
-        slots = torch.where(keep, slot_mapping, slot_mapping[stand_in]).clamp(min=0)
-        blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
-        spare = torch.where(keep[stand_in], new[stand_in], cache[blocks[0], offsets[0]])
-        new = torch.where(keep[:, None, None], new, spare)
-    cache.index_put_((blocks, offsets), new)
 
 
 def _split_blocks(tensor: Tensor, size: int) -> tuple[Tensor, int]:

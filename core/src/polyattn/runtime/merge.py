@@ -1,11 +1,14 @@
-"""How do partial results combine? `(output, LSE)` is closed under `merge_states`."""
+"""How do partial results combine? `(output, LSE)` is closed under merging."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
+
+from polyattn.runtime.backend import MergeBackend
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,7 @@ class AttentionState:
 def merge_states(states: list[AttentionState]) -> AttentionState:
     """Return the state over all parts' keys.
 
-    The one operator behind cascades, split-KV and context parallelism: outputs are averaged with
-    the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
+    Outputs are averaged with the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
     """
     if not states:
         raise ValueError("merge_states needs at least one state")
@@ -45,3 +47,15 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     for state, weight in zip(states, weights, strict=True):
         total += state.output.to(weights.dtype) * weight[..., None]
     return AttentionState(total.to(states[0].output.dtype), lse)
+
+
+class TorchMerge(MergeBackend):
+    """TORCH_MERGE: a part's weight is `sigmoid(part_lse - total_lse)`."""
+
+    name: ClassVar[str] = "TORCH_MERGE"
+
+    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        # Where neither saw a key, -inf - -inf is NaN, and there is nothing to weigh.
+        weight = torch.sub(part_lse, total_lse).sigmoid_().nan_to_num_(nan=0.0)
+        total.lerp_(part.to(total.dtype), weight[..., None])
+        torch.logaddexp(total_lse, part_lse, out=total_lse)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from polyattn.device import Device
 from polyattn.registry.capabilities import Rejection
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one candidate in one phase. No rejections means that it can serve."""
+    """What became of one candidate in one phase. No rejections means that it can serve.
+
+    `build` is the package whose claims were judged, where several bring the library.
+    """
 
     backend: str
     phase: str
@@ -21,6 +25,7 @@ class Verdict:
     rejections: tuple[Rejection, ...] = ()
     why: str = ""
     proof: str = ""
+    build: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -41,20 +46,34 @@ class Step:
 class Decision:
     """Who was chosen for a layer and why: error text, `explain` and `--json` are all this.
 
-    `prefill` and `decode` are backend names; `decode` is None for layers without a cache.
-    `kernel_block_sizes` are what each phase's kernel walks in; where they differ from
-    `block_size`, the block table is expanded.
+    `chosen` names a backend for each phase of the layer; `candidates` all that can serve a phase over
+    the same cache, best first. `cache` is the cache that they share, None where there is none.
+    `kernel_block_sizes` are the blocks that each candidate's kernel walks in; where one differs from
+    the cache's, the block table is expanded.
     """
 
     spec: LayerSpec
     device: Device
     steps: tuple[Step, ...]
-    prefill: str
-    decode: str | None
-    layout: str
-    block_size: int | None
-    kernel_block_sizes: tuple[int | None, int | None]
+    chosen: tuple[tuple[str, str], ...]
+    candidates: tuple[tuple[str, tuple[str, ...]], ...]
+    cache: CacheFormat | None = None
+    kernel_block_sizes: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
+
+    def backend(self, phase: str) -> str | None:
+        """Return who serves `phase`; None where the layer has no such phase."""
+        return dict(self.chosen).get(phase)
+
+    @property
+    def prefill(self) -> str:
+        """Who attends for sequences of several query tokens."""
+        return dict(self.chosen)["prefill"]
+
+    @property
+    def decode(self) -> str | None:
+        """Who attends for sequences of one query token; None for layers without a cache."""
+        return self.backend("decode")
 
     def verdicts(self) -> Iterator[Verdict]:
         """Every candidate's verdict, in the order they were asked."""
@@ -75,28 +94,28 @@ class Decision:
 
     def summary(self) -> str:
         """Return the choice in one line."""
-        if self.decode is None:
-            return f"prefill {self.prefill}"
-        if self.block_size is None:
-            return f"prefill {self.prefill}, decode {self.decode}"
-        cache = f"layout {self.layout}, block size {self.block_size}"
-        expanded = [
-            f"{phase} in blocks of {size}"
-            for phase, size in zip(("prefill", "decode"), self.kernel_block_sizes, strict=True)
-            if size not in (None, self.block_size)
+        who = [f"{phase} {name}" for phase, name in self.chosen if phase in ("prefill", "decode")]
+        if self.cache is None:
+            return ", ".join(who)
+        sizes = dict(self.kernel_block_sizes)
+        words = [*who, f"layout {self.cache.layout}, block size {self.cache.block_size}"]
+        words += [
+            f"{phase} in blocks of {sizes[name]}"
+            for phase, name in self.chosen
+            if sizes.get(name, self.cache.block_size) != self.cache.block_size
         ]
-        return ", ".join([f"prefill {self.prefill}, decode {self.decode}, {cache}", *expanded])
+        others = [f"{phase} {name}" for phase, name in self.chosen if phase in ("store", "merge")]
+        return ", ".join([*words, *others])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the decision as JSON values."""
         return {
             "spec": self.spec.to_dict(),
             "device": str(self.device),
-            "prefill": self.prefill,
-            "decode": self.decode,
-            "layout": self.layout,
-            "block_size": self.block_size,
-            "kernel_block_sizes": list(self.kernel_block_sizes),
+            "chosen": dict(self.chosen),
+            "candidates": {phase: list(names) for phase, names in self.candidates},
+            "cache": None if self.cache is None else asdict(self.cache),
+            "kernel_block_sizes": dict(self.kernel_block_sizes),
             "notes": list(self.notes),
             "steps": [
                 {
@@ -111,7 +130,8 @@ class Decision:
 
 def verdict_line(verdict: Verdict) -> str:
     """Return a candidate in one line, without its rejections."""
-    text = f"{verdict.backend} for {verdict.phase}"
+    build = f" as {verdict.build} builds it" if verdict.build else ""
+    text = f"{verdict.backend}{build} for {verdict.phase}"
     if verdict.accepted:
         text += f" (priority {verdict.score}, {verdict.proof})"
         text += f": {verdict.why}" if verdict.why else ""
@@ -121,6 +141,7 @@ def verdict_line(verdict: Verdict) -> str:
 def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
     return {
         "backend": verdict.backend,
+        "build": verdict.build,
         "phase": verdict.phase,
         "accepted": verdict.accepted,
         "priority": verdict.score,

@@ -72,7 +72,17 @@ def _block_size(
     if layout != "NHD":
         return None
     for size in sizes:
-        kernel = (first.block_sizes.divisor_of(size), second.block_sizes.divisor_of(size))
+        kernel = (walks(prefill, layout, size), walks(decode, layout, size))
         if kernel[0] is not None and kernel[1] is not None:
             return SharedCache(layout, size, (kernel[0], kernel[1]))
     return None
+
+
+def walks(info: BackendInfo, layout: str, block_size: int) -> int | None:
+    """Return the blocks in which a backend walks a cache of this form, None where it can't."""
+    caps = info.capabilities
+    if layout not in caps.layouts:
+        return None
+    if block_size in caps.block_sizes:
+        return block_size
+    return caps.block_sizes.divisor_of(block_size) if layout == "NHD" else None

@@ -7,14 +7,19 @@ from dataclasses import dataclass
 
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, nearest
-from polyattn.registry.capabilities import Rejection, check
+from polyattn.registry.capabilities import ANY_PLATFORM, Rejection, check
+from polyattn.registry.extras import install_advice
 from polyattn.registry.info import BackendInfo
+from polyattn.selection.cache_format import format_of
 from polyattn.selection.decision import Decision, Step, Verdict
-from polyattn.selection.shared_cache import SharedCache, share_cache
+from polyattn.selection.shared_cache import SharedCache, share_cache, walks
 from polyattn.settings import Override, Settings
 from polyattn.spec.decompose import questions
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 
+SERVICES = frozenset({"store", "merge"})
+"""The phases beside attention itself."""
 Availability = Callable[[BackendInfo], str | None]
 Rank = Callable[[str, tuple[str, ...]], Sequence[str]]
 
@@ -34,13 +39,20 @@ class Facts:
     problems: tuple[str, ...] = ()
 
 
+def phases_of(spec: LayerSpec) -> tuple[str, ...]:
+    """Return the phases that a layer has: which roles somebody must fill."""
+    if spec.kind.is_recurrent:
+        return ("prefill", "decode")
+    return ("prefill", "decode", "store", "merge") if spec.cached else ("prefill",)
+
+
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
     """Walk the five steps. Raises `SelectionError` with every rejection, `SettingsError`."""
-    phases = ("prefill", "decode") if spec.role.has_cache else ("prefill",)
+    phases = phases_of(spec)
     notes = list(settings.notes)
     named = {p: _named(spec, p, facts, settings, notes) for p in phases}
     steps = [_named_step(named), *_family_steps(spec)]
-    family = _family(spec, phases, facts)
+    family = [b for b in _family(spec, phases, facts) if not b.capabilities.phases & SERVICES]
     here = [b for b in family if device.platform in b.capabilities.platforms]
     steps.append(
         Step(
@@ -52,8 +64,7 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
     verdicts: list[Verdict] = []
     for phase in phases:
         override = named[phase]
-        able = _family(spec, (phase,), facts)
-        candidates = [b for b in here if b in able]
+        candidates = [b for b in _family(spec, (phase,), facts) if _is_here(b, device)]
         if override:
             candidates = [facts.backends[override.backend]]
         judged = _judge(candidates, spec, device, phase, facts)
@@ -64,21 +75,64 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
     trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
         raise SelectionError(_nobody(spec, device, trace, facts))
-    if len(phases) == 1:
-        return Decision(
-            spec, device, trace, ranking["prefill"][0].name, None, "NHD", None, (None, None),
-            tuple(notes),
-        )  # fmt: skip
-    if spec.kind.is_recurrent:  # a state has one form: any two backends share it
-        return Decision(
-            spec, device, trace, ranking["prefill"][0].name, ranking["decode"][0].name, "NHD", None,
-            (None, None), tuple(notes),
-        )  # fmt: skip
+    if spec.kind.is_recurrent or not spec.cached:  # any two backends share a state, or nothing
+        chosen = tuple((phase, infos[0].name) for phase, infos in ranking.items())
+        return Decision(spec, device, trace, chosen, _names(ranking), notes=tuple(notes))
+    return _over_one_cache(spec, device, trace, ranking, settings, named, tuple(notes))
+
+
+def _over_one_cache(
+    spec: LayerSpec,
+    device: Device,
+    trace: tuple[Step, ...],
+    ranking: Mapping[str, list[BackendInfo]],
+    settings: Settings,
+    named: Mapping[str, Override | None],
+    notes: tuple[str, ...],
+) -> Decision:
     prefill, decode, shared = _best_pair(spec, device, ranking, settings, named)
+    fitting = {
+        phase: [b for b in infos if _fits(b, phase, spec, shared)]
+        for phase, infos in ranking.items()
+    }
+    # An MLA prefill works on keys and values that it makes for itself: it never sees the cache.
+    walking = ("decode",) if spec.kind is AttentionKind.MLA else ("decode", "prefill")
+    sizes = {
+        b.name: walks(b, shared.layout, shared.block_size) or shared.block_size
+        for phase in walking
+        for b in fitting[phase]
+    }
+    if not fitting["store"]:
+        store = ranking["store"][0]
+        raise SelectionError(
+            f"{store.name} can't store into the cache of {prefill.name} with {decode.name}: layout "
+            f"{shared.layout}, block size {shared.block_size}; name another backend for store"
+        )
+    chosen = (
+        ("prefill", prefill.name),
+        ("decode", decode.name),
+        ("store", fitting["store"][0].name),
+        ("merge", ranking["merge"][0].name),
+    )
+    cache = format_of(spec, device, shared.layout, shared.block_size)
     return Decision(
-        spec, device, trace, prefill.name, decode.name, shared.layout, shared.block_size,
-        shared.kernel_sizes, tuple(notes),
-    )  # fmt: skip
+        spec, device, trace, chosen, _names(fitting), cache, tuple(sizes.items()), notes
+    )
+
+
+def _fits(info: BackendInfo, phase: str, spec: LayerSpec, shared: SharedCache) -> bool:
+    """Whether a backend can work on the cache that was settled."""
+    if phase == "merge" or (phase == "prefill" and spec.kind is AttentionKind.MLA):
+        return True
+    return walks(info, shared.layout, shared.block_size) is not None
+
+
+def _names(ranking: Mapping[str, list[BackendInfo]]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple((phase, tuple(b.name for b in infos)) for phase, infos in ranking.items())
+
+
+def _is_here(info: BackendInfo, device: Device) -> bool:
+    return bool({device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys())
 
 
 def _named(
@@ -87,6 +141,8 @@ def _named(
     override = settings.override(spec, phase)
     if override is None:
         return None
+    if phase in SERVICES and phase not in override.scope:
+        return None  # a name for the attention says nothing of who stores and merges
     info = facts.backends.get(override.backend)
     if info is None:
         known = nearest(override.backend, facts.backends)
@@ -117,9 +173,17 @@ def _asked(spec: LayerSpec, phase: str) -> set[AttentionKind]:
 
 
 def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[BackendInfo]:
-    """The backends of the kinds that these phases of a layer come down to."""
-    kinds = set().union(*(_asked(spec, phase) for phase in phases))
-    return [b for b in facts.backends.values() if kinds & b.capabilities.kinds]
+    """The backends of the kinds that these phases of a layer come down to.
+
+    A store or a merge is a candidate for its own phase alone.
+    """
+
+    def takes(info: BackendInfo, phase: str) -> bool:
+        caps = info.capabilities
+        role = phase in caps.phases if phase in SERVICES else not caps.phases & SERVICES
+        return role and bool(_asked(spec, phase) & caps.kinds)
+
+    return [b for b in facts.backends.values() if any(takes(b, phase) for phase in phases)]
 
 
 def _named_step(named: Mapping[str, Override | None]) -> Step:
@@ -154,7 +218,9 @@ def _judge(
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)
         proof = info.proof_on(device).value
-        judged.append(Verdict(info.name, phase, priority.score, rejections, priority.why, proof))
+        judged.append(
+            Verdict(info.name, phase, priority.score, rejections, priority.why, proof, info.build)
+        )
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
 
 
@@ -239,5 +305,5 @@ def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts
         text += f"\n  none is for {spec.kind.value} layers on platform {device.platform}"
         here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())
         if not here:
-            text += f'; pip install "polyattn[{device.platform}]"'
+            text += f"; {install_advice(device.platform)}"
     return text + "".join(f"\n  note: {problem}" for problem in facts.problems)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache
 
-from polyattn.spec.layer import AttentionKind, LayerSpec, RecurrentSpec, Role
+from polyattn.spec.kinds import AttentionKind, Role
+from polyattn.spec.layer import LayerSpec, RecurrentSpec
 
 
 @cache
@@ -34,7 +35,10 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
 
 @cache
 def expanded(spec: LayerSpec) -> LayerSpec:
-    """Return an MLA layer's prefill as what it is: MHA over keys and values made from latents."""
+    """Return an MLA layer's prefill as what it is: MHA over keys and values made from latents.
+
+    What is made doesn't outlive the step, so it is no cache.
+    """
     return LayerSpec(
         num_heads=spec.num_heads,
         head_size=spec.head_size,
@@ -42,6 +46,7 @@ def expanded(spec: LayerSpec) -> LayerSpec:
         scale=spec.scale,
         dtype=spec.dtype,
         deterministic=spec.deterministic,
+        cached=False,
         needs_lse=True,
     )
 

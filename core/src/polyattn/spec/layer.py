@@ -12,60 +12,16 @@ from enum import Enum, IntEnum
 from typing import Any
 
 from polyattn.errors import SpecError, nearest
+from polyattn.spec.checks import (
+    check_fields,
+    check_latent,
+    check_recurrent,
+    check_relations,
+    member,
+)
+from polyattn.spec.features import features
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.rope import RopeSpec
-
-DTYPES = ("float64", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
-
-
-class AttentionKind(str, Enum):
-    """The family of a layer: what fills the place of attention in it."""
-
-    ATTENTION = "attention"
-    MLA = "mla"
-    SPARSE_MLA = "sparse_mla"
-    MAMBA1 = "mamba1"
-    MAMBA2 = "mamba2"
-    LINEAR = "linear"
-    GDN = "gdn"
-    SHORT_CONV = "short_conv"
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether the layer keeps a per-sequence state instead of keys and values."""
-        return self not in (
-            AttentionKind.ATTENTION,
-            AttentionKind.MLA,
-            AttentionKind.SPARSE_MLA,
-        )
-
-    @property
-    def is_latent(self) -> bool:
-        """Whether the layer caches an MLA latent."""
-        return self in (AttentionKind.MLA, AttentionKind.SPARSE_MLA)
-
-
-class Role(str, Enum):
-    """Where the layer stands in its model."""
-
-    DECODER = "decoder"
-    ENCODER = "encoder"
-    ENCODER_ONLY = "encoder_only"
-    CROSS = "cross"
-
-    @property
-    def has_cache(self) -> bool:
-        """Whether keys and values outlive the step that made them."""
-        return self in (Role.DECODER, Role.CROSS)
-
-
-class GraphCapture(IntEnum):
-    """Which steps the caller captures in a device graph; a higher level includes the lower ones."""
-
-    NONE = 0
-    SINGLE_TOKEN_DECODE = 1
-    UNIFORM = 2
-    ANY = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +33,9 @@ class LatentSpec:
     topk: int | None = None
     index_heads: int = 0
     index_head_size: int = 0
+
+    def __post_init__(self) -> None:
+        check_latent(self)
 
     @property
     def size(self) -> int:
@@ -99,6 +58,9 @@ class RecurrentSpec:
     dt_softplus: bool = True
     qk_norm: bool = False
 
+    def __post_init__(self) -> None:
+        check_recurrent(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
@@ -112,8 +74,10 @@ class LayerSpec:
     - `learned_sinks`: one learned logit a head joins the softmax's denominator (gpt-oss).
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
-    - `block_size` None lets the selector choose.
+    - `cached`: whether keys and values outlive the step that made them. None: decoders' and
+      cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
     - `rope`: how queries and keys are rotated before they come here; no kernel is asked for it.
+    - `block_size` None lets the selector choose.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
     """
@@ -129,6 +93,7 @@ class LayerSpec:
     fp8_compute: bool = False
     block_size: int | None = None
     role: Role = Role.DECODER
+    cached: bool | None = None
     causal: bool = True
     sliding_window: int | None = None
     chunk_size: int | None = None
@@ -151,18 +116,31 @@ class LayerSpec:
             ("role", Role),
             ("graph_capture", GraphCapture),
         ):
-            set_(self, name, _member(name, getattr(self, name), enum))
-        set_(self, "num_kv_heads", self.num_kv_heads or self.num_heads)
-        set_(self, "v_head_size", self.v_head_size or self.head_size)
-        _check_fields(self)
+            set_(self, name, member(name, getattr(self, name), enum))
+        for name, default in self._derived().items():
+            if getattr(self, name) == _DERIVED[name]:
+                set_(self, name, default)
+        check_fields(self)
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
-        _check_relations(self)
+        check_relations(self)
         # The spec is the key of every look-up on the way to a kernel, so hash it once.
         fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
         set_(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined, no-any-return]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the fields alone: strings hash otherwise in another process."""
+        return _unpickled, ({f.name: getattr(self, f.name) for f in dataclasses.fields(self)},)
+
+    def _derived(self) -> dict[str, Any]:
+        """Return what fields that were left out follow from."""
+        return {
+            "num_kv_heads": self.num_heads,
+            "v_head_size": self.head_size,
+            "cached": self.role in (Role.DECODER, Role.CROSS),
+        }
 
     @property
     def gqa_ratio(self) -> int:
@@ -177,19 +155,21 @@ class LayerSpec:
     def replace(self, **changes: Any) -> LayerSpec:
         """Return a copy with `changes`; sizes that were defaults follow what they derive from."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if "head_size" in changes:
-            if self.v_head_size == self.head_size:
-                values["v_head_size"] = 0
-            if self.scale == 1.0 / math.sqrt(self.head_size):
-                values["scale"] = 0.0
+        for name, default in self._derived().items():
+            if getattr(self, name) == default:
+                values[name] = _DERIVED[name]
+        if self.scale == 1.0 / math.sqrt(self.head_size):
+            values["scale"] = 0.0
         return LayerSpec(**(values | changes))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, as JSON values."""
         out: dict[str, Any] = {}
+        derived = self._derived()
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value == field.default:
+            default = derived[field.name] if field.name == "cached" else field.default
+            if value == default:
                 continue
             if isinstance(value, RopeSpec):
                 out[field.name] = value.to_dict()
@@ -215,7 +195,7 @@ class LayerSpec:
         given = dict(values)
         for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
             if isinstance(given.get(name), Mapping):
-                given[name] = part(**given[name])
+                given[name] = _part(name, part, given[name])
         if isinstance(given.get("rope"), Mapping):
             given["rope"] = RopeSpec.from_dict(given["rope"])
         try:
@@ -274,119 +254,28 @@ class LayerSpec:
             words.append(f"block {self.block_size}")
         if self.role is not Role.DECODER:
             words.append(self.role.value)
+        if self.cached != self._derived()["cached"]:
+            words.append("cached" if self.cached else "uncached")
         words += sorted(features(self) - {"causal", "gqa"})
         if self.sliding_window:
             words[words.index("sliding_window")] = f"window {self.sliding_window}"
         return ", ".join(words)
 
 
-FEATURES = {
-    "causal": "a causal mask, aligned to the bottom right",
-    "non_causal": "no causal mask",
-    "gqa": "fewer KV heads than query heads",
-    "v_head_size": "a V head size that differs from the K head size",
-    "sliding_window": "a sliding window",
-    "chunked": "chunked attention",
-    "logit_soft_cap": "logit soft capping",
-    "alibi": "ALiBi",
-    "learned_sinks": "learned sink logits",
-    "sink_tokens": "kept first tokens beyond the window",
-    "lse": "returning the log-sum-exp",
-    "deterministic": "the same bits from the same inputs",
-    "batch_invariant": "the same bits for a request in any batch",
-}
-"""Every feature that a `LayerSpec` can ask for and a backend must claim, with what it means."""
+_DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
+"""What says that a field was left out."""
 
 
-def features(spec: LayerSpec) -> frozenset[str]:
-    """Return the names in `FEATURES` that `spec` asks for."""
-    wanted = {
-        "causal": spec.causal,
-        "non_causal": not spec.causal,
-        "gqa": spec.num_kv_heads != spec.num_heads,
-        "v_head_size": spec.v_head_size != spec.head_size,
-        "sliding_window": spec.sliding_window is not None,
-        "chunked": spec.chunk_size is not None,
-        "logit_soft_cap": spec.logit_soft_cap is not None,
-        "alibi": spec.alibi,
-        "learned_sinks": spec.learned_sinks,
-        "sink_tokens": spec.sink_tokens > 0,
-        "lse": spec.needs_lse,
-        "deterministic": spec.deterministic,
-        "batch_invariant": spec.batch_invariant,
-    }
-    return frozenset(name for name, asked in wanted.items() if asked)
+def _unpickled(values: dict[str, Any]) -> LayerSpec:
+    return LayerSpec(**values)
 
 
-def _member(name: str, value: Any, enum: type[Enum]) -> Enum:
-    if isinstance(value, str) and issubclass(enum, IntEnum):
-        value = enum.__members__.get(value.upper(), value)
+def _part(name: str, part: type[Any], values: Mapping[str, Any]) -> Any:
+    known = {f.name for f in dataclasses.fields(part)}
+    for field in values:
+        if field not in known:
+            raise SpecError(f"{name} has no field {field!r}{nearest(str(field), known)}")
     try:
-        return enum(value)
-    except ValueError:
-        valid = [m.name.lower() if issubclass(enum, IntEnum) else m.value for m in enum]
-        raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}") from None
-
-
-def _check_fields(spec: LayerSpec) -> None:
-    for name in ("num_heads", "num_kv_heads", "head_size", "v_head_size"):
-        _positive(name, getattr(spec, name))
-    for name in ("block_size", "sliding_window", "chunk_size"):
-        if getattr(spec, name) is not None:
-            _positive(name, getattr(spec, name), "; use None for none")
-    if spec.dtype not in DTYPES:
-        raise SpecError(f"dtype={spec.dtype!r} is unknown{nearest(spec.dtype, DTYPES)}")
-    if spec.kv_cache_dtype not in KV_CACHE_DTYPES:
-        raise SpecError(
-            f"kv_cache_dtype={spec.kv_cache_dtype!r} is unknown"
-            f"{nearest(spec.kv_cache_dtype, KV_CACHE_DTYPES)}"
-        )
-    if not math.isfinite(spec.scale) or spec.scale < 0:
-        raise SpecError(f"scale={spec.scale!r} must be a positive number, or 0 for the default")
-    cap = spec.logit_soft_cap
-    if cap is not None and not (math.isfinite(cap) and cap > 0):
-        raise SpecError(f"logit_soft_cap={cap!r} must be positive; use None for none")
-    if not isinstance(spec.sink_tokens, int) or spec.sink_tokens < 0:
-        raise SpecError(f"sink_tokens={spec.sink_tokens!r} must be 0 or more")
-
-
-def _check_relations(spec: LayerSpec) -> None:
-    if spec.num_heads % spec.num_kv_heads and not spec.kind.is_recurrent:
-        raise SpecError(
-            f"num_heads={spec.num_heads} is not divisible by num_kv_heads={spec.num_kv_heads}; "
-            "each KV head serves the same number of query heads"
-        )
-    if spec.sink_tokens and spec.sliding_window is None:
-        raise SpecError(
-            f"sink_tokens={spec.sink_tokens} needs a sliding_window; without one every key is kept"
-        )
-    if spec.fp8_compute and spec.kv_cache_dtype != "fp8_e4m3":
-        raise SpecError(
-            f"fp8_compute=True goes with kv_cache_dtype='fp8_e4m3', not {spec.kv_cache_dtype!r}"
-        )
-    if spec.role in (Role.CROSS, Role.ENCODER, Role.ENCODER_ONLY) and spec.causal:
-        raise SpecError(f"role={spec.role.value!r} is not causal; set causal=False")
-    if spec.role is Role.CROSS and (spec.sliding_window or spec.chunk_size or spec.alibi):
-        raise SpecError("role='cross' has no positions to window, chunk or bias; drop those fields")
-    if spec.kind.is_latent != (spec.latent is not None):
-        raise SpecError(f"kind={spec.kind.value!r} and latent={spec.latent!r} don't go together")
-    if spec.kind is AttentionKind.SPARSE_MLA and not (spec.latent and spec.latent.topk):
-        raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
-    if spec.kind.is_recurrent != (spec.recurrent is not None):
-        raise SpecError(
-            f"kind={spec.kind.value!r} and recurrent={spec.recurrent!r} don't go together"
-        )
-    if spec.recurrent and spec.recurrent.activation not in (None, "silu"):
-        raise SpecError(
-            f"recurrent.activation={spec.recurrent.activation!r} must be 'silu' or None"
-        )
-    if spec.latent and spec.head_size <= spec.latent.rope_head_size:
-        raise SpecError(
-            f"head_size={spec.head_size} must exceed latent.rope_head_size="
-            f"{spec.latent.rope_head_size}: it counts the part without positions and the rope part"
-        )
-
-
-def _positive(name: str, value: Any, hint: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        raise SpecError(f"{name}={value!r} must be a positive integer{hint}")
+        return part(**values)
+    except TypeError as error:
+        raise SpecError(f"{name}: {error}") from error

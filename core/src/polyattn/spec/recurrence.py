@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 
 Shape = tuple[str, ...]
 GATES = frozenset({"dt", "g", "beta"})

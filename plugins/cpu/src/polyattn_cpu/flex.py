@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from polyattn import AttentionBackend, Batch, KVCache, LayerParams
+from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -29,13 +29,15 @@ def compiled_flex() -> Callable[..., Any]:
     return _compiled
 
 
-class FlexAttention(AttentionBackend):
-    """Masks and score changes are functions that torch compiles into the kernel."""
+class FlexPlan(Plan):
+    """Where every row and key of the padded batch belongs, and which blocks of them meet."""
 
-    name: ClassVar[str] = "FLEX_ATTENTION"
+    __slots__ = (
+        "at_k", "block_mask", "num_keys", "position_k", "position_q", "seq_k", "seq_q", "slots",
+    )  # fmt: skip
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
+    def __init__(self, spec: LayerSpec, batch: Batch):
+        super().__init__(batch)
         device = batch.device
         query_lens, lens = torch.tensor(batch.query_lens), torch.tensor(batch.lens)
         self.num_keys = int(lens.sum())
@@ -46,12 +48,19 @@ class FlexAttention(AttentionBackend):
         self.position_q = (at_q + context[seq_q.clamp(max=len(lens))]).to(device)
         self.seq_q = seq_q.to(device)
         self.position_k = self.at_k.to(device)
-        own = self._sequence_mask(self.seq_q, self.seq_k.to(device))
+        own = self._sequence_mask(spec, self.seq_q, self.seq_k.to(device))
         self.block_mask = create_block_mask(own, 1, 1, rows, keys, device=str(device))
-        self._slots: Tensor | None = None
+        self.slots: Tensor | None = None
 
-    def _sequence_mask(self, seq_q: Tensor, seq_k: Tensor) -> Callable[..., Tensor]:
-        spec, position_q, position_k = self.spec, self.position_q, self.position_k
+    def given_rows(self) -> Tensor:
+        """Return where each key lies in tensors that are given whole, with gaps between sequences."""
+        seq, at = self.seq_k[: self.num_keys], self.at_k[: self.num_keys]
+        return (torch.tensor(self.batch.key_starts)[seq] + at).to(self.batch.device)
+
+    def _sequence_mask(
+        self, spec: LayerSpec, seq_q: Tensor, seq_k: Tensor
+    ) -> Callable[..., Tensor]:
+        position_q, position_k = self.position_q, self.position_k
         pad = self.batch.num_seqs
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -70,11 +79,20 @@ class FlexAttention(AttentionBackend):
 
         return visible
 
-    def _score(self, params: LayerParams) -> Callable[..., Tensor] | None:
+
+class FlexAttention(AttentionBackend):
+    """Masks and score changes are functions that torch compiles into the kernel."""
+
+    name: ClassVar[str] = "FLEX_ATTENTION"
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> FlexPlan:
+        return FlexPlan(self.spec, batch)
+
+    def _score(self, plan: FlexPlan, params: LayerParams) -> Callable[..., Tensor] | None:
         cap, slopes = self.spec.logit_soft_cap, params.alibi_slopes
         if cap is None and slopes is None:
             return None
-        position_q, position_k = self.position_q, self.position_k
+        position_q, position_k = plan.position_q, plan.position_k
 
         def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             if cap is not None:
@@ -85,8 +103,9 @@ class FlexAttention(AttentionBackend):
 
         return change
 
-    def forward_mixed(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -95,53 +114,53 @@ class FlexAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
+        assert isinstance(plan, FlexPlan)
         if cache is not None:
-            key, value = self._gather(cache)
-        assert key is not None and value is not None
-        rows, keys = len(self.position_q), len(self.position_k)
+            key, value = self._gather(plan, cache)
+        else:
+            assert key is not None and value is not None
+            given = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
+            key, value = key[given], value[given]
+        key, value, spoilt = _confined(plan, key, value)
+        rows, keys = len(plan.position_q), len(plan.position_k)
         inputs = (_row(query, rows), _row(key, keys), _row(value, keys))
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
             result = compiled_flex()(
                 *inputs,
-                score_mod=self._score(params),
-                block_mask=self.block_mask,
+                score_mod=self._score(plan, params),
+                block_mask=plan.block_mask,
                 scale=self.spec.scale,
                 enable_gqa=self.spec.gqa_ratio > 1,
             )
-        out.copy_(result[0].transpose(0, 1)[: self.batch.num_tokens])
+        out.copy_(result[0].transpose(0, 1)[: plan.batch.num_tokens])
+        if spoilt is not None:
+            out.masked_fill_(spoilt[plan.seq_q[: len(out)], None, None], torch.nan)
 
-    def forward_prefill(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_mixed(query, key, value, cache, params, out, lse)
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_mixed(query, None, None, cache, params, out, lse)
-
-    def _gather(self, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def _gather(self, plan: FlexPlan, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return all sequences' cached keys and values one after another."""
         size = cache.block_size
-        if self._slots is None:
-            assert self.batch.block_table is not None
-            seq, at = self.seq_k[: self.num_keys], self.at_k[: self.num_keys]
+        if plan.slots is None:
+            assert plan.batch.block_table is not None
+            seq, at = plan.seq_k[: plan.num_keys], plan.at_k[: plan.num_keys]
             seq, at = seq.to(cache.key.device), at.to(cache.key.device)
-            self._slots = self.batch.block_table[seq, at // size].long() * size + at % size
-        block, offset = self._slots // size, self._slots % size
+            plan.slots = plan.batch.block_table[seq, at // size].long() * size + at % size
+        block, offset = plan.slots // size, plan.slots % size
         return cache.key[block, offset], cache.value[block, offset]
+
+
+def _confined(plan: FlexPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keep what isn't finite to its own sequence: a masked weight of 0 times NaN is NaN.
+
+    Returns keys and values with such tokens zeroed, and which sequences had one (None: none did).
+    """
+    finite = key.isfinite().flatten(1).all(1) & value.isfinite().flatten(1).all(1)
+    if key.device.type == "cpu" and bool(finite.all()):
+        return key, value, None
+    kept = finite[:, None, None]
+    spoilt = torch.zeros(plan.batch.num_seqs + 1, dtype=torch.int32, device=key.device)
+    seq = plan.seq_k[: plan.num_keys].to(key.device)
+    spoilt.index_add_(0, seq, (~finite).int())
+    return torch.where(kept, key, 0), torch.where(kept, value, 0), spoilt > 0
 
 
 def _padded(size: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn import Batch, KVCache, LayerSpec
-from polyattn.runtime.kv_cache import raw
+from polyattn.kernel import Batch, KVCache, LayerSpec, raw
 from torch import Tensor
 
 
@@ -30,22 +29,26 @@ class Span:
 
 
 def seen(spec: LayerSpec, first: int, last: int, length: int) -> Span:
-    """Return what queries at positions `first` to `last` see of `length` keys."""
-    start, stop = 0, length
-    if spec.causal:
-        stop = last + 1
-    if spec.sliding_window is not None:
-        start = max(start, first - spec.sliding_window + 1)
-        if not spec.causal:
-            stop = min(stop, last + spec.sliding_window)
+    """Return what queries at positions `first` to `last` see of `length` keys, or a little more.
+
+    Positions below zero are of queries before the first key. It is exactly what one query sees, unless
+    kept first tokens lie within its chunk but not its window.
+    """
+    low, high = 0, min(length, last + 1) if spec.causal else length
     if spec.chunk_size is not None:
-        start = max(start, first // spec.chunk_size * spec.chunk_size)
-        stop = min(stop, (last // spec.chunk_size + 1) * spec.chunk_size)
-    sinks = 0
-    if spec.sink_tokens and start:
-        low = first // spec.chunk_size * spec.chunk_size if spec.chunk_size else 0
-        sinks = min(spec.sink_tokens, start) if low == 0 else 0
-    return Span(sinks, start, max(start, stop))
+        low = max(0, first // spec.chunk_size * spec.chunk_size)
+        high = min(high, (last // spec.chunk_size + 1) * spec.chunk_size)
+    start, stop, sinks = low, max(low, high), 0
+    if spec.sliding_window is not None:
+        start = min(max(low, first - spec.sliding_window + 1), stop)
+        if not spec.causal:
+            stop = max(start, min(stop, last + spec.sliding_window))
+        kept = min(spec.sink_tokens, high)
+        if kept > low and (low > 0 or kept >= start):
+            start, stop = low, max(stop, kept)
+        elif kept > low:
+            sinks = kept
+    return Span(sinks, start, stop)
 
 
 class PagedReader:
@@ -99,7 +102,20 @@ class PagedReader:
         return found
 
 
+PARALLEL = 1 << 15
+"""Elements of a block from which torch opens a parallel region for each one it copies: beside busy
+neighbours that takes a hundred times as long as the copy."""
+
+
 def _pick(stored: Tensor, blocks: Tensor | slice) -> Tensor:
     if isinstance(blocks, slice):  # side by side: no copy
         return stored[blocks]
-    return raw(stored).index_select(0, blocks).view(stored.dtype)
+    rows = stored[0].numel()
+    parts = next((f for f in (1, 2, 4, 8, 16, 32, 64) if rows < PARALLEL * f), 1)
+    shape = stored.shape
+    if parts == 1 or shape[1] % parts or not stored.is_contiguous():
+        return raw(stored).index_select(0, blocks).view(stored.dtype)
+    pieces = (blocks[:, None] * parts + torch.arange(parts, device=blocks.device)).flatten()
+    smaller = stored.view(shape[0] * parts, shape[1] // parts, *shape[2:])
+    found = raw(smaller).index_select(0, pieces).view(stored.dtype)
+    return found.view(len(blocks), *shape[1:])

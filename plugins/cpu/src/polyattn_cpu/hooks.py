@@ -25,6 +25,7 @@ TORCH_SDPA = BackendInfo(
     capabilities=Capabilities(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         roles=ALL_ROLES,
+        cached=frozenset({True, False}),
         dtypes=ALL_DTYPES,
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
@@ -55,6 +56,7 @@ FLEX_ATTENTION = BackendInfo(
     capabilities=Capabilities(
         platforms={"cpu": (), "cuda": ("sm_80+",), "rocm": ()},
         roles=ALL_ROLES,
+        cached=frozenset({True, False}),
         dtypes=frozenset({"float32", "bfloat16", "float16"}),
         head_sizes=one_of(16, 32, 64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),
@@ -70,18 +72,38 @@ FLEX_ATTENTION = BackendInfo(
 
 TORCH_MLA = BackendInfo(
     name="TORCH_MLA",
-    summary="absorbed MLA decode and sparse MLA over the latent cache, in torch",
+    summary="absorbed MLA decode over the latent cache, in torch",
     path="polyattn_cpu.mla:TorchMLA",
     capabilities=Capabilities(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
-        kinds=frozenset({AttentionKind.MLA, AttentionKind.SPARSE_MLA}),
+        kinds=frozenset({AttentionKind.MLA}),
+        dtypes=ALL_DTYPES,
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        fp8_formats=frozenset({"ocp", "fnuz"}),
+        phases=frozenset({"decode"}),
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+    ),
+    priorities=(
+        Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
+        Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
+    ),
+    proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+)
+
+TORCH_MLA_SPARSE = BackendInfo(
+    name="TORCH_MLA_SPARSE",
+    summary="sparse MLA: attention to chosen rows of the latent cache, in torch",
+    path="polyattn_cpu.mla:TorchSparseMLA",
+    capabilities=Capabilities(
+        platforms={"cpu": (), "cuda": (), "rocm": ()},
+        kinds=frozenset({AttentionKind.SPARSE_MLA}),
         dtypes=ALL_DTYPES,
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
     ),
     priorities=(
-        Priority(score=50, platform="cpu", why="reads each cached latent once for all heads"),
+        Priority(score=50, platform="cpu", why="reads each chosen latent once for all heads"),
         Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
     ),
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
@@ -117,4 +139,4 @@ def polyattn_platforms() -> list[Platform]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_SCAN]
+    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN]

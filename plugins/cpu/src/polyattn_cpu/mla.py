@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from polyattn import Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.kv_cache import raw
-from polyattn.spec.decompose import absorbed
+from polyattn.kernel import (
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    SparseBackend,
+    absorbed,
+    raw,
+)
 from torch import Tensor
 
 from polyattn_cpu.sdpa import TorchSDPA
@@ -21,11 +29,18 @@ class TorchMLA(TorchSDPA):
 
     name: ClassVar[str] = "TORCH_MLA"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(absorbed(spec), device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)
 
-    def forward_sparse(
+
+class TorchSparseMLA(SparseBackend):
+    """Each token attends to its chosen rows, gathered a bounded number at a time."""
+
+    name: ClassVar[str] = "TORCH_MLA_SPARSE"
+
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         cache: KVCache,
         slots: Tensor,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from polyattn import AttentionKind, Batch, LayerSpec, RecurrentBackend
+from polyattn.kernel import AttentionKind, Batch, LayerSpec, Plan, RecurrentBackend
 from torch import Tensor
 from torch.nn.functional import conv1d, silu, softplus
 
@@ -15,39 +15,58 @@ from polyattn_cpu.scans import delta_scan, gated_scan, selective_scan
 Tensors = Mapping[str, Tensor]
 
 
+class ScanPlan(Plan):
+    """Each sequence's slot, and whether it starts fresh."""
+
+    __slots__ = ("fresh", "slots")
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        assert batch.state_slots is not None
+        self.slots = batch.state_slots.tolist()
+        self.fresh = [n == q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
+
+
 class TorchScan(RecurrentBackend):
     """Prefill one sequence at a time, decode all sequences at once."""
 
     name: ClassVar[str] = "TORCH_SCAN"
 
-    def plan(self, batch: Batch) -> None:
-        assert batch.state_slots is not None
-        self.batch = batch
-        self.slots = batch.state_slots.tolist()
-        self.fresh = [n == q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
+        return ScanPlan(batch)
 
-    def forward_prefill(
-        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    def run(
+        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
-        run = SEQUENCES[self.spec.kind]
-        starts = self.batch.starts
-        for index, slot in enumerate(self.slots):
+        assert isinstance(plan, ScanPlan)
+        if plan.batch.all_decode:
+            self._tokens(plan, inputs, params, states, out)
+        else:
+            self._sequences(plan, inputs, params, states, out)
+
+    def _sequences(
+        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        run, starts = SEQUENCES[self.spec.kind], plan.batch.starts
+        for index, slot in enumerate(plan.slots):
             rows = slice(starts[index], starts[index + 1])
             if slot < 0 or rows.start == rows.stop:
                 continue
             state = states[slot]
-            if self.fresh[index]:
+            if plan.fresh[index]:
                 state.zero_()
             part = {name: tensor[rows] for name, tensor in inputs.items()}
             run(self.spec, part, params, state, out[rows])
 
-    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        live = [i for i, slot in enumerate(self.slots) if slot >= 0]
+    def _tokens(
+        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        live = [i for i, slot in enumerate(plan.slots) if slot >= 0]
         if not live:
             return
         rows = torch.tensor(live, device=out.device)
-        slots = torch.tensor([self.slots[i] for i in live], device=out.device)
-        begun = torch.tensor([not self.fresh[i] for i in live], device=out.device)
+        slots = torch.tensor([plan.slots[i] for i in live], device=out.device)
+        begun = torch.tensor([not plan.fresh[i] for i in live], device=out.device)
         state = states[slots]
         # Not a product: an unused slot may hold NaN.
         state = torch.where(begun.view(-1, *[1] * (state.dim() - 1)), state, 0.0)
@@ -122,7 +141,7 @@ def _linear_sequence(
     shape = (groups, heads // groups, *state.shape[1:])
     wide = state.view(shape).transpose(1, 2).reshape(groups, state.shape[1], -1)
     g = params["decay"].expand(len(x["v"]), -1)
-    gated_scan(x["q"] * spec.scale, x["k"], x["v"], g, wide, out)
+    gated_scan(x["q"].to(state.dtype) * spec.scale, x["k"], x["v"], g, wide, out)
     back = wide.view(groups, state.shape[1], heads // groups, -1).transpose(1, 2)
     state.copy_(back.reshape(state.shape))
 

@@ -20,8 +20,9 @@ CHANNELS = 512
 
 def _decay(total: Tensor, out: Tensor | None = None) -> Tensor:
     """Return exp(total_i - total_j) where i >= j, else 0; (heads, tokens, tokens)."""
-    weights = torch.sub(total[:, :, None], total[:, None], out=out)
-    return weights.clamp_(LEAST, 0.0).exp_().tril_()
+    # What lies above the triangle could overflow: it is cut off before the exponential, and after.
+    weights = torch.sub(total[:, :, None], total[:, None], out=out).tril_()
+    return weights.clamp_(min=LEAST).exp_().tril_()
 
 
 def gated_scan(

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from polyattn import (
+from polyattn.kernel import (
     AttentionBackend,
     AttentionState,
     Batch,
     KVCache,
     LayerParams,
     LayerSpec,
+    Plan,
     merge_states,
 )
 from torch import Tensor
@@ -27,17 +28,31 @@ QUERY_BLOCK = 256
 """Queries that share one mask or one score matrix, which bounds both."""
 
 
+SCORES = 1 << 26
+"""Scores of all heads that are held at a time, whatever the lengths."""
+
+
+class SdpaPlan(Plan):
+    """Which blocks lie side by side is found once, by whichever layer reads them first."""
+
+    __slots__ = ("reader",)
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        self.reader = PagedReader(batch)
+
+
 class TorchSDPA(AttentionBackend):
     """Serves every feature; what the fused kernel lacks (soft cap, wide V) is plain matmuls."""
 
     name: ClassVar[str] = "TORCH_SDPA"
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.reader = PagedReader(batch)
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
+        return SdpaPlan(batch)
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -46,63 +61,55 @@ class TorchSDPA(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        batch, starts = self.batch, self.batch.starts
+        assert isinstance(plan, SdpaPlan)
+        batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype
-        self.k_scale = params.k_scale if rounded else 1.0
-        self.v_scale = params.v_scale if rounded else 1.0
+        scales = (params.k_scale, params.v_scale) if rounded else (1.0, 1.0)
         for index, length in enumerate(batch.lens):
-            rows = slice(starts[index], starts[index + 1])
-            whole = length == batch.query_lens[index] and key is not None and not rounded
-            if whole and key is not None and value is not None:
-                k, v = key[rows].transpose(0, 1), value[rows].transpose(0, 1)
-                source = _Given(k, v)
+            rows = slice(batch.starts[index], batch.starts[index + 1])
+            source: _Source
+            if cache is None or (
+                length == batch.query_lens[index] and key is not None and not rounded
+            ):
+                assert key is not None and value is not None
+                first = rows.start if cache is not None else batch.key_starts[index]
+                whole = slice(first, first + length)
+                source = _Given(key[whole].transpose(0, 1), value[whole].transpose(0, 1))
             else:
-                assert cache is not None
-                source = _Paged(self.reader, cache, index, query.dtype)
-            self._sequence(
-                query[rows], source, length, params, out[rows], None if lse is None else lse[rows]
-            )
+                source = _Paged(plan.reader, cache, index, query.dtype)
+            call = _Call(source, length, params, *scales)
+            self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_prefill(query, None, None, cache, params, out, lse)
-
-    def _sequence(
-        self,
-        query: Tensor,
-        source: _Source,
-        length: int,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        count = query.shape[0]
+    def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
+        count, length, source = query.shape[0], call.length, call.source
         if count == 0:
             return
-        if length == 0:  # padding: nothing to attend to
-            out.zero_()
-            _store_lse(lse, params, query.new_full((count, out.shape[1]), -torch.inf).float())
-            return
         context = length - count
+        if length == 0 or (self.spec.causal and context < 0):  # the first queries see nothing
+            blind = count if length == 0 else -context
+            out[:blind] = 0.0
+            if lse is not None:
+                sink = call.params.sinks if length else None
+                lse[:blind] = -torch.inf if sink is None else sink
+            if blind < count:
+                self._sequence(
+                    query[blind:], call, out[blind:], None if lse is None else lse[blind:]
+                )
+            return
         if self._fits_causal_kernel(count):
-            state = self._causal(query, source, context, length)
-            self._store(state, params, out, lse)
+            state = self._causal(query, call, context)
+            self._store(state, call, out, lse)
             return
         step = QUERY_BLOCK if self.spec.causal or self.spec.sliding_window else 4 * QUERY_BLOCK
+        step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             first, last = context + rows.start, context + rows.stop - 1
             span = seen(self.spec, first, last, length)
             keys, values = source.read(span)
-            state = self._block(query[rows], keys, values, span, first, params)
-            self._store(state, params, out[rows], None if lse is None else lse[rows])
+            state = self._block(query[rows], keys, values, span, first, call)
+            self._store(state, call, out[rows], None if lse is None else lse[rows])
 
     def _fits_causal_kernel(self, count: int) -> bool:
         spec = self.spec
@@ -118,12 +125,13 @@ class TorchSDPA(AttentionBackend):
             and spec.logit_soft_cap is None
         )
 
-    def _causal(self, query: Tensor, source: _Source, context: int, length: int) -> AttentionState:
+    def _causal(self, query: Tensor, call: _Call, context: int) -> AttentionState:
         """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
-        tail = self._kernel(query, *source.read(Span(0, context, length)), causal=True)
+        read = call.source.read
+        tail = self._kernel(query, *read(Span(0, context, call.length)), call, causal=True)
         if context == 0:
             return tail
-        head = self._kernel(query, *source.read(Span(0, 0, context)))
+        head = self._kernel(query, *read(Span(0, 0, context)), call)
         return merge_states([head, tail])
 
     def _kernel(
@@ -131,6 +139,7 @@ class TorchSDPA(AttentionBackend):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
+        call: _Call,
         bias: Tensor | None = None,
         causal: bool = False,
     ) -> AttentionState:
@@ -142,7 +151,7 @@ class TorchSDPA(AttentionBackend):
             0.0,
             causal,
             attn_mask=None if bias is None else bias[None],
-            scale=self.spec.scale * self.k_scale,
+            scale=self.spec.scale * call.k_scale,
         )
         return AttentionState(output[0].transpose(0, 1), lse[0].T)
 
@@ -153,43 +162,69 @@ class TorchSDPA(AttentionBackend):
         values: Tensor,
         span: Span,
         first: int,
-        params: LayerParams,
+        call: _Call,
     ) -> AttentionState:
-        bias = self._bias(query, span, first, params)
+        heads, rows = self.spec.num_heads, query.shape[0]
+        if not span.size:
+            none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
+            return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
+        bias, blind = self._bias(query, span, first, call.params)
+        state = self._attend(query, keys, values, call, bias)
+        if blind is None:
+            return state
+        return AttentionState(
+            state.output.masked_fill(blind[:, None, None], 0.0),
+            state.lse.masked_fill(blind[:, None], -torch.inf),
+        )
+
+    def _attend(
+        self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
+    ) -> AttentionState:
         if not self._fused:
-            return self._matmuls(query, keys, values, bias)
+            return self._matmuls(query, keys, values, call, bias)
         if query.shape[0] > 1:
-            return self._kernel(query, keys, values, bias)
+            return self._kernel(query, keys, values, call, bias)
         heads, groups = keys.shape[0], self.spec.gqa_ratio
         if bias is not None and bias.shape[0] > 1:
             bias = bias.view(heads, groups, -1)
         folded = query.view(heads, groups, -1).transpose(0, 1)
-        state = self._kernel(folded, keys, values, bias)
+        state = self._kernel(folded, keys, values, call, bias)
         return AttentionState(
             state.output.transpose(0, 1).reshape(1, heads * groups, -1),
             state.lse.T.reshape(1, -1),
         )
 
-    def _bias(self, query: Tensor, span: Span, first: int, params: LayerParams) -> Tensor | None:
-        """Return what is added to the scores, (1 or heads, queries, keys), or None for nothing."""
+    def _bias(
+        self, query: Tensor, span: Span, first: int, params: LayerParams
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
+
+        None for nothing to add, and where every query sees something.
+        """
         spec, count = self.spec, query.shape[0]
-        masked = count > 1 and (spec.causal or spec.sliding_window or spec.chunk_size)
+        limited = spec.causal or spec.sliding_window or spec.chunk_size
+        # One query's span is exactly what it sees, but for this.
+        masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
         if not masked and not spec.alibi:
-            return None
+            return None, None
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         key = span.positions().to(query.device)
         position = torch.arange(first, first + count, device=query.device)[:, None]
         bias = torch.zeros(1, count, span.size, dtype=dtype, device=query.device)
+        blind = None
         if masked:
-            bias.masked_fill_(~_visible(spec, position, key), -torch.inf)
+            mask = _visible(spec, position, key)
+            bias.masked_fill_(~mask, -torch.inf)
+            if not spec.causal:
+                blind = ~mask.any(1)
         if spec.alibi:
             assert params.alibi_slopes is not None
             slopes = params.alibi_slopes.to(dtype)[:, None, None]
             bias = bias + slopes * (key - position).to(dtype)
-        return bias
+        return bias, blind
 
     def _matmuls(
-        self, query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None
+        self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
     ) -> AttentionState:
         """The same by hand, in at least float32, for what the fused kernel lacks."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -197,7 +232,7 @@ class TorchSDPA(AttentionBackend):
         folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
         folded = folded.reshape(heads, groups * count, -1)
         scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2))
-        scores *= self.spec.scale * self.k_scale
+        scores *= self.spec.scale * call.k_scale
         cap = self.spec.logit_soft_cap
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
@@ -205,16 +240,16 @@ class TorchSDPA(AttentionBackend):
         if bias is not None:
             scores += bias
         lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse[..., None]).view(heads, groups * count, -1)
+        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).view(
+            heads, groups * count, -1
+        )
         output = torch.bmm(weights, values.to(dtype)).view(heads * groups, count, -1)
         return AttentionState(output.transpose(0, 1), lse.T)
 
-    def _store(
-        self, state: AttentionState, params: LayerParams, out: Tensor, lse: Tensor | None
-    ) -> None:
-        output = state.output
-        if self.v_scale != 1.0:
-            output = output.to(torch.promote_types(output.dtype, torch.float32)) * self.v_scale
+    def _store(self, state: AttentionState, call: _Call, out: Tensor, lse: Tensor | None) -> None:
+        output, params = state.output, call.params
+        if call.v_scale != 1.0:
+            output = output.to(torch.promote_types(output.dtype, torch.float32)) * call.v_scale
         if params.sinks is not None:  # the sink joins the denominator after the fact
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
         out.copy_(output)
@@ -254,6 +289,18 @@ class _Paged:
 
 
 _Source = _Given | _Paged
+
+
+class _Call:
+    """What one sequence's attention takes beside its queries."""
+
+    __slots__ = ("k_scale", "length", "params", "source", "v_scale")
+
+    def __init__(
+        self, source: _Source, length: int, params: LayerParams, k_scale: float, v_scale: float
+    ):
+        self.source, self.length, self.params = source, length, params
+        self.k_scale, self.v_scale = k_scale, v_scale
 
 
 def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:

@@ -2,29 +2,47 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import ClassVar
 
 import torch
-from polyattn import AttentionState, Batch, KVCache, LayerParams, merge_states
+from polyattn.kernel import (
+    AttentionBackend,
+    AttentionState,
+    Batch,
+    CacheFormat,
+    KVCache,
+    LayerParams,
+    Plan,
+    blank,
+    empty_rows,
+    merge_states,
+)
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention
-from polyattn_cuda.paging import read_slots, token_slots
+from polyattn_cuda.paging import PackedKeys
 
 
-class CudnnAttention(CudaAttention):
+class CudnnPlan(Plan):
+    """Where the keys are, and which tokens see none."""
+
+    __slots__ = ("empty", "keys")
+
+    def __init__(self, batch: Batch, cache: CacheFormat | None, causal: bool):
+        super().__init__(batch)
+        self.keys, self.empty = PackedKeys(batch, cache), empty_rows(batch, causal)
+
+
+class CudnnAttention(AttentionBackend):
     """Dense calls; a cached context is copied out of its pages."""
 
     name: ClassVar[str] = "CUDNN_ATTENTION"
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.key_starts = [0, *accumulate(batch.lens)]
-        self.slots: Tensor | None = None
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> CudnnPlan:
+        return CudnnPlan(batch, self.cache, self.spec.causal)
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -33,32 +51,33 @@ class CudnnAttention(CudaAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        batch = self.batch
-        fresh = batch.lens == batch.query_lens and key is not None
-        if fresh:
-            starts = batch.starts
-        else:
-            assert cache is not None
-            if self.slots is None:
-                self.slots = token_slots(batch, cache.block_size)
-            key, value = read_slots(cache, self.slots)
-            starts = self.key_starts
-        assert key is not None and value is not None
+        assert isinstance(plan, CudnnPlan)
+        batch, starts = plan.batch, plan.keys.starts
+        key, value = plan.keys.read(key, value, cache)
         for index, count in enumerate(batch.query_lens):
-            if count == 0:
-                continue
-            rows = slice(batch.starts[index], batch.starts[index + 1])
             first, last = starts[index], starts[index + 1]
-            state = self._attend(
-                query[rows], key[last - count : last], value[last - count : last], True
-            )
-            if last - first > count:
-                context = slice(first, last - count)
-                head = self._attend(query[rows], key[context], value[context], False)
-                state = merge_states([head, state])
+            end = batch.starts[index + 1]
+            # Under a causal mask no more tokens see a key than there are keys.
+            seeing = min(count, last - first) if self.spec.causal else count
+            if seeing == 0 or last == first:
+                continue
+            rows = slice(end - seeing, end)
+            state = self._sequence(query[rows], key[first:last], value[first:last])
             out[rows] = state.output
             if lse is not None:
                 lse[rows] = state.lse
+        blank(plan.empty, out, lse)
+
+    def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
+        """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
+        if not self.spec.causal:
+            return self._attend(query, key, value, False)
+        context = len(key) - len(query)
+        state = self._attend(query, key[context:], value[context:], True)
+        if context:
+            head = self._attend(query, key[:context], value[:context], False)
+            state = merge_states([head, state])
+        return state
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> AttentionState:
         result = torch.ops.aten._scaled_dot_product_cudnn_attention(

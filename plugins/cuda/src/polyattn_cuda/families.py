@@ -9,6 +9,7 @@ from polyattn.plugin import (
     Priority,
     Proof,
     Sizes,
+    Variant,
     multiples,
     one_of,
 )
@@ -21,7 +22,7 @@ SIGNATURE = {"cuda": Proof.SIGNATURE}
 FLASHINFER_MLA = BackendInfo(
     name="FLASHINFER_MLA",
     summary="FlashInfer's planned MLA wrapper, absorbed decode",
-    path="polyattn_cuda.mla:FlashInferMLA",
+    path="polyattn_cuda.flashinfer_mla:FlashInferMLA",
     probe="polyattn_cuda.providers:flashinfer_ready",
     requires=("flashinfer-python>=0.6.13",),
     install="pip install flashinfer-python",
@@ -32,6 +33,7 @@ FLASHINFER_MLA = BackendInfo(
         block_sizes=multiples(1, high=64),
         preferred_block_size=64,
         phases=frozenset({"decode"}),
+        decode_query_lens=16,
         features=FEATURES,
     ),
     priorities=(Priority(score=90, why="the fastest measured on Hopper: 136 us at 64 x 4,096"),),
@@ -40,7 +42,7 @@ FLASHINFER_MLA = BackendInfo(
 FLASHINFER_MLA_SPARSE = BackendInfo(
     name="FLASHINFER_MLA_SPARSE",
     summary="FlashInfer's trtllm-gen kernel over chosen rows",
-    path="polyattn_cuda.mla:FlashInferSparseMLA",
+    path="polyattn_cuda.flashinfer_mla:FlashInferSparseMLA",
     probe="polyattn_cuda.providers:flashinfer_ready",
     requires=("flashinfer-python>=0.6.13",),
     install="pip install flashinfer-python",
@@ -56,48 +58,71 @@ FLASHINFER_MLA_SPARSE = BackendInfo(
     priorities=(Priority(score=80, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
 )
-FLASHMLA = BackendInfo(
+FLASHMLA_CLAIMS = Capabilities(
+    platforms={"cuda": ("sm_90",)},
+    kinds=frozenset({MLA}),
+    latent_ranks=one_of(512),
+    block_sizes=one_of(64),
+    preferred_block_size=64,
+    phases=frozenset({"decode"}),
+    decode_query_lens=16,
+    features=FEATURES,
+)
+FLASHMLA = BackendInfo.of_variants(
+    Variant(
+        name="flash_mla",
+        path="polyattn_cuda.flashmla:UpstreamFlashMLA",
+        probe="polyattn_cuda.providers:flash_mla_ready",
+        install="build FlashMLA",
+        capabilities=FLASHMLA_CLAIMS,
+    ),
+    Variant(
+        name="vllm",
+        path="polyattn_cuda.flashmla:VllmFlashMLA",
+        probe="polyattn_cuda.providers:vllm_flashmla_ready",
+        install="pip install vllm",
+        capabilities=FLASHMLA_CLAIMS,
+    ),
     name="FLASHMLA",
     summary="FlashMLA's dense decode: the flash_mla package, or vLLM's build of it",
-    path="polyattn_cuda.mla:FlashMLA",
-    probe="polyattn_cuda.providers:flashmla_ready",
-    install="build FlashMLA, or pip install vllm",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_90",)},
-        kinds=frozenset({MLA}),
-        latent_ranks=one_of(512),
-        block_sizes=one_of(64),
-        preferred_block_size=64,
-        phases=frozenset({"decode"}),
-        features=FEATURES,
-    ),
     priorities=(Priority(score=85, why="DeepSeek's own kernel for Hopper: 145 us there"),),
     proof=MEASURED,
 )
-FLASHMLA_SPARSE = BackendInfo(
+FLASHMLA_SPARSE_CLAIMS = Capabilities(
+    platforms={"cuda": ("sm_90", "sm_100")},
+    kinds=frozenset({SPARSE}),
+    dtypes=frozenset({"bfloat16"}),
+    latent_ranks=one_of(512),
+    gqa_ratios=multiples(64, high=128),
+    topks=multiples(128),
+    block_sizes=Sizes(),
+    preferred_block_size=64,
+    features=FEATURES,
+)
+FLASHMLA_SPARSE = BackendInfo.of_variants(
+    Variant(
+        name="flash_mla",
+        path="polyattn_cuda.flashmla:UpstreamFlashSparseMLA",
+        probe="polyattn_cuda.providers:flash_mla_ready",
+        install="build FlashMLA",
+        capabilities=FLASHMLA_SPARSE_CLAIMS,
+    ),
+    Variant(
+        name="vllm",
+        path="polyattn_cuda.flashmla:VllmFlashSparseMLA",
+        probe="polyattn_cuda.providers:vllm_flashmla_ready",
+        install="pip install vllm",
+        capabilities=FLASHMLA_SPARSE_CLAIMS,
+    ),
     name="FLASHMLA_SPARSE",
     summary="FlashMLA over chosen rows of a bf16 cache",
-    path="polyattn_cuda.mla:FlashSparseMLA",
-    probe="polyattn_cuda.providers:flashmla_ready",
-    install="build FlashMLA, or pip install vllm",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_90", "sm_100")},
-        kinds=frozenset({SPARSE}),
-        dtypes=frozenset({"bfloat16"}),
-        latent_ranks=one_of(512),
-        gqa_ratios=multiples(64, high=128),
-        topks=multiples(128),
-        block_sizes=Sizes(),
-        preferred_block_size=64,
-        features=FEATURES,
-    ),
     priorities=(Priority(score=85, why="DeepSeek's own kernel"),),
     proof=MEASURED,
 )
 CUTLASS_MLA = BackendInfo(
     name="CUTLASS_MLA",
     summary="CUTLASS's MLA decode for Blackwell, through FlashInfer",
-    path="polyattn_cuda.mla:CutlassMLA",
+    path="polyattn_cuda.flashinfer_mla:CutlassMLA",
     probe="polyattn_cuda.providers:flashinfer_ready",
     requires=("flashinfer-python>=0.6.13",),
     install="pip install flashinfer-python",
@@ -114,22 +139,34 @@ CUTLASS_MLA = BackendInfo(
     priorities=(Priority(score=85, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
 )
-FLASH_ATTN_MLA = BackendInfo(
+FLASH_ATTN_MLA_CLAIMS = Capabilities(
+    platforms={"cuda": ("sm_90",)},
+    kinds=frozenset({MLA}),
+    latent_ranks=one_of(512),
+    # A page of 64 tokens is loaded whole, with the NaN behind a sequence's end.
+    block_sizes=multiples(1, high=32),
+    preferred_block_size=32,
+    phases=frozenset({"decode"}),
+    decode_query_lens=16,
+    features=FEATURES,
+)
+FLASH_ATTN_MLA = BackendInfo.of_variants(
+    Variant(
+        name="flash-attn-3",
+        path="polyattn_cuda.flash_attn_mla:UpstreamFlashAttentionMLA",
+        probe="polyattn_cuda.providers:fa3_ready",
+        install="build flash-attn's hopper folder",
+        capabilities=FLASH_ATTN_MLA_CLAIMS,
+    ),
+    Variant(
+        name="vllm",
+        path="polyattn_cuda.flash_attn_mla:VllmFlashAttentionMLA",
+        probe="polyattn_cuda.providers:vllm_fa3_ready",
+        install="pip install vllm",
+        capabilities=FLASH_ATTN_MLA_CLAIMS,
+    ),
     name="FLASH_ATTN_MLA",
     summary="FlashAttention-3 with a second query for the latent part",
-    path="polyattn_cuda.mla:FlashAttentionMLA",
-    probe="polyattn_cuda.providers:fa3_ready",
-    install="build flash-attn's hopper folder, or pip install vllm",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_90",)},
-        kinds=frozenset({MLA}),
-        latent_ranks=one_of(512),
-        # A page of 64 tokens is loaded whole, with the NaN behind a sequence's end.
-        block_sizes=multiples(1, high=32),
-        preferred_block_size=32,
-        phases=frozenset({"decode"}),
-        features=FEATURES,
-    ),
     priorities=(Priority(score=80, why="141 us there; pages of 32 at most"),),
     proof=MEASURED,
 )

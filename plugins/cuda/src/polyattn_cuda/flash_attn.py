@@ -1,34 +1,65 @@
-"""FLASH_ATTN: FlashAttention-2 from whichever package has it here."""
+"""FLASH_ATTN: FlashAttention-2, from whichever package brings it; a class for each."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.conventions import cumulative, decode_window_sizes, store_lse, window_sizes
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    UniformRows,
+    cumulative,
+    decode_window_sizes,
+    store_lse,
+    window_sizes,
+)
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention
-from polyattn_cuda.providers import fa2_provider, vllm_library
+from polyattn_cuda.paging import PackedKeys
+from polyattn_cuda.providers import vllm_library
+
+SHORT = 16
+"""Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
 
 
-class FlashAttention2(CudaAttention):
-    """Prefill by the varlen kernel over pages, decode by the KV-cache kernel with split-KV."""
+class FlashPlan(Plan):
+    """`short` rows over a cache, or varlen with `keys`; `longest` is told to the varlen kernel.
+
+    At least 2: a kernel that is told of single tokens folds the heads of a group into rows and takes
+    one token of each sequence for granted.
+    """
+
+    __slots__ = ("keys", "longest", "short")
+
+    def __init__(self, batch: Batch, cache: CacheFormat | None, short: bool):
+        super().__init__(batch)
+        self.short = UniformRows(batch) if short else None
+        self.keys = PackedKeys(batch, None) if cache is None else None
+        self.longest = max(2, batch.max_query_len)
+
+
+class FlashAttention2(AttentionBackend):
+    """Long queries by the varlen kernel over pages or given keys, short ones by the split-KV kernel."""
 
     name: ClassVar[str] = "FLASH_ATTN"
+    splits_short: ClassVar[bool] = True
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
-        self.calls = PROVIDERS[fa2_provider() or ""](spec)
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashPlan:
+        short = self.splits_short and self.cache is not None and batch.max_query_len <= SHORT
+        return FlashPlan(batch, self.cache, short)
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.starts, self.lens = batch.query_start_loc, batch.seq_lens
-
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -37,64 +68,113 @@ class FlashAttention2(CudaAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert cache is not None
-        if self.batch.num_tokens:
-            found = self.calls.varlen(query, cache, params, out, self.batch)
-            store_lse(lse, found)
+        assert isinstance(plan, FlashPlan)
+        if not plan.batch.num_tokens:
+            return
+        query = query if query.stride(-1) == 1 else query.contiguous()
+        if plan.short is None or cache is None:
+            if plan.keys is not None:
+                key, value = plan.keys.read(key, value, None)
+            store_lse(lse, self.varlen(plan, query, key, value, cache, params, out))
+            return
+        rows = plan.short
+        whole = out.unflatten(0, rows.shape) if rows.uniform else None
+        result, found = self.split(plan, rows.spread(query), cache, params, whole)
+        if whole is None or result.data_ptr() != whole.data_ptr():
+            out.copy_(rows.collect(result))
+        store_lse(lse, rows.collect(found.transpose(1, 2)).T)
 
-    def forward_decode(
+    @abstractmethod
+    def varlen(
         self,
+        plan: FlashPlan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+    ) -> Tensor:
+        """Attend for packed queries over the cache, or over packed keys; write `out`.
+
+        Returns the LSE (num_heads, num_tokens).
+        """
+
+    @abstractmethod
+    def split(
+        self,
+        plan: FlashPlan,
         query: Tensor,
         cache: KVCache,
         params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        found = self.calls.decode(query, cache, params, out, self.batch)
-        store_lse(lse, found)
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend for (num_seqs, tokens, num_heads, head_size) over the cache.
+
+        Returns the output, `out` where it was written, and the LSE (num_seqs, num_heads, tokens).
+        """
 
 
-class _Vllm:
+class VllmFlashAttention2(FlashAttention2):
     """vLLM's build: its operators write `out` and take pages of 16 tokens."""
 
-    def __init__(self, spec: LayerSpec):
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         torch.ops.load_library(str(vllm_library("_vllm_fa2_C")))
-        self.spec, self.ops = spec, torch.ops._vllm_fa2_C
+        self.ops = torch.ops._vllm_fa2_C
         self.window, self.cap = window_sizes(spec), spec.logit_soft_cap or 0.0
 
     def varlen(
-        self, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor, batch: Batch
+        self,
+        plan: FlashPlan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
     ) -> Tensor:
-        starts = batch.query_start_loc
+        batch, starts = plan.batch, plan.batch.query_start_loc
+        if cache is None:
+            where: tuple[Any, ...] = (batch.key_start_loc, None, None, None)
+        else:
+            key, value = cache.key, cache.value
+            where = (torch.zeros_like(starts), batch.seq_lens, None, batch.block_table)
         result = self.ops.varlen_fwd(
-            _dense(query), cache.key, cache.value, out, starts, torch.zeros_like(starts),
-            batch.seq_lens, None, batch.block_table, params.alibi_slopes, batch.max_query_len,
+            query, key, value, out, starts, *where, params.alibi_slopes, plan.longest,
             batch.max_seq_len, 0.0, self.spec.scale, False, self.spec.causal, *self.window,
             self.cap, False, 0, None,
         )  # fmt: skip
-        return result[1]
+        return result[1]  # type: ignore[no-any-return]
 
-    def decode(
-        self, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor, batch: Batch
-    ) -> Tensor:
+    def split(
+        self,
+        plan: FlashPlan,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        batch = plan.batch
+        out = query.new_empty(*query.shape[:3], cache.value.shape[3]) if out is None else out
         result = self.ops.fwd_kvcache(
-            _dense(query)[:, None], cache.key, cache.value, None, None, batch.seq_lens, None, None,
-            None, None, batch.block_table, params.alibi_slopes, out[:, None], self.spec.scale,
-            self.spec.causal, *self.window, self.cap, True, 0,
+            query, cache.key, cache.value, None, None, batch.seq_lens, None, None, None, None,
+            batch.block_table, params.alibi_slopes, out, self.spec.scale, self.spec.causal,
+            *self.window, self.cap, True, 0,
         )  # fmt: skip
-        return result[1][:, :, 0].T
+        return out, result[1]
 
 
-class _FlashAttn:
-    """The upstream package: returns its output, and pages by 256 tokens."""
+class UpstreamFlashAttention2(FlashAttention2):
+    """The flash-attn package: returns its output, and pages by 256 tokens."""
 
-    def __init__(self, spec: LayerSpec):
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         from flash_attn.flash_attn_interface import (
             flash_attn_varlen_func,
             flash_attn_with_kvcache,
         )
 
-        self.window, self.decode_window = window_sizes(spec), decode_window_sizes(spec)
         self.varlen_func: Callable[..., Any] = flash_attn_varlen_func
         self.kvcache_func: Callable[..., Any] = flash_attn_with_kvcache
         self.options = {
@@ -104,62 +184,91 @@ class _FlashAttn:
         }
 
     def varlen(
-        self, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor, batch: Batch
+        self,
+        plan: FlashPlan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
     ) -> Tensor:
-        lens = cumulative(batch.seq_lens)
+        batch, table = plan.batch, None
+        if cache is None:
+            starts = batch.key_start_loc
+        else:
+            key, value = cache.key, cache.value
+            starts, table = cumulative(batch.seq_lens), batch.block_table
         result, found, _ = self.varlen_func(
-            query, cache.key, cache.value, batch.query_start_loc, lens, batch.max_query_len,
-            batch.max_seq_len, alibi_slopes=params.alibi_slopes, return_attn_probs=True,
-            block_table=batch.block_table, window_size=self.window, **self.options,
+            query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
+            alibi_slopes=params.alibi_slopes, return_attn_probs=True, block_table=table,
+            window_size=window_sizes(self.spec), **self.options,
         )  # fmt: skip
         out.copy_(result)
-        return found
+        return found  # type: ignore[no-any-return]
 
-    def decode(
-        self, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor, batch: Batch
-    ) -> Tensor:
+    def split(
+        self,
+        plan: FlashPlan,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        batch = plan.batch
+        sizes = decode_window_sizes if query.shape[1] == 1 else window_sizes
         result, found = self.kvcache_func(
-            query[:, None], cache.key, cache.value, cache_seqlens=batch.seq_lens,
+            query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
-            return_softmax_lse=True, window_size=self.decode_window, **self.options,
+            return_softmax_lse=True, window_size=sizes(self.spec), **self.options,
         )  # fmt: skip
-        out.copy_(result[:, 0])
-        return found[:, :, 0].T
+        return result, found
 
 
-class _Torch:
-    """torch's own build, from the release whose `varlen_attn` reads pages (2.13)."""
+class TorchFlashAttention2(FlashAttention2):
+    """torch's own build, from the release whose `varlen_attn` reads pages (2.13).
 
-    def __init__(self, spec: LayerSpec):
+    Its one function splits the keys by itself.
+    """
+
+    splits_short: ClassVar[bool] = False
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-        if spec.logit_soft_cap is not None or spec.alibi:
-            raise NotImplementedError(
-                "torch's varlen_attn has neither soft cap nor ALiBi; install flash-attn"
-            )
-        self.spec, self.func, self.aux = spec, varlen_attn, AuxRequest(lse=True)
+        self.func, self.aux = varlen_attn, AuxRequest(lse=True)
 
     def varlen(
-        self, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor, batch: Batch
+        self,
+        plan: FlashPlan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
     ) -> Tensor:
+        batch = plan.batch
+        if cache is None:
+            starts, where = batch.key_start_loc, {}
+        else:
+            key, value, starts = cache.key, cache.value, None
+            where = {"seqused_k": batch.seq_lens, "block_table": batch.block_table}
         result, found = self.func(
-            query, cache.key, cache.value, batch.query_start_loc, None, batch.max_query_len,
-            batch.max_seq_len, return_aux=self.aux, scale=self.spec.scale,
-            window_size=window_sizes(self.spec), enable_gqa=self.spec.gqa_ratio > 1,
-            seqused_k=batch.seq_lens, block_table=batch.block_table,
+            query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
+            return_aux=self.aux, scale=self.spec.scale, window_size=window_sizes(self.spec),
+            enable_gqa=self.spec.gqa_ratio > 1, **where,
         )  # fmt: skip
         out.copy_(result)
         return found
 
-    decode = varlen
-
-
-PROVIDERS: dict[str, Callable[[LayerSpec], Any]] = {
-    "vllm": _Vllm,
-    "flash_attn": _FlashAttn,
-    "torch": _Torch,
-}
-
-
-def _dense(query: Tensor) -> Tensor:
-    return query if query.stride(-1) == 1 else query.contiguous()
+    def split(
+        self,
+        plan: FlashPlan,
+        query: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("torch has one function for all queries")

@@ -1,49 +1,73 @@
-"""FLASH_ATTN_V3: FlashAttention-3 on Hopper, paged through one call for prefill and decode."""
+"""FLASH_ATTN_V3: FlashAttention-3 on Hopper, paged or packed, one call for prefill and decode."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from abc import abstractmethod
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.conventions import store_lse, window_sizes
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    store_lse,
+    window_sizes,
+)
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention
-from polyattn_cuda.providers import fa3_provider, vllm_library
+from polyattn_cuda.paging import PackedKeys, ragged, upload
+from polyattn_cuda.providers import vllm_library
 
 MAX_SPLITS = 32
+Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
-class FlashAttention3(CudaAttention):
-    """A packed ragged batch over pages; the number of splits is fixed where graphs are captured."""
+class Flash3Plan(Plan):
+    """`splits`: 0 lets the library decide by the lengths. `keys` where the layer has no cache.
+
+    `seq_of` int64 (num_tokens,): each token's sequence, where queries are scaled by sequence; None
+    where every sequence has one token.
+    """
+
+    __slots__ = ("keys", "seq_of", "splits")
+
+    def __init__(self, batch: Batch, cache: CacheFormat | None, splits: int):
+        super().__init__(batch)
+        self.splits = splits
+        self.keys = PackedKeys(batch, None) if cache is None else None
+        self.seq_of: Tensor | None = None
+        if cache is not None and cache.item_bytes == 1 and not batch.all_decode:
+            self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device)
+
+
+class FlashAttention3(AttentionBackend):
+    """A packed ragged batch; the number of splits is fixed where graphs are captured."""
 
     name: ClassVar[str] = "FLASH_ATTN_V3"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         self.window, self.cap = window_sizes(spec), spec.logit_soft_cap or 0.0
-        self.from_vllm = fa3_provider() == "vllm"
-        if self.from_vllm:
-            torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
-        else:
-            from flash_attn_interface import flash_attn_with_kvcache
-
-            self.kvcache_func = flash_attn_with_kvcache
         index = torch.device(str(device.torch_device))
         self.scales: dict[tuple[float, float], Tensor] = {}
         self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.starts, self.lens = batch.query_start_loc, batch.seq_lens
-        self.splits = 0  # the library decides, by the lengths
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
+        splits = 0
         if self.spec.graph_capture:
             programs = max(1, batch.num_seqs * self.spec.num_kv_heads)
-            self.splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
+            splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
+        return Flash3Plan(batch, self.cache, splits)
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -52,72 +76,123 @@ class FlashAttention3(CudaAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert cache is not None
-        if self.batch.num_tokens:
-            call = self._vllm if self.from_vllm else self._upstream
-            scales: tuple[Tensor | None, ...] = (None, None, None)
-            if cache.key.dtype.itemsize == 1:
-                query, scales = self._quantised(query, params)
-            store_lse(lse, call(query, cache, out, scales, params.sinks))
+        assert isinstance(plan, Flash3Plan)
+        if not plan.batch.num_tokens:
+            return
+        scales: Scales = (None, None, None)
+        if cache is None:
+            assert plan.keys is not None
+            key, value = plan.keys.read(key, value, None)
+        elif cache.key.dtype.itemsize == 1:
+            query, scales = self._quantised(plan, query, params)
+        store_lse(lse, self.attend(plan, query, key, value, cache, out, scales, params.sinks))
 
     def _quantised(
-        self, query: Tensor, params: LayerParams
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-        """Round the query to e4m3 by its own largest value; return it with the three scales."""
+        self, plan: Flash3Plan, query: Tensor, params: LayerParams
+    ) -> tuple[Tensor, Scales]:
+        """Round the query to e4m3 by the largest value of its sequence and KV head.
+
+        Returns it with the three scales, float32 (num_seqs, num_kv_heads) each.
+        """
         largest = torch.finfo(torch.float8_e4m3fn).max
-        scale = query.abs().amax().float().clamp_min(1e-12) / largest
-        rounded = (query / scale).to(torch.float8_e4m3fn)
+        shape = (plan.batch.num_seqs, self.spec.num_kv_heads)
+        groups = query.unflatten(1, (shape[1], -1))
+        found = groups.abs().amax((2, 3)).float()
+        if plan.seq_of is not None:
+            by_seq = found.new_zeros(shape)
+            index = plan.seq_of[:, None].expand_as(found)
+            found = by_seq.scatter_reduce_(0, index, found, "amax")
+        scale = found.clamp_min(1e-12) / largest
+        each = scale if plan.seq_of is None else scale[plan.seq_of]
+        rounded = (groups / each[:, :, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
         key = (params.k_scale, params.v_scale)
         if key not in self.scales:
             self.scales[key] = torch.tensor(key, device=query.device)
-        shape = (self.batch.num_seqs, self.spec.num_kv_heads)
-        return rounded, tuple(s.expand(shape) for s in (scale, *self.scales[key]))
+        stored = self.scales[key]
+        return rounded, (scale, stored[0].expand(shape), stored[1].expand(shape))
 
-    def forward_decode(
+    @abstractmethod
+    def attend(
         self,
+        plan: Flash3Plan,
         query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
         out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_prefill(query, None, None, cache, params, out, lse)
-
-    def _vllm(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        out: Tensor,
-        scales: tuple[Tensor | None, ...],
+        scales: Scales,
         sinks: Tensor | None,
     ) -> Tensor:
-        batch = self.batch
-        if sinks is not None:
-            sinks = sinks.bfloat16()  # as its kernel reads them
+        """Attend over the cache, or over packed keys, and write `out`; returns LSE (heads, tokens)."""
+
+
+class VllmFlashAttention3(FlashAttention3):
+    """vLLM's build: its operator writes `out` and reads sinks, as bf16."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
+
+    def attend(
+        self,
+        plan: Flash3Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        out: Tensor,
+        scales: Scales,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        batch = plan.batch
+        key_starts, lens, table = batch.key_start_loc if cache is None else None, None, None
+        if cache is not None:
+            key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
         result = torch.ops._vllm_fa3_C.fwd(
-            query, cache.key, cache.value, None, None, None, out, self.starts, None, None, None,
-            self.lens, batch.max_query_len, batch.max_seq_len, batch.block_table, None, None, None,
-            None, None, *scales, self.spec.scale, self.spec.causal, *self.window, self.cap,
-            True, None, self.splits, None, 0, sinks, 1, 0, None,
+            query, key, value, None, None, None, out, batch.query_start_loc, key_starts, None, None,
+            lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
+            *scales, self.spec.scale, self.spec.causal, *self.window, self.cap, True, None,
+            plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, None,
         )  # fmt: skip
-        return result[1]
+        return result[1]  # type: ignore[no-any-return]
 
-    def _upstream(
+
+class UpstreamFlashAttention3(FlashAttention3):
+    """flash-attn's hopper folder: returns its output, knows no sinks."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        from flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self.kvcache_func, self.varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
+        self.options: dict[str, Any] = {
+            "softmax_scale": spec.scale, "causal": spec.causal, "window_size": self.window,
+            "softcap": self.cap,
+        }  # fmt: skip
+
+    def attend(
         self,
+        plan: Flash3Plan,
         query: Tensor,
-        cache: KVCache,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
         out: Tensor,
-        scales: tuple[Tensor | None, ...],
+        scales: Scales,
         sinks: Tensor | None,
     ) -> Tensor:
-        assert sinks is None, "upstream's kernel has no sinks, and its capabilities say so"
-        batch = self.batch
-        result, found, *_ = self.kvcache_func(
-            query, cache.key, cache.value, cache_seqlens=self.lens, page_table=batch.block_table,
-            cu_seqlens_q=self.starts, max_seqlen_q=batch.max_query_len,
-            softmax_scale=self.spec.scale, causal=self.spec.causal, window_size=self.window,
-            softcap=self.cap, num_splits=self.splits, return_softmax_lse=True,
-            q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
-        )  # fmt: skip
+        batch = plan.batch
+        if cache is None:
+            result, found = self.varlen_func(
+                query, key, value, batch.query_start_loc, batch.key_start_loc, batch.max_query_len,
+                batch.max_seq_len, return_attn_probs=True, **self.options,
+            )  # fmt: skip
+        else:
+            result, found, *_ = self.kvcache_func(
+                query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
+                page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
+                max_seqlen_q=batch.max_query_len, num_splits=plan.splits, return_softmax_lse=True,
+                q_descale=scales[0], k_descale=scales[1], v_descale=scales[2], **self.options,
+            )  # fmt: skip
         out.copy_(result)
-        return found
+        return found  # type: ignore[no-any-return]

@@ -6,44 +6,56 @@ cached sequences are copied out of their pages first; a prompt without context i
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import ClassVar
 
-import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.conventions import store_lse
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    blank,
+    empty_rows,
+    store_lse,
+    window_sizes,
+)
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention
-from polyattn_cuda.paging import read_slots, token_slots
+from polyattn_cuda.paging import PackedKeys
 
 
-class FlashAttention4(CudaAttention):
+class Flash4Plan(Plan):
+    """Where the keys are, and which tokens see none."""
+
+    __slots__ = ("empty", "keys")
+
+    def __init__(self, batch: Batch, cache: CacheFormat | None, causal: bool):
+        super().__init__(batch)
+        self.keys, self.empty = PackedKeys(batch, cache), empty_rows(batch, causal)
+
+
+class FlashAttention4(AttentionBackend):
     """The varlen kernel over packed keys."""
 
     name: ClassVar[str] = "FLASH_ATTN_V4"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         from flash_attn.cute.interface import flash_attn_varlen_func
 
         self.func = flash_attn_varlen_func
-        window = spec.sliding_window
-        self.window = (None, None) if window is None else (window - 1, 0)
+        left, right = window_sizes(spec)
+        self.window = (None, None) if left < 0 else (left, right)  # causal has a flag of its own
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.starts = batch.query_start_loc
-        self.fresh = batch.lens == batch.query_lens
-        if self.fresh:
-            self.key_starts = self.starts
-        else:
-            starts = [0, *accumulate(batch.lens)]
-            self.key_starts = torch.tensor(starts, dtype=torch.int32, device=batch.device)
-            self.slots: Tensor | None = None
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash4Plan:
+        return Flash4Plan(batch, self.cache, self.spec.causal)
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -52,20 +64,20 @@ class FlashAttention4(CudaAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        batch = self.batch
+        assert isinstance(plan, Flash4Plan)
+        batch = plan.batch
         if not batch.num_tokens:
             return
-        if not self.fresh or key is None or value is None:
-            assert cache is not None
-            if self.fresh or self.slots is None:
-                self.slots = token_slots(batch, cache.block_size)
-            key, value = read_slots(cache, self.slots)
-        result, found = self.func(
-            query, key, value, cu_seqlens_q=self.starts, cu_seqlens_k=self.key_starts,
-            max_seqlen_q=batch.max_query_len, max_seqlen_k=batch.max_seq_len,
-            softmax_scale=self.spec.scale, causal=True, window_size=self.window,
-            softcap=self.spec.logit_soft_cap or 0.0, return_lse=lse is not None,
-        )  # fmt: skip
-        out.copy_(result)
-        if lse is not None:
-            store_lse(lse, found)
+        key, value = plan.keys.read(key, value, cache)
+        if plan.keys.total:
+            result, found = self.func(
+                query, key, value, cu_seqlens_q=batch.query_start_loc,
+                cu_seqlens_k=batch.key_start_loc, max_seqlen_q=batch.max_query_len,
+                max_seqlen_k=batch.max_seq_len, softmax_scale=self.spec.scale,
+                causal=self.spec.causal, window_size=self.window,
+                softcap=self.spec.logit_soft_cap or 0.0, return_lse=lse is not None,
+            )  # fmt: skip
+            out.copy_(result)
+            if lse is not None:
+                store_lse(lse, found)
+        blank(plan.empty, out, lse)

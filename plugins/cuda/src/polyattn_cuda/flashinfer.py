@@ -1,6 +1,8 @@
 """FLASHINFER: FlashInfer's wrappers. Planned once a step; its LSE is in base 2.
 
-Prompts without context are attended to as they come (its ragged wrapper), all else in pages.
+Prompts without context and keys that are given whole are attended to as they lie (its ragged
+wrapper), all else in pages: decodes by its decode wrapper, rows of a few tokens by the FA2 prefill,
+which splits long keys among the processors as FA3's doesn't.
 """
 
 from __future__ import annotations
@@ -9,118 +11,160 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.conventions import blank, empty_rows, window_sizes
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.kernel import (
+    STORAGE_DTYPES,
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    blank,
+    empty_rows,
+    window_sizes,
+)
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, workspace
-from polyattn_cuda.paging import page_lists
+from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
+from polyattn_cuda.paging import PackedKeys, page_lists
+from polyattn_cuda.workspaces import workspace
+
+SHORT = 16
+"""Query tokens of a sequence up to which its row is taken as a decode."""
+FA3_SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
+"""Head sizes of keys and values that its FA3 kernels are instantiated for; FA2's take any 64s."""
 
 
-class FlashInferAttention(CudaAttention):
-    """Two wrappers for prefill and one for decode; for graphs one decode wrapper a batch size."""
+class FlashInferPlan(Plan):
+    """`keys` is there where the ragged wrapper runs. `origin` is the plan whose wrapper is reused."""
+
+    __slots__ = ("__weakref__", "empty", "keys", "lease", "origin")
+
+    lease: Lease
+    keys: PackedKeys | None
+    origin: Plan | None
+
+    def __init__(self, batch: Batch, causal: bool, origin: Plan | None = None):
+        super().__init__(batch)
+        self.empty, self.keys, self.origin = empty_rows(batch, causal), None, origin
+
+
+class FlashInferAttention(AttentionBackend):
+    """Wrappers of four kinds: decode, rows of a few tokens, paged and ragged prefill."""
 
     name: ClassVar[str] = "FLASHINFER"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
         self.dtype = STORAGE_DTYPES[spec.dtype]
-        self.kv_dtype = STORAGE_DTYPES[spec.stored_dtype]
+        self.kv_dtype = STORAGE_DTYPES[cache.dtype] if cache else self.dtype
         self.quantized = self.kv_dtype.itemsize == 1
         # Each cached page is read once whatever the group; from four heads on, tensor cores are
-        # what keeps up with the memory.
-        self.tensor_cores = spec.gqa_ratio >= 4
-        self._paged: Any = None
-        self._ragged: Any = None
-        self._decode: dict[int, Any] = {}
-        self._pages: dict[int, int] = {}
-
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self._block_size: int | None = None
-        self._ragged_planned = False
-        self._empty = empty_rows(batch)
-        decode = batch.num_decodes == batch.num_seqs
-        if decode and self.spec.graph_capture and batch.num_seqs in self._decode:
-            # A captured graph reads this wrapper's buffers: they must hold the new step before
-            # it is replayed, and the block size is known from the capture.
-            self._plan_decode(self._pages[batch.num_seqs])
-
-    def _options(self) -> dict[str, Any]:
-        """Return what every plan is told."""
-        spec = self.spec
-        return {
+        # what keeps up with the memory. Without them there are kernels of few ratios and sizes.
+        self.tensor_cores = spec.gqa_ratio >= 4 or spec.head_size not in (64, 128, 256)
+        sizes = (spec.head_size, spec.v_head_size)
+        self.prefill_kernel = "auto" if sizes in FA3_SIZES and not self.quantized else "fa2"
+        self.pool = WrapperPool(self._make, self.torch_device)
+        self.options = {
             "window_left": window_sizes(spec)[0],
             "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
         }  # fmt: skip
 
-    def _plan_decode(self, block_size: int) -> Any:
-        batch, spec = self.batch, self.spec
-        indptr, indices, last = page_lists(batch, block_size)
-        wrapper = self._decode_wrapper(len(indices))
-        wrapper.plan(
-            indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size, block_size,
-            **self._options(),
-        )  # fmt: skip
-        self._block_size = block_size
-        return wrapper
+    def prepare(self, phase: str) -> None:
+        """Plan for one token: its kernels are compiled where they are planned for first."""
+        table = None
+        if self.cache is not None:
+            table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
+        query_lens = [[SHORT + 1]] if phase == "prefill" else [[1], [2]]
+        for lens in query_lens:
+            keys = [lens[0] if self.cache is None else min(lens[0], self.cache.block_size)]
+            starts = [0, lens[0]]
+            self.plan(Batch(starts, keys, table, device=self.torch_device))
 
-    def _decode_wrapper(self, pages: int) -> Any:
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashInferPlan:
+        plan = FlashInferPlan(batch, self.spec.causal, reuse)
+        if not batch.num_tokens:
+            return plan
+        fresh = batch.lens == batch.query_lens and not self.quantized
+        if self.cache is None or (fresh and batch.max_query_len > SHORT):
+            self._plan_ragged(plan)
+        elif batch.all_decode:
+            self._plan_decode(plan, reuse)
+        else:
+            self._plan_paged(plan)
+        return plan
+
+    def _make(self, kind: Any, capacity: int) -> Any:
         import flashinfer
 
-        make, count = flashinfer.BatchDecodeWithPagedKVCacheWrapper, self.batch.num_seqs
         buffer = workspace(self.torch_device)
-        if not self.spec.graph_capture:
-            if 0 not in self._decode:
-                self._decode[0] = make(buffer, "NHD", use_tensor_cores=self.tensor_cores)
-            return self._decode[0]
-        if count not in self._decode:
-
-            def ints(size: int) -> Tensor:
-                return torch.zeros(size, dtype=torch.int32, device=self.torch_device)
-
-            self._decode[count] = make(
-                buffer, "NHD", use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
-                paged_kv_indptr_buffer=ints(count + 1), paged_kv_indices_buffer=ints(pages),
-                paged_kv_last_page_len_buffer=ints(count),
-            )  # fmt: skip
-        return self._decode[count]
-
-    def _plan_paged(self, block_size: int) -> None:
-        import flashinfer
-
-        batch, spec = self.batch, self.spec
-        if self._paged is None:
-            self._paged = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
-                workspace(self.torch_device), "NHD", backend="fa2" if self.quantized else "auto"
+        if kind == "ragged":
+            return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
+                buffer, "NHD", backend=self.prefill_kernel
             )
-        indptr, indices, last = page_lists(batch, block_size)
-        self._paged.plan(
+        if kind in ("short", "paged"):
+            kernel = "fa2" if kind == "short" else self.prefill_kernel
+            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=kernel)
+        make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
+        if kind == "decode":
+            return make(buffer, "NHD", use_tensor_cores=self.tensor_cores)
+        count = kind[1]
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self.torch_device)
+
+        return make(
+            buffer, "NHD", use_cuda_graph=True, use_tensor_cores=self.tensor_cores,
+            paged_kv_indptr_buffer=ints(count + 1), paged_kv_indices_buffer=ints(capacity),
+            paged_kv_last_page_len_buffer=ints(count),
+        )  # fmt: skip
+
+    def _plan_decode(self, plan: FlashInferPlan, reuse: Plan | None) -> None:
+        """Plan decodes; where graphs are captured, in buffers of the wrapper's own."""
+        spec, batch, cache = self.spec, plan.batch, self.cache
+        assert cache is not None
+        indptr, indices, last = page_lists(batch, cache.block_size)
+        if reuse is not None:
+            assert isinstance(reuse, FlashInferPlan)
+            plan.lease = reuse.lease
+        elif spec.graph_capture:
+            kind = ("decode", batch.num_seqs)
+            plan.lease = self.pool.lease(plan, kind, max(1, len(indices)))
+        else:
+            plan.lease = self.pool.lease(plan, "decode")
+        plan.lease.plan(
+            indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size,
+            cache.block_size, **self.options,
+        )  # fmt: skip
+
+    def _plan_paged(self, plan: FlashInferPlan) -> None:
+        spec, batch, cache = self.spec, plan.batch, self.cache
+        assert cache is not None
+        kind = "short" if batch.max_query_len <= SHORT else "paged"
+        indptr, indices, last = page_lists(batch, cache.block_size)
+        plan.lease = self.pool.lease(plan, kind)
+        plan.lease.plan(
             torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
-            spec.num_kv_heads, spec.head_size, block_size, causal=spec.causal, **self._options(),
+            spec.num_kv_heads, spec.head_size, cache.block_size, causal=spec.causal, **self.options,
         )  # fmt: skip
-        self._block_size = block_size
 
-    def _plan_ragged(self) -> None:
-        import flashinfer
-
-        spec = self.spec
-        if self._ragged is None:
-            self._ragged = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-                workspace(self.torch_device), "NHD"
-            )
-        starts = torch.tensor(self.batch.starts, dtype=torch.int32)
-        self._ragged.plan(
-            starts, starts, spec.num_heads, spec.num_kv_heads, spec.head_size, causal=spec.causal,
-            **self._options(),
+    def _plan_ragged(self, plan: FlashInferPlan) -> None:
+        spec, batch = self.spec, plan.batch
+        plan.keys = PackedKeys(batch, self.cache)
+        plan.lease = self.pool.lease(plan, "ragged")
+        plan.lease.plan(
+            torch.tensor(batch.starts, dtype=torch.int32),
+            torch.tensor(plan.keys.starts, dtype=torch.int32), spec.num_heads, spec.num_kv_heads,
+            spec.head_size, head_dim_vo=spec.v_head_size, causal=spec.causal, **self.options,
         )  # fmt: skip
-        self._ragged_planned = True
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -129,47 +173,18 @@ class FlashInferAttention(CudaAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        batch = self.batch
-        if not batch.num_tokens:
+        assert isinstance(plan, FlashInferPlan)
+        if not plan.batch.num_tokens:
             return
-        packed = batch.lens == batch.query_lens and not self.quantized and key is not None
-        if cache is not None and not packed:
-            if self._block_size != cache.block_size:
-                self._plan_paged(cache.block_size)
-            self._run(self._paged, query, (cache.key, cache.value), params, out, lse)
-            return
-        if not self._ragged_planned:
-            self._plan_ragged()
-        self._run(self._ragged, query, (key, value), params, out, lse)
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        if self._block_size != cache.block_size:
-            self._plan_decode(cache.block_size)
-            self._pages[self.batch.num_seqs] = cache.block_size
-        wrapper = self._decode[self.batch.num_seqs if self.spec.graph_capture else 0]
-        self._run(wrapper, query, (cache.key, cache.value), params, out, lse)
-
-    def _run(
-        self,
-        wrapper: Any,
-        query: Tensor,
-        stored: tuple[Tensor | None, Tensor | None],
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
-        keys = stored if wrapper is self._ragged else (stored,)
-        wrapper.run(
+        if plan.keys is not None:
+            keys: tuple[Any, ...] = plan.keys.read(key, value, cache)
+        else:
+            assert cache is not None
+            keys = ((cache.key, cache.value),)
+        plan.lease.wrapper.run(
             query.contiguous(), *keys, out=out, lse=lse, return_lse=lse is not None, **scales
         )
         if lse is not None:
             lse.mul_(math.log(2.0))
-        blank(self._empty, out, lse)  # older releases say -5e4 where nothing was attended to
+        blank(plan.empty, out, lse)  # older releases say -5e4 where nothing was attended to

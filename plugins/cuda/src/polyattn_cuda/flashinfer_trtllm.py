@@ -1,7 +1,8 @@
 """FLASHINFER_TRTLLM: TensorRT-LLM's decode kernels as FlashInfer carries them.
 
 XQA on Hopper and on sm_120, trtllm-gen on sm_100 and sm_103. They read block table and lengths on
-the device, so nothing is planned; XQA gives no LSE.
+the device, so nothing is planned; XQA gives no LSE. Rows of several tokens are for trtllm-gen alone:
+XQA wants a packed mask with them.
 """
 
 from __future__ import annotations
@@ -9,38 +10,62 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.conventions import blank, empty_rows, window_sizes
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    blank,
+    empty_rows,
+    window_sizes,
+)
 from torch import Tensor
 
-from polyattn_cuda.base import CudaAttention, zeroed_workspace
+from polyattn_cuda.workspaces import zeroed_workspace
 
 
-class FlashInferTrtllm(CudaAttention):
+class TrtllmPlan(Plan):
+    """Which tokens see no key."""
+
+    __slots__ = ("empty",)
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        self.empty = empty_rows(batch)
+
+
+class FlashInferTrtllm(AttentionBackend):
     """One call a layer and step, over the cache as it lies."""
 
     name: ClassVar[str] = "FLASHINFER_TRTLLM"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.empty = empty_rows(batch)
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> TrtllmPlan:
+        return TrtllmPlan(batch)
 
-    def forward_decode(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
-        cache: KVCache,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
 
-        spec, batch = self.spec, self.batch
-        assert batch.block_table is not None and lse is None
+        assert isinstance(plan, TrtllmPlan) and cache is not None and lse is None
+        spec, batch = self.spec, plan.batch
+        assert batch.block_table is not None
         # The kernels are given addresses alone: what isn't contiguous goes by a copy.
         whole = out if out.is_contiguous() else torch.empty_like(
             out, memory_format=torch.contiguous_format
@@ -53,4 +78,4 @@ class FlashInferTrtllm(CudaAttention):
         )  # fmt: skip
         if whole is not out:
             out.copy_(whole)
-        blank(self.empty, out, lse)
+        blank(plan.empty, out, lse)

@@ -12,37 +12,80 @@ from polyattn.plugin import (
     Proof,
     Role,
     Sizes,
+    Variant,
     hookimpl,
     multiples,
     one_of,
 )
 
 from polyattn_cuda.families import FAMILIES
-from polyattn_cuda.providers import fa2_provider, fa3_provider
 
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window"})
+ALL_ROLES = frozenset(Role)
 DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
+EITHER = frozenset({True, False})
+"""Over a cache, and to keys and values that are given whole."""
 ATTENTION = AttentionKind.ATTENTION
 
-FLASH_ATTN = BackendInfo(
-    name="FLASH_ATTN",
-    summary="FlashAttention-2: the flash-attn package, vLLM's build of it, or torch's own",
-    path="polyattn_cuda.flash_attn:FlashAttention2",
-    probe="polyattn_cuda.providers:fa2_ready",
-    install="pip install flash-attn (built for your torch), or vllm",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_80+",)},
-        roles=DECODER_CROSS,
-        head_sizes=multiples(8, low=32, high=256),
-        # Upstream pages by 256 tokens, vLLM's build by 16: the smallest here is the provider's.
-        block_sizes=multiples(256 if fa2_provider() == "flash_attn" else 16),
-        preferred_block_size=256 if fa2_provider() == "flash_attn" else 16,
-        features=MASKS | {"logit_soft_cap", "alibi", "lse"},
-        excludes=(
-            (frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),
-            (frozenset({"alibi", "lse"}), "its causal ALiBi leaves the row's part out of the LSE"),
+FA2_ALIBI = (
+    (frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),
+    (frozenset({"alibi", "lse"}), "its causal ALiBi leaves the row's part out of the LSE"),
+)
+FLASH_ATTN = BackendInfo.of_variants(
+    Variant(
+        name="flash-attn",
+        path="polyattn_cuda.flash_attn:UpstreamFlashAttention2",
+        probe="polyattn_cuda.providers:flash_attn_ready",
+        install="pip install flash-attn (built for your torch)",
+        capabilities=Capabilities(
+            platforms={"cuda": ("sm_80+",)},
+            roles=ALL_ROLES,
+            cached=EITHER,
+            decode_query_lens=16,
+            head_sizes=multiples(8, low=32, high=256),
+            block_sizes=multiples(256),
+            preferred_block_size=256,
+            features=MASKS | {"logit_soft_cap", "alibi", "lse"},
+            excludes=FA2_ALIBI,
         ),
     ),
+    Variant(
+        name="vllm",
+        path="polyattn_cuda.flash_attn:VllmFlashAttention2",
+        probe="polyattn_cuda.providers:vllm_fa2_ready",
+        install="pip install vllm",
+        capabilities=Capabilities(
+            platforms={"cuda": ("sm_80+",)},
+            roles=ALL_ROLES,
+            cached=EITHER,
+            decode_query_lens=16,
+            head_sizes=multiples(8, low=32, high=256),
+            block_sizes=multiples(16),
+            features=MASKS | {"logit_soft_cap", "alibi", "lse"},
+            excludes=FA2_ALIBI,
+        ),
+    ),
+    Variant(
+        name="torch",
+        path="polyattn_cuda.flash_attn:TorchFlashAttention2",
+        probe="polyattn_cuda.providers:torch_fa2_ready",
+        install="pip install torch>=2.13",
+        capabilities=Capabilities(
+            platforms={"cuda": ("sm_80+",)},
+            roles=ALL_ROLES,
+            cached=EITHER,
+            head_sizes=multiples(8, low=32, high=256),
+            block_sizes=multiples(256),
+            preferred_block_size=256,
+            features=MASKS | {"lse"},
+            remedies={
+                "logit_soft_cap": "torch's varlen_attn has none: pip install flash-attn",
+                "alibi": "torch's varlen_attn has none: pip install flash-attn",
+            },
+        ),
+    ),
+    name="FLASH_ATTN",
+    summary="FlashAttention-2: the flash-attn package, vLLM's build of it, or torch's own",
     priorities=(
         Priority(score=70, archs=("sm_80-sm_89",), kind=ATTENTION, why="the fastest before Hopper"),
         Priority(score=65, kind=ATTENTION, why="FlashAttention-2 works on every NVIDIA from sm_80"),
@@ -50,30 +93,56 @@ FLASH_ATTN = BackendInfo(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
-FLASH_ATTN_V3 = BackendInfo(
+# From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end;
+# larger blocks are walked as several.
+FA3_PAGES = Sizes(low=1, high=64)
+FA3_FP8 = ((frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),)
+EXPANDED_MLA = frozenset({(192, 128)})
+"""Head sizes of an MLA layer whose keys and values are made from its latents."""
+FLASH_ATTN_V3 = BackendInfo.of_variants(
+    Variant(
+        name="flash-attn-3",
+        path="polyattn_cuda.flash_attn_v3:UpstreamFlashAttention3",
+        probe="polyattn_cuda.providers:fa3_ready",
+        install="build flash-attn's hopper folder",
+        capabilities=Capabilities(
+            platforms={"cuda": ("sm_90",)},
+            roles=ALL_ROLES,
+            cached=EITHER,
+            decode_query_lens=16,
+            head_sizes=one_of(64, 96, 128, 192, 256),
+            block_sizes=FA3_PAGES,
+            v_head_pairs=EXPANDED_MLA,
+            kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+            fp8_compute=True,
+            features=MASKS | {"v_head_size", "logit_soft_cap", "lse"},
+            remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
+            graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+            excludes=FA3_FP8,
+        ),
+    ),
+    Variant(
+        name="vllm",
+        path="polyattn_cuda.flash_attn_v3:VllmFlashAttention3",
+        probe="polyattn_cuda.providers:vllm_fa3_ready",
+        install="pip install vllm",
+        capabilities=Capabilities(
+            platforms={"cuda": ("sm_90",)},
+            roles=ALL_ROLES,
+            cached=EITHER,
+            decode_query_lens=16,
+            head_sizes=one_of(64, 96, 128, 192, 256),
+            block_sizes=FA3_PAGES,
+            v_head_pairs=EXPANDED_MLA,
+            kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
+            fp8_compute=True,
+            features=MASKS | {"v_head_size", "logit_soft_cap", "lse", "learned_sinks"},
+            graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+            excludes=FA3_FP8,
+        ),
+    ),
     name="FLASH_ATTN_V3",
     summary="FlashAttention-3 for Hopper: flash_attn_interface, or vLLM's build of it",
-    path="polyattn_cuda.flash_attn_v3:FlashAttention3",
-    probe="polyattn_cuda.providers:fa3_ready",
-    install="build flash-attn's hopper folder, or pip install vllm",
-    capabilities=Capabilities(
-        platforms={"cuda": ("sm_90",)},
-        roles=DECODER_CROSS,
-        head_sizes=one_of(64, 96, 128, 192, 256),
-        # From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a
-        # sequence's end; larger blocks are walked as several.
-        block_sizes=Sizes(low=1, high=64),
-        v_head_pairs=frozenset({(192, 128)}),  # an MLA layer's, expanded
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
-        fp8_compute=True,
-        # vLLM's build reads sinks, as bf16; upstream's has none.
-        features=MASKS
-        | {"v_head_size", "logit_soft_cap", "lse"}
-        | (frozenset({"learned_sinks"}) if fa3_provider() == "vllm" else frozenset()),
-        remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
-        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
-        excludes=((frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),),
-    ),
     priorities=(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
         Priority(score=70, phase="decode", why="behind FlashInfer's and Triton's decode on Hopper"),
@@ -90,9 +159,11 @@ FLASH_ATTN_V4 = BackendInfo(
     install="pip install flash-attn-4 --pre",
     capabilities=Capabilities(
         platforms={"cuda": ("sm_90", "sm_100", "sm_103")},
+        roles=ALL_ROLES,
+        cached=EITHER,
         head_sizes=multiples(8, low=32, high=128),
         phases=frozenset({"prefill"}),
-        features=MASKS - {"non_causal"} | {"logit_soft_cap", "lse"},
+        features=MASKS | {"logit_soft_cap", "lse"},
     ),
     priorities=(
         Priority(score=95, archs=("sm_100+",), phase="prefill", why="the fastest on Blackwell"),
@@ -112,15 +183,21 @@ FLASHINFER = BackendInfo(
     install="pip install flashinfer-python",
     capabilities=Capabilities(
         platforms={"cuda": ("sm_80+",)},
-        roles=DECODER_CROSS,
+        roles=ALL_ROLES,
+        cached=EITHER,
+        decode_query_lens=16,
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2"}),
-        head_sizes=one_of(64, 128, 256),
-        gqa_ratios=one_of(1, 2, 3, 4, 6, 8, 16),
+        # Its FA2 kernels take multiples of 64; what isn't one they get wrong or die of.
+        head_sizes=one_of(64, 128, 192, 256),
+        v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
-        features=MASKS | {"logit_soft_cap", "lse"},
+        features=MASKS | {"v_head_size", "logit_soft_cap", "lse"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             (frozenset({"sliding_window", "non_causal"}), "its window bounds the left side only"),
+            (frozenset({"v_head_size", "cached"}), "its decode has one size for keys and values"),
+            (frozenset({"head_size 192", "fp8_e4m3"}), "of one byte it takes multiples of 128"),
+            (frozenset({"head_size 192", "fp8_e5m2"}), "of one byte it takes multiples of 128"),
         ),
     ),
     priorities=(
@@ -163,9 +240,11 @@ CUDNN_ATTENTION = BackendInfo(
     probe="polyattn_cuda.providers:cudnn_ready",
     capabilities=Capabilities(
         platforms={"cuda": ("sm_80+",)},
+        roles=ALL_ROLES,
+        cached=EITHER,
         head_sizes=multiples(8, low=32, high=128),
         phases=frozenset({"prefill"}),
-        features=frozenset({"causal", "gqa", "lse"}),
+        features=frozenset({"causal", "non_causal", "gqa", "lse"}),
     ),
     priorities=(
         Priority(score=68, phase="prefill", why="fast for few long prompts without context"),
@@ -182,7 +261,8 @@ XFORMERS = BackendInfo(
     install="pip install xformers",
     capabilities=Capabilities(
         platforms={"cuda": ("sm_75-sm_90",)},
-        roles=frozenset(Role),
+        roles=ALL_ROLES,
+        cached=EITHER,
         dtypes=frozenset({"bfloat16", "float16", "float32"}),
         head_sizes=multiples(8, high=256),
         v_head_sizes=multiples(8, high=256),
@@ -206,7 +286,15 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="cuda", detect="polyattn_cuda.platform:detect", rank=20)]
+    return [
+        Platform(
+            name="cuda",
+            detect="polyattn_cuda.platform:detect",
+            rank=20,
+            device_types=("cuda",),
+            current="polyattn_cuda.platform:current",
+        )
+    ]
 
 
 @hookimpl

@@ -1,10 +1,12 @@
-"""Turns a block table into the forms that libraries want. Lengths are known on the host."""
+"""Turns block tables and key lengths into the forms that libraries want, once a step."""
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import numpy as np
 import torch
-from polyattn import Batch, KVCache
+from polyattn.kernel import Batch, CacheFormat, KVCache
 from torch import Tensor
 
 
@@ -36,16 +38,49 @@ def page_lists(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.from_numpy(indptr), batch.block_table[at[0], at[1]], torch.from_numpy(last)
 
 
-def token_slots(batch: Batch, block_size: int) -> Tensor:
-    """Return every cached token's slot, int64, the sequences one after another."""
-    assert batch.block_table is not None
-    row, position = ragged(np.asarray(batch.lens, dtype=np.int64))
-    at = upload(np.stack([row, position]), batch.device)
-    block = batch.block_table[at[0], at[1] // block_size].long()
-    return block * block_size + at[1] % block_size
+class PackedKeys:
+    """A step's keys one sequence after another, from wherever they are; places are found once.
 
+    - given whole, without gaps: as they are, with gaps: gathered;
+    - of prompts without context: the new tokens, as long as they are given;
+    - cached: copied out of their pages.
+    """
 
-def read_slots(cache: KVCache, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Copy keys and values out of their pages: (slots, num_kv_heads, size) each."""
-    block, offset = slots // cache.block_size, slots % cache.block_size
-    return cache.key[block, offset], cache.value[block, offset]
+    def __init__(self, batch: Batch, cache: CacheFormat | None):
+        self.batch, self.cache = batch, cache
+        self.total = sum(batch.lens)
+        self.fresh = cache is not None and batch.lens == batch.query_lens
+        self.rows: Tensor | None = None
+        if cache is not None and not self.fresh:
+            self.rows = self._slots()
+        elif cache is None and not batch.keys_packed:
+            row, position = ragged(np.asarray(batch.lens, dtype=np.int64))
+            starts = np.asarray(batch.key_starts, dtype=np.int64)
+            self.rows = upload(starts[row] + position, batch.device)
+
+    @property
+    def starts(self) -> list[int]:
+        """Where each sequence's keys start, on the host, ending with their total."""
+        return [0, *accumulate(self.batch.lens)]
+
+    def read(
+        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (total, num_kv_heads, size) each."""
+        if cache is not None and (not self.fresh or key is None or value is None):
+            if self.rows is None:
+                self.rows = self._slots()
+            block, offset = self.rows // cache.block_size, self.rows % cache.block_size
+            return cache.key[block, offset], cache.value[block, offset]
+        assert key is not None and value is not None
+        if self.rows is not None and cache is None:
+            return key[self.rows], value[self.rows]
+        return key[: self.total], value[: self.total]
+
+    def _slots(self) -> Tensor:
+        """Return every cached token's slot, int64."""
+        assert self.cache is not None and self.batch.block_table is not None
+        size = self.cache.block_size
+        row, position = ragged(np.asarray(self.batch.lens, dtype=np.int64))
+        at = upload(np.stack([row, position]), self.batch.device)
+        return self.batch.block_table[at[0], at[1] // size].long() * size + at[1] % size

@@ -23,3 +23,10 @@ def detect(torch_device: str | None = None) -> Device | None:
         fp8="ocp" if (major, minor) >= (8, 9) else None,
         torch_device=f"cuda:{index}",
     )
+
+
+def current() -> str:
+    """Return the current GPU."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}"

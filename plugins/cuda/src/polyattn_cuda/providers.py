@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,39 +27,50 @@ def vllm_library(name: str) -> Path | None:
     return None
 
 
-@cache
-def fa2_provider() -> str | None:
-    """Return `"flash_attn"`, `"vllm"`, `"torch"` or None.
+def flash_attn_ready() -> str | None:
+    """Say why the flash-attn package isn't here, or None.
 
     flash-attn 4 installs a `flash_attn` namespace too, so the distribution is asked, not the module.
     """
-    if _version("flash-attn"):
-        return "flash_attn"
-    if vllm_library("_vllm_fa2_C"):
-        return "vllm"
+    return None if _version("flash-attn") else "flash-attn is not installed"
+
+
+def torch_fa2_ready() -> str | None:
+    """Say why torch's own FlashAttention-2 isn't enough here, or None."""
     torch = _version("torch") or "0"
     numbers = [int(part) for part in torch.split("+")[0].split(".")[:2] if part.isdigit()]
-    return "torch" if numbers >= [2, 13] else None
+    return None if numbers >= [2, 13] else f"torch {torch}'s varlen_attn reads no pages (2.13 does)"
 
 
-@cache
-def fa3_provider() -> str | None:
-    """Return `"flash_attn_interface"`, `"vllm"` or None."""
-    if find_spec("flash_attn_interface"):
-        return "flash_attn_interface"
-    return "vllm" if vllm_library("_vllm_fa3_C") else None
-
-
-def fa2_ready() -> str | None:
-    """Say why FlashAttention-2 isn't here, or None."""
-    if fa2_provider():
-        return None
-    return "none of flash-attn, vllm and a torch of 2.13 or later (paged varlen_attn) is installed"
+def vllm_fa2_ready() -> str | None:
+    """Say why vLLM's build of FlashAttention-2 isn't here, or None."""
+    return _vllm_ready("_vllm_fa2_C")
 
 
 def fa3_ready() -> str | None:
-    """Say why FlashAttention-3 isn't here, or None."""
-    return None if fa3_provider() else "neither flash_attn_interface nor vllm is installed"
+    """Say why flash-attn's hopper folder isn't here, or None."""
+    return None if find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
+
+
+def vllm_fa3_ready() -> str | None:
+    """Say why vLLM's build of FlashAttention-3 isn't here, or None."""
+    return _vllm_ready("_vllm_fa3_C")
+
+
+def flash_mla_ready() -> str | None:
+    """Say why the flash_mla package isn't here, or None."""
+    return None if find_spec("flash_mla") else "flash_mla is not installed"
+
+
+def vllm_flashmla_ready() -> str | None:
+    """Say why vLLM's build of FlashMLA isn't here, or None."""
+    return _vllm_ready("_flashmla_C")
+
+
+def _vllm_ready(library: str) -> str | None:
+    if find_spec("vllm") is None:
+        return "vllm is not installed"
+    return None if vllm_library(library) else f"the installed vllm has no {library}"
 
 
 def fa4_ready() -> str | None:
@@ -68,19 +78,6 @@ def fa4_ready() -> str | None:
     if find_spec("cutlass") is None:
         return "nvidia-cutlass-dsl is not installed; pip install nvidia-cutlass-dsl"
     return None
-
-
-@cache
-def flashmla_provider() -> str | None:
-    """Return `"flash_mla"`, `"vllm"` or None."""
-    if find_spec("flash_mla"):
-        return "flash_mla"
-    return "vllm" if vllm_library("_flashmla_C") else None
-
-
-def flashmla_ready() -> str | None:
-    """Say why FlashMLA isn't here, or None."""
-    return None if flashmla_provider() else "neither flash_mla nor vllm is installed"
 
 
 def fla_ready() -> str | None:

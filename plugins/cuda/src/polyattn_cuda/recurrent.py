@@ -2,37 +2,39 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import ClassVar
 
 import torch
-from polyattn import AttentionKind, Batch, RecurrentBackend
+from polyattn.kernel import AttentionKind, Batch, Plan, RecurrentBackend
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 
 
-class SlotStates(RecurrentBackend):
-    """Gathers the states that a step continues from, and scatters the new ones."""
+class SlotPlan(Plan):
+    """Which sequences take part: padding rows and empty queries don't, nor does any read their slots.
 
-    def plan(self, batch: Batch) -> None:
+    `rows` int64: the tokens that take part, None for all. `starts` int64 (taken + 1,) on the device;
+    `slots`, `begun` (taken,): where each one's state is, and whether it continues from it.
+    """
+
+    __slots__ = ("begun", "lens", "rows", "slots", "starts")
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
         assert batch.state_slots is not None
-        self.batch = batch
         live = [i for i, n in enumerate(batch.lens) if n and batch.query_lens[i]]
-        # Padding rows and empty queries are left out; all others lie side by side already, unless
-        # a padding row lies between them.
-        self.seqs = torch.tensor(live, dtype=torch.int64, device=batch.device)
-        lens = [batch.query_lens[i] for i in live]
-        self.lens = lens
-        starts = torch.tensor([0, *torch.tensor(lens, dtype=torch.int64).cumsum(0).tolist()])
-        self.starts = starts.to(batch.device)
+        self.lens = [batch.query_lens[i] for i in live]
+        self.starts = torch.tensor([0, *accumulate(self.lens)], device=batch.device)
         kept = [batch.starts[i] + t for i in live for t in range(batch.query_lens[i])]
         whole = len(kept) == batch.num_tokens
         self.rows = None if whole else torch.tensor(kept, device=batch.device)
-        self.slots = batch.state_slots[self.seqs]
-        self.begun = torch.tensor(
-            [batch.lens[i] > batch.query_lens[i] for i in live], device=batch.device
-        )
+        self.slots = batch.state_slots[torch.tensor(live, dtype=torch.int64, device=batch.device)]
+        begun = [batch.lens[i] > batch.query_lens[i] for i in live]
+        self.begun = torch.tensor(begun, dtype=torch.bool, device=batch.device)
 
     def take(self, inputs: Tensors) -> dict[str, Tensor]:
         """Return the inputs without padding rows."""
@@ -54,6 +56,33 @@ class SlotStates(RecurrentBackend):
             out[self.rows] = result.to(out.dtype)
 
 
+class SlotStates(RecurrentBackend):
+    """Gathers the states that a step continues from, and scatters the new ones."""
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> SlotPlan:
+        return SlotPlan(batch)
+
+    def run(
+        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        assert isinstance(plan, SlotPlan)
+        if plan.lens:
+            call = self.decode if plan.batch.all_decode else self.prefill
+            call(plan, inputs, params, states, out)
+
+    @abstractmethod
+    def prefill(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        """Run sequences of any number of tokens."""
+
+    @abstractmethod
+    def decode(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        """Run sequences of one token each."""
+
+
 def step_size(dt: Tensor, params: Tensors, softplus: bool) -> Tensor:
     """Return Mamba's step size, float32."""
     dt = dt.float() + params["dt_bias"] if "dt_bias" in params else dt.float()
@@ -65,27 +94,24 @@ class FlashLinearAttention(SlotStates):
 
     name: ClassVar[str] = "FLA"
 
-    def forward_prefill(
-        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    def prefill(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
-        self._run(inputs, params, states, out, decode=False)
-
-    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        self._run(inputs, params, states, out, decode=True)
-
-    def _run(
-        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor, decode: bool
-    ) -> None:
-        if not len(self.seqs):
-            return
-        x = self.take(inputs)
         run = self._delta if self.spec.kind is AttentionKind.GDN else self._gated
-        result, final = run(x, params, self.initial(states), decode)
-        states[self.slots] = final
-        self.put(out, result)
+        decode = plan.batch.all_decode
+        result, final = run(plan, plan.take(inputs), params, plan.initial(states), decode)
+        states[plan.slots] = final
+        plan.put(out, result)
+
+    decode = prefill
 
     def _gated(
-        self, x: dict[str, Tensor], params: Tensors, initial: Tensor, decode: bool
+        self,
+        plan: SlotPlan,
+        x: dict[str, Tensor],
+        params: Tensors,
+        initial: Tensor,
+        decode: bool,
     ) -> tuple[Tensor, Tensor]:
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
@@ -105,7 +131,7 @@ class FlashLinearAttention(SlotStates):
         result, final = call(
             q=q[None], k=k[None], v=v[None], g=g[None].contiguous(),
             scale=1.0 if mamba else spec.scale, initial_state=initial, output_final_state=True,
-            state_v_first=mamba, cu_seqlens=self.starts,
+            state_v_first=mamba, cu_seqlens=plan.starts,
         )  # fmt: skip
         result = result[0]
         if mamba and "D" in params:
@@ -113,7 +139,12 @@ class FlashLinearAttention(SlotStates):
         return result, final
 
     def _delta(
-        self, x: dict[str, Tensor], params: Tensors, initial: Tensor, decode: bool
+        self,
+        plan: SlotPlan,
+        x: dict[str, Tensor],
+        params: Tensors,
+        initial: Tensor,
+        decode: bool,
     ) -> tuple[Tensor, Tensor]:
         from fla.ops.gated_delta_rule import (
             chunk_gated_delta_rule,
@@ -126,7 +157,7 @@ class FlashLinearAttention(SlotStates):
             q=x["q"][None], k=x["k"][None], v=x["v"][None], g=x["g"][None].float(),
             beta=x["beta"][None], scale=self.spec.scale, initial_state=initial,
             output_final_state=True, use_qk_l2norm_in_kernel=self.spec.recurrent.qk_norm,
-            cu_seqlens=self.starts,
+            cu_seqlens=plan.starts,
         )  # fmt: skip
         return result[0], final
 
@@ -136,16 +167,16 @@ class MambaSSM(SlotStates):
 
     name: ClassVar[str] = "MAMBA_SSM"
 
-    def forward_prefill(
-        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    def prefill(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
         from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
 
         assert self.spec.recurrent is not None
-        x, initial = self.take(inputs), self.initial(states)
+        x, initial = plan.take(inputs), plan.initial(states)
         result = torch.empty_like(x["x"])
-        for first, last, length in _runs(self.lens):
-            rows = slice(int(sum(self.lens[:first])), int(sum(self.lens[:last])))
+        for first, last, length in _runs(plan.lens):
+            rows = slice(int(sum(plan.lens[:first])), int(sum(plan.lens[:last])))
             part = {n: t[rows].unflatten(0, (last - first, length)) for n, t in x.items()}
             found, final = mamba_chunk_scan_combined(
                 part["x"], part["dt"], params["A"], part["B"], part["C"], CHUNK, D=params.get("D"),
@@ -153,16 +184,18 @@ class MambaSSM(SlotStates):
                 dt_softplus=self.spec.recurrent.dt_softplus, return_final_states=True,
             )  # fmt: skip
             result[rows] = found.flatten(0, 1)
-            states[self.slots[first:last]] = final.to(states.dtype)
-        self.put(out, result)
+            states[plan.slots[first:last]] = final.to(states.dtype)
+        plan.put(out, result)
 
-    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def decode(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
         assert self.spec.recurrent is not None
         spec = self.spec
-        x, slots = self.take(inputs), self.slots
-        states[slots] = self.initial(states)
+        x, slots = plan.take(inputs), plan.slots
+        states[slots] = plan.initial(states)
         shape = (spec.num_heads, spec.head_size, spec.recurrent.state_size)
 
         def wide(name: str) -> Tensor | None:
@@ -175,7 +208,7 @@ class MambaSSM(SlotStates):
             dt_bias=wide("dt_bias"), dt_softplus=spec.recurrent.dt_softplus,
             state_batch_indices=slots.int(),
         )  # fmt: skip
-        self.put(out, result)
+        plan.put(out, result)
 
 
 CHUNK = 256
@@ -198,16 +231,16 @@ class CausalConv1d(SlotStates):
 
     name: ClassVar[str] = "CAUSAL_CONV1D"
 
-    def forward_prefill(
-        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    def prefill(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
         from causal_conv1d import causal_conv1d_fn
 
-        x, initial = self.take(inputs)["x"], self.initial(states)
+        x, initial = plan.take(inputs)["x"], plan.initial(states)
         result = torch.empty_like(x)
         assert self.spec.recurrent is not None
-        for first, last, length in _runs(self.lens):
-            rows = slice(int(sum(self.lens[:first])), int(sum(self.lens[:last])))
+        for first, last, length in _runs(plan.lens):
+            rows = slice(int(sum(plan.lens[:first])), int(sum(plan.lens[:last])))
             part = x[rows].unflatten(0, (last - first, length)).transpose(1, 2)
             # Both states channels last, as the kernel wants them beside such an input.
             before = initial[first:last].transpose(1, 2).contiguous().transpose(1, 2)
@@ -216,20 +249,22 @@ class CausalConv1d(SlotStates):
                 return_final_states=True, activation=self.spec.recurrent.activation,
             )  # fmt: skip
             result[rows] = found.transpose(1, 2).flatten(0, 1)
-            states[self.slots[first:last]] = final
-        self.put(out, result)
+            states[plan.slots[first:last]] = final
+        plan.put(out, result)
 
-    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+    def decode(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
         from causal_conv1d import causal_conv1d_update
 
         assert self.spec.recurrent is not None
-        x, state = self.take(inputs)["x"], self.initial(states)
+        x, state = plan.take(inputs)["x"], plan.initial(states)
         result = causal_conv1d_update(
             x, state, params["weight"].to(x.dtype), _bias(params, x),
             activation=self.spec.recurrent.activation,
         )  # fmt: skip
-        states[self.slots] = state
-        self.put(out, result)
+        states[plan.slots] = state
+        plan.put(out, result)
 
 
 def _bias(params: Tensors, x: Tensor) -> Tensor | None:

@@ -1,12 +1,19 @@
-"""ROCM_ATTN: AITER's varlen kernel over pages for prefill, its paged attention for decode."""
+"""ROCM_ATTN: AITER's varlen kernel over pages or given keys, its paged attention for decode."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 import torch
-from polyattn import Batch, Device, KVCache, LayerParams, LayerSpec
-from polyattn.runtime.conventions import (
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
     at_least,
     blank,
     cumulative,
@@ -16,31 +23,44 @@ from polyattn.runtime.conventions import (
 )
 from torch import Tensor
 
-from polyattn_rocm.base import RocmAttention
+from polyattn_rocm.keys import GivenKeys
 
 PARTITION = 256
 """Keys that one workgroup of the paged decode takes."""
 
 
-class AiterAttention(RocmAttention):
+class AiterPlan(Plan):
+    """Where the keys are and which tokens see none; `decode` by the paged kernel."""
+
+    __slots__ = ("decode", "empty", "key_starts", "keys")
+
+    def __init__(self, batch: Batch, cached: bool, causal: bool):
+        super().__init__(batch)
+        self.decode = cached and batch.all_decode
+        self.keys = None if cached else GivenKeys(batch)
+        self.key_starts = cumulative(batch.seq_lens) if cached else batch.key_start_loc
+        self.empty = empty_rows(batch, causal)
+
+
+class AiterAttention(AttentionBackend):
     """CK or assembly kernels, as AITER chooses."""
 
     name: ClassVar[str] = "ROCM_ATTN"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
         self._workspace = torch.empty(0, dtype=torch.uint8, device=self.torch_device)
         self._outgrown: list[Tensor] = []
         self._scales: dict[float, Tensor] = {}
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.starts, self.lens = batch.query_start_loc, batch.seq_lens
-        self.key_starts = cumulative(self.lens)
-        self.empty = empty_rows(batch)
-        if batch.num_decodes == batch.num_seqs:
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> AiterPlan:
+        # The paged decode returns no LSE, and claims none: with one, rows of a token are a prefill.
+        plan = AiterPlan(batch, self.cache is not None, self.spec.causal)
+        plan.decode = plan.decode and not self.spec.needs_lse
+        if plan.decode:
             self._size_workspace(batch)
+        return plan
 
     def _size_workspace(self, batch: Batch) -> None:
         """Partial outputs in the query's dtype, and a sum and a maximum each in float32."""
@@ -49,8 +69,30 @@ class AiterAttention(RocmAttention):
         size = parts * (spec.head_size * 2 + 2 * 4)
         self._workspace = at_least(self._workspace, size, self._outgrown)
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, AiterPlan)
+        if not plan.batch.num_tokens:
+            return
+        if plan.decode:
+            assert cache is not None
+            self._decode(plan, query, cache, params, out)
+        else:
+            self._varlen(plan, query, key, value, cache, params, out, lse)
+        blank(plan.empty, out, lse)
+
+    def _varlen(
+        self,
+        plan: AiterPlan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -61,41 +103,36 @@ class AiterAttention(RocmAttention):
     ) -> None:
         from aiter import flash_attn_varlen_func
 
-        assert cache is not None
-        if not self.batch.num_tokens:
-            return
-        spec, batch = self.spec, self.batch
+        spec, batch = self.spec, plan.batch
+        if plan.keys is not None:
+            key, value = plan.keys.read(key), plan.keys.read(value)
+        else:
+            assert cache is not None
+            key, value = cache.key, cache.value
         result = flash_attn_varlen_func(
-            query, cache.key, cache.value, self.starts, self.key_starts, batch.max_query_len,
+            query, key, value, batch.query_start_loc, plan.key_starts, batch.max_query_len,
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,
             causal=spec.causal, window_size=window_sizes(spec), alibi_slopes=params.alibi_slopes,
-            return_lse=True, block_table=batch.block_table, out=out,
+            return_lse=True, block_table=None if cache is None else batch.block_table, out=out,
         )  # fmt: skip
         if result[0].data_ptr() != out.data_ptr():  # some of its paths return a tensor of their own
             out.copy_(result[0])
         store_lse(lse, result[1])
-        blank(self.empty, out, lse)
 
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
+    def _decode(
+        self, plan: AiterPlan, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor
     ) -> None:
         from aiter import paged_attention_v1
 
-        spec, batch = self.spec, self.batch
+        spec, batch = self.spec, plan.batch
         quantized = cache.key.dtype.itemsize == 1
         paged_attention_v1(
             out, self._workspace, query.contiguous(), cache.key, cache.value, spec.scale,
-            batch.block_table, None, self.lens, batch.max_seq_len, params.alibi_slopes,
+            batch.block_table, None, batch.seq_lens, batch.max_seq_len, params.alibi_slopes,
             "fp8" if quantized else "auto", "NHD", spec.logit_soft_cap or 0.0,
             self._scale(params.k_scale), self._scale(params.v_scale), None, PARTITION, 1,
             spec.sliding_window or 0,
         )  # fmt: skip
-        blank(self.empty, out, None)
 
     def _scale(self, value: float) -> Tensor:
         found = self._scales.get(value)

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from polyattn import Batch, KVCache, LayerParams
-from polyattn.runtime.conventions import (
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    KVCache,
+    LayerParams,
+    Plan,
+    UniformRows,
     blank,
     cumulative,
     decode_window_sizes,
@@ -15,22 +20,56 @@ from polyattn.runtime.conventions import (
 )
 from torch import Tensor
 
-from polyattn_rocm.base import RocmAttention
+from polyattn_rocm.keys import GivenKeys
+
+SHORT = 16
+"""Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
 
 
-class CkFlashAttention(RocmAttention):
-    """Prefill by the varlen kernel over pages, decode by the KV-cache kernel."""
+class CkPlan(Plan):
+    """Where the keys are and which tokens see none; `short` rows run by the KV-cache kernel."""
+
+    __slots__ = ("empty", "key_starts", "keys", "short")
+
+    def __init__(self, batch: Batch, cached: bool, causal: bool):
+        super().__init__(batch)
+        self.short = UniformRows(batch) if cached and batch.max_query_len <= SHORT else None
+        self.keys = None if cached else GivenKeys(batch)
+        self.key_starts = cumulative(batch.seq_lens) if cached else batch.key_start_loc
+        self.empty = empty_rows(batch, causal)
+
+
+class CkFlashAttention(AttentionBackend):
+    """Long queries by the varlen kernel over pages or given keys, short ones by the KV-cache kernel."""
 
     name: ClassVar[str] = "ROCM_FLASH_ATTN"
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.starts, self.lens = batch.query_start_loc, batch.seq_lens
-        self.key_starts = cumulative(self.lens)
-        self.empty = empty_rows(batch)
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> CkPlan:
+        return CkPlan(batch, self.cache is not None, self.spec.causal)
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, CkPlan)
+        if not plan.batch.num_tokens:
+            return
+        if plan.short is not None and cache is not None:
+            self._short(plan, plan.short, query, cache, params, out, lse)
+        else:
+            self._varlen(plan, query, key, value, cache, params, out, lse)
+        blank(plan.empty, out, lse)
+
+    def _varlen(
+        self,
+        plan: CkPlan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -41,23 +80,26 @@ class CkFlashAttention(RocmAttention):
     ) -> None:
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        assert cache is not None
-        if not self.batch.num_tokens:
-            return
-        spec, batch = self.spec, self.batch
+        spec, batch = self.spec, plan.batch
+        if plan.keys is not None:
+            key, value = plan.keys.read(key), plan.keys.read(value)
+        else:
+            assert cache is not None
+            key, value = cache.key, cache.value
         result, found, _ = flash_attn_varlen_func(
-            query, cache.key, cache.value, self.starts, self.key_starts, batch.max_query_len,
+            query, key, value, batch.query_start_loc, plan.key_starts, batch.max_query_len,
             batch.max_seq_len, softmax_scale=spec.scale, causal=spec.causal,
             window_size=window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
             alibi_slopes=params.alibi_slopes, return_attn_probs=True,
-            block_table=batch.block_table,
+            block_table=None if cache is None else batch.block_table,
         )  # fmt: skip
         out.copy_(result)
         store_lse(lse, found)
-        blank(self.empty, out, lse)
 
-    def forward_decode(
+    def _short(
         self,
+        plan: CkPlan,
+        rows: UniformRows,
         query: Tensor,
         cache: KVCache,
         params: LayerParams,
@@ -66,13 +108,13 @@ class CkFlashAttention(RocmAttention):
     ) -> None:
         from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 
-        spec = self.spec
+        spec, batch = self.spec, plan.batch
+        sizes = decode_window_sizes if batch.max_query_len == 1 else window_sizes
         result, found = flash_attn_with_kvcache(
-            query[:, None], cache.key, cache.value, cache_seqlens=self.lens,
-            block_table=self.batch.block_table, softmax_scale=spec.scale, causal=spec.causal,
-            window_size=decode_window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
+            rows.spread(query), cache.key, cache.value, cache_seqlens=batch.seq_lens,
+            block_table=batch.block_table, softmax_scale=spec.scale, causal=spec.causal,
+            window_size=sizes(spec), softcap=spec.logit_soft_cap or 0.0,
             alibi_slopes=params.alibi_slopes, return_softmax_lse=True,
         )  # fmt: skip
-        out.copy_(result[:, 0])
-        store_lse(lse, found[:, :, 0].T)
-        blank(self.empty, out, lse)
+        out.copy_(rows.collect(result))
+        store_lse(lse, rows.collect(found.transpose(1, 2)).T)

@@ -18,7 +18,9 @@ from polyattn.plugin import (
 
 ATTENTION = AttentionKind.ATTENTION
 PROOF = {"rocm": Proof.SIGNATURE}
-DECODER_CROSS = frozenset({Role.DECODER, Role.CROSS})
+ALL_ROLES = frozenset(Role)
+EITHER = frozenset({True, False})
+"""Over a cache, and to keys and values that are given whole."""
 
 ROCM_ATTN = BackendInfo(
     name="ROCM_ATTN",
@@ -29,16 +31,20 @@ ROCM_ATTN = BackendInfo(
     install="pip install amd-aiter",
     capabilities=Capabilities(
         platforms={"rocm": ("gfx942", "gfx950")},
-        roles=frozenset({Role.DECODER}),
+        roles=ALL_ROLES,
+        cached=EITHER,
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
         fp8_formats=frozenset({"fnuz", "ocp"}),
         head_sizes=one_of(64, 128, 256),
         gqa_ratios=multiples(1, high=16),
         block_sizes=one_of(16, 32),
-        features=frozenset({"causal", "gqa", "sliding_window", "logit_soft_cap", "alibi", "lse"}),
+        features=frozenset(
+            {"causal", "non_causal", "gqa", "sliding_window", "logit_soft_cap", "alibi", "lse"}
+        ),
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             (frozenset({"lse", "decode"}), "its paged decode returns no LSE"),
+            (frozenset({"alibi", "non_causal"}), "its ALiBi is symmetric; ours is signed"),
             (
                 frozenset({"fp8_e4m3", "prefill"}),
                 "its paged prefill reads caches of the query's dtype alone",
@@ -61,7 +67,9 @@ ROCM_FLASH_ATTN = BackendInfo(
     install="build github.com/ROCm/flash-attention for your ROCm release",
     capabilities=Capabilities(
         platforms={"rocm": ("gfx90a", "gfx942", "gfx950")},
-        roles=DECODER_CROSS,
+        roles=ALL_ROLES,
+        cached=EITHER,
+        decode_query_lens=16,
         head_sizes=multiples(8, low=32, high=256),
         block_sizes=multiples(256),
         preferred_block_size=256,
@@ -86,7 +94,15 @@ def polyattn_api_versions() -> tuple[int, int]:
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
     # Before CUDA's detector, which knows a ROCm build of torch too and keeps out of it.
-    return [Platform(name="rocm", detect="polyattn_rocm.platform:detect", rank=20)]
+    return [
+        Platform(
+            name="rocm",
+            detect="polyattn_rocm.platform:detect",
+            rank=20,
+            device_types=("cuda", "hip"),
+            current="polyattn_rocm.platform:current",
+        )
+    ]
 
 
 @hookimpl

@@ -29,3 +29,10 @@ def detect(torch_device: str | None = None) -> Device | None:
         fp8=FP8.get(arch),
         torch_device=f"cuda:{index}",  # torch calls AMD's devices so too
     )
+
+
+def current() -> str:
+    """Return the current GPU, in torch's words."""
+    import torch
+
+    return f"cuda:{torch.cuda.current_device()}"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from polyattn import LayerSpec
+from polyattn.plugin import LayerSpec
 
 from polyattn_tpu.configs import pages_per_step, tile_tokens
 from polyattn_tpu.kernel import Form, paged_attention

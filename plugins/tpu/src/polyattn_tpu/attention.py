@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import ClassVar
 
 import numpy as np
-from polyattn import (
+from polyattn.kernel import (
     AttentionBackend,
     Batch,
+    BatchError,
+    CacheFormat,
     Device,
     KVCache,
     LayerParams,
     LayerSpec,
+    Plan,
 )
-from polyattn.errors import BatchError
 from torch import Tensor
 
 from polyattn_tpu.bridge import to_jax, to_torch
@@ -39,31 +41,26 @@ def pages_of(cached: Tensor) -> tuple[Tensor, int]:
     if stride[1:] != (block * size, size, 1) or stride[0] % whole:
         raise BatchError(
             f"the cache's strides {tuple(cached.stride())} are not those of whole HND pages; allocate "
-            "it with selection.cache_spec(n)"
+            "it with group.allocate_cache(n)"
         )
     apart = stride[0] // whole
     compact = (whole, block * size, size, 1)
     return pages.as_strided(((count - 1) * apart + 1, heads, block, size), compact), apart
 
 
-class PallasAttention(AttentionBackend):
-    """One ragged kernel for prefill, decode and mixed batches."""
+class TilePlan(Plan):
+    """The queries laid out in tiles; every array's shape is a power of two.
 
-    name: ClassVar[str] = "PALLAS_ATTN"
+    Tiles of padding belong to a sequence of no tokens, which is put behind the real ones.
+    """
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
-        self.interpret = interpreted()
+    __slots__ = ("arrays", "padded", "tokens")
 
-    def plan(self, batch: Batch) -> None:
-        """Lay the queries out in tiles; every array's shape is a power of two.
-
-        Tiles of padding belong to a sequence of no tokens, which is put behind the real ones.
-        """
+    def __init__(self, spec: LayerSpec, batch: Batch):
+        super().__init__(batch)
         assert batch.block_table is not None
-        self.batch = batch
-        decode = batch.num_decodes == batch.num_seqs
-        self.tokens = step = 1 if decode else tile_tokens(self.spec)
+        decode = batch.all_decode
+        self.tokens = step = 1 if decode else tile_tokens(spec)
         seqs = bucket(batch.num_seqs + 1)
         tiles = [
             (seq, first)
@@ -88,10 +85,24 @@ class PallasAttention(AttentionBackend):
         pages = batch.block_table.cpu().numpy()
         table = np.zeros((seqs, bucket(pages.shape[1])), dtype=np.int32)
         table[: batch.num_seqs, : pages.shape[1]] = pages
-        self.plan_arrays = (take.reshape(-1), put, tile[0], tile[1], lens[0], lens[1], table)
+        self.arrays = (take.reshape(-1), put, tile[0], tile[1], lens[0], lens[1], table)
 
-    def forward_prefill(
+
+class PallasAttention(AttentionBackend):
+    """One ragged kernel for prefill, decode and mixed batches."""
+
+    name: ClassVar[str] = "PALLAS_ATTN"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.interpret = interpreted()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> TilePlan:
+        return TilePlan(self.spec, batch)
+
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -100,7 +111,7 @@ class PallasAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert cache is not None
+        assert isinstance(plan, TilePlan) and cache is not None
         count = query.shape[0]
         if not count:
             return
@@ -110,43 +121,21 @@ class PallasAttention(AttentionBackend):
         if stride != other:
             raise BatchError(
                 f"pages of K lie {stride} apart and those of V {other}; store both alike, or allocate "
-                "the cache with selection.cache_spec(n)"
+                "the cache with group.allocate_cache(n)"
             )
         form = Form(
             spec.scale, spec.causal, spec.sliding_window, spec.chunk_size, spec.logit_soft_cap,
             params.k_scale if quantized else 1.0, params.v_scale if quantized else 1.0,
-            self.tokens, spec.gqa_ratio, pages_per_step(cache.block_size), stride,
+            plan.tokens, spec.gqa_ratio, pages_per_step(cache.block_size), stride,
             lse is not None or spec.learned_sinks,
         )  # fmt: skip
-        padded = query.new_zeros(self.padded, *query.shape[1:])
+        padded = query.new_zeros(plan.padded, *query.shape[1:])
         padded[:count] = query
         result, found = paged_attention(
-            to_jax(padded), to_jax(key_pages), to_jax(value_pages), *self.plan_arrays,
+            to_jax(padded), to_jax(key_pages), to_jax(value_pages), *plan.arrays,
             None if params.sinks is None else to_jax(params.sinks), form=form,
             interpret=self.interpret,
         )  # fmt: skip
         out.copy_(to_torch(result)[:count])
         if lse is not None:
             lse.copy_(to_torch(found)[:count])
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_prefill(query, None, None, cache, params, out, lse)
-
-    def forward_mixed(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_prefill(query, key, value, cache, params, out, lse)

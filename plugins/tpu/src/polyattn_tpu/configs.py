@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from polyattn import LayerSpec
+from polyattn.plugin import LayerSpec
 
 ROWS = 128
 """Query rows (token, head of a group) of a prefill tile: one pass of a 128 x 128 matrix unit."""

@@ -11,10 +11,10 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.attention import decode_constants, prefill_constants, tile_config
-from polyattn_triton.cache_write import write_kernel
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.store import write_kernel
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
@@ -53,7 +53,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         return compile_kernel(decode_kernel, pointers | {"DONE": "i32"}, constants, arch, options)
     paged = phase == "paged"
     constants = prefill_constants(spec, config, block_size if paged else 1, paged, spec.needs_lse)
-    pointers |= {"STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
+    pointers |= {"STARTS": "i32", "KEY_STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
     return compile_kernel(prefill_kernel, pointers, constants, arch, options)
 
 
@@ -74,14 +74,14 @@ def _compile_small(
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
-        block_size, cached != query, cached == "i8",
+        block_size, cached != query, cached == "i8", False,
     )  # fmt: skip
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}
-FLOATS = {"scale", "v_scale", "soft_cap", "k_inv", "v_inv", "limit"}
+FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
 
 
 def compile_kernel(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn import AttentionKind, LayerSpec
+from polyattn.plugin import AttentionKind, LayerSpec
 
 from polyattn_triton.aot import CACHE, ELEMENT, compile_kernel
 from polyattn_triton.configs import pick_scan

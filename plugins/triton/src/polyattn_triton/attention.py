@@ -7,18 +7,19 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-from polyattn import (
+from polyattn.kernel import (
+    STORAGE_DTYPES,
     AttentionBackend,
     Batch,
+    CacheFormat,
     Device,
     KVCache,
     LayerParams,
     LayerSpec,
+    Plan,
 )
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from torch import Tensor
 
-from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import (
@@ -128,13 +129,28 @@ def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
 
 
+class AttentionPlan(Plan):
+    """One step: a decode's splits and grid, or a prefill's tiles, and what its launches share."""
+
+    __slots__ = ("few", "grid", "kept", "key_starts", "splits", "table", "tile_seq", "tile_start")
+
+    splits: int
+    few: bool
+    kept: Kept
+    table: tuple[int, int]
+    grid: tuple[int, int, int]
+    tile_seq: Tensor | None
+    tile_start: Tensor
+    key_starts: Tensor
+
+
 class TritonAttention(AttentionBackend):
     """Prefill by tiles of a host-made work list, decode by sequence with split-KV."""
 
     name: ClassVar[str] = "TRITON_ATTN"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         self.decode_config = tile_config(spec, device.arch, "decode")
         self.few_config = tile_config(spec, device.arch, "few")
         self.prefill_config = tile_config(spec, device.arch, "prefill")
@@ -152,15 +168,17 @@ class TritonAttention(AttentionBackend):
         self._part_lse, self._done = self._parts, self._parts
         self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        self.decode = batch.num_decodes == batch.num_seqs and self.spec.role.has_cache
-        if self.decode:
-            self._plan_splits(batch)
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
+        """Split a decode's keys, list a prefill's tiles."""
+        plan = AttentionPlan(batch)
+        plan.tile_seq = None
+        if batch.all_decode and batch.block_table is not None:
+            self._settle(plan, self._splits(batch))
         else:
-            self._plan_tiles(batch)
+            self._plan_tiles(plan)
+        return plan
 
-    def _plan_splits(self, batch: Batch) -> None:
+    def _splits(self, batch: Batch) -> int:
         """Split the keys until the chip is full."""
         spec = self.spec
         longest = batch.max_seq_len
@@ -175,20 +193,21 @@ class TritonAttention(AttentionBackend):
         most = -(-longest // MIN_SPLIT_KEYS)
         if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
             most = MAX_SPLITS
-        self._settle(batch, max(1, min(wanted, most, MAX_SPLITS)))
+        return max(1, min(wanted, most, MAX_SPLITS))
 
-    def _settle(self, batch: Batch, splits: int) -> None:
+    def _settle(self, plan: AttentionPlan, splits: int) -> None:
         """Keep what a step's launches have in common."""
+        batch = plan.batch
         programs = batch.num_seqs * self.spec.num_kv_heads * splits
-        self.splits = splits
-        self.few = programs <= FEW_ON_ONE * self.num_sms
+        plan.splits = splits
+        plan.few = programs <= FEW_ON_ONE * self.num_sms
         if splits > 1 and not self._done.numel():
             self._allocate()
         table = batch.block_table
         assert table is not None
-        self._kept = Kept(self._parts, self._part_lse, self._done, table, batch.seq_lens)
-        self._table = table.stride(0), table.shape[1] - 1
-        self._grid = (batch.num_seqs, self.spec.num_kv_heads, splits)
+        plan.kept = Kept(self._parts, self._part_lse, self._done, table, batch.seq_lens)
+        plan.table = table.stride(0), table.shape[1] - 1
+        plan.grid = (batch.num_seqs, self.spec.num_kv_heads, splits)
 
     def _allocate(self) -> None:
         """Make the workspace, once: a captured graph goes on writing to it.
@@ -202,8 +221,9 @@ class TritonAttention(AttentionBackend):
         # Splits that have ended, by sequence and KV head; whoever merges sets it back to zero.
         self._done = torch.zeros(programs // 2, dtype=torch.int32, device=device)
 
-    def _plan_tiles(self, batch: Batch) -> None:
+    def _plan_tiles(self, plan: AttentionPlan) -> None:
         """List (sequence, first query) of every tile, the ones with most keys first."""
+        batch = plan.batch
         step = self.prefill_config.block_m // self.spec.gqa_ratio
         tiles = [
             (batch.lens[seq] - length + start, seq, start)
@@ -211,19 +231,19 @@ class TritonAttention(AttentionBackend):
             for start in range(0, length, step)
         ]
         tiles.sort(reverse=True)
-        packed = torch.tensor([[t[1] for t in tiles], [t[2] for t in tiles]], dtype=torch.int32)
+        packed = torch.tensor(
+            [[t[1] for t in tiles], [t[2] for t in tiles]], dtype=torch.int32
+        ).view(2, -1)
+        starts = torch.tensor(batch.key_starts, dtype=torch.int32)
         if self.torch_device.type == "cuda":
             packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
-        self.tile_seq, self.tile_start = packed.view(2, -1)
-        self.starts = batch.query_start_loc
+            starts = starts.pin_memory().to(self.torch_device, non_blocking=True)
+        plan.tile_seq, plan.tile_start = packed
+        plan.key_starts = starts
 
-    def write_kv(
-        self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor, params: LayerParams
-    ) -> None:
-        write_kv(key, value, cache, slot_mapping, params)
-
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -232,14 +252,27 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        if self.decode:
+        """Attend as planned."""
+        assert isinstance(plan, AttentionPlan)
+        if plan.tile_seq is None:
             assert cache is not None
-            self.forward_decode(query, cache, params, out, lse)
-            return
-        tiles = len(self.tile_seq)
-        if tiles == 0:
-            return
-        batch, spec, none = self.batch, self.spec, self._no_tensor
+            self._decode(plan, query, cache, params, out, lse)
+        elif len(plan.tile_seq):
+            self._prefill(plan, query, key, value, cache, params, out, lse)
+
+    def _prefill(
+        self,
+        plan: AttentionPlan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert plan.tile_seq is not None
+        batch, spec, none = plan.batch, self.spec, self._no_tensor
         packed = cache is None or (
             batch.lens == batch.query_lens and cache.key.dtype == query.dtype and key is not None
         )
@@ -261,47 +294,51 @@ class TritonAttention(AttentionBackend):
             )
         table = None if packed else batch.block_table
         site(
-            (tiles, spec.num_kv_heads, 1),
+            (len(plan.tile_seq), spec.num_kv_heads, 1),
             (
                 query, key, value, out, out if lse is None else lse,
-                none if table is None else table, batch.seq_lens, self.starts, self.tile_seq,
-                self.tile_start, none if params.sinks is None else params.sinks,
+                none if table is None else table, batch.seq_lens, batch.query_start_loc,
+                plan.key_starts, plan.tile_seq, plan.tile_start,
+                none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
             self._factors(self.quantized and not packed, params),
             (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
         )  # fmt: skip
 
-    def forward_decode(
+    def _decode(
         self,
+        plan: AttentionPlan,
         query: Tensor,
         cache: KVCache,
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        splits, none = self.splits, self._no_tensor
-        which = (query.stride(), out.stride(), cache.form, splits > 1, self.few, lse is None)
+        splits, none = plan.splits, self._no_tensor
+        which = (query.stride(), out.stride(), cache.strides, splits > 1, plan.few, lse is None)
         site = self._sites.get(which)
         if site is None:
-            site = self._sites[which] = self._decode_site(query, cache, out, lse is not None)
+            site = self._sites[which] = self._decode_site(plan, query, cache, out, lse is not None)
         site(
-            self._grid,
+            plan.grid,
             (
                 query, cache.key, cache.value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
             self._factors(self.quantized, params),
-            (0 if lse is None else lse.stride(0), *self._table, splits),
-            self._kept,
+            (0 if lse is None else lse.stride(0), *plan.table, splits),
+            plan.kept,
         )  # fmt: skip
         if splits > 1 and not self.merges_itself:
-            self._merge(params, out, lse)
+            self._merge(plan, params, out, lse)
 
-    def _decode_site(self, query: Tensor, cache: KVCache, out: Tensor, lse: bool) -> Site:
-        key, value, split = cache.key, cache.value, self.splits > 1
-        config = self.few_config if self.few else self.decode_config
+    def _decode_site(
+        self, plan: AttentionPlan, query: Tensor, cache: KVCache, out: Tensor, lse: bool
+    ) -> Site:
+        key, value, split = cache.key, cache.value, plan.splits > 1
+        config = self.few_config if plan.few else self.decode_config
         alike = key.stride() == value.stride()
         constants = decode_constants(
             self.spec, config, cache.block_size, split, lse, self.device.arch, alike
@@ -315,8 +352,10 @@ class TritonAttention(AttentionBackend):
             return scale, 1.0, soft_cap
         return scale * params.k_scale, params.v_scale, soft_cap
 
-    def _merge(self, params: LayerParams, out: Tensor, lse: Tensor | None) -> None:
-        spec, splits = self.spec, self.splits
+    def _merge(
+        self, plan: AttentionPlan, params: LayerParams, out: Tensor, lse: Tensor | None
+    ) -> None:
+        spec, splits = self.spec, plan.splits
         block = merge_block(splits)
         key = ("merge", out.stride(), block, lse is None)
         site = self._sites.get(key)
@@ -329,7 +368,7 @@ class TritonAttention(AttentionBackend):
             site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 2} | early)
             self._sites[key] = site
         site(
-            (self.batch.num_seqs, spec.num_heads, 1),
+            (plan.batch.num_seqs, spec.num_heads, 1),
             (
                 self._parts, self._part_lse, out, out if lse is None else lse,
                 self._part_lse if params.sinks is None else params.sinks,

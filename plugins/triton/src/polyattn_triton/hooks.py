@@ -89,11 +89,13 @@ TRITON_ATTN = BackendInfo(
 )
 
 
-def _latent(name: str, kind: AttentionKind, phases: frozenset[str], summary: str) -> BackendInfo:
+def _latent(
+    name: str, path: str, kind: AttentionKind, phases: frozenset[str], summary: str
+) -> BackendInfo:
     return BackendInfo(
         name=name,
         summary=summary,
-        path="polyattn_triton.mla:TritonMLA",
+        path=f"polyattn_triton.mla:{path}",
         probe="polyattn_triton.probes:ready",
         requires=("triton>=3.4",),
         install='pip install "polyattn[triton]"',
@@ -121,12 +123,14 @@ def _latent(name: str, kind: AttentionKind, phases: frozenset[str], summary: str
 
 TRITON_MLA = _latent(
     "TRITON_MLA",
+    "TritonMLA",
     AttentionKind.MLA,
     frozenset({"decode"}),
     "absorbed MLA decode in Triton, split-KV; a cached row is loaded once for scores and output",
 )
 TRITON_MLA_SPARSE = _latent(
     "TRITON_MLA_SPARSE",
+    "TritonMLASparse",
     AttentionKind.SPARSE_MLA,
     frozenset({"prefill", "decode"}),
     "MLA over the chosen rows of the latent cache, in Triton",
@@ -155,6 +159,47 @@ TRITON_SCAN = BackendInfo(
     proof=PROOF,
 )
 
+ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
+TRITON_STORE = BackendInfo(
+    name="TRITON_STORE",
+    summary="keys and values written to their slots in one launch, quantised where the cache is",
+    path="polyattn_triton.store:TritonStore",
+    probe="polyattn_triton.probes:ready",
+    requires=("triton>=3.4",),
+    install='pip install "polyattn[triton]"',
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=ATTENDING,
+        phases=frozenset({"store"}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=frozenset({"auto", "int8"})
+        | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
+        fp8_formats=frozenset({"ocp", "fnuz"}),
+        layouts=("NHD", "HND"),
+    ),
+    priorities=(
+        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
+        Priority(score=70, why="one launch, where torch takes a dozen"),
+    ),
+    proof=PROOF,
+)
+TRITON_MERGE = BackendInfo(
+    name="TRITON_MERGE",
+    summary="attention states merged in place, in one launch",
+    path="polyattn_triton.state_merge:TritonMerge",
+    probe="polyattn_triton.probes:ready",
+    requires=("triton>=3.4",),
+    install='pip install "polyattn[triton]"',
+    capabilities=Capabilities(
+        platforms=PLATFORMS, kinds=ATTENDING, phases=frozenset({"merge"}), dtypes=DTYPES
+    ),
+    priorities=(
+        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
+        Priority(score=70, why="one launch, where torch takes five"),
+    ),
+    proof=PROOF,
+)
+
 
 @hookimpl
 def polyattn_api_versions() -> tuple[int, int]:
@@ -163,4 +208,6 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN]
+    return [
+        TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN, TRITON_STORE, TRITON_MERGE
+    ]  # fmt: skip

@@ -7,18 +7,20 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-from polyattn import (
+from polyattn.kernel import (
     AttentionBackend,
     Batch,
+    CacheFormat,
     Device,
     KVCache,
     LayerParams,
     LayerSpec,
+    Plan,
+    SparseBackend,
+    at_least,
 )
-from polyattn.runtime.conventions import at_least
 from torch import Tensor
 
-from polyattn_triton.cache_write import write_kv
 from polyattn_triton.configs import MLAConfig, pick_mla
 from polyattn_triton.decode import merge_kernel
 from polyattn_triton.launch import (
@@ -76,15 +78,20 @@ def mla_constants(
     return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
 
 
-class TritonMLA(AttentionBackend):
-    """Absorbed decode, and attention to chosen rows, over the latent cache."""
+class LatentPlan(Plan):
+    """One step: in how many splits its rows are read."""
 
-    name: ClassVar[str] = "TRITON_MLA"
+    __slots__ = ("splits",)
+
+    splits: int
+
+
+class Kernels:
+    """What both backends hold: the kernel that fits, and a workspace for splits."""
 
     def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
         assert spec.latent is not None
-        self.rank = spec.latent.rank
+        self.spec, self.rank = spec, spec.latent.rank
         self.config = mla_config(spec, device.arch)
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
@@ -96,58 +103,27 @@ class TritonMLA(AttentionBackend):
         self._outgrown: list[Tensor] = []
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(self, batch: Batch) -> None:
-        self.batch = batch
-        rows = batch.max_seq_len
-        if self.spec.graph_capture:  # a captured graph keeps its number of splits
-            rows = MAX_SPLITS * MIN_SPLIT_ROWS
-        self._plan_splits(batch.num_tokens, rows)
-
-    def _plan_splits(self, tokens: int, rows: int) -> None:
+    def plan(self, batch: Batch, rows: int) -> LatentPlan:
         """Split the rows so that the last wave of programs ends first; size the workspace for it."""
+        plan, tokens = LatentPlan(batch), batch.num_tokens
         programs, block = max(1, tokens * self.head_blocks), self.config.block_n
-        self.splits, least = 1, None
+        plan.splits, least = 1, None
         splits = 1
         while splits <= MAX_SPLITS and (splits == 1 or rows // splits >= MIN_SPLIT_ROWS):
             waves = -(-programs * splits // self.num_sms)
             cost = waves * (-(-rows // splits) / block + SPLIT_TILES)
             if least is None or cost < least:
-                self.splits, least = splits, cost
+                plan.splits, least = splits, cost
             splits *= 2
-        count = tokens * self.spec.num_heads * self.splits
-        if self.splits > 1:
+        count = tokens * self.spec.num_heads * plan.splits
+        if plan.splits > 1:
             self._parts = at_least(self._parts, count * self.rank, self._outgrown)
             self._part_lse = at_least(self._part_lse, count, self._outgrown)
+        return plan
 
-    def write_kv(
-        self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor, params: LayerParams
-    ) -> None:
-        write_kv(key, value, cache, slot_mapping, params)
-
-    def forward_decode(
+    def launch(
         self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self._launch(query, cache, None, params, out, lse)
-
-    def forward_sparse(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        slots: Tensor,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self._plan_splits(len(query), slots.shape[1])
-        self._launch(query, cache, slots.contiguous(), params, out, lse)
-
-    def _launch(
-        self,
+        plan: LatentPlan,
         query: Tensor,
         cache: KVCache,
         slots: Tensor | None,
@@ -155,17 +131,19 @@ class TritonMLA(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, config, none, splits = self.spec, self.config, self._none, self.splits
+        """Attend to the sequences' rows, or to those at `slots`, and merge."""
+        spec, config, none, splits = self.spec, self.config, self._none, plan.splits
         quantized = cache.key.dtype.itemsize == 1
         v_scale = params.k_scale if quantized else 1.0
-        table = self.batch.block_table if slots is None else slots
+        table = plan.batch.block_table if slots is None else slots
+        assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
         self.kernel(
             (len(query), self.head_blocks, splits),
             (
                 query, cache.key, out, out if lse is None else lse, self._parts, self._part_lse,
                 table if slots is None else none, none if slots is None else slots,
-                self.batch.seq_lens,
+                plan.batch.seq_lens,
             ),
             (spec.scale * v_scale, v_scale),
             (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
@@ -187,3 +165,64 @@ class TritonMLA(AttentionBackend):
             merge_constants(spec.num_heads, self.rank, splits, False, lse is not None, self.early),
             {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),
         )  # fmt: skip
+
+
+class TritonMLA(AttentionBackend):
+    """Absorbed decode over the latent cache."""
+
+    name: ClassVar[str] = "TRITON_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.kernels = Kernels(spec, device)
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
+        """Split the longest sequence's rows."""
+        rows = batch.max_seq_len
+        if self.spec.graph_capture:  # a captured graph keeps its number of splits
+            rows = MAX_SPLITS * MIN_SPLIT_ROWS
+        return self.kernels.plan(batch, rows)
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend as planned."""
+        assert cache is not None and isinstance(plan, LatentPlan)
+        self.kernels.launch(plan, query, cache, None, params, out, lse)
+
+
+class TritonMLASparse(SparseBackend):
+    """Attention to chosen rows of the latent cache."""
+
+    name: ClassVar[str] = "TRITON_MLA_SPARSE"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        assert spec.latent is not None and spec.latent.topk
+        self.kernels, self.topk = Kernels(spec, device), spec.latent.topk
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
+        """Split each token's chosen rows."""
+        return self.kernels.plan(batch, self.topk)
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend as planned."""
+        assert isinstance(plan, LatentPlan)
+        self.kernels.launch(plan, query, cache, slots.contiguous(), params, out, lse)

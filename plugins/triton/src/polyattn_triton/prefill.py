@@ -72,7 +72,7 @@ def _tiles(
 
 @triton.jit(do_not_specialize=["lse_t", "bt_s"])
 def prefill_kernel(
-    Q, K, V, OUT, LSE, BT, SEQ_LENS, STARTS, TILE_SEQ, TILE_START, SINKS, SLOPES,
+    Q, K, V, OUT, LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, TILE_SEQ, TILE_START, SINKS, SLOPES,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -81,13 +81,17 @@ def prefill_kernel(
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one KV head over all its keys. Grid: (tiles, KV heads)."""
+    """One tile of query rows of one KV head over all its keys. Grid: (tiles, KV heads).
+
+    `KEY_STARTS`: where sequences' packed keys start.
+    """
     kv_head = tl.program_id(1)
     seq = tl.load(TILE_SEQ + tl.program_id(0))
     tile_start = tl.load(TILE_START + tl.program_id(0))
     token0 = tl.load(STARTS + seq)
     query_len = tl.load(STARTS + seq + 1) - token0
     seq_len = tl.load(SEQ_LENS + seq)
+    kv_start = tl.load(KEY_STARTS + seq)
     context = seq_len - query_len
     BLOCK_Q: tl.constexpr = BLOCK_M // G
 
@@ -156,20 +160,20 @@ def prefill_kernel(
     l = tl.zeros([BLOCK_M], tl.float32)
     if WINDOW > 0 or CHUNK > 0:
         acc, m, l = _tiles(
-            acc, m, l, q, K, V, BT, token0, low_tile, full_low, skip_from, skip_by, row_pos,
+            acc, m, l, q, K, V, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
         )  # fmt: skip
     if SINK_TOKENS == 0:
         acc, m, l = _tiles(
-            acc, m, l, q, K, V, BT, token0, full_low, full_high, skip_from, skip_by, row_pos,
+            acc, m, l, q, K, V, BT, kv_start, full_low, full_high, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
         )  # fmt: skip
     acc, m, l = _tiles(
-        acc, m, l, q, K, V, BT, token0, full_high, high_tile, skip_from, skip_by, row_pos,
+        acc, m, l, q, K, V, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
         seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
         True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
         CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,

@@ -7,7 +7,15 @@ from typing import Any, ClassVar
 
 import torch
 import triton
-from polyattn import AttentionKind, Batch, Device, LayerSpec, RecurrentBackend
+from polyattn.kernel import (
+    AttentionKind,
+    Batch,
+    CacheFormat,
+    Device,
+    LayerSpec,
+    Plan,
+    RecurrentBackend,
+)
 from torch import Tensor
 
 from polyattn_triton.configs import pick_scan
@@ -67,91 +75,96 @@ def scan_constants(
     return (*sizes, config.chunk, mamba, softplus, *has)
 
 
+class ScanPlan(Plan):
+    """The step's metadata on the device; for a convolution's prefill its tiles of tokens."""
+
+    __slots__ = ("phase", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        assert batch.state_slots is not None
+        self.phase = "decode" if batch.all_decode else "prefill"
+        self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
+        self.slots = batch.state_slots
+
+    def list_tiles(self, device: torch.device) -> None:
+        """List (sequence, first token) of every tile."""
+        tiles = [
+            (seq, start)
+            for seq, count in enumerate(self.batch.query_lens)
+            for start in range(0, count, CONV_TOKENS)
+        ]
+        packed = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).T.contiguous()
+        if device.type == "cuda":
+            packed = packed.pin_memory().to(device, non_blocking=True)
+        self.tile_seq, self.tile_start = packed
+
+
 class TritonScan(RecurrentBackend):
     """One kernel a family; decode of the matrix states is a kernel of its own."""
 
     name: ClassVar[str] = "TRITON_SCAN"
 
-    def __init__(self, spec: LayerSpec, device: Device):
-        super().__init__(spec, device)
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
         self._none = torch.empty(0, device=self.torch_device)
         self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
 
-    def plan(self, batch: Batch) -> None:
-        assert batch.state_slots is not None
-        self.batch = batch
-        self.starts, self.seq_lens, self.slots = (
-            batch.query_start_loc,
-            batch.seq_lens,
-            batch.state_slots,
-        )
-        if self.spec.kind is AttentionKind.SHORT_CONV and batch.num_decodes < batch.num_seqs:
-            tiles = [
-                (seq, start)
-                for seq, count in enumerate(batch.query_lens)
-                for start in range(0, count, CONV_TOKENS)
-            ]
-            packed = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).T.contiguous()
-            if self.torch_device.type == "cuda":
-                packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
-            self.tile_seq, self.tile_start = packed
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
+        plan = ScanPlan(batch)
+        if self.spec.kind is AttentionKind.SHORT_CONV and plan.phase == "prefill":
+            plan.list_tiles(self.torch_device)
+        return plan
 
-    def forward_prefill(
-        self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    def run(
+        self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
-        self._run("prefill", inputs, params, states, out)
-
-    def forward_decode(self, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
-        self._run("decode", inputs, params, states, out)
-
-    def _run(
-        self, phase: str, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
-    ) -> None:
-        given = frozenset(params)
+        assert isinstance(plan, ScanPlan)
+        given, phase = frozenset(params), plan.phase
         constants = self._constants.get((phase, given))
         if constants is None:
             constants = scan_constants(self.spec, phase, self.device.arch, given)
             self._constants[phase, given] = constants
         kind = self.spec.kind
         if kind is AttentionKind.SHORT_CONV:
-            self._convolve(phase, inputs["x"], params, states, out, constants)
+            self._convolve(plan, inputs["x"], params, states, out, constants)
         elif kind is AttentionKind.MAMBA1:
-            self._selective(phase, inputs, params, states, out, constants)
+            self._selective(plan, inputs, params, states, out, constants)
         else:
-            self._matrix(phase, inputs, params, states, out, constants)
+            self._matrix(plan, inputs, params, states, out, constants)
 
     def _convolve(
-        self, phase: str, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
+        self, plan: ScanPlan, x: Tensor, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        decode = phase == "decode"
+        decode = plan.phase == "decode"
         if x.stride(1) != 1:
             x = x.contiguous()
-        tiles = self.batch.num_seqs if decode else len(self.tile_seq)
+        tiles = plan.batch.num_seqs if decode else len(plan.tile_seq)
         if tiles == 0:
             return
         _conv(
             (tiles, triton.cdiv(self.spec.num_heads, CONV_CHANNELS), 1),
             (
-                x, out, states, params["weight"], params.get("bias", self._none), self.starts,
-                self.seq_lens, self.slots, self.slots if decode else self.tile_seq,
-                self.slots if decode else self.tile_start,
+                x, out, states, params["weight"], params.get("bias", self._none), plan.starts,
+                plan.seq_lens, plan.slots, plan.slots if decode else plan.tile_seq,
+                plan.slots if decode else plan.tile_start,
             ),
             (), (x.stride(0), out.stride(0), states.stride(0)), (), constants, {"num_warps": 4},
         )  # fmt: skip
 
     def _selective(
-        self, phase: str, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
+        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
         x, dt, B, C = (dense(inputs[name]) for name in ("x", "dt", "B", "C"))
-        config = pick_scan(self.device.arch, self.spec.kind, phase)
+        config = pick_scan(self.device.arch, self.spec.kind, plan.phase)
         _mamba1(
-            (self.batch.num_seqs, triton.cdiv(self.spec.num_heads, config.block_v), 1),
+            (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, config.block_v), 1),
             (
                 x, dt, params["A"], B, C, params.get("D", self._none),
-                params.get("dt_bias", self._none), out, states, self.starts, self.seq_lens, self.slots,
+                params.get("dt_bias", self._none), out, states, plan.starts, plan.seq_lens, plan.slots,
             ),
             (),
             (x.stride(0), dt.stride(0), B.stride(0), C.stride(0), out.stride(0), states.stride(0)),
@@ -159,7 +172,7 @@ class TritonScan(RecurrentBackend):
         )  # fmt: skip
 
     def _matrix(
-        self, phase: str, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
+        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
         spec, none = self.spec, self._none
@@ -175,30 +188,30 @@ class TritonScan(RecurrentBackend):
         rows = tuple(t.stride(0) if t.dim() == 2 else 0 for t in (dt, g, beta))
         s = states.stride()
         along = (s[3], s[2]) if mamba else (s[2], s[3])  # Mamba-2's state is (head size, N)
-        config = pick_scan(self.device.arch, spec.kind, phase)
+        config = pick_scan(self.device.arch, spec.kind, plan.phase)
         grid = (
-            self.batch.num_seqs, spec.num_heads,
+            plan.batch.num_seqs, spec.num_heads,
             triton.cdiv(key_value_sizes(spec)[1], constants[4]),
         )  # fmt: skip
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         o = (out.stride(0), out.stride(1))
         scale = (1.0 if mamba else spec.scale,)
-        if phase == "decode":
+        if plan.phase == "decode":
             _step(
                 grid,
-                (q, k, v, dt, g, beta, rate, *optional, out, states, self.seq_lens, self.slots),
+                (q, k, v, dt, g, beta, rate, *optional, out, states, plan.seq_lens, plan.slots),
                 scale, (*strides, *rows, *o, s[0], s[1], *along), (), constants, options,
             )  # fmt: skip
         elif delta:
             _delta(
                 grid,
-                (q, k, v, g, beta, out, states, self.starts, self.seq_lens, self.slots),
+                (q, k, v, g, beta, out, states, plan.starts, plan.seq_lens, plan.slots),
                 scale, (*strides, *rows[1:], *o, s[0], s[1]), (), constants, options,
             )  # fmt: skip
         else:
             _gated(
                 grid,
-                (q, k, v, dt, g, rate, *optional, out, states, self.starts, self.seq_lens, self.slots),
+                (q, k, v, dt, g, rate, *optional, out, states, plan.starts, plan.seq_lens, plan.slots),
                 scale, (*strides, *rows[:2], *o, s[0], s[1], *along), (), constants, options,
             )  # fmt: skip
 

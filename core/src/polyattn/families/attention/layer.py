@@ -1,4 +1,4 @@
-"""What does an engine hold? `Attention`, one layer; layers of one selection share a plan."""
+"""What does an engine hold? `Attention`, one layer; layers of one group share plans and kernels."""
 
 from __future__ import annotations
 
@@ -7,36 +7,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polyattn.api import Selection, select_for_layer
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
-from polyattn.runtime.backend import LayerParams
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.runtime import torch_compile
+from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.group import Runtime
+from polyattn.runtime.batch_checks import check_on_device
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.inputs import (
+    bad_input,
+    capturing,
+    check_aligned,
+    refuse_gradients,
+)
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.parameters import HeadValues, positive
+from polyattn.runtime.plan import StepPlan
+from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 
-_UNSEEN = object()
-
 
 class Attention(nn.Module):
-    """One attention layer on the selected backends.
+    """One attention layer on the selected backends. Forward only: gradients are refused.
 
-    Built from a `Selection` it shares that selection's plan with the other layers built from it;
-    built from a `LayerSpec` it selects for itself, and verifies its backends on an accelerator.
+    Built from a `LayerGroup` it shares plans and kernels with the group's other layers; built from a
+    `Selection` or a `LayerSpec` it has a group of its own (for a spec: selected on this machine, and
+    verified on an accelerator).
 
-    - `sinks` (num_heads,): learned sink logits, where the spec has them.
-    - `alibi_slopes` (num_heads,): default: the paper's.
+    - `sinks` (num_heads,): learned sink logits, where the spec has them. Kept by reference: weights
+      that are loaded into the tensor afterwards count.
+    - `alibi_slopes` (num_heads,), likewise; default: the paper's.
     - `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
-    Raises `SpecError`, and what `select` raises.
+    Raises `SpecError`, and what `LayerGroup` raises.
     """
 
     def __init__(
         self,
-        selection: Selection | LayerSpec,
+        group: LayerGroup | Selection | LayerSpec,
         *,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
@@ -45,41 +56,34 @@ class Attention(nn.Module):
         checks: bool | None = None,
     ):
         super().__init__()
-        if isinstance(selection, LayerSpec):
-            selection = select_for_layer(selection)
-        self.selection = selection
-        runtime = selection.runtime
-        if not isinstance(runtime, Runtime):
-            other = "Recurrent" if selection.spec.kind.is_recurrent else "LatentAttention"
-            raise SpecError(f"{selection.spec} is no layer for Attention; use {other}")
-        self.runtime = runtime
-        self.runtime.checks |= current().checks if checks is None else checks
-        spec = selection.spec
+        self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)
+        spec = self.spec = self.group.spec
+        if spec.kind.family != "attention":
+            other = "Recurrent" if spec.kind.is_recurrent else "LatentAttention"
+            raise SpecError(f"{spec} is no layer for Attention; use {other}")
+        self.checks = current().checks if checks is None else checks
+        if spec.alibi and alibi_slopes is None:
+            alibi_slopes = default_slopes(spec.num_heads)
+        device = self.group.torch_device
+        self.sinks = HeadValues.of("sinks", sinks, spec, spec.learned_sinks, device)
+        self.alibi_slopes = HeadValues.of("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
+        quantised = spec.stored_dtype != spec.dtype
         self.params = LayerParams(
-            _per_head(spec, "sinks", sinks, spec.learned_sinks, selection),
-            _per_head(
-                spec,
-                "alibi_slopes",
-                default_slopes(spec.num_heads)
-                if spec.alibi and alibi_slopes is None
-                else alibi_slopes,
-                spec.alibi,
-                selection,
-            ),
-            _scale("k_scale", k_scale),
-            _scale("v_scale", v_scale),
+            None if self.sinks is None else self.sinks.current(),
+            None if self.alibi_slopes is None else self.alibi_slopes.current(),
+            positive("k_scale", k_scale, quantised),
+            positive("v_scale", v_scale, quantised),
         )
-        self._planned: Batch | None = None
-        self._expected: tuple[torch.Size, ...] = ()
+        self._per_head = [v for v in (self.sinks, self.alibi_slopes) if v is not None]
         # Not None, so that the first call looks at what it was given.
-        self._known_cache: KVCache | object | None = _UNSEEN
-        self._dtype = STORAGE_DTYPES[spec.dtype]
-        self._needs_lse = spec.needs_lse
-        self._handle: int | None = None
+        self._known_cache: Any = _Unseen
+        self._dtype, self._needs_lse = STORAGE_DTYPES[spec.dtype], spec.needs_lse
+        self._device_type = device.type
+        self._handle = torch_compile.handle(self)
 
-    def plan(self, batch: Batch) -> None:
-        """Prepare one step for all layers of this selection; `forward` does it when it wasn't."""
-        self.runtime.plan(batch)
+    def plan(self, batch: Batch) -> StepPlan:
+        """Plan one step for all layers of the group: what `forward` takes as `plan`."""
+        return self.group.plan(batch)
 
     def forward(
         self,
@@ -87,145 +91,153 @@ class Attention(nn.Module):
         key: Tensor | None,
         value: Tensor | None,
         cache: KVCache | None = None,
-        batch: Batch | None = None,
+        plan: StepPlan | Batch | None = None,
         *,
         out: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Store the step's keys and values in `cache` and attend.
 
         `query` (num_tokens, num_heads, head_size); `key`, `value` (num_tokens, num_kv_heads, size),
-        or None when the cache holds them already (cross-attention). `batch` may be left out when
-        it is the one that was planned. Returns the output (num_tokens, num_heads, v_head_size),
-        written to `out` where given, and where the spec says `needs_lse` also the LSE
-        (num_tokens, num_heads), float32. Raises `BatchError`; nothing was changed then.
+        or None when the cache holds them already (cross-attention). A layer that is not cached takes
+        `cache=None` and all its keys. `plan`: of this layer's group, or the `Batch` itself, which then
+        keeps the plan for the group's other layers. Returns the output (num_tokens, num_heads,
+        v_head_size), written to `out` where given, and where the spec says `needs_lse` also the LSE
+        (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`; nothing was changed then.
         """
         if torch.compiler.is_compiling():
-            from polyattn.runtime.torch_compile import call
-
-            return call(self, query, key, value, cache, out)
-        runtime = self.runtime
-        if batch is not None and batch is not runtime.batch:
-            runtime.plan(batch)
-        planned = runtime.batch
-        if planned is None:
-            raise BatchError("no batch: pass batch=, or call plan(batch) first")
-        if planned is not self._planned:  # shapes are made once a step, not once a call
-            self._expect(planned)
-        dtype, shapes = self._dtype, self._expected
-        if query.shape != shapes[0] or query.dtype is not dtype:
-            raise _bad_input("query", query, shapes[0], dtype)
-        if key is not None and value is not None:
-            if key.shape != shapes[1] or key.dtype is not dtype:
-                raise _bad_input("key", key, shapes[1], dtype)
-            if value.shape != shapes[2] or value.dtype is not dtype:
-                raise _bad_input("value", value, shapes[2], dtype)
-        elif key is not None or value is not None or cache is None:
-            self._check_given(key, value, cache)
+            return torch_compile.attention(self, query, key, value, cache, plan, out)
+        step: Any = plan
+        if step.__class__ is not AttentionStep or step.group is not self.group:
+            step = self.group.plan_for(plan)
+        lse = None
+        if self._needs_lse:
+            lse = query.new_empty(step.lse_shape, dtype=torch.float32)
         if out is None:
-            out = query.new_empty(shapes[3])
-        elif out.shape != shapes[3] or out.dtype is not dtype or out.device != query.device:
-            raise _bad_input("out", out, shapes[3], dtype, query.device)
+            out = query.new_empty(step.out_shape)
+        self.run(step, query, key, value, cache, out, lse)
+        return out if lse is None else (out, lse)
+
+    def run(
+        self,
+        step: AttentionStep,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Check what was given and run the step. Writes `out` and `lse`."""
+        dtype = self._dtype
+        if query.shape != step.query_shape or query.dtype is not dtype:
+            raise bad_input("query", query, step.query_shape, dtype)
+        if out.shape != step.out_shape or out.dtype is not dtype or out.device != query.device:
+            raise bad_input("out", out, step.out_shape, dtype, query.device)
+        if key is not None and value is not None:
+            if step.key_shape is None:
+                self._check_given(step, key, value)
+            else:
+                if key.shape != step.key_shape or key.dtype is not dtype:
+                    raise bad_input("key", key, step.key_shape, dtype)
+                if value.shape != step.value_shape or value.dtype is not dtype:
+                    raise bad_input("value", value, step.value_shape or (), dtype)
+        elif key is not None or value is not None or cache is None:
+            self._check_missing(key, value, cache)
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
-        lse = None
-        if self._needs_lse:
-            lse = query.new_empty(shapes[3][:2], dtype=torch.float32)
-        runtime.forward(query, key, value, cache, self.params, out, lse)
-        return out if lse is None else (out, lse)
+        if query.requires_grad or (key is not None and key.requires_grad):
+            refuse_gradients(query=query, key=key)
+        if value is not None and value.requires_grad:
+            refuse_gradients(value=value)
+        if self.checks:
+            self._check_values(step, query, key, value, cache, out)
+        if self._per_head:
+            for values in self._per_head:
+                values.current()
+        if torch.is_autocast_enabled(self._device_type):
+            with torch.autocast(self._device_type, enabled=False):
+                step.run(query, key, value, cache, self.params, out, lse)
+        else:
+            step.run(query, key, value, cache, self.params, out, lse)
 
-    def write_kv(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+    def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.
 
         `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping` int64, one each.
         """
-        tokens, spec = slot_mapping.shape[0], self.selection.spec
+        if not self.spec.cached:
+            raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
+        tokens, spec = slot_mapping.shape[0], self.spec
         for name, tensor, size in (
             ("key", key, spec.head_size),
             ("value", value, spec.v_head_size),
         ):
             shape = (tokens, spec.num_kv_heads, size)
             if tensor.shape != shape or tensor.dtype is not self._dtype:
-                raise _bad_input(name, tensor, shape, self._dtype)
-        self.runtime.decode.write_kv(key, value, cache, slot_mapping, self.params)
+                raise bad_input(name, tensor, shape, self._dtype)
+        self.group.check_format(cache.format)
+        store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
+        store.run(store.plan(slot_mapping), key, value, cache, self.params)
 
-    def _expect(self, batch: Batch) -> None:
-        spec, tokens = self.selection.spec, batch.num_tokens
-        self._expected = (
-            torch.Size((tokens, spec.num_heads, spec.head_size)),
-            torch.Size((tokens, spec.num_kv_heads, spec.head_size)),
-            torch.Size((tokens, spec.num_kv_heads, spec.v_head_size)),
-            torch.Size((tokens, spec.num_heads, spec.v_head_size)),
-        )
-        self._planned = batch
+    def _check_given(self, step: AttentionStep, key: Tensor, value: Tensor) -> None:
+        """Keys that are given whole: at least as many as the batch's sequences reach."""
+        spec, dtype = self.spec, self._dtype
+        tokens = max(key.shape[0], step.keys_reach)
+        for name, tensor, size in (
+            ("key", key, spec.head_size),
+            ("value", value, spec.v_head_size),
+        ):
+            shape = (tokens, spec.num_kv_heads, size)
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                raise bad_input(name, tensor, shape, dtype)
 
-    def _check_given(self, key: Tensor | None, value: Tensor | None, cache: KVCache | None) -> None:
+    def _check_missing(
+        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None
+    ) -> None:
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
-        if cache is None and not self.selection.spec.role.has_cache:
-            raise BatchError(f"{self.selection.spec} keeps no cache; pass key and value")
+        if cache is None and not self.spec.cached:
+            raise BatchError(f"{self.spec} keeps no cache; pass key and value")
 
     def _check_cache(self, query: Tensor, cache: KVCache | None) -> None:
-        spec = self.selection.spec
         if cache is None:
-            if spec.role.has_cache:
-                raise BatchError(f"{spec} attends over a cache; pass cache=")
+            if self.spec.cached:
+                raise BatchError(f"{self.spec} attends over a cache; pass cache=")
             return
-        if not spec.role.has_cache:
-            raise BatchError(f"{spec} keeps no cache; pass cache=None")
-        for name, tensor, size in (
-            ("cache.key", cache.key, spec.head_size),
-            ("cache.value", cache.value, spec.v_head_size),
-        ):
-            shape = (self.runtime.block_size, spec.num_kv_heads, size)
-            if tensor.shape[1:] != shape:
-                raise _bad_input(name, tensor, ("num_blocks", *shape))
-        both = spec.num_kv_heads > 1 and cache.block_size > 1  # else there is but one order
-        if both and cache.layout != self.selection.decision.layout:
-            raise BatchError(
-                f"the cache's layout is {cache.layout}, the selection's "
-                f"{self.selection.decision.layout}; allocate it with selection.cache_spec(n)"
-            )
+        if not isinstance(cache, KVCache):
+            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
+        self.group.check_format(cache.format)
         if cache.key.device != query.device:
             raise BatchError(
                 f"query is on {query.device}, the cache on {cache.key.device}; move one"
             )
 
+    def _check_values(
+        self,
+        step: AttentionStep,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        out: Tensor,
+    ) -> None:
+        if self.group.device.is_accelerator:
+            check_aligned(query=query, key=key, value=value, out=out)
+        if cache is not None and not capturing(query):
+            check_on_device(step.batch, cache.num_blocks, cache.block_size)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._handle = torch_compile.handle(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_known_cache": _Unseen}
+
     def extra_repr(self) -> str:
         """Describe the layer in `print(model)`."""
-        return f"{self.selection.spec}; {self.selection.decision.summary()}"
+        return f"{self.spec}; {self.group.selection.decision.summary()}"
 
 
-def _per_head(
-    spec: LayerSpec, name: str, values: Tensor | None, wanted: bool, selection: Selection
-) -> Tensor | None:
-    if (values is not None) != wanted:
-        raise SpecError(
-            f"{name} {'is missing' if wanted else 'was given'}: the spec "
-            f"{'asks for it' if wanted else 'does not ask for it'} ({spec})"
-        )
-    if values is None:
-        return None
-    if values.shape != (spec.num_heads,):
-        raise SpecError(f"{name} has shape {tuple(values.shape)}; it must be ({spec.num_heads},)")
-    return values.detach().to(selection.device.torch_device, torch.float32).contiguous()
-
-
-def _scale(name: str, value: float) -> float:
-    if not (isinstance(value, (int, float)) and 0 < value < float("inf")):
-        raise SpecError(f"{name}={value!r} must be a positive number")
-    return float(value)
-
-
-def _bad_input(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[Any, ...],
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-) -> BatchError:
-    wanted = f"({', '.join(map(str, shape))})" + (f" of {dtype}" if dtype else "")
-    found = f"{tuple(tensor.shape)} of {tensor.dtype}"
-    if device is not None:
-        wanted, found = f"{wanted} on {device}", f"{found} on {tensor.device}"
-    return BatchError(f"{name} is {found}; it must be {wanted}")
+class _Unseen:
+    """Stands for no cache at all, in a copied or pickled layer."""

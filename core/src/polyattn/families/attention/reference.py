@@ -110,10 +110,14 @@ def forward(
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
         rows = slice(batch.starts[index], batch.starts[index + 1])
+        if not batch.lens[index]:
+            continue  # a padding row: nothing, not even a sink
         if cache is not None:
             keys, values = read_cache(spec, cache, batch, index, params, dtype)
         else:
             assert key is not None and value is not None
-            keys, values = key[rows], value[rows]
+            first = batch.key_starts[index]
+            given = slice(first, first + batch.lens[index])
+            keys, values = key[given], value[given]
         output[rows], lse[rows] = attend(spec, query[rows], keys, values, params, dtype)
     return output, lse

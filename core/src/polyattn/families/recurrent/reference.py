@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from polyattn.runtime.batch import Batch
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 
 Tensors = Mapping[str, Tensor]

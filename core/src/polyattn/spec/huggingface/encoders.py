@@ -10,7 +10,8 @@ from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Missing, Part, Reader, Towers
 from polyattn.spec.huggingface.patterns import FULL, SLIDING, layer_types, starting
 from polyattn.spec.huggingface.rotary import nested_parameters, read_rope
-from polyattn.spec.layer import LayerSpec, Role
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 RELATIVE_BIAS = "a learned relative position bias"
@@ -98,7 +99,7 @@ def two_towers(causal_text: bool) -> Reader:
 def causal_text_tower(cfg: Config) -> Towers:
     """CLIP's text tower has a causal mask."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
+    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, cached=False)
     return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
 
 

@@ -179,7 +179,6 @@ def recurrent_gemma(cfg: Config) -> Towers:
     if not kinds or set(kinds) - {"recurrent", "attention"}:
         raise cfg.error("block_types", kinds, "must list recurrent and attention")
     attention = Decoder(
-        head_dim=False,
         window=lambda cfg: cfg.need("attention_window_size"),
         rope=rotary(partial=0.5),
     )

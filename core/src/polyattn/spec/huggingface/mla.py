@@ -8,7 +8,8 @@ from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Reader, Towers
 from polyattn.spec.huggingface.patterns import named
 from polyattn.spec.huggingface.rotary import parameters, read_rope, yarn_mscale
-from polyattn.spec.layer import AttentionKind, LatentSpec, LayerSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LatentSpec, LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 

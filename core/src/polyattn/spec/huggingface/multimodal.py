@@ -9,7 +9,8 @@ from polyattn.spec.huggingface import decoders, encoders, gpt, hybrids, mla
 from polyattn.spec.huggingface.attention import Decoder, head_sizes, optional_window, rotary
 from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Missing, Reader, Towers
-from polyattn.spec.layer import LayerSpec, Role
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
 
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(

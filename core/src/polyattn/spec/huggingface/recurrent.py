@@ -7,7 +7,8 @@ from typing import Any
 
 from polyattn.spec.huggingface.config import Config
 from polyattn.spec.huggingface.layers import Missing, Reader, Towers
-from polyattn.spec.layer import AttentionKind, LayerSpec, RecurrentSpec
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec, RecurrentSpec
 
 
 def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:

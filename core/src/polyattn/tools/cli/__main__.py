@@ -1,5 +1,7 @@
 """`python -m polyattn.tools.cli`."""
 
+import sys
+
 from polyattn.tools.cli.entry import main
 
-main()
+sys.exit(main())

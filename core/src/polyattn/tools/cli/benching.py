@@ -11,20 +11,25 @@ from typing import Any
 import torch
 
 from polyattn.api import Selection, resolve_device, select
-from polyattn.checking.tolerance import output_error, tolerance_of
+from polyattn.checking.compare import output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.device import Device
-from polyattn.errors import PolyattnError, SettingsError
+from polyattn.errors import PolyattnError, SettingsError, describe
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
-from polyattn.families.roofline import Cost, batch_cost
 from polyattn.registry.capabilities import check
 from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
-from polyattn.spec.layer import AttentionKind, LayerSpec
+from polyattn.runtime.cost import Cost, batch_cost
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
-from polyattn.tools.cli.models import find_config
-from polyattn.tools.cli.output import console, print_json, table
+from polyattn.tools.cli.memory import check_room, said_plainly
+from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.plots import check_plot, plot_bench
 
+LONGEST = 3600
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
 
 
@@ -39,36 +44,52 @@ def show(
     as_json: bool,
     plot: Path | None,
 ) -> int:
-    """Measure and print; backends that can't serve are listed with the reason."""
-    if not 0 < seconds < float("inf"):
-        raise SettingsError(f"--seconds={seconds} must be positive")
+    """Measure and print; backends that can't serve are listed with the reason.
+
+    Return 1 when not one backend could be measured.
+    """
+    if not 0 < seconds <= LONGEST:
+        raise SettingsError(f"--seconds={seconds} must be positive, {LONGEST} at most")
+    if plot:
+        check_plot(plot)
+    batches = {text: parse_batch(text) for text in texts or DEFAULT_BATCHES}
     spec = _spec(model, spec_json).replace(block_size=block_size)
+    names = [discover().backend(name).name for name in backends]
     resolved = resolve_device(device)
+    for text, lengths in batches.items():
+        check_room(_bytes(spec, lengths), f"batch {text}", resolved)
     bench = Bench(spec, resolved, seconds)
     rows: list[dict[str, Any]] = []
-    for text in texts or DEFAULT_BATCHES:
-        rows += bench.measure(text, parse_batch(text), backends)
+    with said_plainly("name a smaller batch"):
+        for text, lengths in batches.items():
+            rows += bench.measure(text, lengths, names)
     if as_json:
         print_json(
             {"spec": spec.to_dict(), "device": str(resolved), "limits": bench.limits, "rows": rows}
         )
     else:
         _print(spec, resolved, bench.limits, rows)
-    if plot:
-        from polyattn.tools.cli.plots import plot_bench
-
-        plot_bench([row for row in rows if "ms" in row], plot, f"{spec}\n{resolved}")
-    return 0
+    measured = [row for row in rows if "ms" in row]
+    if plot and measured:
+        plot_bench(measured, plot, f"{spec}\n{resolved}")
+    return int(not measured)
 
 
 def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
-    if spec_json is not None:
-        return LayerSpec.from_json(spec_json)
-    path = find_config(model)
-    for spec in LayerSpec.from_hf_config(path):
-        if spec.kind is AttentionKind.ATTENTION and spec.role.has_cache:
+    source, specs = read_specs(model, spec_json)
+    for spec in specs:
+        if spec.kind is AttentionKind.ATTENTION and spec.cached:
             return spec
-    raise SettingsError(f"{path}: has no attention layer with a cache to measure")
+    raise SettingsError(f"{source}: has no attention layer with a cache to measure")
+
+
+def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
+    """The bytes that a batch's cache and its queries, keys, values and output take at least."""
+    widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
+    stepping = spec.num_heads * (spec.head_size + spec.v_head_size) + widths
+    cached = 2 if spec.kv_cache_dtype == "auto" else 1
+    tokens, queries = sum(n for _, n in lengths), sum(q for q, _ in lengths)
+    return float(cached * widths * tokens + 2 * stepping * queries)
 
 
 class Bench:
@@ -100,6 +121,10 @@ class Bench:
                 row |= self._time(selection, queries, lens, cost)
             except PolyattnError as error:
                 row["cannot"] = str(error)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # whatever a vendor's library raises is a reason
+                row["cannot"] = f"{name} failed: {describe(error)}"
             rows.append(row)
         if len(_names(chosen, phases)) > 1:
             pair = "+".join(sorted(_names(chosen, phases)))
@@ -258,7 +283,7 @@ def _names(selection: Selection, phases: set[str]) -> set[str]:
 def _print(
     spec: LayerSpec, device: Device, limits: dict[str, float], rows: Sequence[dict[str, Any]]
 ) -> None:
-    console.print(f"[bold]{spec}[/]\non {device}", highlight=False)
+    console.print(f"{spec}\non {device}", highlight=False, markup=False)
     console.print(
         f"limits measured now: copy {limits['copy_gb_per_s']:.1f} GB/s, {spec.dtype} matmul "
         f"{limits['matmul_tflop_per_s']:.3f} TFLOP/s\n",
@@ -268,8 +293,8 @@ def _print(
     for row in rows:
         if "ms" not in row:
             continue
-        made.add_row(
-            row["batch"], row["backend"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.2f}",
+        add_row(
+            made, row["batch"], row["backend"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.2f}",
             f"{row['tflop_per_s']:.3f}", f"{row['of_limit']:.0%}", f"{row['error']:.1e}",
             "<- selected" if row["selected"] else "",
         )  # fmt: skip

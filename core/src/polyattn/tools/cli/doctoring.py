@@ -11,12 +11,13 @@ from rich.markup import escape
 
 from polyattn import __version__
 from polyattn.device import Device
-from polyattn.errors import PolyattnError
+from polyattn.errors import PluginError, PolyattnError, describe, plain
 from polyattn.registry.discovery import Registry, discover
-from polyattn.registry.info import API_VERSION, load_object
+from polyattn.registry.info import API_VERSION
+from polyattn.registry.machine import Fault, ask_detector, load_problem
 from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, current, read_config_file
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
-from polyattn.tools.cli.output import console, print_json, table
+from polyattn.tools.cli.output import add_row, console, print_json, table
 
 
 def show(as_json: bool) -> int:
@@ -39,7 +40,7 @@ def examine() -> dict[str, Any]:
         "system": platform.platform(),
         "torch": _torch(problems),
         "variables": {
-            name: os.environ[name]
+            name: plain(os.environ[name])
             for name in (*VARIABLES, *FOREIGN_VARIABLES)
             if name in os.environ
         },
@@ -55,11 +56,11 @@ def examine() -> dict[str, Any]:
     except PolyattnError as error:
         problems.append(str(error))
     else:
-        report["devices"] = _devices(registry, problems)
+        devices = _devices(registry, problems)
+        report["devices"] = [str(device) for device in devices.values()]
         report["plugins"] = plugin_rows(registry)
-        report["backends"] = backend_rows(registry)
         problems += registry.problems
-        problems += _backend_problems(registry, report["backends"])
+        report["backends"] = _backends(registry, devices, problems)
     report["problems"] = problems
     return report
 
@@ -68,38 +69,48 @@ def _torch(problems: list[str]) -> str:
     try:
         import torch
     except Exception as error:
-        problems.append(f"torch can't be imported: {type(error).__name__}: {error}")
+        problems.append(f"torch can't be imported: {describe(error)}")
         return "missing"
     return f"{torch.__version__}, {torch.get_num_threads()} CPU threads"
 
 
-def _devices(registry: Registry, problems: list[str]) -> list[str]:
-    found = []
-    for claimed in registry.platforms.values():
+def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
+    """Return the device of each platform that is here."""
+    found = {}
+    for name, claimed in registry.platforms.items():
         try:
-            device: Device | None = load_object(claimed.detect)(None)
-        except Exception as error:
-            problems.append(
-                f"platform {claimed.name}: its detector {claimed.detect} failed: "
-                f"{type(error).__name__}: {error}"
-            )
+            device = ask_detector(claimed)
+        except PluginError as error:
+            owner = registry.platform_owners[name]
+            problems.append(f"{owner.origin}: platform {name}: {error} ({owner.removal})")
             continue
         if device is not None:
-            found.append(str(device))
+            found[name] = device
     if not found:
         problems.append('no device is found; install a plugin: pip install "polyattn[cpu]"')
     return found
 
 
-def _backend_problems(registry: Registry, rows: list[dict[str, Any]]) -> list[str]:
-    """A package that isn't installed is no fault; a plugin that can't keep its word is."""
-    found = []
+def _backends(
+    registry: Registry, devices: dict[str, Device], problems: list[str]
+) -> list[dict[str, Any]]:
+    """Return `list`'s rows with each backend's state here; what is ready is imported as well.
+
+    A package that isn't installed is no problem; a plugin that can't keep its word is.
+    """
+    rows = backend_rows(registry)
     for row in rows:
-        problem = row["problem"]
-        faults = ("has no", "is missing", "syntax error", "did not answer", "its probe", "found:")
-        if problem and any(fault in problem for fault in faults):
-            found.append(f"{registry.owners[row['name']].origin}: {row['name']}: {problem}")
-    return found
+        name, problem = row["name"], row["problem"]
+        here = any(where in devices for where in row["platforms"])
+        if problem is None and here:
+            reason = load_problem(registry.backends[name])
+            problem = row["problem"] = None if reason is None else Fault(reason)
+        nowhere = f"no device of {', '.join(row['platforms'])} here"
+        row["state"] = problem or ("ready" if here else nowhere)
+        if isinstance(problem, Fault):
+            owner = registry.owners[name]
+            problems.append(f"{owner.origin}: backend {name}: {problem} ({owner.removal})")
+    return rows
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -107,23 +118,23 @@ def _print(report: dict[str, Any]) -> None:
     facts.show_header = False
     for name in ("polyattn", "api_version", "python", "system", "torch", "config_file"):
         if name in report:
-            facts.add_row(name, str(report[name]))
+            add_row(facts, name, str(report[name]))
     for device in report["devices"]:
-        facts.add_row("device", device)
+        add_row(facts, "device", device)
     for name, text in report["variables"].items():
-        facts.add_row("set", f"{name}={text}")
+        add_row(facts, "set", f"{name}={text}")
     console.print(facts, "")
     plugins = table("plugin", "distribution", "version", "status")
     for row in report["plugins"]:
-        plugins.add_row(row["name"], row["distribution"], row["version"], escape(row["status"]))
+        add_row(plugins, row["name"], row["distribution"], row["version"], row["status"])
     console.print(plugins, "")
     backends = table("backend", "plugin", "state")
     for row in report["backends"]:
-        backends.add_row(row["name"], row["plugin"], escape(row["problem"] or "ready"))
+        add_row(backends, row["name"], row["plugin"], row["state"])
     console.print(backends, "")
     variables = table("variable with an effect", "meaning")
     for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
-        variables.add_row(name, meaning)
+        add_row(variables, name, meaning)
     console.print(variables, "")
     for note in report.get("notes", []):
         console.print(f"note: {note}", markup=False)

@@ -1,38 +1,76 @@
-"""Where the `polyattn` script starts."""
+"""Where the `polyattn` script starts, and where every error becomes a line and an exit code.
+
+0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`). 2: what was asked can't be
+done. 130: interrupted.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
-from polyattn.errors import PolyattnError
+from polyattn._version import __version__
+from polyattn.errors import PolyattnError, SettingsError
+from polyattn.tools.cli import stdout
 
 
-def main() -> None:
-    """Run the command line; a polyattn error is its message and exit code 2."""
+def main() -> int:
+    """Run the command line of this process and return its exit code."""
+    if sys.stderr is None:
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - for good
+    if sys.stdout is None:
+        print("polyattn: standard output is closed", file=sys.stderr)
+        return 2
+    return run(sys.argv[1:])
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code."""
     try:
         try:
-            _run()
+            return _dispatch(list(arguments))
         finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:
         print(f"polyattn: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return 2
     except BrokenPipeError:  # whoever read the output has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(1) from None
+        stdout.discard()
+        return 1
+    except OSError as error:  # a full disk, a file that vanished
+        stdout.discard()
+        print(f"polyattn: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("polyattn: interrupted", file=sys.stderr)
+        return 130
 
 
-def _run() -> None:
-    """`polyattn list` without the command-line library, whose import takes longer than the answer.
+def _dispatch(arguments: list[str]) -> int:
+    """`list` and `--version` go without the command-line library, whose import takes longer.
 
-    Shells and operators call it often.
+    Shells and operators call them often.
     """
-    if sys.argv[1:] in (["list"], ["list", "--json"]):
+    if arguments == ["--version"]:
+        stdout.write(f"polyattn {__version__}")
+        return 0
+    if arguments in (["list"], ["list", "--json"]):
         from polyattn.tools.cli.listing import show
 
-        show(as_json="--json" in sys.argv)
-        return
-    from polyattn.tools.cli.main import app
-
-    app()
+        with stdout.claimed():
+            return show(as_json="--json" in arguments)
+    try:
+        from polyattn.tools.cli.main import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        raise SettingsError(
+            f'this command needs {error.name}: pip install "polyattn[cli]"'
+        ) from error
+    try:
+        app(arguments, prog_name="polyattn")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0

@@ -7,13 +7,14 @@ from typing import Any
 from rich.markup import escape
 from rich.tree import Tree
 
-from polyattn.api import resolve_device, select, unmatched_overrides
+from polyattn.api import select, unmatched_overrides
 from polyattn.errors import SelectionError
+from polyattn.registry.devices import resolve_device
 from polyattn.selection.decision import Decision, verdict_line
 from polyattn.settings import current
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.layer import LayerSpec
-from polyattn.tools.cli.models import find_config
+from polyattn.tools.cli.models import read_specs
 from polyattn.tools.cli.output import console, print_json
 
 
@@ -22,10 +23,7 @@ def show(
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
     settings = current().with_backend(backend, "flag --backend")
-    if spec_json is not None:
-        groups = {LayerSpec.from_json(spec_json): [0]}
-    else:
-        groups = group_layers(LayerSpec.from_hf_config(find_config(model)))
+    groups = group_layers(read_specs(model, spec_json)[1])
     resolved = resolve_device(device)
     found: list[tuple[LayerSpec, list[int], Decision | SelectionError]] = []
     for spec, layers in groups.items():
@@ -37,7 +35,7 @@ def show(
     if as_json:
         print_json({"device": str(resolved), "groups": [_json(*g) for g in found], "notes": notes})
     else:
-        console.print(f"on [bold]{resolved}[/]", highlight=False)
+        console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
         for spec, layers, result in found:
             console.print(_tree(spec, layers, result), highlight=False)
         for note in notes:
@@ -53,18 +51,18 @@ def _json(spec: LayerSpec, layers: list[int], result: Decision | SelectionError)
 
 
 def _tree(spec: LayerSpec, layers: list[int], result: Decision | SelectionError) -> Tree:
-    tree = Tree(f"[bold]{len(layers)} layers[/]: {spec}")
+    tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
     if isinstance(result, SelectionError):
         tree.add(f"[red]{escape(str(result))}[/]")
         return tree
     for number, step in enumerate(result.steps, 1):
-        node = tree.add(f"{number}. {step.question} [bold]{step.answer}[/]")
+        node = tree.add(f"{number}. {escape(step.question)} [bold]{escape(step.answer)}[/]")
         for verdict in step.verdicts:
             mark = "[green]+[/]" if verdict.accepted else "[red]-[/]"
             leaf = node.add(f"{mark} {escape(verdict_line(verdict))}")
             for rejection in verdict.rejections:
                 leaf.add(escape(str(rejection)))
-    tree.add(f"[bold green]=> {result.summary()}[/]")
+    tree.add(f"[bold green]=> {escape(result.summary())}[/]")
     for note in result.notes:
-        tree.add(f"note: {note}")
+        tree.add(escape(f"note: {note}"))
     return tree

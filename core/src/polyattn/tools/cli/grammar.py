@@ -6,7 +6,8 @@ import re
 
 from polyattn.errors import SettingsError
 
-_PART = re.compile(r"(?P<count>\d+)?q(?P<q>\d+k?)(?:s(?P<s>\d+k?))?")
+_PART = re.compile(r"(?P<count>[0-9]{1,9})?q(?P<q>[0-9]{1,9}k?)(?:s(?P<s>[0-9]{1,9}k?))?")
+MOST_SEQUENCES = 1 << 16
 
 
 def parse_batch(text: str) -> list[tuple[int, int]]:
@@ -29,6 +30,10 @@ def parse_batch(text: str) -> list[tuple[int, int]]:
             raise SettingsError(
                 f"batch {text!r}: {part!r} needs at least one sequence, and a sequence no shorter "
                 "than its query"
+            )
+        if len(found) + count > MOST_SEQUENCES:
+            raise SettingsError(
+                f"batch {text!r}: {part!r} makes more than {MOST_SEQUENCES} sequences; name fewer"
             )
         found += [(query, length)] * count
     return found

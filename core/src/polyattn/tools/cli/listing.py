@@ -1,26 +1,30 @@
-"""`polyattn list`: who is installed, and is it ready? Imports neither torch nor a vendor library."""
+"""`polyattn list`: who is installed, and what is missing? Imports neither torch nor a vendor library."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
-from polyattn.registry.machine import availability
+from polyattn.registry.machine import availabilities, availability
 from polyattn.settings import current
+from polyattn.tools.cli.stdout import write
 
 
-def show(as_json: bool) -> None:
-    """Print plugins, backends and problems."""
+def show(as_json: bool) -> int:
+    """Print plugins, backends and problems.
+
+    A backend is "installed" when what it requires is there and its probe finds nothing missing.
+    Whether its device is here as well, `doctor` says: asking imports torch.
+    """
     registry = discover()
     rows = backend_rows(registry)
     if as_json:
         found = {"plugins": plugin_rows(registry), "backends": rows}
-        print(json.dumps(found | {"problems": registry.problems}, indent=2))
-        return
+        write(json.dumps(found | {"problems": registry.problems}, indent=2))
+        return 0
     plugins = [("plugin", "distribution", "version", "status")]
     plugins += [
         (r["name"], r["distribution"], r["version"], r["status"]) for r in plugin_rows(registry)
@@ -28,13 +32,15 @@ def show(as_json: bool) -> None:
     backends = [("backend", "platforms", "proof", "state", "what it is")]
     for row in rows:
         proof = ", ".join(f"{where} {how}" for where, how in row["proof"].items())
-        state = row["problem"] or "ready"
+        here = [name for name, problem in row["builds"].items() if problem is None]
+        state = row["problem"] or (f"installed: {', '.join(here)}" if here else "installed")
         backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
-    print(f"{columns(plugins)}\n\n{columns(backends)}")
+    write(f"{columns(plugins)}\n\n{columns(backends)}")
     for problem in registry.problems:
-        print(f"\nproblem: {problem}")
+        write(f"\nproblem: {problem}")
     if not registry.plugins:
-        print('no plugin is installed: pip install "polyattn[cpu]"')
+        write('no plugin is installed: pip install "polyattn[cpu]"')
+    return 0
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
@@ -64,11 +70,7 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
     timeout = current().probe_timeout
     infos = sorted(registry.backends.values(), key=lambda b: b.name)
 
-    def state(info: BackendInfo) -> str | None:
-        return availability(info, timeout)
-
-    with ThreadPoolExecutor(max_workers=max(1, len(infos))) as pool:
-        problems = list(pool.map(state, infos))
+    problems = availabilities(infos, timeout)
     return [
         {
             "name": info.name,
@@ -77,7 +79,13 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
             "proof": {where: proof.value for where, proof in info.proof.items()},
             "problem": problem,
+            "builds": _builds(info, timeout),
             "summary": info.summary,
         }
         for info, problem in zip(infos, problems, strict=True)
     ]
+
+
+def _builds(info: BackendInfo, timeout: float) -> dict[str, str | None]:
+    """Return the packages that bring a backend's library, each with why it isn't here, or None."""
+    return {v.name: availability(info.as_built(v), timeout) for v in info.variants}

@@ -4,10 +4,15 @@ it runs, so that `polyattn list` costs milliseconds.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, NoReturn, Optional
 
 import typer
+
+from polyattn._version import __version__
+from polyattn.tools.cli import stdout
 
 app = typer.Typer(
     name="polyattn",
@@ -16,6 +21,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+LARGEST_SEED = 2**63 - 1
+LARGEST_COUNT = 10**9
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BackendOption = Annotated[
@@ -36,12 +44,41 @@ PlotOption = Annotated[
 ]
 
 
+def _finish(show: Callable[[], int]) -> NoReturn:
+    """Run a command's work with standard output to itself, and exit with its code."""
+    try:
+        with stdout.claimed():
+            code = show()
+    except KeyboardInterrupt:  # typer would end in silence
+        print("polyattn: interrupted", file=sys.stderr)
+        code = 130
+    raise typer.Exit(code)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        stdout.write(f"polyattn {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """One attention interface, every vendor's kernels."""
+
+
 @app.command("list")
 def list_command(json: Json = False) -> None:
     """List plugins and backends, and what is wrong with any of them."""
     from polyattn.tools.cli.listing import show
 
-    show(json)
+    _finish(lambda: show(json))
 
 
 @app.command()
@@ -58,7 +95,7 @@ def explain(
     """Show which backend each layer gets, with every candidate's verdict."""
     from polyattn.tools.cli.explaining import show
 
-    raise typer.Exit(show(model, spec, device, backend, json))
+    _finish(lambda: show(model, spec, device, backend, json))
 
 
 @app.command()
@@ -66,7 +103,7 @@ def doctor(json: Json = False) -> None:
     """Report versions, devices, plugins, variables; exit 1 when something is wrong."""
     from polyattn.tools.cli.doctoring import show
 
-    raise typer.Exit(show(json))
+    _finish(lambda: show(json))
 
 
 @app.command()
@@ -76,24 +113,40 @@ def run(
         Optional[Path],  # noqa: UP045
         typer.Option("--trace", help="A request trace: Azure CSV or Mooncake JSONL."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of the trace to serve.")] = 16,
-    layers: Annotated[int, typer.Option(min=1, help="Layers of each group that run.")] = 1,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens generated a request.")] = 32,
+    requests: Annotated[
+        int, typer.Option(min=1, max=LARGEST_COUNT, help="Requests of the trace to serve.")
+    ] = 16,
+    layers: Annotated[
+        int, typer.Option(min=1, max=LARGEST_COUNT, help="Layers of each group that run.")
+    ] = 1,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, max=LARGEST_COUNT, help="Most tokens generated a request.")
+    ] = 32,
     scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
-    token_budget: Annotated[int, typer.Option(min=1, help="Most tokens in a step.")] = 2048,
-    max_seqs: Annotated[int, typer.Option(min=1, help="Most sequences in flight.")] = 64,
+    token_budget: Annotated[
+        int, typer.Option(min=1, max=LARGEST_COUNT, help="Most tokens in a step.")
+    ] = 2048,
+    max_seqs: Annotated[
+        int, typer.Option(min=1, max=LARGEST_COUNT, help="Most sequences in flight.")
+    ] = 64,
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     block_size: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Cache block size (default: the selector chooses)."),
+        typer.Option(
+            min=1, max=LARGEST_COUNT, help="Cache block size (default: the selector chooses)."
+        ),
     ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, int8.")] = "auto",
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
-    check: Annotated[int, typer.Option(min=0, help="Tokens checked a layer and step.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of the random inputs.")] = 0,
+    check: Annotated[
+        int, typer.Option(min=0, max=LARGEST_COUNT, help="Tokens checked a layer and step.")
+    ] = 2,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random inputs.")
+    ] = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
     json: Json = False,
@@ -108,7 +161,7 @@ def run(
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot,
     )  # fmt: skip
-    raise typer.Exit(show(options))
+    _finish(lambda: show(options))
 
 
 @app.command()
@@ -130,7 +183,10 @@ def bench(
         Optional[list[str]],  # noqa: UP045
         typer.Option("--backend", help="Only these backends (repeatable)."),
     ] = None,
-    block_size: Annotated[Optional[int], typer.Option(help="Cache block size.")] = None,  # noqa: UP045
+    block_size: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=LARGEST_COUNT, help="Cache block size."),
+    ] = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
     json: Json = False,
     plot: PlotOption = None,
@@ -138,6 +194,8 @@ def bench(
     """Time every backend that can serve, side by side, with the limit and the selector's choice."""
     from polyattn.tools.cli.benching import show
 
-    raise typer.Exit(
-        show(batches or [], model, spec, device, backend or [], block_size, seconds, json, plot)
+    _finish(
+        lambda: show(
+            batches or [], model, spec, device, backend or [], block_size, seconds, json, plot
+        )
     )

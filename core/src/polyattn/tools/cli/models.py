@@ -1,11 +1,12 @@
-"""Finds the model that a command names: a path or a bundled config."""
+"""Finds and reads what a command names: a config or a bundled model, a layer as JSON."""
 
 from __future__ import annotations
 
 from importlib import resources
 from pathlib import Path
 
-from polyattn.errors import ConfigError, nearest
+from polyattn.errors import ConfigError, PolyattnError, SettingsError, describe, nearest, shown
+from polyattn.spec.layer import LayerSpec
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_TRACE = "azure_conversation.csv"
@@ -24,10 +25,42 @@ def bundled_models() -> list[str]:
 def find_config(name: str | None) -> Path:
     """Return the config behind a path or a bundled model's name. Raises `ConfigError`."""
     name = name or DEFAULT_MODEL
-    if Path(name).exists():
-        return Path(name)
     if name in bundled_models():
         return bundled("models", f"{name}.json")
+    path = Path(name)
+    try:
+        file = path / "config.json" if path.is_dir() else path
+        if file.is_file():
+            return path
+        there = path.is_dir() or file.exists()
+    except (OSError, ValueError) as error:  # a name too long, a folder that may not be read
+        raise ConfigError(f"model {shown(name)} can't be read: {describe(error)}") from error
+    if there:
+        kind = "no such file" if path.is_dir() and not file.exists() else "is not a regular file"
+        raise ConfigError(f"{file}: {kind}; give a config.json or its directory")
     raise ConfigError(
-        f"model {name!r} is neither a file nor a bundled model{nearest(name, bundled_models())}"
+        f"model {shown(name)} is neither a file nor a bundled model{nearest(name, bundled_models())}"
     )
+
+
+def read_specs(model: str | None, spec_json: str | None) -> tuple[str, list[LayerSpec]]:
+    """Return the layers that a command names, and what they are of: a path or `--spec`.
+
+    Raises `SettingsError` when both a model and a layer are named, `ConfigError`, `SpecError`.
+    """
+    if spec_json is None:
+        path = find_config(model)
+        try:
+            return str(path), LayerSpec.from_hf_config(path)
+        except PolyattnError:
+            raise
+        except (RecursionError, ValueError) as error:  # lists too deep, numbers too long
+            raise ConfigError(f"{path}: is no config: {describe(error)}") from None
+    if model is not None:
+        raise SettingsError(f"model {model!r} and --spec name different layers; give one of them")
+    try:
+        return "--spec", [LayerSpec.from_json(spec_json)]
+    except PolyattnError:
+        raise
+    except (RecursionError, ValueError) as error:
+        raise SettingsError(f"--spec is no LayerSpec: {describe(error)}") from None

@@ -12,10 +12,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from polyattn.api import LayerGroup, resolve_device, select_layers
 from polyattn.errors import SettingsError
 from polyattn.settings import current
-from polyattn.spec.huggingface import layer_specs, read_config
+from polyattn.spec.huggingface import read_config
 from polyattn.spec.layer import LayerSpec
-from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, find_config
-from polyattn.tools.cli.output import console, print_json, table
+from polyattn.tools.cli.memory import check_room, said_plainly
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.plots import check_plot, plot_run
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
 from polyattn.tools.replay.runners import Options
@@ -52,28 +54,30 @@ def show(options: RunOptions) -> int:
         value = getattr(options, name)
         if not 0 < value < float("inf"):
             raise SettingsError(f"--{name.replace('_', '-')}={value} must be positive")
-    path = find_config(options.model)
+    if options.plot:
+        check_plot(options.plot)
+    path, specs = read_specs(options.model, None)
     config = read_config(path)
-    served = _served(layer_specs(path), options)
+    served = _served(specs, options)
+    requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
     settings = current().with_backend(options.backend, "flag --backend")
     device = resolve_device(options.device)
+    check_room(options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}", device)
     # On an accelerator the check also compiles kernels, outside the times that are reported.
     verify = True if device.is_accelerator else None
     groups = select_layers(served, device, settings=settings, verify=verify)
     if not options.json:
-        _print_selection(path, groups, options)
-    requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
+        _print_selection(Path(path).stem, groups, options)
     requests = [request.scaled(options.scale) for request in requests]
     requests, clipped = fit_requests(requests, config, served, options.max_tokens)
-    engine = Engine(groups, requests, _engine_options(options))
-    report = _run(engine, quiet=options.json)
+    with said_plainly("lower --cache-gb, --token-budget or --layers"):
+        engine = Engine(groups, requests, _engine_options(options))
+        report = _run(engine, quiet=options.json)
     if options.json:
-        print_json(_json(path, groups, clipped, report))
+        print_json(_json(Path(path).stem, groups, clipped, report))
     else:
         _print_report(report, clipped)
     if options.plot:
-        from polyattn.tools.cli.plots import plot_run
-
         plot_run(report, options.plot)
     return 0
 
@@ -83,7 +87,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     served = []
     for spec in specs:
         changes: dict[str, Any] = {}
-        if spec.role.has_cache and not spec.kind.is_recurrent:
+        if spec.cached and not spec.kind.is_recurrent:
             changes = {
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
@@ -112,8 +116,9 @@ def _run(engine: Engine, quiet: bool) -> Report:
         return engine.run(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _print_selection(path: Path, groups: list[LayerGroup], options: RunOptions) -> None:
-    console.print(f"[bold]{path.stem}[/] on {groups[0].selection.device}" if groups else path.stem)
+def _print_selection(model: str, groups: list[LayerGroup], options: RunOptions) -> None:
+    where = f" on {groups[0].selection.device}" if groups else ""
+    console.print(f"{model}{where}", markup=False, highlight=False)
     for group in groups:
         running = min(options.layers, len(group.layers))
         console.print(f"  {len(group.layers)} layers ({running} run): {group.spec}", markup=False)
@@ -153,7 +158,8 @@ def _print_report(report: Report, clipped: int) -> None:
     )
     for name in ("prefill", "decode"):
         row = data[name]
-        phases.add_row(
+        add_row(
+            phases,
             "with prefill" if name == "prefill" else "decode only",
             str(row["steps"]), str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['p50_ms']:.2f}",
             f"{row['p99_ms']:.2f}", f"{row['gb_per_s']:.2f}", f"{row['tflop_per_s']:.4f}",
@@ -174,9 +180,9 @@ def _print_report(report: Report, clipped: int) -> None:
     )
 
 
-def _json(path: Path, groups: list[LayerGroup], clipped: int, report: Report) -> dict[str, Any]:
+def _json(model: str, groups: list[LayerGroup], clipped: int, report: Report) -> dict[str, Any]:
     return {
-        "model": path.stem,
+        "model": model,
         "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],
         "clipped_prompts": clipped,
         **report.to_dict(),

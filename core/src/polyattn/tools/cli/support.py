@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.layer import FEATURES
+from polyattn.spec.features import FEATURES
 
 
 def matrix(infos: list[BackendInfo]) -> str:

@@ -17,7 +17,8 @@ from polyattn import (
     Recurrent,
     StateCache,
 )
-from polyattn.checking.tolerance import output_error, tolerance_of
+from polyattn.checking.compare import output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import PolyattnError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from polyattn import Batch, LayerGroup, LayerSpec, Role
 from polyattn.errors import CacheError, ConfigError
-from polyattn.families.roofline import Cost, batch_cost
+from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker

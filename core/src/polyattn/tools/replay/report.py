@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn.families.roofline import Cost
+from polyattn.runtime.cost import Cost
 
 
 @dataclass(frozen=True)

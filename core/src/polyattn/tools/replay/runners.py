@@ -98,7 +98,7 @@ class AttentionRunner(Runner):
             for _ in range(self.count)
         ]
         self.caches: list[KVCache | None] = [None] * self.count
-        if spec.role.has_cache:
+        if spec.cached:
             cache = group.selection.cache_spec(num_blocks)
             self.caches = [cache.allocate(self.device) for _ in range(self.count)]
 

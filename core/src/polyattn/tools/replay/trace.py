@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import TraceError
+from polyattn.errors import TraceError, describe, shown
 
+MOST_TOKENS = 10**9
 HASH_BLOCK = 512
 """Tokens behind one of Mooncake's `hash_ids`."""
 
@@ -38,8 +39,13 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
     """Return the first `limit` requests. Raises `TraceError` that names the file and the line."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        if path.exists() and not path.is_file():  # a fifo would be waited for, without end
+            raise TraceError(f"{path}: is not a regular file; write the trace to one first")
+        # Lines end at a newline alone: str.splitlines would cut JSON texts at U+2028 too.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except (OSError, ValueError) as error:
+        if isinstance(error, TraceError):
+            raise
         raise TraceError(f"{path}: can't be read: {error}") from error
     parse = _jsonl if path.suffix == ".jsonl" else _csv
     requests = []
@@ -53,12 +59,14 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
 
 
 def _csv(path: Path, lines: list[str]) -> Iterator[Request]:
-    rows = csv.reader(lines)
+    rows = _rows(path, lines)
     header = [name.strip() for name in next(rows, [])]
     columns = []
     for name in ("ContextTokens", "GeneratedTokens"):
         if name not in header:
-            raise TraceError(f"{path}, line 1: the header {header} lacks the column {name!r}")
+            raise TraceError(
+                f"{path}, line 1: the header {shown(header)} lacks the column {name!r}"
+            )
         columns.append(header.index(name))
     for number, row in enumerate(rows, 2):
         if not row:
@@ -67,10 +75,18 @@ def _csv(path: Path, lines: list[str]) -> Iterator[Request]:
             prompt, output = (int(row[c]) for c in columns)
         except (ValueError, IndexError):
             raise TraceError(
-                f"{path}, line {number}: {','.join(row)!r} must have whole numbers in "
+                f"{path}, line {number}: {shown(','.join(row))} must have whole numbers in "
                 "ContextTokens and GeneratedTokens"
             ) from None
         yield _request(path, number, prompt, output, ())
+
+
+def _rows(path: Path, lines: list[str]) -> Iterator[list[str]]:
+    rows = csv.reader(lines)
+    try:
+        yield from rows
+    except csv.Error as error:  # a field of more than 131,072 characters, say
+        raise TraceError(f"{path}, line {rows.line_num}: not CSV: {error}") from None
 
 
 def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
@@ -80,15 +96,15 @@ def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
         where = f"{path}, line {number}"
         try:
             entry: Any = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise TraceError(f"{where}: not JSON: {error}") from None
+        except (ValueError, RecursionError) as error:  # numbers too long, lists too deep
+            raise TraceError(f"{where}: not JSON: {describe(error)}") from None
         if not isinstance(entry, dict):
             raise TraceError(f"{where}: must be a JSON object")
         for name in ("input_length", "output_length"):
-            if not isinstance(entry.get(name), int):
-                raise TraceError(f"{where}: {name}={entry.get(name)!r} must be a whole number")
+            if type(entry.get(name)) is not int:
+                raise TraceError(f"{where}: {name}={shown(entry.get(name))} must be a whole number")
         ids = entry.get("hash_ids", [])
-        if not isinstance(ids, list) or not all(isinstance(i, int) for i in ids):
+        if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise TraceError(f"{where}: hash_ids must be a list of whole numbers")
         yield _request(path, number, entry["input_length"], entry["output_length"], tuple(ids))
 
@@ -96,9 +112,9 @@ def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
 def _request(
     path: Path, number: int, prompt: int, output: int, hash_ids: tuple[int, ...]
 ) -> Request:
-    if prompt < 1 or output < 0:
+    if not (1 <= prompt <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
         raise TraceError(
-            f"{path}, line {number}: {prompt} prompt and {output} output tokens; a request needs at "
-            "least 1 and 0"
+            f"{path}, line {number}: {shown(prompt)} prompt and {shown(output)} output tokens; a "
+            f"request needs at least 1 and 0, and takes {MOST_TOKENS} at most"
         )
     return Request(prompt, max(output, 1), hash_ids)

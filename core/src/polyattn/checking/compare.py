@@ -1,0 +1,33 @@
+"""How far apart are two results? The errors that tolerances speak of."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def output_error(out: Tensor, reference: Tensor) -> float:
+    """Return the largest relative error of any (token, head) row, `|out - ref| / |ref|` in L2.
+
+    Rows whose reference is smaller than a hundredth of the largest are measured against that, so
+    that cancellation to almost nothing doesn't count. Infinite where `out` isn't finite.
+    """
+    if reference.numel() == 0:
+        return 0.0
+    out, reference = out.detach().to("cpu", torch.float64), reference.to("cpu", torch.float64)
+    if not bool(torch.isfinite(out).all()):
+        return float("inf")
+    norms = reference.norm(dim=-1)
+    floor = torch.clamp(norms.max() * 1e-2, min=1e-30)
+    return float(((out - reference).norm(dim=-1) / torch.maximum(norms, floor)).max())
+
+
+def lse_error(lse: Tensor, reference: Tensor) -> float:
+    """Return the largest absolute difference; infinite where only one of them is -inf."""
+    if reference.numel() == 0:
+        return 0.0
+    lse, reference = lse.detach().to("cpu", torch.float64), reference.to("cpu", torch.float64)
+    empty = reference == -torch.inf
+    if bool(torch.isnan(lse).any()) or not torch.equal(lse == -torch.inf, empty):
+        return float("inf")
+    return float((lse - reference)[~empty].abs().max()) if bool((~empty).any()) else 0.0

@@ -1,0 +1,160 @@
+"""How is a step of attention planned? By phase: each part to its backend, whose plan it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.choice import Chooser
+from polyattn.registry.info import BackendInfo
+from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.batch_checks import check_queries, check_table_width
+from polyattn.runtime.block_tables import expand
+from polyattn.runtime.decompositions import Part
+from polyattn.runtime.group import LayerGroup, StepPlanner
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
+
+
+class AttentionStep(StepPlan):
+    """The calls of a step, the store before them, and the shapes that its layers are held to."""
+
+    def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
+        super().__init__(group, batch)
+        self._calls = calls
+        self.store: StorePlan | None = None
+        self.stored_by: StoreBackend | None = None
+        spec, tokens = group.spec, batch.num_tokens
+        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
+        self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
+        self.lse_shape = torch.Size((tokens, spec.num_heads))
+        # The new tokens' keys and values; None where they are given whole.
+        self.key_shape = self.value_shape = None
+        if spec.cached:
+            self.key_shape = torch.Size((tokens, spec.num_kv_heads, spec.head_size))
+            self.value_shape = torch.Size((tokens, spec.num_kv_heads, spec.v_head_size))
+        # Of keys that are given whole, as many as the sequences reach must be there.
+        ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
+        self.keys_reach = max(ends, default=0)
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return self._calls
+
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Store the new keys and values and attend. Writes `out` (and `lse`)."""
+        if self.store is not None and key is not None:
+            assert value is not None and cache is not None and self.stored_by is not None
+            self.stored_by.run(self.store, key, value, cache, params)
+        for call in self._calls:
+            view = cache
+            if call.expanded:
+                assert call.block_size is not None and cache is not None
+                view = cache.in_blocks_of(call.block_size)[0]
+            rows = call.rows
+            if rows is None:
+                call.backend.run(call.plan, query, key, value, view, params, out, lse)
+            elif isinstance(rows, slice):
+                call.backend.run(
+                    call.plan, query[rows], _rows(key, rows), _rows(value, rows), view, params,
+                    out[rows], _rows(lse, rows),
+                )  # fmt: skip
+            else:
+                _run_gathered(call, rows, query, key, value, view, params, out, lse)
+
+
+def _rows(tensor: Tensor | None, rows: Rows) -> Tensor | None:
+    return None if tensor is None else tensor[rows]
+
+
+def _run_gathered(
+    call: Call,
+    rows: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: KVCache | None,
+    params: LayerParams,
+    out: Tensor,
+    lse: Tensor | None,
+) -> None:
+    """Run a call whose tokens don't lie side by side: copied together, and their results back."""
+    part = out.new_empty(len(rows), *out.shape[1:])
+    part_lse = None if lse is None else lse.new_empty(len(rows), lse.shape[1])
+    call.backend.run(
+        call.plan, query[rows], _rows(key, rows), _rows(value, rows), cache, params, part, part_lse
+    )
+    out.index_copy_(0, rows, part)
+    if lse is not None and part_lse is not None:
+        lse.index_copy_(0, rows, part_lse)
+
+
+class Planner(StepPlanner):
+    """Plans for attention over a cache, or over keys and values that are given."""
+
+    def __init__(self, group: LayerGroup):
+        self.group, self.spec = group, group.spec
+        self.chooser = Chooser(group)
+        if self.spec.cached:
+            self.store = group.backend("store", StoreBackend, cache=group.cache_format)
+
+    def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
+        """Plan one step. Raises `BatchError`."""
+        before: dict[str, Call] = (
+            {} if reuse is None else {call.phase: call for call in reuse.calls}
+        )
+        if not self.spec.cached:
+            prefill = self.chooser.chosen["prefill"].info
+            assigned = [("prefill", prefill, Part(batch, None))] if batch.num_tokens else []
+        else:
+            self._check(batch)
+            assigned = self.chooser.assign(batch) if batch.num_tokens else []
+        if before and {phase for phase, _, _ in assigned} - before.keys():
+            raise BatchError(
+                f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
+                "capture a graph for each kind of step"
+            )
+        calls = tuple(self._call(*assignment, before) for assignment in assigned)
+        step = AttentionStep(self.group, batch, calls)
+        if self.spec.cached and batch.slot_mapping is not None:
+            step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
+        return step
+
+    def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
+        earlier = before.get(phase)
+        # Under a captured graph the capture's choice holds.
+        name = info.name if earlier is None else earlier.name
+        backend = self.chooser.find(phase, name).backend
+        batch, block_size = part.batch, None
+        if self.spec.cached:
+            whole, walked = self.group.cache_format, backend.cache
+            assert whole is not None and walked is not None
+            block_size = walked.block_size
+            if block_size != whole.block_size:
+                into = None if earlier is None else earlier.plan.batch.block_table
+                batch = expand(batch, whole, block_size, into)
+        plan = backend.plan(batch, None if earlier is None else earlier.plan)
+        return Call(phase, name, backend, plan, part.rows, block_size, batch is not part.batch)
+
+    def _check(self, batch: Batch) -> None:
+        if self.spec.causal:
+            check_queries(batch)
+        if batch.block_table is None:
+            if batch.num_seqs:
+                raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
+            return
+        assert self.group.cache_format is not None
+        check_table_width(batch, self.group.cache_format.block_size)

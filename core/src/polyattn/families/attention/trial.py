@@ -1,0 +1,59 @@
+"""One tiny step of each phase of attention, and what it should give: what verification runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.families.attention import reference
+from polyattn.families.attention.inputs import attention_inputs
+from polyattn.families.attention.layer import Attention
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.trial import Outcome
+from polyattn.spec.kinds import Role
+
+
+def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outcome:
+    """Run a step of `phase` of this group's layer on its device beside the float64 reference."""
+    spec, device = group.spec, group.torch_device
+    sinks = torch.randn(spec.num_heads, generator=generator) if spec.learned_sinks else None
+    layer = Attention(group, sinks=None if sinks is None else sinks.to(device), checks=False)
+    if spec.cached:
+        batch, cache = paged_step(group, phase, generator)
+        query, key, value = attention_inputs(spec, batch.num_tokens, generator, device)
+        given: tuple[Tensor | None, ...] = (key, value)
+        if spec.role is Role.CROSS:
+            given = (None, None)
+        got = layer(query, given[0], given[1], cache, group.plan(batch))
+        expected = reference.forward(spec, query, None, None, cache, batch, layer.params)
+    else:
+        batch = Batch.from_lens([1, 33], [1, 33], device=device)
+        query, key, value = attention_inputs(spec, 34, generator, device)
+        got = layer(query, key, value, None, group.plan(batch))
+        expected = reference.forward(spec, query, key, value, None, batch, layer.params)
+    out, lse = got if isinstance(got, tuple) else (got, None)
+    return Outcome(out, expected[0], lse, expected[1])
+
+
+def paged_step(group: LayerGroup, phase: str, generator: torch.Generator) -> tuple[Batch, KVCache]:
+    """Return three sequences in pages that lie in no order, and a cache full of numbers."""
+    cache = group.allocate_cache(8)
+    size, device = cache.block_size, group.torch_device
+    fill(cache, generator)
+    # A prefill that had a single token would be taken for a decode.
+    query_lens = [1, 1, 1] if phase == "decode" else [0, size, 5]
+    if phase == "prefill" and size == 1:
+        query_lens = [0, 2, 3]
+    table = torch.tensor([[3, 0, 0], [5, 1, 0], [2, 6, 4]], dtype=torch.int32, device=device)
+    return Batch.from_lens(query_lens, [1, size + 1, 3 * size], table, size), cache
+
+
+def fill(cache: KVCache, generator: torch.Generator) -> None:
+    """Fill a cache with numbers that its dtype can hold."""
+    for stored in (cache.key, cache.value):
+        values = torch.randn(stored.shape, generator=generator)
+        if stored.dtype == torch.int8:
+            values = (values * 32).clamp(-127, 127)
+        stored.copy_(values.to(stored.dtype).to(stored.device))

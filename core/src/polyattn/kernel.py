@@ -1,0 +1,69 @@
+"""All that a backend's module imports: the classes to derive from and what their calls are made of."""
+
+from polyattn.device import Device, arch_matches
+from polyattn.errors import BatchError
+from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.runtime.backend import (
+    AttentionBackend,
+    LayerParams,
+    MergeBackend,
+    RecurrentBackend,
+    SparseBackend,
+    StoreBackend,
+)
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.conventions import (
+    at_least,
+    blank,
+    cumulative,
+    decode_window_sizes,
+    empty_rows,
+    store_lse,
+    window_sizes,
+)
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
+from polyattn.runtime.merge import AttentionState, merge_states
+from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.uniform_rows import UniformRows
+from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.decompose import absorbed
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+
+__all__ = [
+    "STORAGE_DTYPES",
+    "AttentionBackend",
+    "AttentionKind",
+    "AttentionState",
+    "Batch",
+    "BatchError",
+    "CacheFormat",
+    "Device",
+    "GraphCapture",
+    "KVCache",
+    "LatentSpec",
+    "LayerParams",
+    "LayerSpec",
+    "MergeBackend",
+    "Plan",
+    "RecurrentBackend",
+    "RecurrentSpec",
+    "Role",
+    "SparseBackend",
+    "StoreBackend",
+    "StorePlan",
+    "UniformRows",
+    "absorbed",
+    "alibi_slopes",
+    "arch_matches",
+    "at_least",
+    "blank",
+    "cumulative",
+    "decode_window_sizes",
+    "empty_rows",
+    "merge_states",
+    "quantize",
+    "raw",
+    "store_lse",
+    "window_sizes",
+]

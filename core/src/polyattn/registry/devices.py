@@ -1,0 +1,68 @@
+"""Which device is meant? The one road from what a caller says to a `Device`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.device import Device
+from polyattn.errors import DeviceError, describe, shown
+from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.info import load_object
+from polyattn.registry.machine import detect
+from polyattn.settings import Settings, current
+
+_known: dict[tuple[Any, ...], Device] = {}
+_default: dict[tuple[Any, ...], str] = {}
+
+
+def resolve_device(device: Any = None, settings: Settings | None = None) -> Device:
+    """Return the device behind a `Device`, a profile's name, a torch device or None.
+
+    None is this machine's best: of several alike the one that is current now, asked anew each time.
+    Raises `DeviceError` with what each platform's detector said.
+    """
+    if isinstance(device, Device):
+        return device
+    settings = current() if settings is None else settings
+    facts = (settings.plugins, settings.disabled_plugins, generation())
+    text = _current(facts, settings) if device is None else str(device)
+    key = (text, facts)
+    found = _known.get(key)
+    if found is None:
+        found = _known[key] = _find(text, discover(settings))
+    return found
+
+
+def _find(text: str, registry: Registry) -> Device:
+    if text.split(":")[0] in torch_device_types(registry):
+        return detect(registry, text)
+    return Device.profile(text)
+
+
+def torch_device_types(registry: Registry) -> set[str]:
+    """Return the types of torch device that some platform's plugin speaks for."""
+    found = {"cpu"}
+    for platform in registry.platforms.values():
+        found |= {platform.name, *platform.device_types}
+    return found
+
+
+def _current(facts: tuple[Any, ...], settings: Settings) -> str:
+    """Return the current torch device of the best platform that is here."""
+    name = _default.get(facts)
+    registry = discover(settings)
+    if name is None:
+        found = detect(registry)
+        _known[(str(found.torch_device), facts)] = found
+        name = _default[facts] = found.platform
+    platform = registry.platforms[name]
+    if platform.current is None:
+        return str(platform.device_types[0] if platform.device_types else name)
+    owner = registry.platform_owners[name].origin
+    try:
+        answer = load_object(platform.current)()
+    except (Exception, SystemExit) as error:
+        raise DeviceError(f"{platform.current} of {owner} failed: {describe(error)}") from error
+    if type(answer) is not str:
+        raise DeviceError(f"{platform.current} of {owner} returned {shown(answer)}, not a device")
+    return answer

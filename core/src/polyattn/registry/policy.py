@@ -1,0 +1,58 @@
+"""Lets policy plugins re-rank who can serve. One that fails is passed over by name."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from polyattn.device import Device
+from polyattn.errors import PluginError, shown
+from polyattn.registry.discovery import Registry, ask
+from polyattn.registry.guard import LatePluginError, within
+from polyattn.spec.layer import LayerSpec
+
+log = logging.getLogger("polyattn")
+
+
+def rerank(
+    registry: Registry,
+    spec: LayerSpec,
+    device: Device,
+    phase: str,
+    ranking: tuple[str, ...],
+    seconds: float,
+) -> tuple[str, ...]:
+    """Return the ranking after every `polyattn_rank` hook, each within `seconds`."""
+    policies = {impl.plugin_name for impl in registry.manager.hook.polyattn_rank.get_hookimpls()}
+    owners = {p.name: p.origin for p in registry.plugins if p.status == "ok"}
+    for name, plugin in registry.manager.list_name_plugin():
+        if name not in policies or name not in owners or name in registry.late_policies:
+            continue
+        arguments = {"spec": spec, "device": device, "phase": phase, "ranking": ranking}
+        try:
+            answer = within(
+                seconds, "POLYATTN_PROBE_TIMEOUT", "polyattn_rank",
+                lambda plugin=plugin, arguments=arguments: ask(  # type: ignore[misc]
+                    registry.manager, plugin, "polyattn_rank", **arguments
+                ),
+            )  # fmt: skip
+            ranking = ranking if answer is None else _checked(answer, ranking)
+        except PluginError as error:  # a policy that fails must not stop the choice
+            if isinstance(error, LatePluginError):  # to wait once is enough
+                registry.late_policies.add(name)
+            log.warning("polyattn_rank of %s is passed over: %s", owners[name], error)
+    return ranking
+
+
+def _checked(answer: Any, ranking: tuple[str, ...]) -> tuple[str, ...]:
+    if (
+        type(answer) not in (list, tuple)
+        or not answer
+        or any(type(name) is not str or name not in ranking for name in answer)
+        or len(set(answer)) != len(answer)
+    ):
+        raise PluginError(
+            f"it returned {shown(answer)}; it may only reorder or drop {list(ranking)}, as a list, "
+            "and must leave one"
+        )
+    return tuple(answer)

@@ -1,0 +1,86 @@
+"""Is a package that a backend requires installed? Requirement strings as pip takes them."""
+
+from __future__ import annotations
+
+import operator
+import re
+from functools import cache
+from importlib import metadata
+
+from polyattn.errors import describe, plain, shown
+
+_VERSION = r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?"
+_CLAUSE = rf"(?:<|<=|>|>=|==|!=)\s*{_VERSION}"
+_PLAIN = re.compile(
+    rf"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*({_CLAUSE}(?:\s*,\s*{_CLAUSE})*)?"
+)
+"""Requirements that need no parser: packaging takes 30 ms to import, its parser as long again."""
+
+
+def requirement_syntax_problem(text: str) -> str | None:
+    """Say why a text is no requirement, or None."""
+    if text.isascii() and _PLAIN.fullmatch(text):
+        return None
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(text)
+    except InvalidRequirement:
+        return f"{shown(text)} is no requirement; write it as for pip: 'package>=1.2'"
+    return None
+
+
+@cache
+def requirement_problem(text: str) -> str | None:
+    """Say why a requirement isn't met on this machine, or None."""
+    try:
+        return _problem(text)
+    except Exception as error:  # a damaged installation of that package
+        return f"what {plain(text)} needs can't be looked up: {describe(error)}; reinstall it"
+
+
+def _problem(text: str) -> str | None:
+    simple = _PLAIN.fullmatch(text)
+    if simple:
+        name, needed = simple.groups()
+    else:
+        from packaging.requirements import Requirement
+
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate():
+            return None
+        name, needed = requirement.name, str(requirement.specifier)
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return f"{name} is not installed (needs {text})"
+    if needed and not _satisfies(version, needed):
+        return f"{name} {version} is installed, but {text} is needed"
+    return None
+
+
+_RELEASE = re.compile(r"\d+(?:\.\d+)*")
+_OPERATORS = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
+    "==": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+
+
+def _satisfies(version: str, needed: str) -> bool:
+    clauses = [re.fullmatch(r"([<>=!]+)\s*(\S+)", part.strip()) for part in needed.split(",")]
+    pairs = [(c[1], c[2]) for c in clauses if c is not None]
+    if _RELEASE.fullmatch(version) and all(
+        sign in _OPERATORS and _RELEASE.fullmatch(bound) for sign, bound in pairs
+    ) and len(pairs) == len(clauses):  # fmt: skip
+        return all(_OPERATORS[sign](_numbers(version), _numbers(bound)) for sign, bound in pairs)
+    from packaging.specifiers import SpecifierSet
+
+    return SpecifierSet(needed).contains(version, prereleases=True)
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """The numbers of a release without zeros at its end: 1.2.0 is 1.2."""
+    numbers = [int(part) for part in release.split(".")]
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)

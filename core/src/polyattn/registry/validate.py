@@ -1,0 +1,190 @@
+"""Is what a plugin declares usable? Every field of it, before anything of it is registered.
+
+A declaration that passes can't make a list, a selection or a report fail; its texts are one plain
+line each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from polyattn.errors import PluginError, nearest, plain, shown
+from polyattn.registry import typed
+from polyattn.registry.capabilities import Capabilities, Sizes
+from polyattn.registry.claims import PLATFORM_NAME, is_arch_pattern
+from polyattn.registry.hooks import Platform
+from polyattn.registry.info import BackendInfo, Priority
+from polyattn.registry.requirements import requirement_syntax_problem
+from polyattn.spec.kinds import PHASES
+
+BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+PLUGIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+LARGEST_SCORE = 10**6
+
+
+def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
+    """Return the declarations in a hook's answer, ready to register. Raises `PluginError`."""
+    if answer is None:
+        return []
+    if type(answer) not in (list, tuple):
+        raise PluginError(f"{hook}() returned {shown(answer)}, not a list of {kind.__name__}")
+    for entry in answer:
+        if type(entry) is not kind:
+            raise PluginError(
+                f"{hook}() returned {shown(entry)} in its list, not a {kind.__name__} (a subclass "
+                "of it isn't taken either)"
+            )
+        wrong = list(_problems(entry))
+        if wrong:
+            raise PluginError("; ".join(wrong))
+    found = [_canonical(entry) for entry in answer]
+    names = [entry.name for entry in found]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise PluginError(f"{hook}() declares {', '.join(twice)} twice; rename one")
+    return found
+
+
+def check_api_versions(answer: Any, version: int) -> None:
+    """Raise `PluginError` unless a plugin's (lowest, highest) API version includes ours."""
+    if answer is None:
+        raise PluginError("does not implement polyattn_api_versions()")
+    if (
+        type(answer) not in (tuple, list)
+        or len(answer) != 2
+        or any(type(number) is not int for number in answer)
+        or answer[0] > answer[1]
+    ):
+        raise PluginError(
+            f"polyattn_api_versions() returned {shown(answer)}; it must be two whole numbers, the "
+            "lowest and the highest version"
+        )
+    low, high = answer
+    if not low <= version <= high:
+        newer = "upgrade polyattn" if low > version else "upgrade the plugin"
+        raise PluginError(
+            f"needs API version {low} to {high}; this polyattn has {version}: {newer}"
+        )
+
+
+def plugin_name_problem(name: Any) -> str | None:
+    """Say why a name can't be a plugin's: settings list names with commas between them."""
+    if type(name) is str and PLUGIN_NAME.fullmatch(name):
+        return None
+    return (
+        f"the plugin name {shown(name)} can't be used; use letters, digits, '_', '-' and '.', "
+        "64 at most"
+    )
+
+
+def _problems(declaration: Any) -> Iterator[str]:
+    """Yield what is wrong with a declaration and with the declarations that it holds."""
+    wrong = list(typed.mismatches(declaration))
+    yield from wrong
+    if wrong:
+        return
+    if type(declaration) in _VALUES:
+        yield from _VALUES[type(declaration)](declaration)
+    for field in dataclasses.fields(declaration):
+        value = getattr(declaration, field.name)
+        for part in value if type(value) is tuple else (value,):
+            if dataclasses.is_dataclass(part) and type(part) not in _CHECK_THEMSELVES:
+                yield from _problems(part)
+
+
+def _platform_problems(platform: Platform) -> Iterator[str]:
+    if not PLATFORM_NAME.fullmatch(platform.name):
+        yield (
+            f"Platform.name={shown(platform.name)} can't be a platform's name; use lower-case "
+            "letters, digits and _"
+        )
+    yield from _path_problems("Platform.detect", platform.detect, "function")
+    if platform.current is not None:
+        yield from _path_problems("Platform.current", platform.current, "function")
+    for kind in platform.device_types:
+        if not PLATFORM_NAME.fullmatch(kind):
+            yield f"Platform.device_types: {shown(kind)} can't be a type of torch device"
+
+
+def _backend_problems(info: BackendInfo) -> Iterator[str]:
+    if not BACKEND_NAME.fullmatch(info.name):
+        yield (
+            f"BackendInfo.name={shown(info.name)} can't be a backend's name; use letters, digits, "
+            "_ and -, 64 at most"
+        )
+    yield from _path_problems("BackendInfo.path", info.path, "Class")
+    if info.probe is not None:
+        yield from _path_problems("BackendInfo.probe", info.probe, "function")
+    for text in info.requires:
+        problem = requirement_syntax_problem(text)
+        if problem:
+            yield f"BackendInfo.requires: {problem}"
+    for where in info.proof:
+        if not is_arch_pattern(where):
+            yield f"BackendInfo.proof: {shown(where)} is neither a platform nor an arch"
+
+
+def _priority_problems(priority: Priority) -> Iterator[str]:
+    if abs(priority.score) > LARGEST_SCORE:
+        yield f"Priority.score={shown(priority.score)}: scores go from 0 to 100"
+    if priority.platform is not None and not PLATFORM_NAME.fullmatch(priority.platform):
+        yield f"Priority.platform={shown(priority.platform)} can't be a platform's name"
+    if priority.phase is not None and priority.phase not in PHASES:
+        yield f"Priority.phase={shown(priority.phase)} is unknown{nearest(priority.phase, PHASES)}"
+    for pattern in priority.archs:
+        if not is_arch_pattern(pattern):
+            yield (
+                f"Priority.archs: {shown(pattern)} is no arch pattern; write 'sm_90', 'sm_80+' or "
+                "'sm_80-sm_90'"
+            )
+
+
+_VALUES: dict[type, Callable[[Any], Iterator[str]]] = {
+    Platform: _platform_problems,
+    BackendInfo: _backend_problems,
+    Priority: _priority_problems,
+}
+"""What is looked at beside the types."""
+_CHECK_THEMSELVES = (Capabilities, Sizes)
+"""These are checked when they are built."""
+
+
+def _path_problems(field: str, path: str, what: str) -> Iterator[str]:
+    module, colon, name = path.partition(":")
+    words = (*module.split("."), name)
+    if not colon or not path.isascii() or not all(word.isidentifier() for word in words):
+        yield f"{field}={shown(path)} is no path; write 'package.module:{what}'"
+
+
+def _canonical(declaration: Any) -> Any:
+    """Return the declaration with plain texts, and a backend's name as users write it."""
+    declaration = _plain(declaration)
+    if type(declaration) is BackendInfo and declaration.name != declaration.name.upper():
+        return dataclasses.replace(declaration, name=declaration.name.upper())
+    return declaration
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose every text is plain; the same object where all of them were."""
+    if type(value) is str:
+        return plain(value)
+    if type(value) is tuple:
+        items = tuple(map(_plain, value))
+        return value if _same(items, value) else items
+    if type(value) is dict:
+        items = tuple(map(_plain, value.values()))
+        return (
+            value if _same(items, tuple(value.values())) else dict(zip(value, items, strict=True))
+        )
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        changed = {name: new for name, v in old.items() if (new := _plain(v)) is not v}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _same(new: Sequence[Any], old: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(new, old, strict=True))

@@ -1,0 +1,136 @@
+"""Does a batch keep the contract? What the host knows is checked always, the tensors' values if asked."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+
+from polyattn.errors import BatchError
+
+if TYPE_CHECKING:
+    from polyattn.runtime.batch import Batch
+
+
+def check_lengths(starts: list[int], lens: list[int]) -> None:
+    """Check that starts never decrease and lengths are not negative. Raises `BatchError`."""
+    if not starts or starts[0] != 0:
+        raise BatchError(f"query_start_loc={starts[:4]}… must start with 0")
+    if len(starts) != len(lens) + 1:
+        raise BatchError(
+            f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
+            "than there are sequences"
+        )
+    for index, (a, b) in enumerate(pairwise(starts)):
+        if b < a:
+            raise BatchError(
+                f"query_start_loc[{index + 1}]={b} is less than the entry before it ({a}); it must "
+                "never decrease"
+            )
+    for index, length in enumerate(lens):
+        if length < 0:
+            raise BatchError(f"seq_lens[{index}]={length} is negative")
+
+
+def check_tensors(batch: Batch) -> None:
+    """Check the tensors' dtypes, shapes and devices. Raises `BatchError`."""
+    for name, tensor, dtype, shape in (
+        ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
+        ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
+        ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
+    ):
+        if tensor is None:
+            continue
+        fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
+        if tensor.dtype != dtype or not fits:
+            wanted = ", ".join("max_blocks" if n is None else str(n) for n in shape)
+            raise BatchError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
+                f"({wanted})"
+            )
+        if tensor.device != batch.device and tensor.device.type != batch.device.type:
+            raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+
+
+def check_queries(batch: Batch) -> None:
+    """Check that each length counts its query's tokens.
+
+    A padding row (one query token, length 0) is let through. Raises `BatchError`.
+    """
+    for index, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
+        if length < query and not (query == 1 and length == 0):
+            raise BatchError(
+                f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
+                "cached context plus new tokens"
+            )
+
+
+def check_table_width(batch: Batch, block_size: int) -> None:
+    """Check on the host that each length fits its row of the block table. Raises `BatchError`."""
+    if batch.block_table is None:
+        return
+    width = batch.block_table.shape[1]
+    if batch.max_seq_len <= width * block_size:
+        return
+    index = batch.lens.index(batch.max_seq_len)
+    raise BatchError(
+        f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
+        f"length {batch.max_seq_len} needs {-(-batch.max_seq_len // block_size)}"
+    )
+
+
+def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
+    """Check what only the tensors' values tell; costs a copy to the host. Raises `BatchError`."""
+    if batch.block_table is not None:
+        table = batch.block_table.cpu()
+        for index, length in enumerate(batch.lens):
+            row = table[index, : -(-length // block_size)]
+            bad = ((row < 0) | (row >= num_blocks)).nonzero()
+            if bad.numel():
+                at = int(bad[0])
+                raise BatchError(
+                    f"block_table[{index}, {at}]={int(row[at])} points outside the cache's "
+                    f"{num_blocks} blocks"
+                )
+    if batch.slot_mapping is None:
+        return
+    slots = batch.slot_mapping.cpu()
+    bad = ((slots < -1) | (slots >= num_blocks * block_size)).nonzero()
+    if bad.numel():
+        at = int(bad[0])
+        raise BatchError(
+            f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has "
+            f"{num_blocks * block_size} slots, and -1 skips"
+        )
+    kept, count = slots[slots >= 0].unique(return_counts=True)
+    if (count > 1).any():
+        raise BatchError(
+            f"slot_mapping writes slot {int(kept[count > 1][0])} twice in one step; each new token "
+            "needs a slot of its own"
+        )
+    for index, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
+        if length == 0 and query == 1 and int(slots[batch.starts[index]]) != -1:
+            raise BatchError(
+                f"seq_lens[{index}]=0 is shorter than its query of 1 token; a padding row's slot "
+                f"must be -1, not {int(slots[batch.starts[index]])}"
+            )
+
+
+def check_state_slots(batch: Batch, num_slots: int) -> None:
+    """Check the values of `state_slots`; costs a copy to the host. Raises `BatchError`."""
+    assert batch.state_slots is not None
+    slots = batch.state_slots.tolist()
+    taken: dict[int, int] = {}
+    for index, slot in enumerate(slots):
+        padding = batch.query_lens[index] == 1 and batch.lens[index] == 0
+        if not -1 <= slot < num_slots or (slot == -1) != padding:
+            raise BatchError(
+                f"state_slots[{index}]={slot}: there are {num_slots} slots, and -1 is for padding rows "
+                "(one query token, length 0)"
+            )
+        if slot in taken and slot != -1:
+            raise BatchError(
+                f"state_slots[{index}]={slot} is sequence {taken[slot]}'s too; each needs its own"
+            )
+        taken[slot] = index

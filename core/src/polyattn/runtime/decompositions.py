@@ -1,0 +1,62 @@
+"""How is a step taken apart? By phase: short rows to decode, wherever they stand, the rest to prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.plan import Rows
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some of a step's sequences as a batch of their own, and where their tokens are in the step."""
+
+    batch: Batch
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class Phases:
+    """A step by phase; None where a phase has nothing to do."""
+
+    decode: Part | None
+    prefill: Part | None
+
+
+def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
+    """Give rows of 1 to `longest_decode` tokens to decode, longer ones to prefill.
+
+    A sequence without query tokens has nothing to be computed: it goes where its neighbours go.
+    """
+    if batch.all_decode:
+        return Phases(Part(batch, None), None)
+    queries = batch.query_lens
+    if not batch.num_tokens:
+        return Phases(None, Part(batch, None) if batch.num_seqs else None)
+    decodes = [i for i, n in enumerate(queries) if 0 < n <= longest_decode]
+    if not decodes:
+        return Phases(None, Part(batch, None))
+    prefills = [i for i, n in enumerate(queries) if n > longest_decode]
+    if not prefills:
+        whole = len(decodes) == batch.num_seqs
+        return Phases(Part(batch, None) if whole else _part(batch, decodes), None)
+    return Phases(_part(batch, decodes), _part(batch, prefills))
+
+
+def _part(batch: Batch, seqs: list[int]) -> Part:
+    """Neighbours become views; others' rows are gathered."""
+    first, last = seqs[0], seqs[-1] + 1
+    if last - first == len(seqs):
+        rows: Rows = slice(batch.starts[first], batch.starts[last])
+        return Part(batch.part(slice(first, last)), rows)
+    runs = [(batch.starts[i], batch.starts[i + 1]) for i in seqs]
+    if all(a[1] == b[0] for a, b in pairwise(runs)):  # what lies between has no tokens
+        rows = slice(runs[0][0], runs[-1][1])
+    else:
+        tokens = [token for start, stop in runs for token in range(start, stop)]
+        rows = torch.tensor(tokens, dtype=torch.int64, device=batch.device)
+    return Part(batch.part(seqs), rows)

@@ -1,0 +1,64 @@
+"""What is refused of a call's tensors, whatever the layer?"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+
+
+def bad_input(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[Any, ...],
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> BatchError:
+    """Return the error for a tensor of another shape, dtype or device than it must have."""
+    wanted = f"({', '.join(map(str, shape))})" + (f" of {dtype}" if dtype else "")
+    found = f"{tuple(tensor.shape)} of {tensor.dtype}"
+    if device is not None:
+        wanted, found = f"{wanted} on {device}", f"{found} on {tensor.device}"
+    return BatchError(f"{name} is {found}; it must be {wanted}")
+
+
+def check_aligned(**tensors: Tensor | None) -> None:
+    """Check what accelerators' kernels need, which load 16 bytes at a time. Raises `BatchError`."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.data_ptr() % 16:
+            raise BatchError(
+                f"{name} starts at an address that is not a multiple of 16 bytes; copy it, or slice at "
+                "a multiple"
+            )
+
+
+def refuse_gradients(**tensors: Tensor | None) -> None:
+    """Refuse what asks for a gradient: no backend has a backward. Raises `BatchError`."""
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.requires_grad:
+            raise BatchError(
+                f"{name} requires a gradient, and attention here is forward only; run it under "
+                "torch.no_grad(), or detach it"
+            )
+
+
+def capturing(tensor: Tensor) -> bool:
+    """Whether a graph is being recorded: then nothing can be copied to the host."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def own_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Return a context in which autocast doesn't lower what a layer computes."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.autocast(kind, enabled=False)
+    return _AS_IT_IS
+
+
+_AS_IT_IS = nullcontext()

@@ -1,0 +1,96 @@
+"""What does a step consist of? Plans are values: calls of backends and how their results combine."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.batch import Batch
+
+if TYPE_CHECKING:
+    from polyattn.runtime.group import LayerGroup
+
+Rows = slice | Tensor | None
+"""Which of the step's tokens a call is for: all (None), neighbours (a slice), or these (int64)."""
+
+
+class Plan:
+    """What one backend needs for one step. A backend derives its own; `batch` is the call's."""
+
+    __slots__ = ("batch",)
+
+    def __init__(self, batch: Batch):
+        self.batch = batch
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """Where a step's keys and values go: `slots` int64 (num_tokens,), -1 skips."""
+
+    slots: Tensor
+
+
+class Call:
+    """One backend's part of a step: which tokens, in which blocks, and its own plan."""
+
+    __slots__ = ("backend", "block_size", "expanded", "name", "phase", "plan", "rows")
+
+    def __init__(
+        self,
+        phase: str,
+        name: str,
+        backend: Any,
+        plan: Any,
+        rows: Rows,
+        block_size: int | None,
+        expanded: bool = False,
+    ):
+        self.phase, self.name, self.backend = phase, name, backend
+        self.plan, self.rows = plan, rows
+        # The blocks that it walks, and whether they are smaller than the cache's.
+        self.block_size, self.expanded = block_size, expanded
+
+    def __repr__(self) -> str:
+        return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"
+
+
+_numbers = itertools.count(1)
+_alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
+
+
+class StepPlan(ABC):
+    """A step of one group: made once, run by each of its layers. Any number may be alive at once.
+
+    `handle` int64 () on the CPU: the number by which a compiled graph finds the plan, a tensor so
+    that another step is no other graph.
+    """
+
+    def __init__(self, group: LayerGroup, batch: Batch):
+        self.group, self.batch = group, batch
+        number = next(_numbers)
+        _alive[number] = self
+        self.handle = torch.tensor(number)
+
+    @property
+    @abstractmethod
+    def calls(self) -> tuple[Call, ...]:
+        """The backends' parts, in the order in which they run."""
+
+    def explain(self) -> str:
+        """Return who runs which of the step's sequences, a line each."""
+        return "\n".join(
+            f"{call.phase}: {call.plan.batch.num_seqs} sequences, {call.plan.batch.num_tokens} query "
+            f"tokens, up to {call.plan.batch.max_seq_len} keys: {call.name}"
+            for call in self.calls
+        )
+
+
+def plan_of(handle: Tensor) -> StepPlan | None:
+    """Return the plan behind a handle, None where it is gone."""
+    return _alive.get(int(handle))

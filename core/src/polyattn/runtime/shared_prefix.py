@@ -1,0 +1,107 @@
+"""Which sequences share a prefix? Read off the block table: rows that agree in a leading run.
+
+The runs form a forest, as in a radix tree (SGLang's RadixAttention, arXiv 2312.07104): the rows of a
+run go on together, one by one or in smaller groups, which are the runs of the next level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyattn.errors import BatchError
+
+Rows = NDArray[np.int64]
+
+FIRST_LOOK = 64
+"""Columns that are compared at first; twice as many each time that all of them agree."""
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """Blocks `first` to `first + count` of `rows` are the same, as is all that lies before them."""
+
+    rows: tuple[int, ...]
+    first: int
+    count: int
+
+    @property
+    def saved(self) -> int:
+        """Block reads that are saved where the run is read once for all its rows."""
+        return (len(self.rows) - 1) * self.count
+
+
+Levels = tuple[tuple[SharedRun, ...], ...]
+
+
+def shared_prefixes(
+    block_table: NDArray[np.int32], lens: Sequence[int] | Rows, block_size: int
+) -> Levels:
+    """Return the runs of blocks that two rows or more share, outermost level first.
+
+    `block_table` int32 (num_seqs, max_blocks) on the host; `lens` (num_seqs,): how many leading
+    tokens of each row may be shared, which is its context, so that each of its queries sees them
+    all. A block counts only where it is full in every row of its run. `()` where nothing is
+    shared. Rows of a run, and runs of a level by their first row, are in ascending order; each
+    run's rows but not all of them go on in one run of the level above. Raises `BatchError`.
+    """
+    if block_table.ndim != 2 or len(lens) != block_table.shape[0]:
+        raise BatchError(
+            f"block_table has shape {block_table.shape} and lens {len(lens)} entries; they must be "
+            "(num_seqs, max_blocks) and num_seqs"
+        )
+    if block_size < 1:
+        raise BatchError(f"block_size={block_size} must be positive")
+    if block_table.size == 0 or not _any_equal(block_table[:, 0]):
+        return ()
+    full = np.minimum(np.asarray(lens, np.int64) // block_size, block_table.shape[1])
+    levels: list[tuple[SharedRun, ...]] = []
+    groups = _groups(block_table, full, np.arange(len(full)), 0)
+    while groups:
+        runs = [_run(block_table, full, rows, first) for rows, first in groups]
+        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
+        groups = [
+            group
+            for run in runs
+            for group in _groups(block_table, full, np.array(run.rows), run.first + run.count)
+        ]
+    return tuple(levels)
+
+
+def _any_equal(blocks: NDArray[np.int32]) -> bool:
+    """Whether any value is there twice: what the common case, no sharing at all, costs."""
+    ordered = np.sort(blocks)
+    return bool((ordered[1:] == ordered[:-1]).any())
+
+
+def _groups(
+    table: NDArray[np.int32], full: Rows, rows: Rows, column: int
+) -> list[tuple[Rows, int]]:
+    """Return those of `rows` that agree in this column, each group of two or more with it."""
+    rows = rows[full[rows] > column]
+    if len(rows) < 2:
+        return []
+    blocks = table[rows, column]
+    order = np.argsort(blocks, kind="stable")
+    blocks, rows = blocks[order], rows[order]
+    ends = np.flatnonzero(np.append(blocks[1:] != blocks[:-1], True)) + 1
+    starts = np.append(0, ends[:-1])
+    several = np.flatnonzero(ends - starts > 1)
+    return [(rows[starts[at] : ends[at]], column) for at in several]
+
+
+def _run(table: NDArray[np.int32], full: Rows, rows: Rows, first: int) -> SharedRun:
+    """Return the longest run from `first` in which all of `rows` agree; they do in `first`."""
+    stop, limit, width = first + 1, int(full[rows].min()), FIRST_LOOK
+    while stop < limit:
+        piece = table[rows, stop : min(stop + width, limit)]
+        differs = np.flatnonzero((piece != piece[0]).any(axis=0))
+        if len(differs):
+            stop += int(differs[0])
+            break
+        stop += piece.shape[1]
+        width *= 2
+    return SharedRun(tuple(rows.tolist()), first, stop - first)

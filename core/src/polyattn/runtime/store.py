@@ -1,0 +1,45 @@
+"""TORCH_STORE: keys and values go to their slots by torch's indexing, on any device."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.kv_cache import KVCache, quantize, raw
+from polyattn.runtime.plan import StorePlan
+
+
+class TorchStore(StoreBackend):
+    """Never synchronises with the device; a latent cache's value is its key's first part."""
+
+    name: ClassVar[str] = "TORCH_STORE"
+
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
+    ) -> None:
+        scatter(cache.key, quantize(key, cache.key.dtype, params.k_scale), plan.slots)
+        if not cache.value_in_key:
+            scatter(cache.value, quantize(value, cache.value.dtype, params.v_scale), plan.slots)
+
+
+def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:
+    """Write rows (num_tokens, heads, size) to their slots of (blocks, block_size, heads, size)."""
+    cache, new = raw(cache), raw(new.detach())
+    blocks, offsets = slots // cache.shape[1], slots % cache.shape[1]
+    if slots.device.type == "cpu":
+        keep = slots >= 0
+        if not bool(keep.all()):
+            blocks, offsets, new = blocks[keep], offsets[keep], new[keep]
+    elif slots.numel():
+        # Without asking the device how many slots are skipped: a skipped token repeats a kept
+        # one's write, or, where all are skipped, writes back what is there.
+        keep = slots >= 0
+        stand_in = keep.to(torch.uint8).argmax()
+        kept = torch.where(keep, slots, slots[stand_in]).clamp(min=0)
+        blocks, offsets = kept // cache.shape[1], kept % cache.shape[1]
+        spare = torch.where(keep[stand_in], new[stand_in], cache[blocks[0], offsets[0]])
+        new = torch.where(keep[:, None, None], new, spare)
+    cache.index_put_((blocks, offsets), new)

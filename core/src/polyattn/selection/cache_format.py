@@ -1,0 +1,74 @@
+"""What form has a cache? `CacheFormat`: what a kernel must know of it before it sees one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from polyattn.device import Device
+from polyattn.errors import CacheError, nearest
+from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS
+from polyattn.spec.layer import LayerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheFormat:
+    """The form of one layer's paged keys and values, however many blocks there are.
+
+    Sizes in elements, `block_size` in tokens. `value_in_key`: an MLA latent, whose first
+    `v_head_size` elements are its value. `interleaved`: K's and V's blocks lie in turn in one
+    storage, so that K's block i and K's block i + 1 are two blocks apart. Raises `CacheError`.
+    """
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int
+    dtype: str
+    layout: str = "NHD"
+    value_in_key: bool = False
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "num_kv_heads", "head_size", "v_head_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+                raise CacheError(f"CacheFormat.{name}={value!r} must be a positive integer")
+        if self.dtype not in ITEM_BYTES:
+            raise CacheError(
+                f"CacheFormat.dtype={self.dtype!r} is unknown{nearest(str(self.dtype), ITEM_BYTES)}"
+            )
+        if self.layout not in LAYOUTS:
+            raise CacheError(
+                f"CacheFormat.layout={self.layout!r} is unknown{nearest(str(self.layout), LAYOUTS)}"
+            )
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token's keys and values take in one layer."""
+        width = self.head_size + (0 if self.value_in_key else self.v_head_size)
+        return self.num_kv_heads * width * self.item_bytes
+
+    def in_blocks_of(self, size: int) -> CacheFormat:
+        """Return the same cache as a kernel sees it that takes only smaller blocks."""
+        return self if size == self.block_size else replace(self, block_size=size)
+
+
+def format_of(spec: LayerSpec, device: Device, layout: str, block_size: int) -> CacheFormat:
+    """Return the cache of a layer in this layout and block size on this device."""
+    stored, latent = spec.stored_dtype, spec.latent
+    if stored == "fp8_e4m3" and device.fp8 == "fnuz":
+        stored = "fp8_e4m3fnuz"
+    return CacheFormat(
+        block_size=block_size,
+        num_kv_heads=1 if latent else spec.num_kv_heads,
+        head_size=latent.size if latent else spec.head_size,
+        v_head_size=latent.rank if latent else spec.v_head_size,
+        dtype=stored,
+        layout=layout,
+        value_in_key=latent is not None,
+    )

@@ -1,0 +1,150 @@
+"""Can a layer have these fields? Each refusal names the field, its value and the remedy."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING, Any
+
+from polyattn.errors import SpecError, nearest
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind, Role
+
+if TYPE_CHECKING:
+    from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+
+LARGEST = 1 << 24
+"""No head count, size or window of a model comes near; what exceeds it is a slip."""
+LARGEST_BLOCK = 1 << 16
+
+
+def member(name: str, value: Any, enum: type[Enum]) -> Enum:
+    """Return the member of `enum` that `value` is or names. Raises `SpecError`."""
+    if isinstance(value, str) and issubclass(enum, IntEnum):
+        value = enum.__members__.get(value.upper(), value)
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return enum(value)
+    except ValueError:
+        valid = [m.name.lower() if issubclass(enum, IntEnum) else m.value for m in enum]
+        raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}") from None
+
+
+def integer(name: str, value: Any, low: int, high: int = LARGEST, hint: str = "") -> None:
+    """Refuse anything but an integer from `low` to `high`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < low:
+        wanted = "a positive integer" if low == 1 else f"an integer, {low} or more"
+        raise SpecError(f"{name}={value!r} must be {wanted}{hint}")
+    if value > high:
+        raise SpecError(f"{name}={value!r} is more than {high}, the most that a layer can have")
+
+
+def number(name: str, value: Any, hint: str) -> None:
+    """Refuse anything but a finite real number."""
+    real = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not real or not math.isfinite(value):
+        raise SpecError(f"{name}={value!r} must be {hint}")
+
+
+def check_fields(spec: LayerSpec) -> None:
+    """Check each field of a layer by itself. Raises `SpecError`."""
+    for name in ("num_heads", "num_kv_heads", "head_size", "v_head_size"):
+        integer(name, getattr(spec, name), 1)
+    for name in ("block_size", "sliding_window", "chunk_size"):
+        if getattr(spec, name) is not None:
+            high = LARGEST_BLOCK if name == "block_size" else 1 << 40
+            integer(name, getattr(spec, name), 1, high, "; use None for none")
+    integer("sink_tokens", spec.sink_tokens, 0)
+    for name in _FLAGS:
+        if not isinstance(getattr(spec, name), bool):
+            raise SpecError(f"{name}={getattr(spec, name)!r} must be True or False")
+    for name, valid in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        value = getattr(spec, name)
+        if not isinstance(value, str) or value not in valid:
+            raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}")
+    number("scale", spec.scale, "a positive number, or 0 for the default")
+    if spec.scale < 0:
+        raise SpecError(f"scale={spec.scale!r} must be a positive number, or 0 for the default")
+    if spec.logit_soft_cap is not None:
+        number("logit_soft_cap", spec.logit_soft_cap, "positive; use None for none")
+        if spec.logit_soft_cap <= 0:
+            raise SpecError(f"logit_soft_cap={spec.logit_soft_cap!r} must be positive; use None")
+
+
+_FLAGS = (
+    "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "deterministic",
+    "batch_invariant",
+)  # fmt: skip
+
+
+def check_relations(spec: LayerSpec) -> None:
+    """Check what fields mean together. Raises `SpecError`."""
+    if spec.num_heads % spec.num_kv_heads:
+        raise SpecError(
+            f"num_heads={spec.num_heads} is not divisible by num_kv_heads={spec.num_kv_heads}; "
+            "each KV head (or group) serves the same number of query heads"
+        )
+    if spec.sink_tokens and spec.sliding_window is None:
+        raise SpecError(
+            f"sink_tokens={spec.sink_tokens} needs a sliding_window; without one every key is kept"
+        )
+    if spec.fp8_compute and spec.kv_cache_dtype != "fp8_e4m3":
+        raise SpecError(
+            f"fp8_compute=True goes with kv_cache_dtype='fp8_e4m3', not {spec.kv_cache_dtype!r}"
+        )
+    if spec.role in (Role.CROSS, Role.ENCODER, Role.ENCODER_ONLY) and spec.causal:
+        raise SpecError(f"role={spec.role.value!r} is not causal; set causal=False")
+    if spec.role is Role.CROSS and (spec.sliding_window or spec.chunk_size or spec.alibi):
+        raise SpecError("role='cross' has no positions to window, chunk or bias; drop those fields")
+    if not spec.cached:
+        _check_uncached(spec)
+    _check_family(spec)
+
+
+def _check_uncached(spec: LayerSpec) -> None:
+    """Keys and values that don't outlive the step have no cache to describe."""
+    if spec.kind.family != "attention":
+        raise SpecError(f"cached=False: {spec.kind.value} layers keep what they attend to")
+    for name, given, plain in (
+        ("kv_cache_dtype", spec.kv_cache_dtype, "auto"),
+        ("block_size", spec.block_size, None),
+    ):
+        if given != plain:
+            raise SpecError(f"{name}={given!r} speaks of a cache, and cached=False; drop one")
+
+
+def _check_family(spec: LayerSpec) -> None:
+    kind = spec.kind.value
+    if spec.kind.is_latent != (spec.latent is not None):
+        raise SpecError(f"kind={kind!r} and latent={spec.latent!r} don't go together")
+    if spec.kind is AttentionKind.SPARSE_MLA and not (spec.latent and spec.latent.topk):
+        raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
+    if spec.kind.is_recurrent != (spec.recurrent is not None):
+        raise SpecError(f"kind={kind!r} and recurrent={spec.recurrent!r} don't go together")
+    if spec.latent and spec.head_size <= spec.latent.rope_head_size:
+        raise SpecError(
+            f"head_size={spec.head_size} must exceed latent.rope_head_size="
+            f"{spec.latent.rope_head_size}: it counts the part without positions and the rope part"
+        )
+
+
+def check_latent(latent: LatentSpec) -> None:
+    """Check the latent part of an MLA layer. Raises `SpecError`."""
+    integer("latent.rank", latent.rank, 1)
+    integer("latent.rope_head_size", latent.rope_head_size, 0)
+    if latent.topk is not None:
+        integer("latent.topk", latent.topk, 1, hint="; use None for none")
+    for name in ("index_heads", "index_head_size"):
+        integer(f"latent.{name}", getattr(latent, name), 0)
+
+
+def check_recurrent(recurrent: RecurrentSpec) -> None:
+    """Check what makes a recurrent layer. Raises `SpecError`."""
+    integer("recurrent.state_size", recurrent.state_size, 0)
+    integer("recurrent.conv_width", recurrent.conv_width, 0)
+    if recurrent.activation not in (None, "silu"):
+        raise SpecError(f"recurrent.activation={recurrent.activation!r} must be 'silu' or None")
+    for name in ("dt_softplus", "qk_norm"):
+        if not isinstance(getattr(recurrent, name), bool):
+            raise SpecError(f"recurrent.{name}={getattr(recurrent, name)!r} must be True or False")

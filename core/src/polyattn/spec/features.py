@@ -1,0 +1,45 @@
+"""What can a layer ask for that a backend must claim? The names, and which a spec asks for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from polyattn.spec.layer import LayerSpec
+
+FEATURES = {
+    "causal": "a causal mask, aligned to the bottom right",
+    "non_causal": "no causal mask",
+    "gqa": "fewer KV heads than query heads",
+    "v_head_size": "a V head size that differs from the K head size",
+    "sliding_window": "a sliding window",
+    "chunked": "chunked attention",
+    "logit_soft_cap": "logit soft capping",
+    "alibi": "ALiBi",
+    "learned_sinks": "learned sink logits",
+    "sink_tokens": "kept first tokens beyond the window",
+    "lse": "returning the log-sum-exp",
+    "deterministic": "the same bits from the same inputs",
+    "batch_invariant": "the same bits for a request in any batch",
+}
+"""Every feature that a `LayerSpec` can ask for and a backend must claim, with what it means."""
+
+
+def features(spec: LayerSpec) -> frozenset[str]:
+    """Return the names in `FEATURES` that `spec` asks for."""
+    wanted = {
+        "causal": spec.causal,
+        "non_causal": not spec.causal,
+        "gqa": spec.num_kv_heads != spec.num_heads,
+        "v_head_size": spec.v_head_size != spec.head_size,
+        "sliding_window": spec.sliding_window is not None,
+        "chunked": spec.chunk_size is not None,
+        "logit_soft_cap": spec.logit_soft_cap is not None,
+        "alibi": spec.alibi,
+        "learned_sinks": spec.learned_sinks,
+        "sink_tokens": spec.sink_tokens > 0,
+        "lse": spec.needs_lse,
+        "deterministic": spec.deterministic,
+        "batch_invariant": spec.batch_invariant,
+    }
+    return frozenset(name for name, asked in wanted.items() if asked)

@@ -1,0 +1,70 @@
+"""What words classify a layer? Its kind and family, its role in the model, what is captured of it."""
+
+from __future__ import annotations
+
+from enum import Enum, IntEnum
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+LAYOUTS = ("NHD", "HND")
+ITEM_BYTES = {
+    "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1,
+    "fp8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+"""Bytes of an element of each dtype that a cache can have."""
+PHASES = ("prefill", "decode", "mixed", "store", "merge")
+"""The roles of a kernel: attention's three, storing the step's keys and values, merging states."""
+
+
+class AttentionKind(str, Enum):
+    """What fills the place of attention in a layer."""
+
+    ATTENTION = "attention"
+    MLA = "mla"
+    SPARSE_MLA = "sparse_mla"
+    MAMBA1 = "mamba1"
+    MAMBA2 = "mamba2"
+    LINEAR = "linear"
+    GDN = "gdn"
+    SHORT_CONV = "short_conv"
+
+    @property
+    def family(self) -> str:
+        """The folder of `polyattn.families` that plans and runs this kind."""
+        return FAMILY_OF.get(self, "recurrent")
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether the layer keeps a per-sequence state instead of keys and values."""
+        return self not in FAMILY_OF
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the layer caches an MLA latent."""
+        return FAMILY_OF.get(self) == "mla"
+
+
+FAMILY_OF = {
+    AttentionKind.ATTENTION: "attention",
+    AttentionKind.MLA: "mla",
+    AttentionKind.SPARSE_MLA: "mla",
+}
+"""The kinds that attend over a cache; every other one is a recurrence."""
+
+
+class Role(str, Enum):
+    """Where the layer stands in its model."""
+
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    CROSS = "cross"
+
+
+class GraphCapture(IntEnum):
+    """Which steps the caller captures in a device graph; a higher level includes the lower ones."""
+
+    NONE = 0
+    SINGLE_TOKEN_DECODE = 1
+    UNIFORM = 2
+    ANY = 3

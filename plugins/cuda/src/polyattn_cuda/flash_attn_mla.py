@@ -1,0 +1,107 @@
+"""FLASH_ATTN_MLA: FlashAttention-3 with a second query: rope parts as q and k, latents as q_v and v."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import torch
+from polyattn.kernel import (
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    blank,
+    store_lse,
+)
+from torch import Tensor
+
+from polyattn_cuda.latent import LatentAdapter, LatentPlan
+from polyattn_cuda.providers import vllm_library
+
+
+class FlashAttentionMLA(LatentAdapter):
+    """A packed ragged batch over pages, causal."""
+
+    name: ClassVar[str] = "FLASH_ATTN_MLA"
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, LatentPlan) and cache is not None
+        latent, rope = query[..., : self.rank], query[..., self.rank :]
+        rope_keys = cache.key[..., self.rank :]
+        store_lse(lse, self.attend(plan, rope, latent, rope_keys, cache.value, out))
+        blank(plan.empty, out, lse)
+
+    @abstractmethod
+    def attend(
+        self,
+        plan: LatentPlan,
+        rope: Tensor,
+        latent: Tensor,
+        rope_keys: Tensor,
+        latents: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        """Write `out` (tokens, heads, 512); returns the LSE (heads, tokens)."""
+
+
+class VllmFlashAttentionMLA(FlashAttentionMLA):
+    """vLLM's build of FlashAttention-3."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        torch.ops.load_library(str(vllm_library("_vllm_fa3_C")))
+
+    def attend(
+        self,
+        plan: LatentPlan,
+        rope: Tensor,
+        latent: Tensor,
+        rope_keys: Tensor,
+        latents: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        batch = plan.batch
+        return torch.ops._vllm_fa3_C.fwd(  # type: ignore[no-any-return]
+            rope, rope_keys, latents, None, None, latent, out, batch.query_start_loc, None, None,
+            None, batch.seq_lens, batch.max_query_len, batch.max_seq_len, batch.block_table, None,
+            None, None, None, None, None, None, None, self.spec.scale, True, -1, -1, 0.0, True,
+            None, 0, None, 0, None, 1, 0, None,
+        )[1]  # fmt: skip
+
+
+class UpstreamFlashAttentionMLA(FlashAttentionMLA):
+    """flash-attn's hopper folder."""
+
+    def attend(
+        self,
+        plan: LatentPlan,
+        rope: Tensor,
+        latent: Tensor,
+        rope_keys: Tensor,
+        latents: Tensor,
+        out: Tensor,
+    ) -> Tensor:
+        from flash_attn_interface import flash_attn_with_kvcache
+
+        batch = plan.batch
+        found, lse, *_ = flash_attn_with_kvcache(
+            rope, rope_keys, latents, qv=latent, cache_seqlens=batch.seq_lens,
+            page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len, softmax_scale=self.spec.scale, causal=True,
+            return_softmax_lse=True,
+        )  # fmt: skip
+        out.copy_(found)
+        return lse  # type: ignore[no-any-return]

@@ -1,0 +1,151 @@
+"""FLASHINFER_MLA, FLASHINFER_MLA_SPARSE and CUTLASS_MLA: FlashInfer's kernels over a latent cache."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from polyattn.kernel import (
+    STORAGE_DTYPES,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    SparseBackend,
+    blank,
+)
+from torch import Tensor
+
+from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
+from polyattn_cuda.latent import LatentAdapter, LatentPlan
+from polyattn_cuda.paging import page_lists
+from polyattn_cuda.workspaces import workspace, zeroed_workspace
+
+
+class WrapperPlan(LatentPlan):
+    """A plan with a wrapper of its own."""
+
+    __slots__ = ("__weakref__", "lease")
+
+    lease: Lease
+
+
+class FlashInferMLA(LatentAdapter):
+    """FlashInfer's planned wrapper; FA3 on Hopper. Its LSE is in base 2 unless told otherwise."""
+
+    name: ClassVar[str] = "FLASHINFER_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.pool = WrapperPool(self._make, self.torch_device)
+
+    def _make(self, kind: Any, capacity: int) -> Any:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        return BatchMLAPagedAttentionWrapper(workspace(self.torch_device), backend="auto")
+
+    def prepare(self, phase: str) -> None:
+        """Plan for one token: its kernels are compiled where they are planned for first."""
+        table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
+        self.plan(Batch([0, 1], [1], table, device=self.torch_device))
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> WrapperPlan:
+        spec, cache, plan = self.spec, self.cache, WrapperPlan(batch)
+        assert cache is not None
+        plan.lease = self.pool.lease(plan, "decode")
+        indptr, indices, _ = page_lists(batch, cache.block_size)
+        dtype = STORAGE_DTYPES[spec.dtype]
+        plan.lease.plan(
+            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices,
+            torch.tensor(batch.lens, dtype=torch.int32), spec.num_heads, self.rank, self.rope,
+            cache.block_size, True, spec.scale, dtype, dtype,
+        )  # fmt: skip
+        return plan
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, WrapperPlan) and cache is not None
+        rows = cache.key[:, :, 0]
+        plan.lease.wrapper.run(
+            query[..., : self.rank], query[..., self.rank :], rows[..., : self.rank],
+            rows[..., self.rank :], out=out, lse=lse, return_lse=lse is not None,
+            return_lse_base_on_e=True,
+        )  # fmt: skip
+        blank(plan.empty, out, lse)
+
+
+class CutlassMLA(LatentAdapter):
+    """CUTLASS's MLA decode for Blackwell, through FlashInfer's wrapper: pages of 128, no LSE."""
+
+    name: ClassVar[str] = "CUTLASS_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        # Nothing is planned into it: lengths and pages come with each call.
+        self.wrapper = BatchMLAPagedAttentionWrapper(
+            workspace(self.torch_device), backend="cutlass"
+        )
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, LatentPlan) and cache is not None and lse is None
+        rows = cache.key[:, :, 0]
+        self.wrapper.run(
+            query[..., : self.rank], query[..., self.rank :], rows[..., : self.rank],
+            rows[..., self.rank :], out=out, kv_len=plan.batch.seq_lens,
+            page_table=plan.batch.block_table,
+        )  # fmt: skip
+        blank(plan.empty, out, lse)
+
+
+class FlashInferSparseMLA(SparseBackend):
+    """FlashInfer's trtllm-gen kernel for Blackwell, which takes the chosen rows as a block table."""
+
+    name: ClassVar[str] = "FLASHINFER_MLA_SPARSE"
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        from flashinfer.mla import trtllm_batch_decode_with_kv_cache_mla
+
+        spec, topk = self.spec, slots.shape[1]
+        assert spec.latent is not None
+        rank, rope = spec.latent.rank, spec.latent.rope_head_size
+        trtllm_batch_decode_with_kv_cache_mla(
+            query=query[:, None], kv_cache=cache.key[:, None, :, 0],
+            workspace_buffer=zeroed_workspace(query.device), qk_nope_head_dim=spec.head_size - rope,
+            kv_lora_rank=rank, qk_rope_head_dim=rope, block_tables=slots[:, None],
+            seq_lens=(slots >= 0).sum(1).int(), max_seq_len=topk, sparse_mla_top_k=topk,
+            out=out[:, None], bmm1_scale=spec.scale, bmm2_scale=1.0,
+        )  # fmt: skip
+        blank((slots < 0).all(1), out, lse)

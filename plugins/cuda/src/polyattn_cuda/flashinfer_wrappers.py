@@ -1,0 +1,72 @@
+"""Who owns a wrapper? FlashInfer keeps a step's plan in one: each of our plans leases its own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from polyattn.kernel import Plan
+
+MOST_IDLE = 32
+"""Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
+
+
+class Lease:
+    """A wrapper that one plan has for itself; `capacity`: pages that its own buffers hold."""
+
+    __slots__ = ("capacity", "copied", "wrapper")
+
+    def __init__(self, wrapper: Any, capacity: int, device: torch.device):
+        self.wrapper, self.capacity = wrapper, capacity
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def landed(self) -> bool:
+        """Whether the device has fetched what was planned last."""
+        return self.copied is None or bool(self.copied.query())
+
+    def plan(self, *args: Any, **options: Any) -> None:
+        """Plan a step. The wrapper writes it to page-locked memory, which the device reads later.
+
+        So what was planned before must have landed.
+        """
+        if self.copied is not None:
+            self.copied.synchronize()
+        self.wrapper.plan(*args, **options)
+        if self.copied is not None:
+            self.copied.record()
+
+
+class WrapperPool:
+    """A backend's wrappers, by what they are for. One comes back when its plan is collected.
+
+    `make(kind, capacity)` builds a new one.
+    """
+
+    def __init__(self, make: Callable[[Any, int], Any], device: torch.device):
+        self.make, self.device = make, device
+        self.idle: list[tuple[Any, Lease]] = []
+
+    def lease(self, owner: Plan, kind: Any, pages: int = 0) -> Lease:
+        """Return a wrapper of `kind` whose buffers hold `pages`, for as long as `owner` lives."""
+        found = self._take(kind, pages)
+        if found is None:
+            capacity = 1 << (pages - 1).bit_length() if pages else 0
+            found = Lease(self.make(kind, capacity), capacity, self.device)
+        weakref.finalize(owner, self.give_back, kind, found).atexit = False
+        return found
+
+    def give_back(self, kind: Any, lease: Lease) -> None:
+        """Keep a wrapper for the next plan; of too many idle ones the oldest goes."""
+        self.idle.append((kind, lease))
+        if len(self.idle) > MOST_IDLE and self.idle[0][1].landed:
+            self.idle.pop(0)
+
+    def _take(self, kind: Any, pages: int) -> Lease | None:
+        for index, (what, lease) in enumerate(self.idle):
+            if what == kind and lease.capacity >= pages and lease.landed:
+                del self.idle[index]
+                return lease
+        return None

@@ -1,0 +1,157 @@
+"""FLASHMLA and FLASHMLA_SPARSE: DeepSeek's kernels, from the flash_mla package or vLLM's build."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from polyattn.kernel import (
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    SparseBackend,
+    UniformRows,
+    blank,
+)
+from torch import Tensor
+
+from polyattn_cuda.latent import LatentAdapter, LatentPlan
+from polyattn_cuda.providers import vllm_library
+
+
+class FlashMLAPlan(LatentPlan):
+    """`schedule` is made by the first layer's kernel, on the device, for all layers of the step."""
+
+    __slots__ = ("rows", "schedule")
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        self.rows = UniformRows(batch)
+        self.schedule: Any = None
+
+
+class FlashMLA(LatentAdapter):
+    """FlashMLA's dense decode for Hopper: pages of 64."""
+
+    name: ClassVar[str] = "FLASHMLA"
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashMLAPlan:
+        return FlashMLAPlan(batch)
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, FlashMLAPlan) and cache is not None
+        found, found_lse = self.attend(plan, plan.rows.spread(query), cache.key)
+        out.copy_(plan.rows.collect(found))
+        if lse is not None:
+            lse.copy_(plan.rows.collect(found_lse.transpose(1, 2)))
+        blank(plan.empty, out, lse)
+
+    @abstractmethod
+    def attend(self, plan: FlashMLAPlan, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend for (num_seqs, tokens, heads, 576) over pages of rows.
+
+        Returns (num_seqs, tokens, heads, 512) and the LSE (num_seqs, heads, tokens).
+        """
+
+
+class VllmFlashMLA(FlashMLA):
+    """vLLM's build: the schedule comes back as two tensors."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        torch.ops.load_library(str(vllm_library("_flashmla_C")))
+
+    def attend(self, plan: FlashMLAPlan, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        schedule, splits = plan.schedule or (None, None)
+        found, lse, *plan.schedule = torch.ops._flashmla_C.dense_decode_fwd(
+            query, rows, self.rank, plan.batch.seq_lens, plan.batch.block_table, self.spec.scale,
+            query.shape[1] > 1, schedule, splits, None,
+        )  # fmt: skip
+        return found, lse
+
+
+class UpstreamFlashMLA(FlashMLA):
+    """The flash_mla package: the schedule is an object that the first call fills."""
+
+    def attend(self, plan: FlashMLAPlan, query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        from flash_mla import flash_mla_with_kvcache, get_mla_metadata
+
+        if plan.schedule is None:
+            plan.schedule = get_mla_metadata()[0]
+        found, lse = flash_mla_with_kvcache(
+            query, rows, plan.batch.block_table, plan.batch.seq_lens, self.rank, plan.schedule,
+            softmax_scale=self.spec.scale, causal=query.shape[1] > 1,
+        )  # fmt: skip
+        return found, lse
+
+
+class FlashSparseMLA(SparseBackend):
+    """FlashMLA's kernel for chosen rows of a bf16 cache; invalid rows are -1."""
+
+    name: ClassVar[str] = "FLASHMLA_SPARSE"
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        rows = cache.key.reshape(-1, 1, cache.key.shape[3])
+        found, found_lse = self.attend(query.contiguous(), rows, slots[:, None].contiguous())
+        out.copy_(found)
+        if lse is not None:
+            lse.copy_(found_lse)
+        blank((slots < 0).all(1), out, lse)
+
+    @property
+    def rank(self) -> int:
+        """Elements of a row that are its value."""
+        assert self.spec.latent is not None
+        return self.spec.latent.rank
+
+    @abstractmethod
+    def attend(self, query: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to rows (slots, 1, 576); returns (tokens, heads, 512) and the LSE."""
+
+
+class VllmFlashSparseMLA(FlashSparseMLA):
+    """vLLM's build."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        torch.ops.load_library(str(vllm_library("_flashmla_C")))
+
+    def attend(self, query: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        found, _, lse = torch.ops._flashmla_C.sparse_prefill_fwd(
+            query, rows, slots, self.spec.scale, self.rank, None, None, None
+        )
+        return found, lse
+
+
+class UpstreamFlashSparseMLA(FlashSparseMLA):
+    """The flash_mla package."""
+
+    def attend(self, query: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        from flash_mla import flash_mla_sparse_fwd
+
+        found, _, lse = flash_mla_sparse_fwd(query, rows, slots, self.spec.scale, self.rank)
+        return found, lse

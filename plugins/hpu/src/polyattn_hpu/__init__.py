@@ -1,0 +1,1 @@
+"""Intel Gaudi: Unified Attention, in torch operations of static shapes."""

@@ -1,0 +1,72 @@
+"""Which steps run as one graph? Sizes are rounded up to few values, and a step is named by them.
+
+A graph of static shapes is compiled once for each (phase, query length, shared blocks, unique
+blocks, logits); rounding trades padded work for the number of such graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SLICE = 512
+"""Queries of one slice of the causal part; Unified Attention's own choice on Gaudi."""
+
+
+class Bucket(NamedTuple):
+    """One graph. `phase`: "csu" with "-" for each part (causal, shared, unique) that is absent.
+
+    `query` tokens, `shared` and `unique` blocks, `logits`: rows that the sampler reads, at most one
+    a sequence, so as many sequences as the graph takes. `keys`: how many of the step's own keys the
+    causal part holds against every query; 0 where a slice needs those up to its own end alone.
+    `contiguous`: the unique blocks are a slice of the cache.
+    """
+
+    phase: str
+    query: int
+    shared: int
+    unique: int
+    logits: int
+    keys: int = 0
+    contiguous: bool = False
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the step's own keys and values that the causal part takes."""
+        return self.keys or self.query
+
+    def products(self, block_size: int) -> int:
+        """Return how many (query token, key) products of one head the graph computes."""
+        causal = 0
+        if self.phase[0] == "c":
+            for start in range(0, self.query, SLICE):
+                stop = min(start + SLICE, self.query)
+                causal += (stop - start) * (self.keys or stop)
+        return causal + (self.query * self.shared + self.unique) * block_size
+
+
+def phase(causal: bool, shared: bool, unique: bool) -> str:
+    """Return one of the eight phase strings, "---" to "csu"."""
+    present = zip("csu", (causal, shared, unique), strict=True)
+    return "".join(letter if there else "-" for letter, there in present)
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Rounds a size up to `steps` to `2 * steps - 1` times a power of two.
+
+    `steps`, a power of two, is how many sizes there are between a power of two and the next; a size
+    grows by less than one part in `steps`. 0 rounds nothing.
+    """
+
+    steps: int = 4
+
+    def __call__(self, size: int) -> int:
+        if self.steps == 0:
+            return size
+        unit = 1 << max(0, size.bit_length() - self.steps.bit_length())
+        return -(-size // unit) * unit
+
+
+EXACT = Rounding(steps=0)
+"""Every size as it is: a graph for each step's shapes, nothing padded."""

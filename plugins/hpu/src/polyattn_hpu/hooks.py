@@ -1,0 +1,103 @@
+"""What this plugin declares. Imports neither torch nor Intel's bridge."""
+
+from __future__ import annotations
+
+from polyattn.plugin import (
+    AttentionKind,
+    BackendInfo,
+    Capabilities,
+    Platform,
+    Priority,
+    Proof,
+    Role,
+    hookimpl,
+)
+
+PLATFORMS: dict[str, tuple[str, ...]] = {"hpu": ("gaudi2", "gaudi3"), "cpu": ()}
+DTYPES = frozenset({"bfloat16", "float16", "float32", "float64"})
+CACHE_DTYPES = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
+EXCLUDES = (
+    (frozenset({"gaudi2", "fp8_e4m3"}), "Gaudi 2's e4m3 ends at 240, OCP's at 448"),
+    (frozenset({"gaudi2", "float64"}), "Gaudi has no float64"),
+    (frozenset({"gaudi3", "float64"}), "Gaudi has no float64"),
+)
+PRIORITIES = (
+    Priority(score=15, platform="cpu", why="works on padded copies; here for its proof"),
+    Priority(score=60, why="each cached block read once, work by block, few compiled graphs"),
+)
+PROOF = {"cpu": Proof.INTERPRETED}
+
+HPU_ATTN = BackendInfo(
+    name="HPU_ATTN",
+    summary="Unified Attention: causal, shared and unique parts of static shapes, in torch",
+    path="polyattn_hpu.attention:UnifiedAttention",
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        roles=frozenset(Role),
+        cached=frozenset({True, False}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        preferred_block_size=128,
+        layouts=("NHD", "HND"),
+        phases=frozenset({"prefill", "decode", "mixed"}),
+        features=frozenset(
+            {
+                "causal",
+                "non_causal",
+                "gqa",
+                "sliding_window",
+                "chunked",
+                "sink_tokens",
+                "v_head_size",
+                "logit_soft_cap",
+                "alibi",
+                "learned_sinks",
+                "lse",
+                "deterministic",
+            }
+        ),
+        excludes=EXCLUDES,
+    ),
+    priorities=PRIORITIES,
+    proof=PROOF,
+)
+
+HPU_MLA = BackendInfo(
+    name="HPU_MLA",
+    summary="absorbed MLA decode by Unified Attention: each latent read once for all heads",
+    path="polyattn_hpu.attention:UnifiedMLA",
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset({AttentionKind.MLA}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        preferred_block_size=128,
+        phases=frozenset({"decode"}),
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        excludes=EXCLUDES,
+    ),
+    priorities=PRIORITIES,
+    proof=PROOF,
+)
+
+
+@hookimpl
+def polyattn_api_versions() -> tuple[int, int]:
+    return (1, 1)
+
+
+@hookimpl
+def polyattn_platforms() -> list[Platform]:
+    return [
+        Platform(
+            name="hpu",
+            detect="polyattn_hpu.platform:detect",
+            rank=20,
+            current="polyattn_hpu.platform:current",
+        )
+    ]
+
+
+@hookimpl
+def polyattn_backends() -> list[BackendInfo]:
+    return [HPU_ATTN, HPU_MLA]

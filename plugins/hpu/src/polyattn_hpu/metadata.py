@@ -1,0 +1,286 @@
+"""What does one step of Unified Attention need? Made on the host from lengths and a block table.
+
+Every key of every sequence belongs to exactly one part. A sequence of one query token takes all its
+keys, its own included, from the cache: then a step of decodes alone has no causal part, and in a
+mixed step the causal part leaves that token's key out, so it counts once. A longer query takes the
+step's own keys from the causal part and its context from the cache, unless there are none at hand.
+Keys that are given whole, of a layer without a cache, are all in the causal part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from polyattn.kernel import LayerSpec
+from torch import Tensor
+
+from polyattn_hpu.buckets import SLICE, Bucket, Rounding, phase
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The query tokens, int32 (bucket.query,) each.
+
+    A token sees the keys of its sequence at positions from `low` up to `high`, and below `sinks`;
+    those below `cached` are in the cache, the others among the step's own, the key at position p in
+    row `origin + p`. Padding sees nothing: `sequence` is bucket.logits, all else 0.
+    """
+
+    sequence: Tensor
+    position: Tensor
+    low: Tensor
+    high: Tensor
+    sinks: Tensor
+    cached: Tensor
+    origin: Tensor
+
+    def sees(self, key: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Return which keys at these positions the tokens see, (rows, keys).
+
+        `key` (keys,), or (rows, keys) where each token has its own.
+        """
+        low, high, sinks = (t[rows][:, None] for t in (self.low, self.high, self.sinks))
+        return (key >= low) & (key < high) | (key < sinks)
+
+    def sees_cached(self, key: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
+        """Return the same for keys in the cache."""
+        return self.sees(key, rows) & (key < self.cached[rows][:, None])
+
+    def sees_own(self, width: int, rows: slice) -> Tensor:
+        """Return the same for the step's own keys in rows 0 to `width`."""
+        key = torch.arange(width, dtype=torch.int32, device=self.origin.device)
+        key = key - self.origin[rows, None]
+        return self.sees(key, rows) & (key >= self.cached[rows][:, None])
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A step in the shapes of its bucket; int32 where nothing else is said.
+
+    - `causal_masks`: for each slice of queries, which of the step's own keys it sees, bool
+      (rows, bucket.keys, or keys up to the slice's end): one mask for causality, sequences, windows.
+    - `shared_blocks`, `shared_starts` (bucket.shared,): a block, and its first key's position;
+      `member` bool (bucket.logits + 1, bucket.shared): which sequences use it. A block that stands
+      at two positions is two entries.
+    - `unique_blocks` (bucket.unique,) or None, where entry i is block i; `unique_starts`;
+      `unique_groups`: the sequence of each (bucket.logits where there is none); `unique_rows`: its
+      query token; `unique_masks` bool (bucket.unique, block_size): which keys that sees.
+
+    `exact` is the bucket before rounding.
+    """
+
+    bucket: Bucket
+    exact: Bucket
+    block_size: int
+    tokens: Tokens
+    causal_masks: tuple[Tensor, ...]
+    shared_blocks: Tensor
+    shared_starts: Tensor
+    member: Tensor
+    unique_blocks: Tensor | None
+    unique_starts: Tensor
+    unique_groups: Tensor
+    unique_rows: Tensor
+    unique_masks: Tensor
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Cached blocks in use: of which sequence, which block, the position of its first key."""
+
+    sequence: Ints
+    block: Ints
+    start: Ints
+
+    def where(self, keep: NDArray[np.bool_] | Ints) -> _Entries:
+        return _Entries(*(getattr(self, f.name)[keep] for f in fields(self)))
+
+    def __len__(self) -> int:
+        return len(self.block)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """The entries apart: shared ones by (block, position) with their users, and unique ones."""
+
+    shared: _Entries
+    users: tuple[Ints, Ints]
+    unique: _Entries
+
+
+def build(
+    spec: LayerSpec,
+    query_lens: Sequence[int],
+    lens: Sequence[int],
+    block_table: NDArray[np.int32] | None,
+    block_size: int,
+    *,
+    fresh: bool = True,
+    key_starts: Sequence[int] | None = None,
+    rounding: Rounding,
+    device: torch.device | str = "cpu",
+) -> Metadata:
+    """Return the metadata of a step.
+
+    `lens` count context plus new tokens; `block_table` (num_seqs, max_blocks) on the host. `fresh`:
+    the step's own keys will be at hand for the causal part. Without a block table all keys are:
+    `key_starts` says in which row each sequence's `lens` keys start.
+    """
+    queries, total = np.asarray(query_lens, np.int64), np.asarray(lens, np.int64)
+    starts = np.cumsum(queries) - queries
+    if block_table is not None:
+        cached = np.where((queries > 1) & fresh, np.maximum(total - queries, 0), total)
+        origin = starts - (total - queries)
+    else:
+        cached, origin = np.zeros_like(total), np.asarray(key_starts, np.int64)
+    tokens = _tokens(spec, queries, total, cached, origin)
+    parts = _split(spec, tokens, queries, cached, block_table, block_size)
+    own = (queries > 0) & (total > cached)
+    exact = Bucket(
+        phase(bool(own.any()), len(parts.shared) > 0, len(parts.unique) > 0),
+        int(queries.sum()), len(parts.shared), len(parts.unique), len(total),
+    )  # fmt: skip
+    in_order = tokens["origin"] + tokens["position"] == np.arange(exact.query)
+    if own.any() and not (spec.causal and in_order.all()):
+        exact = exact._replace(keys=int((origin + total)[own].max()))
+    query, shared, unique, logits, keys = (rounding(size) for size in exact[1:6])
+    bucket = Bucket(exact.phase, query, shared, unique, logits, keys)
+    if len(parts.unique):
+        span = rounding(int(parts.unique.block.max()) + 1)
+        if span <= bucket.unique:
+            bucket = bucket._replace(unique=span, contiguous=True)
+            exact = exact._replace(contiguous=True)
+    return _pack(tokens, parts, exact, bucket, block_size, torch.device(device))
+
+
+def _tokens(
+    spec: LayerSpec, queries: Ints, total: Ints, cached: Ints, origin: Ints
+) -> dict[str, Ints]:
+    """Return what `Tokens` holds, unpadded."""
+    sequence = np.repeat(np.arange(len(queries)), queries)
+    at = np.arange(len(sequence)) - (np.cumsum(queries) - queries)[sequence]
+    position = (total - queries)[sequence] + at
+    low, high = np.zeros_like(position), total[sequence]
+    if spec.causal:
+        high = position + 1
+    if spec.chunk_size is not None:
+        low = position // spec.chunk_size * spec.chunk_size
+        high = np.minimum(high, low + spec.chunk_size)
+    # A sink is visible beyond the window, yet within what causality and the chunk allow.
+    sinks = np.where(low <= 0, np.minimum(spec.sink_tokens, high), 0)
+    if spec.sliding_window is not None:
+        low = np.maximum(low, position - spec.sliding_window + 1)
+        if not spec.causal:
+            high = np.minimum(high, position + spec.sliding_window)
+    return {
+        "sequence": sequence, "position": position, "low": low, "high": high, "sinks": sinks,
+        "cached": cached[sequence], "origin": origin[sequence],
+    }  # fmt: skip
+
+
+def _split(
+    spec: LayerSpec,
+    tokens: dict[str, Ints],
+    queries: Ints,
+    cached: Ints,
+    block_table: NDArray[np.int32] | None,
+    block_size: int,
+) -> _Split:
+    """Sort the cached blocks that any token sees into shared and unique ones."""
+    nothing = np.zeros(0, np.int64)
+    entries = _Entries(nothing, nothing, nothing)
+    if block_table is not None:
+        counts = np.where(queries > 0, -(-cached // block_size), 0).clip(min=0)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        index = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
+        entries = _Entries(
+            sequence, block_table[sequence, index].astype(np.int64), index * block_size
+        )
+        entries = entries.where(_in_sight(spec, tokens, queries, entries, block_size))
+    # How many tokens use a block: one makes it unique.
+    uses = np.bincount(entries.block, weights=queries[entries.sequence])
+    alone = uses[entries.block] == 1
+    several = entries.where(~alone)
+    key = several.block << 32 | several.start
+    _, first, which = np.unique(key, return_index=True, return_inverse=True)
+    return _Split(several.where(first), (several.sequence, which), entries.where(alone))
+
+
+def _in_sight(
+    spec: LayerSpec, tokens: dict[str, Ints], queries: Ints, entries: _Entries, block_size: int
+) -> NDArray[np.bool_]:
+    """Return which entries may be seen by their sequence's tokens: windows leave most out.
+
+    The lowest key in any token's window is in the first token's.
+    """
+    first = np.cumsum(queries) - queries
+    visible: NDArray[np.bool_] = entries.start + block_size > tokens["low"][first[entries.sequence]]
+    if spec.sink_tokens:
+        sinks = np.zeros(len(queries), np.int64)
+        np.maximum.at(sinks, tokens["sequence"], tokens["sinks"])
+        visible |= entries.start < sinks[entries.sequence]
+    return visible
+
+
+def _pack(
+    tokens: dict[str, Ints],
+    parts: _Split,
+    exact: Bucket,
+    bucket: Bucket,
+    block_size: int,
+    device: torch.device,
+) -> Metadata:
+    """Pad to the bucket and move to the device."""
+
+    def placed(values: Ints, size: int, fill: int = 0, at: Ints | slice | None = None) -> Tensor:
+        whole = np.full(size, fill, np.int32)
+        whole[slice(len(values)) if at is None else at] = values
+        return torch.from_numpy(whole).to(device)
+
+    nobody = bucket.logits
+    held = Tokens(
+        **{
+            name: placed(values, bucket.query, nobody if name == "sequence" else 0)
+            for name, values in tokens.items()
+        }
+    )
+    member = np.zeros((bucket.logits + 1, bucket.shared), np.bool_)
+    member[parts.users] = True
+    unique, size = parts.unique, bucket.unique
+    at = unique.block if bucket.contiguous else None
+    first = np.searchsorted(tokens["sequence"], unique.sequence)
+    groups = placed(unique.sequence, size, nobody, at)
+    starts, rows = placed(unique.start, size, 0, at), placed(first, size, 0, at)
+    offsets = torch.arange(block_size, dtype=torch.int32, device=device)
+    masks = held.sees_cached(starts[:, None] + offsets, rows) & (groups != nobody)[:, None]
+    return Metadata(
+        bucket=bucket,
+        exact=exact,
+        block_size=block_size,
+        tokens=held,
+        causal_masks=_causal_masks(held, bucket),
+        shared_blocks=placed(parts.shared.block, bucket.shared),
+        shared_starts=placed(parts.shared.start, bucket.shared),
+        member=torch.from_numpy(member).to(device),
+        unique_blocks=None if bucket.contiguous else placed(unique.block, size),
+        unique_starts=starts,
+        unique_groups=groups,
+        unique_rows=rows,
+        unique_masks=masks,
+    )
+
+
+def _causal_masks(tokens: Tokens, bucket: Bucket) -> tuple[Tensor, ...]:
+    """Return each slice's mask; none where no sequence brings keys of its own."""
+    if bucket.phase[0] != "c":
+        return ()
+    slices = [
+        slice(start, min(start + SLICE, bucket.query)) for start in range(0, bucket.query, SLICE)
+    ]
+    return tuple(tokens.sees_own(bucket.keys or rows.stop, rows) for rows in slices)

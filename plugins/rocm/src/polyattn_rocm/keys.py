@@ -1,0 +1,25 @@
+"""Keys that are given whole, one sequence after another as the varlen kernels read them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from polyattn.kernel import Batch
+from torch import Tensor
+
+
+class GivenKeys:
+    """Finds once a step where a batch's keys are; where they lie with gaps they are gathered."""
+
+    def __init__(self, batch: Batch):
+        self.total = sum(batch.lens)
+        self.rows: Tensor | None = None
+        if not batch.keys_packed:
+            spans = zip(batch.key_starts, batch.lens, strict=True)
+            rows = np.concatenate([np.arange(start, start + n) for start, n in spans])
+            self.rows = torch.from_numpy(rows.astype(np.int64)).to(batch.device)
+
+    def read(self, given: Tensor | None) -> Tensor:
+        """Return a tensor of keys or values, packed."""
+        assert given is not None
+        return given[: self.total] if self.rows is None else given[self.rows]

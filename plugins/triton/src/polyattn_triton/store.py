@@ -1,0 +1,95 @@
+"""TRITON_STORE: a step's keys and values go to their slots in one launch, quantised as torch does it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import triton
+import triton.language as tl
+from polyattn.kernel import KVCache, LayerParams, StoreBackend, StorePlan
+from torch import Tensor
+
+from polyattn_triton.launch import Launcher
+
+
+@triton.jit
+def write_kernel(
+    KEY, VALUE, K, V, SLOTS, k_scale, v_scale, limit,
+    key_t, key_h, value_t, value_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
+    LATENT: tl.constexpr,
+):  # fmt: skip
+    """Store one token's keys and values at its slot; a latent's value is its key's. Grid: (tokens,)."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(SLOTS + token)
+    if slot >= 0:
+        block = slot // BLOCK_SIZE
+        offset = slot % BLOCK_SIZE
+        offs = tl.arange(0, BLOCK)
+        head = offs // D
+        at = offs % D
+        x = tl.load(KEY + token * key_t + head * key_h + at, mask=head < HEADS)
+        if QUANTIZED:
+            x = _rounded(x, k_scale, limit, INTEGER)
+        to = K + block * k_b + offset * k_t + head * k_h + at
+        tl.store(to, x.to(K.dtype.element_ty), mask=head < HEADS)
+        if not LATENT:
+            head = offs // DV
+            at = offs % DV
+            y = tl.load(VALUE + token * value_t + head * value_h + at, mask=head < HEADS)
+            if QUANTIZED:
+                y = _rounded(y, v_scale, limit, INTEGER)
+            to = V + block * v_b + offset * v_t + head * v_h + at
+            tl.store(to, y.to(V.dtype.element_ty), mask=head < HEADS)
+
+
+@triton.jit
+def _rounded(x, scale, limit, INTEGER: tl.constexpr):
+    """Divide as IEEE says, saturate, and round to integers with halves to even."""
+    x = tl.div_rn(x.to(tl.float32), scale)
+    x = tl.minimum(tl.maximum(x, -limit), limit)
+    if INTEGER:
+        # At 1.5 * 2^23 float32's last place is 1, so the sum is rounded as every sum is.
+        x = (x + 12582912.0) - 12582912.0
+    return x
+
+
+_write = Launcher(write_kernel)
+
+
+class TritonStore(StoreBackend):
+    """One program a token; slot -1 skips."""
+
+    name: ClassVar[str] = "TRITON_STORE"
+
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
+    ) -> None:
+        tokens, heads, size = key.shape
+        if tokens == 0:
+            return
+        key = key if key.stride(2) == 1 else key.contiguous()
+        value = value if value.stride(2) == 1 else value.contiguous()
+        dtype = cache.key.dtype
+        quantized = dtype != key.dtype
+        integer = dtype == torch.int8
+        limit = 127.0 if integer else torch.finfo(dtype).max if quantized else 0.0
+        width = heads * (size if cache.value_in_key else max(size, value.shape[2]))
+        k, v = cache.key.stride(), cache.value.stride()
+        _write(
+            (tokens, 1, 1),
+            (key, value, cache.key, cache.value, plan.slots),
+            (params.k_scale, params.v_scale, limit),
+            (
+                key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+                k[0], k[1], k[2], v[0], v[1], v[2],
+            ),
+            (),
+            (
+                heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size,
+                quantized, integer, cache.value_in_key,
+            ),
+            {"num_warps": 4 if width >= 512 else 1},
+        )  # fmt: skip

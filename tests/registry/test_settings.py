@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import LLAMA
+from polyattn import PolyattnError, select, settings
+from polyattn.errors import SettingsError
+from polyattn.registry.capabilities import Capabilities
+from polyattn.settings import load
+
+
+def test_precedence_argument_then_variable_then_file() -> None:
+    found = load({"POLYATTN_BACKEND": "B"}, {"backend": "C"}, "polyattn.toml")
+    assert found.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    over = found.with_backend("prefill=A", "flag --backend")
+    assert over.override(LLAMA, "prefill").backend == "A"  # type: ignore[union-attr]
+    assert over.override(LLAMA, "decode").backend == "B"  # type: ignore[union-attr]
+    only_file = load({}, {"backend": {"decode": "C"}}, "polyattn.toml")
+    assert only_file.override(LLAMA, "decode").source == "polyattn.toml"  # type: ignore[union-attr]
+    assert only_file.override(LLAMA, "prefill") is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "config", "says"),
+    [
+        (
+            {"POLYATTN_BACKND": "X"},
+            {},
+            "POLYATTN_BACKND has no effect; did you mean 'POLYATTN_BACKEND'",
+        ),
+        ({"POLYATTN_BACKEND": "prefil=X"}, {}, "scope 'prefil' is unknown; did you mean 'prefill'"),
+        ({"POLYATTN_BACKEND": ""}, {}, "is empty"),
+        ({"POLYATTN_BACKEND": "decode="}, {}, "names no backend"),
+        ({"POLYATTN_BACKEND": "A,B"}, {}, "keep one"),
+        ({"POLYATTN_LAYOUT": "NDH"}, {}, "POLYATTN_LAYOUT='NDH'"),
+        ({"POLYATTN_VERIFY": "maybe"}, {}, "POLYATTN_VERIFY='maybe' must be 1 or 0"),
+        ({"POLYATTN_PROBE_TIMEOUT": "-1"}, {}, "POLYATTN_PROBE_TIMEOUT='-1'"),
+        ({}, {"bakend": "X"}, "polyattn.toml: key 'bakend' is unknown; did you mean 'backend'"),
+        ({}, {"layout": 3}, "polyattn.toml: layout=3"),
+        ({}, {"backend": 3}, "backend=3"),
+        ({}, {"backend": {"decode": 3}}, "backend.decode=3 must be a backend's name"),
+        ({}, {"backend": {"decode": "A,B=C"}}, "must be a backend's name"),
+        ({}, {"backend": {"mla": {"decode": []}}}, "backend.mla.decode=[]"),
+        ({"POLYATTN_BACKEND": "prefill.decode=X"}, {}, "names a phase twice"),
+        ({"POLYATTN_BACKEND": "mla.mamba2=X"}, {}, "names a kind twice"),
+        ({"POLYATTN_BACKEND": "encoder.cross=X"}, {}, "names a role twice"),
+        ({"POLYATTN_BACKEND": "decode.decode=X"}, {}, "names a phase twice"),
+        ({"VLLM_USE_FLASHINFER": "maybe"}, {}, "VLLM_USE_FLASHINFER='maybe' must be 1 or 0"),
+        ({"POLYATTN_PLUGIN_TIMEOUT": "1e9"}, {}, "3600 at most"),
+        ({}, {"probe_timeout": True}, "polyattn.toml: probe_timeout=True"),
+        ({}, {"plugins": 3}, "polyattn.toml: plugins=3"),
+    ],
+)
+def test_bad_settings_are_named(
+    environ: dict[str, str], config: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(environ, config, "polyattn.toml")
+    assert says in str(caught.value)
+
+
+def test_foreign_variables_are_honoured_with_a_note() -> None:
+    found = load({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN_VLLM_V1"}, {}, "")
+    assert found.override(LLAMA, "decode").backend == "FLASH_ATTN"  # type: ignore[union-attr]
+    assert "alias" in found.notes[0]
+    old = load({"VLLM_USE_FLASHINFER": "1", "POLYATTN_BACKEND": "A"}, {}, "")
+    assert old.override(LLAMA, "decode").backend == "A"  # type: ignore[union-attr]
+    assert any("deprecated" in note for note in old.notes)
+    assert any("gives way" in note for note in old.notes)
+
+
+@pytest.mark.parametrize("word", ["no", "No", "off", "false", "0", ""])
+def test_no_means_no(word: str) -> None:
+    assert load({"VLLM_USE_FLASHINFER": word}, {}, "").sources == ()
+
+
+def test_a_table_in_a_table_is_a_scope_with_a_dot() -> None:
+    found = load({}, {"backend": {"mla": {"decode": "X"}, "prefill": "Y"}}, "polyattn.toml")
+    assert [str(o) for o in found.sources[0]] == ["decode.mla=X", "prefill=Y"]
+
+
+@pytest.mark.parametrize("key", ["plugins", "disable_plugins"])
+def test_a_wrong_key_of_the_file_is_not_blamed_on_a_variable(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text(f'{key} = ["cpuu"]')
+    monkeypatch.setenv("POLYATTN_CONFIG", str(path))
+    with pytest.raises(PolyattnError) as caught:
+        select(LLAMA, "cpu")
+    assert f"{path}: {key}: no plugin 'cpuu'" in str(caught.value)
+    assert "POLYATTN_" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"a = " + b"[" * 20_000, "can't be read as TOML"),
+        (b"\xff", "can't be read as TOML"),
+        (b"a = " + b"9" * 5000, "can't be read as TOML"),
+        (b'\xef\xbb\xbflayout = "NDH"', "layout='NDH'"),
+    ],
+)
+def test_odd_configuration_files(
+    data: bytes, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p.toml"
+    path.write_bytes(data)
+    monkeypatch.setenv("POLYATTN_CONFIG", str(path))
+    with pytest.raises(SettingsError) as caught:
+        settings.reload()
+    assert says in str(caught.value)
+    monkeypatch.setenv("POLYATTN_CONFIG", str(tmp_path))
+    with pytest.raises(SettingsError, match="not a regular file"):
+        settings.reload()
+
+
+def test_a_changed_variable_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert select(LLAMA, "cpu").decision.decode == "TORCH_SDPA"
+    monkeypatch.setenv("POLYATTN_BACKEND", "FLEX_ATTENTION")
+    assert select(LLAMA, "cpu").decision.decode == "FLEX_ATTENTION"
+    monkeypatch.delenv("POLYATTN_BACKEND")
+    assert select(LLAMA, "cpu").decision.decode == "TORCH_SDPA"
+
+
+def test_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('[backend]\ndecode = "FLEX_ATTENTION"\n')
+    monkeypatch.setenv("POLYATTN_CONFIG", str(path))
+    assert select(LLAMA, "cpu").decision.decode == "FLEX_ATTENTION"
+    path.write_text("not toml")
+    with pytest.raises(SettingsError, match="TOML"):
+        settings.reload()
+    monkeypatch.setenv("POLYATTN_CONFIG", str(tmp_path / "absent"))
+    with pytest.raises(SettingsError, match="no such file"):
+        settings.reload()
+
+
+def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpuu")
+    with pytest.raises(PolyattnError, match="did you mean 'cpu'"):
+        select(LLAMA, "x86-amx")
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpu")
+    with pytest.raises(PolyattnError, match="EXAMPLE_ATTN"):
+        select(LLAMA.replace(alibi=True), "x86-amx")
+
+
+@pytest.mark.parametrize(
+    ("claims", "says"),
+    [
+        ({"dtypes": frozenset()}, "dtypes is empty"),
+        ({"platforms": {}}, "platforms is empty"),
+        ({"features": frozenset({"magic"})}, "unknown ['magic']"),
+        ({"phases": frozenset({"mixed"})}, "'mixed' needs both"),
+        ({"features": frozenset({"causal", "sink_tokens"})}, "needs 'sliding_window'"),
+        ({"features": frozenset({"gqa"})}, "'causal', 'non_causal' or both"),
+        ({"dtypes": {"float32"}}, "Capabilities.dtypes={'float32'} is of type set"),
+        ({"fp8_compute": 1}, "Capabilities.fp8_compute=1 is of type int; it must be bool"),
+        ({"excludes": ((frozenset({"alibi", "decoed"}), ""),)}, "'decode'"),
+    ],
+)
+def test_contradictory_claims(claims: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        Capabilities(**({"platforms": {"cpu": ()}} | claims))  # type: ignore[arg-type]
+    assert says in str(caught.value)

@@ -1,0 +1,83 @@
+"""Command lines by the thousand: real options with values that nobody should give."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+VALUES = (
+    "", "0", "-1", "1", "2", "1e9", "1e400", "nan", "inf", "9" * 30, "9" * 5000, "x", "[red]x[/]",
+    "\x1b[31mred", "a" * 5000, "\udce9", "\u2028", "é", "None", "true", "cpu", "cuda:0", "cuda:x",
+    "h200", "x86-amx", "gaudi3", "cpu:9", "meta", "TORCH_SDPA", "torch_sdpa", "prefill=TORCH_SDPA",
+    "prefill.decode=X", "decode=", "=", ",", "mla=NOPE", "EXAMPLE_ATTN,prefill=FLEX_ATTENTION",
+    "llama-3.1-8b", "bert-base-uncased", "mamba-2.8b", "deepseek-v2-lite", "auto", "int8", "fp8",
+    "8q1s2k", "q2k", "2q1s64", "q" * 9, "0q1", "999999999q1s1", "999999999999q1s1k", "q999999999k",
+    "/", "/dev/null", "/nowhere/x", "/dev/full", "/proc/self/mem", ".", "..", "~", "x" * 300,
+    "{}", "[]", "null", "{", "[" * 10_000, '{"a":' * 10_000, '{"num_heads": %s}' % ("9" * 5000),
+    '{"num_heads": 4, "head_size": 64}', '{"num_heads": 4, "head_size": 64, "dtype": "float32"}',
+    '{"num_heads": "4", "head_size": 64}', '{"num_heads": 4, "head_size": 1e3}',
+    '{"num_heads": 4, "head_size": 64, "kind": "mamba2"}', '{"num_heads": true, "head_size": []}',
+    '{"num_heads": 4, "head_size": 64, "dtype": {}}', '{"num_heads": 4, "head_size": 64, "role": 3}',
+    '{"num_heads": 4, "head_size": 64, "latent": {"rank": "x"}}',
+    '{"num_heads": 4, "head_size": 64, "sliding_window": "x", "alibi": 7}',
+)  # fmt: skip
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "list": ("--json", "--help", "--jsn"),
+    "explain": ("--json", "--device=", "--backend=", "--spec=", "MODEL"),
+    "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
+            "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
+            "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot="),
+    "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
+              "--seconds=", "--plot="),
+}  # fmt: skip
+QUICK = {
+    "run": ["--requests=1", "--scale=0.01", "--max-tokens=1", "--cache-gb=0.05"],
+    "bench": ["2q1s64", "--seconds=0.001", "--backend=TORCH_SDPA"],
+}
+
+
+def command_lines(seed: int, count: int, files: Path) -> list[list[str]]:
+    """Return `count` command lines; some name files that `write_files` made."""
+    dice = random.Random(seed)
+    values = (*VALUES, *map(str, sorted(files.iterdir())))
+    lines = []
+    for _ in range(count):
+        command = dice.choice((*OPTIONS, "explain", "run"))
+        line = [command, *QUICK.get(command, [])]
+        for _ in range(dice.randint(0, 3)):
+            option = dice.choice(OPTIONS[command])
+            value = dice.choice(values)
+            if option == "MODEL":
+                line.append(value)
+            else:
+                line.append(option + value if option.endswith("=") else option)
+        lines.append(line)
+    return lines
+
+
+def write_files(folder: Path) -> Path:
+    """Write configs and traces that no engine should have to read."""
+    good = '{"input_length": 9, "output_length": 1, "note": "a\u2028b"}\n'
+    for name, data in {
+        "bom.jsonl": b"\xef\xbb\xbf" + good.encode(),
+        "deep.jsonl": b"[" * 100_000,
+        "long.jsonl": b'{"input_length": ' + b"9" * 5000 + b', "output_length": 1}',
+        "bytes.jsonl": bytes(range(256)),
+        "long.csv": b"ContextTokens,GeneratedTokens\n" + b"x" * 200_000 + b",1\n",
+        "nul.csv": b"ContextTokens,GeneratedTokens\n1\x00,1\n",
+        "deep.json": b'{"a":' * 100_000,
+        "long.json": b'{"num_hidden_layers": ' + b"9" * 5000 + b"}",
+        "list.json": b"[1]",
+        "empty.json": b"",
+        "types.json": b'{"model_type": 3, "num_hidden_layers": "x", "hidden_size": null}',
+        "layers.json": b'{"num_hidden_layers": 2, "layer_types": 2, "hidden_size": 64, '
+        b'"num_attention_heads": 4}',
+    }.items():
+        (folder / name).write_bytes(data)
+    (folder / "folder.json").mkdir()
+    (folder / "loop.json").symlink_to(folder / "loop.json")
+    import os
+
+    os.mkfifo(folder / "fifo.jsonl")
+    os.mkfifo(folder / "fifo.json")
+    return folder

@@ -1,0 +1,160 @@
+"""The commands as a user runs them, in a process of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polyattn.device import PROFILES
+from polyattn.registry.extras import install_advice
+from polyattn.tools.cli.models import bundled, bundled_models
+from polyattn.tools.replay.trace import read_trace
+
+
+def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
+    found = subprocess.run(
+        [sys.executable, "-m", "polyattn.tools.cli", *args],
+        capture_output=True, text=True, env={**os.environ, **env}, timeout=300, check=False,
+    )  # fmt: skip
+    assert found.returncode == code, found.stdout + found.stderr
+    return found
+
+
+def test_list() -> None:
+    text = polyattn("list").stdout
+    assert "TORCH_SDPA" in text and "polyattn-cpu" in text and "measured" in text
+    names = {b["name"] for b in json.loads(polyattn("list", "--json").stdout)["backends"]}
+    assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= names
+
+
+@pytest.mark.parametrize(
+    "args", [["list"], ["explain", "llama-3.1-8b", "--device", "h200", "--json"]]
+)
+def test_a_reader_that_leaves_is_no_error(args: list[str]) -> None:
+    """As `polyattn list | head` does."""
+    command = [sys.executable, "-m", "polyattn.tools.cli", *args]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_explain_draws_every_verdict() -> None:
+    text = polyattn("explain", "gemma-2-9b", "--device", "x86-amx").stdout
+    assert "21 layers" in text and "=> prefill TORCH_SDPA" in text and "FLEX_ATTENTION" in text
+    data = json.loads(polyattn("explain", "gpt-oss-20b", "--device", "cpu", "--json").stdout)
+    assert [g["decode"] for g in data["groups"]] == ["TORCH_SDPA", "TORCH_SDPA"]
+    flex = [c for s in data["groups"][0]["steps"] for c in s["candidates"]
+            if c["backend"] == "FLEX_ATTENTION"]  # fmt: skip
+    assert flex[0]["rejections"][0]["field"] == "learned_sinks"
+
+
+@pytest.mark.parametrize(
+    ("args", "env", "says"),
+    [
+        (["explain", "lama-3.1-8b"], {}, "did you mean 'llama-3.1-8b'"),
+        (["explain", "--device", "h200x"], {}, "did you mean 'h200'"),
+        (["explain", "--backend", "TORCH_SPDA"], {}, "did you mean 'TORCH_SDPA'"),
+        (["explain"], {"POLYATTN_BAKEND": "1"}, "did you mean 'POLYATTN_BACKEND'"),
+        (["list"], {"POLYATTN_BAKEND": "1"}, "did you mean 'POLYATTN_BACKEND'"),
+        (["run", "--scale", "-1"], {}, "--scale=-1.0 must be positive"),
+        (["run", "--trace", "/absent.csv"], {}, "/absent.csv: can't be read"),
+        (["run", "--cache-gb", "0.00001"], {}, "--cache-gb"),
+        (["bench", "8q"], {}, "8q1s2k or q2k"),
+        (["bench", "--device", "a100"], {}, "is a profile"),
+    ],
+)
+def test_errors_are_one_clear_message(args: list[str], env: dict[str, str], says: str) -> None:
+    found = polyattn(*args, code=2, **env)
+    assert says in found.stderr and "Traceback" not in found.stderr
+
+
+def test_explain_exits_1_when_a_layer_has_no_backend() -> None:
+    text = polyattn(
+        "explain", "llama-3.1-8b", "--device", "gaudi3", code=1, POLYATTN_DISABLE_PLUGINS="hpu"
+    ).stdout
+    assert "polyattn[hpu]" in text
+
+
+def test_every_extra_that_is_advised_exists() -> None:
+    extras = set(metadata("polyattn").get_all("Provides-Extra") or ())
+    for device in PROFILES.values():
+        advised = re.findall(r"polyattn\[(\w+)\]", install_advice(device.platform))
+        assert set(advised) <= extras
+        assert bool(advised) == (device.platform in extras)
+
+
+def test_explain_notes_a_scope_that_matched_nothing() -> None:
+    text = polyattn("explain", "--device", "cpu", POLYATTN_BACKEND="mla=TORCH_SDPA").stdout
+    assert "matched no layer" in text
+
+
+def test_doctor() -> None:
+    data = json.loads(polyattn("doctor", "--json", POLYATTN_CHECKS="1").stdout)
+    assert data["problems"] == [] and data["variables"] == {"POLYATTN_CHECKS": "1"}
+    assert "cpu" in polyattn("doctor").stdout
+    assert "PLYATTN" in json.loads(
+        polyattn("doctor", "--json", POLYATTN_PLYATTN="1", code=1).stdout
+    )["problems"][0]  # fmt: skip
+
+
+ATTENTION_MODELS = [m for m in bundled_models() if not m.startswith(("mamba", "deepseek"))]
+
+
+def serve(model: str, *args: str) -> dict[str, Any]:
+    text = polyattn(
+        "run", model, "--requests", "5", "--scale", "0.03", "--max-tokens", "3", "--json", *args
+    ).stdout
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+@pytest.mark.parametrize("model", ATTENTION_MODELS)
+def test_run_serves_every_model(model: str) -> None:
+    trace = bundled("mooncake_conversation.jsonl")
+    data = serve(model, "--trace", str(trace))
+    outputs = [min(3, r.scaled(0.03).output) for r in read_trace(trace, 5)]
+    assert data["checked_tokens"] > 0 and data["max_error"] < 0.01
+    assert data["generated_tokens"] == (5 if model.startswith("bert") else sum(outputs))
+
+
+def test_run_shares_prefixes_and_plots(tmp_path: Path) -> None:
+    trace = tmp_path / "t.jsonl"
+    line = {"input_length": 1100, "output_length": 2, "hash_ids": [1, 2, 3]}
+    trace.write_text("\n".join([json.dumps(line)] * 5))
+    plot = tmp_path / "p.png"
+    data = serve("llama-3.1-8b", "--trace", str(trace), "--max-seqs", "1", "--plot", str(plot))
+    assert data["shared_prefix_tokens"] == 4 * 16  # 33 tokens, two hash blocks of 15
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_loop_runs() -> None:
+    loop = Path(__file__).parents[2] / "examples" / "serving_loop.py"
+    found = subprocess.run([sys.executable, str(loop)], capture_output=True, text=True, check=True)
+    assert found.stdout.count("new tokens after") == 4
+
+
+def test_run_on_a_quantized_cache() -> None:
+    assert serve("llama-3.1-8b", "--kv-cache-dtype", "int8")["max_error"] < 0.01
+
+
+def test_bench(tmp_path: Path) -> None:
+    plot = tmp_path / "b.png"
+    spec = '{"num_heads": 4, "head_size": 64, "dtype": "float32"}'
+    text = polyattn(
+        "bench", "2q1s64", "q32_q1s40", "--spec", spec, "--seconds", "0.02", "--json",
+        "--backend", "TORCH_SDPA", "--backend", "EXAMPLE_ATTN", "--plot", str(plot),
+    ).stdout  # fmt: skip
+    rows = json.loads(text)["rows"]
+    assert {(r["batch"], r["backend"]) for r in rows} == {
+        (b, n) for b in ("2q1s64", "q32_q1s40") for n in ("TORCH_SDPA", "EXAMPLE_ATTN")
+    }
+    assert all(r["selected"] == (r["backend"] == "TORCH_SDPA") for r in rows)
+    assert plot.read_bytes().startswith(b"\x89PNG")
