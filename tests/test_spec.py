@@ -12,7 +12,7 @@ from polyattn.tools.cli.models import bundled, bundled_models
 
 # model -> the groups of its layers: (count, what str(spec) says)
 MODELS = {
-    "bert-base-uncased": [(12, "attention, 12 heads of 64, float32, encoder_only, non_causal")],
+    "bert-base-uncased": [(12, "attention, 12 heads of 64, bfloat16, encoder_only, non_causal")],
     "bloom-7b1": [(30, "attention, 32 heads of 128, float16, alibi")],
     "deepseek-v2-lite": [(27, "mla, 16 heads of 192/128, bfloat16, v_head_size")],
     "deepseek-v3": [(61, "mla, 128 heads of 192/128, bfloat16, v_head_size")],
@@ -90,7 +90,8 @@ def test_gemma_scales_by_its_query_scalar() -> None:
 def test_config_object_and_nested_text_config() -> None:
     class Config:
         def to_dict(self) -> dict[str, object]:
-            return {"text_config": json.loads(bundled("models", "qwen3-8b.json").read_text())}
+            text = json.loads(bundled("models", "qwen3-8b.json").read_text())
+            return {"model_type": "llava", "text_config": text}
 
     assert len(LayerSpec.from_hf_config(Config())) == 36
 
@@ -126,15 +127,15 @@ def test_impossible_layers(changes: dict[str, object], names: str) -> None:
         ("not json", "not JSON"),
         ('{"num_hidden_layers": 2', "truncated"),
         ("[]", "must be a JSON object"),
-        ('{"num_hidden_layers": 2, "hidden_size": 64}', "'num_attention_heads'"),
-        ('{"num_attention_heads": 4, "hidden_size": 64}', "'num_hidden_layers'"),
-        ('{"num_attention_heads": "4", "hidden_size": 64, "num_hidden_layers": 1}', "'4'"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": 4}', "lacks the field 'model_type'"),
+        ('{"model_type": 3}', "model_type=3"),
+        ('{"model_type": "nemotron_h", "hidden_size": 64}', "hybrid_override_pattern is needed"),
+        ('{"model_type": "llama", "num_attention_heads": "4"}', "'4'"),
         (
-            '{"num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1, '
-            '"layer_types": ["magic"]}',
+            '{"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["magic"]}',
             "layer_types[0]='magic'",
         ),
-        ('{"model_type": "t5", "num_layers": 1}', "relative-position"),
+        ('{"model_type": "t5", "num_layers": 1}', "relative position bias"),
     ],
 )
 def test_bad_config_files(tmp_path: Path, text: str, names: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
@@ -21,6 +21,7 @@ from polyattn.spec.checks import (
 )
 from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.rope import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,7 @@ class LayerSpec:
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
+    - `rope`: how queries and keys are rotated before they come here; no kernel is asked for it.
     - `block_size` None lets the selector choose.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
@@ -105,6 +107,7 @@ class LayerSpec:
     batch_invariant: bool = False
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
+    rope: RopeSpec | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -168,6 +171,9 @@ class LayerSpec:
             default = derived[field.name] if field.name == "cached" else field.default
             if value == default:
                 continue
+            if isinstance(value, RopeSpec):
+                out[field.name] = value.to_dict()
+                continue
             if isinstance(value, Enum):
                 value = value.name.lower() if isinstance(value, IntEnum) else value.value
             out[field.name] = (
@@ -190,6 +196,8 @@ class LayerSpec:
         for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
             if isinstance(given.get(name), Mapping):
                 given[name] = _part(name, part, given[name])
+        if isinstance(given.get("rope"), Mapping):
+            given["rope"] = RopeSpec.from_dict(given["rope"])
         try:
             return cls(**given)
         except TypeError as error:
@@ -208,16 +216,21 @@ class LayerSpec:
 
     @classmethod
     def from_hf_config(
-        cls, config: Mapping[str, Any] | str | os.PathLike[str] | object
+        cls,
+        config: Mapping[str, Any] | str | os.PathLike[str] | object,
+        *,
+        assume: str | None = None,
+        ignore: Collection[str] = (),
     ) -> list[LayerSpec]:
-        """Return the spec of every layer of a Hugging Face model, in order.
+        """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
-        a directory that holds one. Raises `ConfigError`.
+        a directory that holds one. `assume` names the type to read it as; `ignore` the fields
+        that don't change attention. Raises `ConfigError`.
         """
         from polyattn.spec.huggingface import layer_specs
 
-        return layer_specs(config)
+        return layer_specs(config, assume=assume, ignore=ignore)
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""
