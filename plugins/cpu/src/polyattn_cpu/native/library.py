@@ -16,7 +16,7 @@ ISA_VARIABLE = "POLYATTN_CPU_ISA"
 """The instruction set to use instead of the best one that the processor has."""
 
 FOLDER = Path(__file__).parent
-LIBRARY = FOLDER / "kernels.lib"
+LIBRARY = Path(os.environ.get("PA_LIB", FOLDER / "kernels.lib"))
 REPORT = FOLDER / "build.txt"
 """What the build says of itself: why there is no library, where there is none."""
 

@@ -65,7 +65,13 @@ PA_INLINE vf load(const e4m3 *p) {
 #endif
 }
 PA_INLINE vf load(const int8_t *p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(__AVX2__)
+  return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#else
   return __builtin_convertvector(__builtin_convertvector(read<vsb>(p), vi), vf);
+#endif
 }
 
 // The first `count` < W elements, then zeros; reads no byte beyond them.

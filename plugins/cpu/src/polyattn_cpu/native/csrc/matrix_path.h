@@ -11,7 +11,10 @@
 //   V  as the engine's product over keys wants it
 //   O  [v][lane]      per panel, float32
 
-constexpr int MATRIX_TILE = 128;  // keys of a tile
+#ifndef MT
+#define MT 128
+#endif
+constexpr int MATRIX_TILE = MT;  // keys of a tile
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
 #else
