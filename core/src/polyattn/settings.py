@@ -27,6 +27,7 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
     "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots)",
     "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe may take (default 2)",
+    "POLYATTN_CPU_ISA": "instruction set of the native CPU kernels, instead of the best one here",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from polyattn.errors import BatchError
-from polyattn.spec.layer import LayerSpec
+from polyattn.kernel import STORAGE_DTYPES, BatchError, LayerSpec
 from torch import Tensor
 
 from polyattn_cpu.native.library import NativeError, isa, load
@@ -23,22 +22,20 @@ DTYPES = {
 }
 """`pa_dtype` of the names that a spec and a cache format use."""
 
+TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
+
 _LAYER = struct.Struct("@10i2f")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 
 
 def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
-    """Return `pa_layer` of a spec whose keys and values are stored as `stored` (default: its own).
-
-    An MLA layer comes in its absorbed form: one KV head, the latent as key and value.
-    """
-    latent = spec.latent
+    """Return `pa_layer` of a spec whose keys and values are stored as `stored` (default: its own)."""
     return _LAYER.pack(
         spec.num_heads,
-        1 if latent else spec.num_kv_heads,
-        latent.size if latent else spec.head_size,
-        latent.rank if latent else spec.v_head_size,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.v_head_size,
         DTYPES[spec.dtype],
         DTYPES[stored or spec.stored_dtype],
         spec.causal,
@@ -93,8 +90,6 @@ class StepPlan:
 
 
 def _address(data: bytes) -> int:
-    import ctypes
-
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
@@ -139,9 +134,46 @@ def attend(
         0 if alibi is None else alibi.data_ptr(),
         qt, qh, kb, kt, kh, vb, vt, vh, ot, oh, lt, lh, row, key.shape[0], k_scale, v_scale,
     )  # fmt: skip
-    lib: Any = load()
+    lib = load()
     if lib.pa_attend(plan.handle, tensors):
         text = lib.pa_error().decode()
         if "block table" in text:
-            raise BatchError(f"{text}'s {key.shape[0]} blocks; some outputs are unwritten")
+            raise BatchError(
+                f"block_table points outside the cache's {key.shape[0]} blocks; the sequences that do "
+                "were left out, and their outputs are unwritten"
+            )
         raise NativeError(text)
+
+
+_SCATTER = struct.Struct("@3P10q2if4x")
+
+
+def store(
+    parts: Sequence[tuple[Tensor, Tensor, float]], slots: Tensor, threads: int | None = None
+) -> None:
+    """Write the new rows of each (source, cache, scale) to their slots, in one call.
+
+    Sources (num_tokens, num_kv_heads, size), caches (num_blocks, block_size, num_kv_heads, size), their
+    last stride 1; `slots` int64 (num_tokens,), -1 skips. A cache of 8 bits takes `row / scale`,
+    saturated, rounded to nearest even. Raises `BatchError` before anything is written where a slot
+    is outside the cache.
+    """
+    packed = []
+    for source, cache, scale in parts:
+        blocks, block_size, heads, size = cache.shape
+        packed.append(
+            _SCATTER.pack(
+                source.data_ptr(), cache.data_ptr(), slots.data_ptr(),
+                slots.shape[0], heads, size, block_size, blocks * block_size,
+                *source.stride()[:2], *cache.stride()[:3],
+                TORCH_DTYPES[source.dtype], TORCH_DTYPES[cache.dtype], scale,
+            )  # fmt: skip
+        )
+    number = torch.get_num_threads() if threads is None else threads
+    bad = load().pa_store(isa().encode(), b"".join(packed), len(packed), number)
+    if bad:
+        at = bad - 1
+        raise BatchError(
+            f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has "
+            f"{parts[0][1].shape[0] * parts[0][1].shape[1]} slots, and -1 skips"
+        )

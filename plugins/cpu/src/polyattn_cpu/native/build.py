@@ -2,7 +2,7 @@
 
 Imports the standard library only: the build hook runs this file where nothing is installed.
 `python -m polyattn_cpu.native.build` builds again in place. `CXX` names the compiler, `CXXFLAGS` adds
-flags (sanitizers: `-fsanitize=address,undefined`).
+flags (sanitizers: `-fsanitize=address,undefined`), `TARGET_MACHINE` is for a compiler that crosses.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def compiler() -> list[str]:
 
 
 def machine() -> str:
-    """Return the machine's architecture, or `POLYATTN_CPU_TARGET` where wheels are cross-built."""
-    name = os.environ.get("POLYATTN_CPU_TARGET") or platform.machine()
+    """Return the architecture to build for: this machine's, or `TARGET_MACHINE` where CXX crosses."""
+    name = os.environ.get("TARGET_MACHINE") or platform.machine()
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 

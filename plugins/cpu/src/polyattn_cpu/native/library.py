@@ -7,8 +7,6 @@ import os
 from functools import cache
 from pathlib import Path
 
-from polyattn.errors import PolyattnError, SettingsError, nearest
-
 ABI = 1
 """`PA_ABI` of the header that this package was written for."""
 
@@ -16,23 +14,23 @@ ISA_VARIABLE = "POLYATTN_CPU_ISA"
 """The instruction set to use instead of the best one that the processor has."""
 
 FOLDER = Path(__file__).parent
-LIBRARY = Path(os.environ.get("PA_LIB", FOLDER / "kernels.lib"))
+LIBRARY = FOLDER / "kernels.lib"
 REPORT = FOLDER / "build.txt"
 """What the build says of itself: why there is no library, where there is none."""
 
-REBUILD = "pip install --force-reinstall --no-deps, or python -m polyattn_cpu.native.build"
+REBUILD = "run python -m polyattn_cpu.native.build"
 
 
-class NativeError(PolyattnError):
-    """The native library isn't there, or doesn't fit this package."""
+class NativeError(RuntimeError):
+    """The native library isn't there, doesn't fit this package, or lacks what was asked for."""
 
 
 @cache
 def load() -> ctypes.CDLL:
     """Load the library. Raises `NativeError` with what is missing and how to get it."""
     if not LIBRARY.is_file():
-        why = REPORT.read_text().strip() if REPORT.is_file() else "it was never built"
-        raise NativeError(f"no native kernels in {FOLDER}: {why}; then {REBUILD}")
+        why = REPORT.read_text().strip() if REPORT.is_file() else "they were never built"
+        raise NativeError(f"no native kernels: {why}; then {REBUILD}")
     try:
         lib = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
@@ -48,7 +46,7 @@ def load() -> ctypes.CDLL:
         ("pa_plan_new", pointer, [text, text, text]),
         ("pa_plan_free", None, [pointer]),
         ("pa_attend", ctypes.c_int, [pointer, text]),
-        ("pa_store", ctypes.c_int64, [text, text, count]),
+        ("pa_store", ctypes.c_int64, [text, text, count, count]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
@@ -56,10 +54,10 @@ def load() -> ctypes.CDLL:
 
 
 def why_not() -> str | None:
-    """Say why the native kernels can't run here, or None."""
+    """Say why the native kernels can't run here, or None: the backends' probe."""
     try:
         isa()
-    except PolyattnError as error:
+    except NativeError as error:
         return str(error)
     return None
 
@@ -73,15 +71,14 @@ def isas() -> tuple[str, ...]:
 def isa() -> str:
     """Return the instruction set that runs: `POLYATTN_CPU_ISA`, or the best one.
 
-    Raises `SettingsError` where the variable names one that isn't here, `NativeError` without the
-    library.
+    Raises `NativeError` where the variable names one that isn't here, and without the library.
     """
     wanted, there = os.environ.get(ISA_VARIABLE), isas()
     if not wanted:
         return there[0]
     if wanted not in there:
-        raise SettingsError(
+        raise NativeError(
             f"environment variable {ISA_VARIABLE}={wanted!r}: this machine and build have "
-            f"{', '.join(there)}{nearest(wanted, there)}"
+            f"{', '.join(there)}; name one of these or unset it"
         )
     return wanted

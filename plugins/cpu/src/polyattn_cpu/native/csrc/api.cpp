@@ -184,6 +184,18 @@ void run_one(void *context, int32_t index, char *scratch) {
 }
 
 
+struct StoreRun {
+  enum { TOKENS = 64 };
+  const KernelTable *kernels;
+  const pa_scatter *part;
+};
+
+void store_piece(void *context, int32_t index, char *) {
+  const StoreRun *run = (const StoreRun *)context;
+  int64_t first = (int64_t)index * StoreRun::TOKENS, last = first + StoreRun::TOKENS;
+  run->kernels->store(run->part, first, last < run->part->num_tokens ? last : run->part->num_tokens);
+}
+
 const KernelTable *table(const char *isa) {
   for (const KernelTable *each : TABLES) {
     if (!std::strcmp(each->name, isa) && has(isa)) return each;
@@ -274,7 +286,7 @@ int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
   return run.bad;
 }
 
-int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count) {
+int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count, int32_t threads) {
   const KernelTable *kernels = table(isa);
   if (!kernels) return -1;
   for (int32_t i = 0; i < count; i++) {
@@ -282,6 +294,10 @@ int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count) {
       if (parts[i].slots[token] >= parts[i].num_slots) return 1 + token;
     }
   }
-  for (int32_t i = 0; i < count; i++) kernels->store(parts + i, 0, parts[i].num_tokens);
+  for (int32_t i = 0; i < count; i++) {
+    StoreRun run = {kernels, parts + i};
+    int32_t pieces = (int32_t)((parts[i].num_tokens + StoreRun::TOKENS - 1) / StoreRun::TOKENS);
+    pa_parallel(pieces, pa_min(threads, 1 + pieces / 4), 64, store_piece, &run);
+  }
   return 0;
 }

@@ -82,7 +82,8 @@ typedef struct {
 } pa_scatter;
 
 // Returns 0, or 1 + the index of the first slot that points outside the cache (nothing is written).
-PA_EXPORT int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count);
+PA_EXPORT int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count,
+                           int32_t threads);
 
 #ifdef __cplusplus
 }
