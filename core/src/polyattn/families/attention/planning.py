@@ -14,7 +14,8 @@ from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 
 
@@ -29,14 +30,68 @@ class AttentionStep(StepPlan):
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
-        self.num_keys = tokens if spec.cached else None
-        # Of keys that are given whole, as many as the sequences reach must be there.
-        ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
-        self.keys_reach = max(ends, default=0)
+        self.dtype = STORAGE_DTYPES[spec.dtype]
+        self.num_keys = tokens
+        if not spec.cached:  # given whole: as many as the sequences reach, at least
+            ends = map(sum, zip(batch.key_starts, batch.lens, strict=True))
+            self.num_keys = max(ends, default=0)
 
     @property
     def calls(self) -> tuple[Call, ...]:
         return self._calls
+
+    def call(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> Tensor:
+        """Check what was given and run. Returns the output, `out` where given; writes `lse`.
+
+        The cache's form is the caller's to check: it is the same at every step. Raises `BatchError`.
+        """
+        dtype = self.dtype
+        if query.shape != self.query_shape or query.dtype is not dtype:
+            raise bad_input("query", query, self.query_shape, dtype)
+        if out is None:
+            out = query.new_empty(self.out_shape)
+        elif out.shape != self.out_shape or out.dtype is not dtype or out.device != query.device:
+            raise bad_input("out", out, self.out_shape, dtype, query.device)
+        if key is not None and value is not None:
+            self._check_keys(key, value)
+        elif key is not None or value is not None or cache is None:
+            self._check_missing(key, value, cache)
+        if torch.is_grad_enabled():
+            refuse_gradients(query=query, key=key, value=value)
+        if torch.is_autocast_enabled(self.group.device_type):
+            with torch.autocast(self.group.device_type, enabled=False):
+                self.run(query, key, value, cache, params, out, lse)
+        else:
+            self.run(query, key, value, cache, params, out, lse)
+        return out
+
+    def _check_keys(self, key: Tensor, value: Tensor) -> None:
+        spec, dtype, tokens = self.group.spec, self.dtype, self.num_keys
+        if not spec.cached:
+            tokens = max(tokens, key.shape[0])
+        for name, tensor, size in (
+            ("key", key, spec.head_size),
+            ("value", value, spec.v_head_size),
+        ):
+            if tensor.shape != (tokens, spec.num_kv_heads, size) or tensor.dtype is not dtype:
+                raise bad_input(name, tensor, (tokens, spec.num_kv_heads, size), dtype)
+
+    def _check_missing(
+        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None
+    ) -> None:
+        if (key is None) != (value is None):
+            raise BatchError("key and value come together, or both are None")
+        if cache is None and not self.group.spec.cached:
+            raise BatchError(f"{self.group.spec} keeps no cache; pass key and value")
 
     def run(
         self,
