@@ -24,6 +24,7 @@ DENSE_BATCHES = ("dense",)
 
 FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 21},
+    "window_right": {"causal": False, "sliding_window": 21, "window_right": 9},
     "chunked": {"chunk_size": 24},
     "logit_soft_cap": {"logit_soft_cap": 1.5},
     "alibi": {"alibi": True},
@@ -174,7 +175,8 @@ def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
 def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     claimed = [name for name in FEATURE_FIELDS if name in caps.features]
     if base.role is not Role.DECODER:
-        claimed = [n for n in claimed if n in ("sliding_window", "logit_soft_cap", "alibi", "lse")]
+        fitting = ("sliding_window", "window_right", "logit_soft_cap", "alibi", "lse")
+        claimed = [n for n in claimed if n in fitting]
     elif "non_causal" in caps.features:
         yield "feature non_causal", base.replace(causal=False)
     for name in claimed:
