@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.device import Device
+from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.capabilities import Capabilities, one_of
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.selection.decision import Decision
@@ -55,7 +56,7 @@ def choose(
 ) -> Decision:
     missing = unavailable or {}
     facts = Facts(
-        backends={b.name: b for b in backends},
+        backends={b.name: b for b in (*BUILTIN, *backends)},
         unavailable=lambda info: missing.get(info.name),
         rank=lambda phase, ranking: ranking,
         failed=failed or {},

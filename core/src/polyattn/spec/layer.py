@@ -69,7 +69,8 @@ class LayerSpec:
     Sizes are in elements, windows in tokens. `v_head_size` defaults to `head_size`, `scale`
     to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. Raises `SpecError`.
 
-    - `sliding_window` W: a query sees itself and the W - 1 keys before it.
+    - `sliding_window` W: a query sees itself and the W - 1 keys before it; without a causal mask also
+      the W - 1 after it, or the `window_right` after it, where that is given (with or without W).
     - `chunk_size` C: a query sees only the keys of its own chunk `position // C` (Llama 4).
     - `learned_sinks`: one learned logit a head joins the softmax's denominator (gpt-oss).
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
@@ -96,6 +97,7 @@ class LayerSpec:
     cached: bool | None = None
     causal: bool = True
     sliding_window: int | None = None
+    window_right: int | None = None
     chunk_size: int | None = None
     logit_soft_cap: float | None = None
     alibi: bool = False
@@ -123,6 +125,8 @@ class LayerSpec:
         check_fields(self)
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
         check_relations(self)
+        if self.window_right is not None and self.window_right + 1 == self.sliding_window:
+            set_(self, "window_right", None)  # what the window means anyway
         # The spec is the key of every look-up on the way to a kernel, so hash it once.
         fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
         set_(self, "_hash", hash(fields))

@@ -32,6 +32,7 @@ TORCH_SDPA = BackendInfo(
         layouts=("NHD", "HND"),
         features=MASKS
         | {
+            "window_right",
             "v_head_size",
             "logit_soft_cap",
             "alibi",

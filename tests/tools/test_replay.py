@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polyattn.errors import CacheError, SettingsError, TraceError
 from polyattn.families.attention.reference import visible
-from polyattn.runtime.cost import visible_pairs
+from polyattn.families.attention.roofline import visible_pairs
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.replay.blocks import BlockAllocator

@@ -26,6 +26,7 @@ from polyattn.settings import Settings, parse_overrides
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
+PHASES = ("prefill", "decode", "store", "merge")
 ALL = (FAST_PREFILL, FAST_DECODE, GENERAL, HOPPER)
 
 
@@ -107,7 +108,11 @@ def test_steps_are_recorded_in_order() -> None:
     questions = [step.question for step in decision.steps]
     assert questions[0] == "Did the user name a backend?" and questions[-1] == "Who can?"
     assert len(questions) == 5
-    assert {v.backend for v in decision.verdicts()} == {b.name for b in ALL}
+    judged = {
+        phase: {v.backend for v in decision.verdicts() if v.phase == phase} for phase in PHASES
+    }
+    assert judged["prefill"] == judged["decode"] == {b.name for b in ALL}
+    assert (judged["store"], judged["merge"]) == ({"TORCH_STORE"}, {"TORCH_MERGE"})
     assert "=> prefill HOPPER" in decision.explain()
 
 
@@ -135,8 +140,10 @@ def test_shared_cache(
         *set(pair), spec=LLAMA.replace(block_size=block_size), named=named,
         settings=Settings(layout=layout),
     )  # fmt: skip
-    got = (decision.layout, decision.block_size, decision.kernel_block_sizes)
-    assert got == expect
+    assert decision.cache is not None
+    walked = dict(decision.kernel_block_sizes)
+    sizes = (walked[pair[0].name], walked[pair[1].name])
+    assert (decision.cache.layout, decision.cache.block_size, sizes) == expect
 
 
 def test_a_pair_without_a_common_layout_is_refused_with_the_reason() -> None:
@@ -175,7 +182,7 @@ def test_each_kind_is_asked_of_its_own_backends() -> None:
     # Its prefill is expanded: attention with two head sizes, over new tokens and over the context.
     wide = backend(
         "WIDE", 10, features=frozenset({"causal", "non_causal", "v_head_size", "lse"}),
-        roles=frozenset({Role.DECODER, Role.CROSS}),
+        roles=frozenset({Role.DECODER, Role.CROSS}), cached=frozenset({True, False}),
     )  # fmt: skip
     decision = choose(*ALL, able, wide, MAMBA, spec=latent)
     assert (decision.prefill, decision.decode) == ("WIDE", "LATENT")

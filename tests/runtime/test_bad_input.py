@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, Batch, KVCache, LayerSpec, select
-from polyattn.errors import BatchError, CacheError, PluginError, SpecError
-from polyattn.runtime.kv_cache import KVCacheSpec
+from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
+from polyattn.errors import BatchError, CacheError, PluginError, PolyattnError, SpecError
+from polyattn.runtime.kv_cache import quantize
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
@@ -20,7 +20,7 @@ class Step:
 
     def __init__(self) -> None:
         self.layer = Attention(select(SPEC, "cpu"), checks=True)
-        self.cache = self.layer.selection.cache_spec(8).allocate()
+        self.cache = self.layer.group.allocate_cache(8)
         self.cache.key.normal_()
         self.cache.value.normal_()
         self.batch: dict[str, Any] = {
@@ -37,7 +37,7 @@ class Step:
 
     def run(self) -> torch.Tensor:
         batch = Batch(**self.batch)
-        out = self.layer(**self.tensors, cache=self.cache, batch=batch)
+        out = self.layer(**self.tensors, cache=self.cache, plan=batch)
         assert isinstance(out, torch.Tensor)
         return out
 
@@ -104,24 +104,31 @@ def test_bad_tensors(changes: dict[str, Any], says: str) -> None:
 
 
 def cache_of(**changes: Any) -> KVCache:
-    base = {"num_blocks": 8, "block_size": 16, "num_kv_heads": 2, "head_size": 32}
-    return KVCacheSpec(**(base | {"v_head_size": 32, "dtype": "float32"} | changes)).allocate()
+    num_blocks = changes.pop("num_blocks", 8)
+    base = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "v_head_size": 32}
+    return KVCache.allocate(CacheFormat(**(base | {"dtype": "float32"} | changes)), num_blocks)
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda: None, "pass cache="),
-        (lambda: cache_of(block_size=32), "cache.key is (8, 32, 2, 32)"),
-        (lambda: cache_of(num_kv_heads=4), "cache.key is"),
-        (lambda: cache_of(v_head_size=64), "cache.value is"),
-        (lambda: cache_of(layout="HND"), "layout is HND, the selection's NHD"),
+        (lambda: "a cache", "cache is a str; it must be a KVCache"),
+        (lambda: cache_of(block_size=32), "the cache's block_size is 32, the selection's 16"),
+        (lambda: cache_of(num_kv_heads=4), "the cache's num_kv_heads is 4"),
+        (lambda: cache_of(v_head_size=64), "the cache's v_head_size is 64"),
+        (lambda: cache_of(layout="HND"), "the cache's layout is HND, the selection's NHD"),
+        (
+            lambda: cache_of(dtype="bfloat16"),
+            "the cache's dtype is bfloat16, the selection's float32",
+        ),
+        (lambda: cache_of(dtype="int8"), "the cache's dtype is int8, the selection's float32"),
     ],
 )
 def test_bad_caches(make: Callable[[], KVCache | None], says: str) -> None:
     step = Step()
     step.cache = make()  # type: ignore[assignment]
-    with pytest.raises(BatchError) as caught:
+    with pytest.raises(PolyattnError) as caught:
         step.run()
     assert says in str(caught.value)
 
@@ -135,10 +142,10 @@ def test_caches_that_cannot_be() -> None:
         KVCache(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
     with pytest.raises(CacheError, match="contiguous"):
         KVCache(*(torch.zeros(2, 8, 4, 16).transpose(2, 3),) * 2)
+    with pytest.raises(CacheError, match=r"CacheFormat.layout='hnd' is unknown.*'HND'"):
+        cache_of(layout="hnd")
     with pytest.raises(CacheError, match="cache torch.float16"):
-        cache_of(dtype="float16").write(
-            torch.zeros(1, 2, 32), torch.zeros(1, 2, 32), torch.tensor([0])
-        )
+        quantize(torch.zeros(1, 2, 32), torch.float16, 1.0)
 
 
 def test_sinks_slopes_and_scales() -> None:
@@ -149,16 +156,26 @@ def test_sinks_slopes_and_scales() -> None:
         Attention(select(SPEC.replace(learned_sinks=True), "cpu"))
     with pytest.raises(SpecError, match=r"alibi_slopes has shape \(3,\)"):
         Attention(select(SPEC.replace(alibi=True), "cpu"), alibi_slopes=torch.zeros(3))
+    quantised = select(SPEC.replace(kv_cache_dtype="int8"), "cpu")
     with pytest.raises(SpecError, match=r"k_scale=0\.0"):
-        Attention(selection, k_scale=0.0)
+        Attention(quantised, k_scale=0.0)
+    with pytest.raises(SpecError, match=r"v_scale=nan"):
+        Attention(quantised, v_scale=float("nan"))
+    with pytest.raises(
+        SpecError, match=r"k_scale=0\.5 scales a quantised cache, and this one isn't"
+    ):
+        Attention(selection, k_scale=0.5)
 
 
-def test_no_batch_and_profiles() -> None:
+def test_no_plan_and_profiles() -> None:
     step = Step()
-    with pytest.raises(BatchError, match="no batch"):
+    with pytest.raises(BatchError, match="plan=None must be a plan of this layer's group"):
         step.layer(**step.tensors, cache=step.cache)
     with pytest.raises(PluginError, match="profile to reason about"):
         Attention(select(SPEC, "x86-amx"))
+    other = LayerGroup(select(SPEC, "cpu"))
+    with pytest.raises(BatchError, match="the plan is of a group for"):
+        step.layer(**step.tensors, cache=step.cache, plan=other.plan(Batch(**step.batch)))
 
 
 def test_a_failed_plan_is_not_kept() -> None:

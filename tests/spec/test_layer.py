@@ -171,4 +171,5 @@ def test_features_are_complete() -> None:
     )  # fmt: skip
     from polyattn.spec.features import FEATURES
 
-    assert features(spec) == set(FEATURES) - {"non_causal"}
+    assert features(spec) == set(FEATURES) - {"non_causal", "window_right"}
+    assert "window_right" in features(spec.replace(causal=False, window_right=0))

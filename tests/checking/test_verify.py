@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from polyattn import LayerSpec, register, select, unregister
+from polyattn import LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
 from polyattn.plugin import hookimpl
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo, Priority
-from polyattn.runtime.backend import AttentionBackend
+from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.plan import Plan
 from polyattn_cpu.sdpa import TorchSDPA
 from torch import Tensor
 
@@ -20,20 +22,25 @@ SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 class Wrong(TorchSDPA):
     """Right in prefill, wrong in decode."""
 
-    def forward_decode(self, query: Tensor, *rest: object) -> None:
-        super().forward_decode(query * 1.01, *rest)  # type: ignore[arg-type]
+    def run(self, plan: Plan, query: Tensor, *rest: Any) -> None:
+        super().run(plan, query * 1.05 if plan.batch.all_decode else query, *rest)
 
 
 class Failing(TorchSDPA):
-    def forward_decode(self, *args: object) -> None:
-        raise RuntimeError("ninja: build stopped: subcommand failed")
+    def run(self, plan: Plan, *args: Any) -> None:
+        if plan.batch.all_decode:
+            raise RuntimeError("ninja: build stopped: subcommand failed")
+        super().run(plan, *args)
 
 
 class Boasting(AttentionBackend):
-    """Claims both phases and has one."""
+    """Claims attention and has no `run`."""
 
-    def forward_prefill(self, *args: object) -> None:
-        raise AssertionError("never gets here")
+
+class Unfit(StoreBackend):
+    """Claims attention and is a store."""
+
+    def run(self, *args: Any) -> None: ...
 
 
 def info(name: str, score: int) -> BackendInfo:
@@ -53,7 +60,7 @@ class Plugin:
 
     @hookimpl
     def polyattn_backends(self) -> list[BackendInfo]:
-        return [info("WRONG", 99), info("FAILING", 98), info("BOASTING", 1)]
+        return [info("WRONG", 99), info("FAILING", 98), info("BOASTING", 1), info("UNFIT", 0)]
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +87,10 @@ def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
 
 def test_a_claim_without_its_method_is_found_when_the_backend_is_built() -> None:
     selection = select(SPEC, "cpu", backend="BOASTING", verify=False)
-    with pytest.raises(PluginError, match="BOASTING claims decode, prefill .*no forward_decode"):
-        _ = selection.runtime
+    with pytest.raises(PluginError, match="backend BOASTING can't be loaded .*abstract method"):
+        LayerGroup(selection)
+    with pytest.raises(PluginError, match="UNFIT: test_verify:Unfit is no AttentionBackend"):
+        LayerGroup(select(SPEC, "cpu", backend="UNFIT", verify=False))
 
 
 def test_a_late_registration_is_never_stale() -> None:
