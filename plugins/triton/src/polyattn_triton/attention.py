@@ -110,9 +110,12 @@ class TritonAttention(AttentionBackend):
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
         self.on_one = 0  # what a tuner sets instead of what is planned
+        self.rows = part_rows(spec, self.few_config, False)
+        self.itself = merges_itself(spec, arch, self.rows)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self.workspace = Workspace(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
+        self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     # Planning.
@@ -150,14 +153,14 @@ class TritonAttention(AttentionBackend):
     def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
         spec, batch = self.spec, plan.batch
-        plan.config, plan.rows = self.few_config, part_rows(spec, self.few_config, False)
-        lens = np.array(batch.lens)
+        plan.config, plan.rows = self.few_config, self.rows
+        lens = np.array(batch.lens, np.int32)
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
-        itself = merges_itself(spec, self.device.arch, plan.rows)
-        if not spec.graph_capture and keys.max() <= EVEN * keys.mean() + 1:
+        total, longest = int(keys.sum()), int(keys.max())
+        if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self._splits(batch)
-            if itself or splits == 1:
+            if self.itself or splits == 1:
                 programs = batch.num_seqs * spec.num_kv_heads * splits
                 if programs > FEW_ON_ONE * self.num_sms:
                     plan.config = self.decode_config
@@ -165,8 +168,8 @@ class TritonAttention(AttentionBackend):
                 plan.way, plan.splits = "split" if splits > 1 else "decode", splits
                 self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
                 return
-        plan.way, plan.merge = "listed", not itself
-        self._deal(plan, keys, None, before)
+        plan.way, plan.merge = "listed", not self.itself
+        self._deal(plan, keys, None, before, (total, longest))
 
     def _splits(self, batch: Batch) -> int:
         """Split the keys until the chip is full."""
@@ -223,11 +226,21 @@ class TritonAttention(AttentionBackend):
 
     def _resident(self, plan: AttentionPlan) -> int:
         """Return how many of a plan's programs a multiprocessor holds at once."""
-        most = self.on_one or on_one(self.spec, plan.config, plan.way)
-        return fitting(self.torch_device, shared_bytes(self.spec, plan.config, plan.way), most)
+        key = (plan.way, plan.config, self.on_one)
+        found = self._residents.get(key)
+        if found is None:
+            most = self.on_one or on_one(self.spec, plan.config, plan.way)
+            needed = shared_bytes(self.spec, plan.config, plan.way)
+            found = self._residents[key] = fitting(self.torch_device, needed, most)
+        return found
 
     def _deal(
-        self, plan: AttentionPlan, keys: Ints, tiles: Tiles | None, before: Tensor | None
+        self,
+        plan: AttentionPlan,
+        keys: Ints,
+        tiles: Tiles | None,
+        before: Tensor | None,
+        most: tuple[int, int] | None = None,
     ) -> None:
         """Give each of a full chip's programs a stretch of the tiles."""
         heads = self.spec.num_kv_heads
@@ -235,7 +248,7 @@ class TritonAttention(AttentionBackend):
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
         plan.grid = (programs, heads, 1)
-        work = stretches(keys, programs, self.rates).work(tiles)
+        work = stretches(keys, programs, self.rates, most).work(tiles)
         plan.work = to_device(work, self.torch_device, before)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
 

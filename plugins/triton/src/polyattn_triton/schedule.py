@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from polyattn import LayerSpec
 
-Ints = NDArray[np.int64]
+Ints = NDArray[np.signedinteger[Any]]
 
 HEADER = 4
 """What the work of programs begins with: share, end of the line, cost of an item, tiles."""
@@ -44,7 +45,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tiles of query rows: sequence, first row, key tiles; each int64 (tiles,)."""
+    """Tiles of query rows: sequence, first row, key tiles; each (tiles,)."""
 
     seq: Ints
     row: Ints
@@ -71,23 +72,22 @@ class Stretches:
         Without `tiles` a tile is a sequence, its first row 0, and those are left out.
         """
         line, programs, count = self.line, self.programs, len(self.line) - 1
-        columns = COLUMNS if tiles is not None else 3
-        begin = HEADER + columns * programs
+        begin = HEADER + (COLUMNS if tiles is not None else 3) * programs
         work = np.empty(begin + count + 1 + (2 * count if tiles is not None else 0), np.int32)
         work[:HEADER] = self.share, line[-1], self.item, count
+        columns = work[HEADER:begin].reshape(-1, programs)
         tile = line.searchsorted(_upto(programs) * self.share, "right")
         tile -= 1
         np.minimum(tile, count - 1, out=tile)
-        work[HEADER : HEADER + programs] = tile
-        low, high = line[:-1], line[1:]
-        work[HEADER + programs : HEADER + 2 * programs] = low[tile]
-        work[HEADER + 2 * programs : HEADER + 3 * programs] = high[tile]
+        columns[0] = tile
+        columns[1] = line.take(tile)
+        columns[2] = line[1:].take(tile)
         work[begin : begin + count + 1] = line
         if tiles is not None:
-            work[HEADER + 3 * programs : HEADER + 4 * programs] = tiles.seq[tile]
-            work[HEADER + 4 * programs : begin] = tiles.row[tile]
-            work[begin + count + 1 : begin + 2 * count + 1] = tiles.seq
-            work[begin + 2 * count + 1 :] = tiles.row
+            columns[3] = tiles.seq[tile]
+            columns[4] = tiles.row[tile]
+            rest = work[begin + count + 1 :].reshape(2, count)
+            rest[0], rest[1] = tiles.seq, tiles.row
         return work
 
 
@@ -98,25 +98,29 @@ def max_parts(programs: int) -> int:
 
 @lru_cache(maxsize=256)
 def _upto(count: int) -> Ints:
-    return np.arange(count)
+    return np.arange(count, dtype=np.int32)
 
 
-def stretches(keys: Ints, programs: int, rates: Rates) -> Stretches:
+def stretches(
+    keys: Ints, programs: int, rates: Rates, most: tuple[int, int] | None = None
+) -> Stretches:
     """Lay tiles with so many key tiles (at least one tile) on a line and give each program a share.
 
-    Tiles of about one length are cut alike, or not at all; others wherever a share ends.
+    Tiles of about one length are cut alike, or not at all; others wherever a share ends. `most`: the
+    sum and the largest of `keys`, where they are known.
     """
     count, item = len(keys), rates.item
-    total, longest = int(keys.sum()) + item * count, int(keys.max()) + item
+    total, longest = most or (int(keys.sum()), int(keys.max()))
+    total += item * count
     share = max(-(-total // programs), item + rates.least)
-    alike = _alike(count, longest, programs, share, total)
+    alike = _alike(count, longest + item, programs, share, total)
     if alike is not None:
         share, each = alike
         return Stretches(_upto(count + 1) * each, share, item, programs)
-    line = np.empty(count + 1, np.int64)
-    line[0] = 0
-    np.add(keys, item, out=line[1:])
-    np.cumsum(line[1:], out=line[1:])
+    line = np.zeros(count + 1, np.int32)
+    keys.cumsum(out=line[1:])
+    if item:
+        line += _upto(count + 1) * item
     return Stretches(line, share, item, programs)
 
 
@@ -196,5 +200,5 @@ def rows_of(query_lens: Ints, group: int, height: int) -> tuple[Ints, Ints]:
     counts = -(-query_lens * group // height)
     seq = np.repeat(_upto(len(query_lens)), counts)
     ends = counts.cumsum()
-    row = (np.arange(len(seq)) - np.repeat(ends - counts, counts)) * height
+    row: Ints = (np.arange(len(seq)) - np.repeat(ends - counts, counts)) * height
     return seq, row
