@@ -50,6 +50,7 @@ TRITON_ATTN = BackendInfo(
         v_head_sizes=multiples(8, high=256),
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND"),
+        decode_query_lens=16,
         features=frozenset(
             {
                 "causal",
@@ -110,6 +111,7 @@ def _latent(
             block_sizes=multiples(1, high=1024),
             preferred_block_size=64,
             phases=phases,
+            decode_query_lens=16 if kind is AttentionKind.MLA else 1,
             features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
             graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
         ),
