@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
-from polyattn.registry.machine import availabilities, availability
+from polyattn.registry.machine import availabilities
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
 
