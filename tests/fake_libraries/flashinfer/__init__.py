@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import polyattn_fakes
-
 from polyattn_fakes import attend_each, attend_packed
 from torch import Tensor
 
