@@ -161,6 +161,7 @@ TRITON_SCAN = BackendInfo(
     proof=PROOF,
 )
 
+SERVICES_PROOF = {where: proof for where, proof in PROOF.items() if where != "sm_90"}
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
 TRITON_STORE = BackendInfo(
     name="TRITON_STORE",
@@ -183,7 +184,7 @@ TRITON_STORE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes a dozen"),
     ),
-    proof=PROOF,
+    proof=SERVICES_PROOF,
 )
 TRITON_MERGE = BackendInfo(
     name="TRITON_MERGE",
@@ -199,7 +200,7 @@ TRITON_MERGE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes five"),
     ),
-    proof=PROOF,
+    proof=SERVICES_PROOF,
 )
 
 
