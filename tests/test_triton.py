@@ -41,10 +41,10 @@ FP8_TARGETS = ("sm_90", "gfx942", "gfx950")
 
 
 def compiled_bytes(spec: LayerSpec, arch: str) -> dict[str, int]:
-    from polyattn_triton.aot import PHASES, compile_phase
+    from polyattn_triton.aot import compile_phase, phases_of
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
-    compiled = {phase: compile_phase(spec, arch, phase) for phase in PHASES}
+    compiled = {phase: compile_phase(spec, arch, phase) for phase in phases_of(spec, arch)}
     for phase, kernel in compiled.items():
         assert kernel.metadata.shared <= SHARED_KIB[arch] << 10, f"{phase} can't be launched"
     return {phase: len(kernel.asm[kind]) for phase, kernel in compiled.items()}
@@ -62,7 +62,7 @@ CASES = [
 @pytest.mark.parametrize(("arch", "variant"), CASES)
 def test_compiles_to_machine_code(arch: str, variant: str) -> None:
     sizes = compiled_bytes(VARIANTS[variant], arch)
-    assert len(sizes) == 10 and all(size > 500 for size in sizes.values())
+    assert len(sizes) >= 9 and all(size > 500 for size in sizes.values())
 
 
 def programs_on_one(kernel: object, folder: Path, most_spilled: int = 0) -> int:

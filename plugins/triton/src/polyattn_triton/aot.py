@@ -14,12 +14,12 @@ from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.store import write_kernel
-from polyattn_triton.variants import WAYS, decode_constants, prefill_constants, tile_config
+from polyattn_triton.variants import decode_constants, prefill_constants, tile_config, ways_of
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-PHASES = (*WAYS, "paged", "paged pieces", "merge", "write")
-"""`variants.WAYS`, prefill over pages, and the kernels that merge and store."""
+OTHERS = ("paged", "paged pieces", "merge", "write")
+"""Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -31,8 +31,13 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64)
 
 
+def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
+    """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
+    return (*ways_of(spec, arch), *OTHERS)
+
+
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
-    """Compile one of `PHASES` of TRITON_ATTN down to machine code.
+    """Compile one of TRITON_ATTN's phases (`phases_of`) down to machine code.
 
     Returns Triton's compiled kernel, whose `asm` holds `cubin` or `hsaco`. Raises what Triton
     raises when the target can't do it.

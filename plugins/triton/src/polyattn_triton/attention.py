@@ -159,7 +159,7 @@ class TritonAttention(AttentionBackend):
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
-            splits = self._splits(batch)
+            splits = self.splits(batch)
             if self.itself or splits == 1:
                 programs = batch.num_seqs * spec.num_kv_heads * splits
                 if programs > FEW_ON_ONE * self.num_sms:
@@ -171,8 +171,8 @@ class TritonAttention(AttentionBackend):
         plan.way, plan.merge = "listed", not self.itself
         self._deal(plan, keys, None, before, (total, longest))
 
-    def _splits(self, batch: Batch) -> int:
-        """Split the keys until the chip is full."""
+    def splits(self, batch: Batch) -> int:
+        """Return into how many even splits keys are cut: until the chip is full."""
         spec = self.spec
         longest = batch.max_seq_len
         for limit in (

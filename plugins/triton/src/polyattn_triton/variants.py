@@ -125,6 +125,12 @@ WAYS = ("decode", "split", "listed", "few", "prefill", "pieces")
 tokens a sequence; prefill of whole tiles, of stretches."""
 
 
+def ways_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
+    """Return the ways there are: even splits are merged by the program that ends last, or not made."""
+    itself = merges_itself(spec, arch, part_rows(spec, tile_config(spec, arch, "few"), False))
+    return tuple(way for way in WAYS if itself or way != "split")
+
+
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     """Return how many programs of stretches, or of whole tiles, Hopper's registers allow."""
     if way in ("prefill", "pieces"):
