@@ -31,10 +31,11 @@ COMMON = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BF16 = (*_AVX512, "-mavx512bf16")
+_ON_AVX512 = "-DPA_BASE=pa_kernels_avx512"  # what isn't bfloat16's is left to it
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),
-        "avx512_bf16": _BF16,
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", _ON_AVX512),
+        "avx512_bf16": (*_BF16, _ON_AVX512),
         "avx512": _AVX512,
         "avx2": _AVX2,
         "generic": (),

@@ -127,7 +127,7 @@ bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts)
   int32_t ratio = layer.num_heads / layer.num_kv_heads;
   int32_t queries = plan->query_starts[seq + 1] - plan->query_starts[seq];
   if (queries == 0) return true;
-  if (queries * ratio <= plan->kernels->dot_rows) {
+  if (queries * ratio <= plan->kernels->dot_rows(&layer)) {
     Item item = item_of(plan, seq, 0, queries);
     int32_t heads = layer.num_kv_heads, each = (heads + head_parts - 1) / head_parts;
     for (int32_t h = 0; h < heads; h += each) {
