@@ -90,7 +90,10 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
         built = tuple(isa for isa in wanted if isa not in failures)
         listed = " ".join(f"X({isa})" for isa in built)
         for name in ("api", "pool"):
-            _run([*command, f"-DPA_BUILT(X)={listed}", "-c", f"{SOURCES / name}.cpp"], out / f"{name}.o")
+            _run(
+                [*command, f"-DPA_BUILT(X)={listed}", "-c", f"{SOURCES / name}.cpp"],
+                out / f"{name}.o",
+            )
         objects = [str(out / f"{name}.o") for name in (*built, "api", "pool")]
         made = out / "library"
         _run([*command, "-shared", *objects, "-lpthread", "-lm"], made)
