@@ -176,7 +176,7 @@ def store(
                 TORCH_DTYPES[source.dtype],
                 TORCH_DTYPES[cache.dtype],
                 scale,
-            )  # fmt: skip
+            )
         )
     number = torch.get_num_threads() if threads is None else threads
     bad = load().pa_store(isa().encode(), b"".join(packed), len(packed), number)
