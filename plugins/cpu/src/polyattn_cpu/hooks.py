@@ -205,4 +205,13 @@ def polyattn_platforms() -> list[Platform]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [TORCH_SDPA, NATIVE_ATTN, NATIVE_MLA, NATIVE_STORE, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN]
+    return [
+        TORCH_SDPA,
+        NATIVE_ATTN,
+        NATIVE_MLA,
+        NATIVE_STORE,
+        FLEX_ATTENTION,
+        TORCH_MLA,
+        TORCH_MLA_SPARSE,
+        TORCH_SCAN,
+    ]

@@ -163,11 +163,20 @@ def store(
         blocks, block_size, heads, size = cache.shape
         packed.append(
             _SCATTER.pack(
-                source.data_ptr(), cache.data_ptr(), slots.data_ptr(),
-                slots.shape[0], heads, size, block_size, blocks * block_size,
-                *source.stride()[:2], *cache.stride()[:3],
-                TORCH_DTYPES[source.dtype], TORCH_DTYPES[cache.dtype], scale,
-            )  # fmt: skip
+                source.data_ptr(),
+                cache.data_ptr(),
+                slots.data_ptr(),
+                slots.shape[0],
+                heads,
+                size,
+                block_size,
+                blocks * block_size,
+                *source.stride()[:2],
+                *cache.stride()[:3],
+                TORCH_DTYPES[source.dtype],
+                TORCH_DTYPES[cache.dtype],
+                scale,
+            )
         )
     number = torch.get_num_threads() if threads is None else threads
     bad = load().pa_store(isa().encode(), b"".join(packed), len(packed), number)

@@ -7,6 +7,7 @@ flags (sanitizers: `-fsanitize=address,undefined`), `TARGET_MACHINE` is for a co
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -31,10 +32,11 @@ COMMON = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BF16 = (*_AVX512, "-mavx512bf16")
+_ON_AVX512 = "-DPA_BASE=pa_kernels_avx512"  # what isn't bfloat16's is left to it
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),
-        "avx512_bf16": _BF16,
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", _ON_AVX512),
+        "avx512_bf16": (*_BF16, _ON_AVX512),
         "avx512": _AVX512,
         "avx2": _AVX2,
         "generic": (),
@@ -71,6 +73,14 @@ def machine() -> str:
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
+def fingerprint() -> str:
+    """Return a hash of the sources and the command. Raises `BuildError` without a compiler."""
+    digest = hashlib.sha256(repr((compiler(), os.environ.get("CXXFLAGS", ""), machine())).encode())
+    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...]:
     """Build `library`; returns the instruction sets in it. Raises `BuildError`.
 
@@ -89,7 +99,10 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
         built = tuple(isa for isa in wanted if isa not in failures)
         listed = " ".join(f"X({isa})" for isa in built)
         for name in ("api", "pool"):
-            _run([*command, f"-DPA_BUILT(X)={listed}", "-c", f"{SOURCES / name}.cpp"], out / f"{name}.o")
+            _run(
+                [*command, f"-DPA_BUILT(X)={listed}", "-c", f"{SOURCES / name}.cpp"],
+                out / f"{name}.o",
+            )
         objects = [str(out / f"{name}.o") for name in (*built, "api", "pool")]
         made = out / "library"
         _run([*command, "-shared", *objects, "-lpthread", "-lm"], made)
@@ -100,16 +113,22 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
     return built
 
 
-def build_or_say(library: Path = LIBRARY, report: Path = REPORT) -> bool:
-    """Build, and write into `report` what there is, or why there is nothing."""
+def build_or_say(library: Path = LIBRARY, report: Path = REPORT, again: bool = False) -> bool:
+    """Build, and write into `report` what there is, or why there is nothing.
+
+    What was built of the same sources by the same command stays, unless `again`.
+    """
     try:
+        stamp = fingerprint()
+        if not again and library.is_file() and report.is_file() and stamp in report.read_text():
+            return True
         built = build(library)
     except BuildError as error:
         library.unlink(missing_ok=True)
         report.write_text(f"{error}\n")
         print(f"polyattn-cpu: no native kernels: {error}", file=sys.stderr)
         return False
-    report.write_text(f"built: {', '.join(built)}\n")
+    report.write_text(f"built: {', '.join(built)}; sources and command: {stamp}\n")
     return True
 
 
@@ -130,4 +149,4 @@ def _run(command: list[str], output: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if build_or_say() else 1)
+    sys.exit(0 if build_or_say(again=True) else 1)

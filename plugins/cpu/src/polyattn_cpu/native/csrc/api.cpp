@@ -55,6 +55,15 @@ bool has(const char *name) {
   return false;
 }
 
+bool pairs_are_slow() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 struct Items {  // grows; the plan takes its memory
   Item *all = nullptr;
   int32_t count = 0, room = 0;
@@ -127,7 +136,7 @@ bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts)
   int32_t ratio = layer.num_heads / layer.num_kv_heads;
   int32_t queries = plan->query_starts[seq + 1] - plan->query_starts[seq];
   if (queries == 0) return true;
-  if (queries * ratio <= plan->kernels->dot_rows) {
+  if (queries * ratio <= plan->kernels->dot_rows(&layer)) {
     Item item = item_of(plan, seq, 0, queries);
     int32_t heads = layer.num_kv_heads, each = (heads + head_parts - 1) / head_parts;
     for (int32_t h = 0; h < heads; h += each) {
@@ -208,14 +217,24 @@ const KernelTable *table(const char *isa) {
 int pa_abi(void) { return PA_ABI; }
 const char *pa_error(void) { return error_text; }
 
+// Best first. vdpbf16ps is half as fast as two float32 FMAs on Intel's processors, twice on AMD's.
 const char *pa_isas(void) {
   static char names[128];
   if (names[0]) return names;
   char text[128] = "";
-  for (const KernelTable *each : TABLES) {
-    if (!has(each->name)) continue;
+  const KernelTable *later = nullptr;
+  auto list = [&text](const KernelTable *each) {
     if (text[0]) std::strcat(text, ",");
     std::strcat(text, each->name);
+  };
+  for (const KernelTable *each : TABLES) {
+    if (!has(each->name)) continue;
+    if (pairs_are_slow() && !std::strcmp(each->name, "avx512_bf16")) {
+      later = each;
+      continue;
+    }
+    list(each);
+    if (later && !std::strcmp(each->name, "avx512")) list(later);
   }
   std::strcpy(names, text);
   return names;

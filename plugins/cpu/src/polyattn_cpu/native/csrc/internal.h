@@ -52,8 +52,8 @@ struct Run {
 
 struct KernelTable {
   const char *name;
-  int32_t dot_rows;     // up to so many rows per KV head take the decode path
-  int32_t matrix_rows;  // rows of one item of the matrix path
+  int32_t matrix_rows;                         // rows of one item of the matrix path
+  int32_t (*dot_rows)(const pa_layer *layer);  // up to so many rows per KV head: the decode path
   int64_t (*scratch_bytes)(const pa_layer *layer, int32_t max_heads, int32_t max_rows);
   void (*run_item)(Run *run, int32_t item, char *scratch);
   void (*store)(const pa_scatter *part, int64_t first, int64_t last);

@@ -108,15 +108,16 @@ PA_INLINE float v_scale_of(const Run *run) {
 PA_INLINE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
   const pa_layer &layer = run->plan->layer;
   const pa_tensors &t = run->t;
-  float factor = v_scale_of(run), weight = l, top = m;
-  if (t.sinks) {
+  const bool seen = l > 0 || l != l;  // else it has no key, and a learned sink alone is nothing
+  float factor = seen ? v_scale_of(run) : 0.0f, weight = l, top = m;
+  if (t.sinks && seen) {
     float sink = t.sinks[head] * LOG2E;
-    top = l > 0 && m > sink ? m : sink;
-    float shrink = l > 0 ? exp2f(m - top) : 0.0f;
+    top = m > sink ? m : sink;
+    float shrink = exp2f(m - top);
     weight = l * shrink + exp2f(sink - top);
     factor *= shrink;
   }
-  factor = l > 0 || l != l ? factor / weight : 0.0f;
+  if (seen) factor /= weight;
   int64_t row = run->plan->query_starts[seq] + token;
   int size = layer.v_head_size, i = 0;
   vf by = splat(factor);
@@ -125,7 +126,7 @@ PA_INLINE void finish_row(const Run *run, int seq, int token, int head, float *o
   char *out = (char *)t.out + (row * t.out_token + head * t.out_head) * itemsize(layer.dtype);
   narrow(o, out, layer.dtype, size);
   if (t.lse) {
-    float lse = weight > 0 || weight != weight ? (top + log2f(weight)) * LN2 : -INFINITY;
+    float lse = seen ? (top + log2f(weight)) * LN2 : -INFINITY;
     t.lse[row * t.lse_token + head * t.lse_head] = lse;
   }
 }

@@ -11,10 +11,7 @@
 //   V  as the engine's product over keys wants it
 //   O  [v][lane]      per panel, float32
 
-#ifndef MT
-#define MT 128
-#endif
-constexpr int MATRIX_TILE = MT;  // keys of a tile
+constexpr int MATRIX_TILE = 128;  // keys of a tile
 #if defined(__AVX512F__) || defined(__ARM_NEON)
 constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
 #else
@@ -54,10 +51,46 @@ struct MulFloat {
   }
 };
 
+// The next tile's lines, asked for a few at a time while this one is computed: in proportion to the
+// cycles that each step takes, so that the memory has something to do all the time.
+struct Ahead {
+  const char *const *keys, *const *values;
+  int64_t key_offset, value_offset;
+  int tokens, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
+  float rate, credit;                  // lines per cycle, lines due
+  int token, at;                       // what comes next
+
+  void pace(int cycles) {
+    float lines = (float)tokens * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
+    rate = lines / (float)pa_max(cycles, 1);
+    credit = 0;
+    token = at = 0;
+  }
+  void line() {
+    bool key = at < key_bytes;
+    prefetch_l2(key ? keys[token] + key_offset + at
+                    : values[token] + value_offset + (at - key_bytes));
+    at += 64;
+    if (key && at > key_bytes) at = key_bytes;
+    if (at >= key_bytes + value_bytes) {
+      at = 0;
+      token++;
+    }
+  }
+  void operator()(int cycles) {
+    credit += (float)cycles * rate;
+    for (; credit >= 1.0f && token < tokens; credit -= 1.0f) line();
+  }
+};
+
 // Keys and values as float32, from any storage.
 struct FloatEngine {
   typedef Floats Form;
-  static constexpr int VECTORS = 3, STEP = BLOCK;  // of a panel; keys between two prefetches
+  static constexpr int VECTORS = 3, STEP = BLOCK;  // of a panel; rows of a product's step
+  static constexpr bool ROW_OUTPUT = false;        // O as [lane][v]
+  // Cycles of a step whose sum has `depth` elements, about.
+  static int cost(int depth, int vectors) { return 4 * vectors * depth; }
+  static int value_depth(int keys) { return keys; }
   static Sizes sizes(const pa_layer &layer) {
     return {pa_round_up(layer.head_size, W), pa_round_up(layer.v_head_size, W), MATRIX_TILE};
   }
@@ -73,8 +106,9 @@ struct FloatEngine {
   // V in panels [v / BLOCK][key][BLOCK], so that one micro kernel reads one run of memory.
   template <class T>
   static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
-                          const Sizes &is) {
+                          const Sizes &is, Ahead &ahead) {
     for (int t = 0; t < count; t++) {
+      ahead(is.v / 8);
       const T *from = (const T *)(rows[t] + offset);
       for (int d = 0; d < size; d += W) {
         vf x = d + W <= size ? load(from + d) : load_some(from + d, size - d);
@@ -87,21 +121,21 @@ struct FloatEngine {
       }
     }
   }
-  template <int V, class Between>
+  template <int V>
   static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
-                     Between &between) {
+                     Ahead &ahead) {
     for (int t = 0; t < keys; t += BLOCK) {
       micro<MulFloat, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
-      between();
+      ahead(cost(is.k, V));
     }
   }
-  template <int V, class Between>
+  template <int V>
   static void output(const uint32_t *v, const float *s, const uint32_t *, float *o, int keys,
-                     const Sizes &is, Between &between) {
+                     const Sizes &is, Ahead &ahead) {
     for (int d = 0; d < is.v; d += BLOCK) {
       micro<MulFloat, V, true>(v + (int64_t)d * is.keys, 1, BLOCK, (const uint32_t *)s,
                                o + (int64_t)d * V * W, keys);
-      between();
+      ahead(cost(keys, V));
     }
   }
 };
@@ -109,20 +143,6 @@ struct FloatEngine {
 #if defined(__AVX512BF16__)
 #include "bf16_engines.h"
 #endif
-
-// The next tile's rows, asked for a few at a time while this one is computed.
-struct Ahead {
-  const char *const *keys, *const *values;
-  int64_t key_offset, value_offset;
-  int key_bytes, value_bytes, left, each;
-  void operator()() {
-    for (int i = 0; i < each && left > 0; i++) {
-      left--;
-      for (int b = 0; b < key_bytes; b += 64) prefetch_l2(keys[left] + key_offset + b);
-      for (int b = 0; b < value_bytes; b += 64) prefetch_l2(values[left] + value_offset + b);
-    }
-  }
-};
 
 struct Panels {  // of one item
   int rows, count;
@@ -175,7 +195,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
   uint32_t *q_of(int panel) const { return q + (int64_t)panel * Engine::VECTORS * W * is.k; }
   float *o_of(int panel) const { return o + (int64_t)panel * Engine::VECTORS * W * is.v; }
 
-  void take_queries() {
+  PA_NOINLINE void take_queries() {
     const int ratio = layer.num_heads / layer.num_kv_heads;
     const int64_t first = run->plan->query_starts[item.seq] + item.token0;
     __builtin_memset(stage, 0, 4L * W * is.k);
@@ -200,15 +220,16 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  // One panel over the tile at `first_key`; its rows see `keys` of it at most.
   template <int V>
-  void attend(int panel, int first_key, int keys, bool masked, Ahead &ahead) {
-    float *out = o_of(panel);
-    Engine::template scores<V>(k, q_of(panel), s, keys, is, ahead);
-    bool changed = softmax_tile<typename Engine::Form>(
-        s, V * W, V, keys, first_key, how, lanes_from(lanes, panel * Engine::VECTORS * W), masked,
-        alpha, pairs);
-    if (changed) {
+  void rescale(float *out) {
+    if constexpr (Engine::ROW_OUTPUT) {
+      for (int row = 0; row < V * W; row++) {
+        if (alpha[row] == 1.0f) continue;
+        vf by = splat(alpha[row]);
+        float *at = out + (int64_t)row * is.v;
+        for (int d = 0; d < is.v; d += W) write(at + d, loadf(at + d) * by);
+      }
+    } else {
       vf by[V];
       for (int i = 0; i < V; i++) by[i] = loadf(alpha + i * W);
       for (int d = 0; d < is.v; d++) {
@@ -218,7 +239,26 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
         }
       }
     }
+  }
+
+  // One panel over the tile at `first_key`; its rows see `keys` of it at most.
+  template <int V>
+  PA_NOINLINE void attend(int panel, int first_key, int keys, bool masked, Ahead &ahead) {
+    float *out = o_of(panel);
+    Engine::template scores<V>(k, q_of(panel), s, keys, is, ahead);
+    bool changed = softmax_tile<typename Engine::Form>(
+        s, V * W, V, keys, first_key, how, lanes_from(lanes, panel * Engine::VECTORS * W), masked,
+        alpha, pairs);
+    if (changed) rescale<V>(out);
     Engine::template output<V>(v, s, pairs, out, keys, is, ahead);
+  }
+
+  // Cycles that a tile of `count` keys takes, about: in the units of what `Ahead` is told.
+  int cost_of(int count) const {
+    int vectors = (panels.rows + W - 1) / W;
+    return count * (is.k + is.v) / 8 +
+           (count + Engine::STEP - 1) / Engine::STEP * Engine::cost(is.k, vectors) +
+           is.v / Engine::STEP * Engine::cost(Engine::value_depth(count), vectors);
   }
 
   void attend_panel(int panel, int first_key, int count, Ahead &ahead) {
@@ -239,20 +279,28 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
     }
   }
 
-  void put_outputs() {
+  PA_NOINLINE void put_outputs() {
     float *rows = (float *)stage;
     for (int row0 = 0; row0 < panels.rows; row0 += W) {
       int panel = row0 / (Engine::VECTORS * W), ld = panels.vectors(panel, Engine::VECTORS) * W;
-      const float *from = o_of(panel) + row0 % (Engine::VECTORS * W);
-      for (int d = 0; d < is.v; d += W) {
-        vf block[W];
-        for (int i = 0; i < W; i++) block[i] = loadf(from + (int64_t)(d + i) * ld);
-        transpose(block);
-        for (int r = 0; r < W; r++) write(rows + (int64_t)r * is.v + d, block[r]);
+      const float *from = o_of(panel);
+      if constexpr (Engine::ROW_OUTPUT) {
+        rows = o_of(panel) + (int64_t)(row0 % (Engine::VECTORS * W)) * is.v;
+      } else {
+        turn_rows(from + row0 % (Engine::VECTORS * W), ld, rows);
       }
       for (int r = 0; r < W && row0 + r < panels.rows; r++) {
         leave(run, item, 0, row0 + r, rows + (int64_t)r * is.v, lanes.m[row0 + r], lanes.l[row0 + r]);
       }
+    }
+  }
+
+  void turn_rows(const float *from, int ld, float *rows) {
+    for (int d = 0; d < is.v; d += W) {
+      vf block[W];
+      for (int i = 0; i < W; i++) block[i] = loadf(from + (int64_t)(d + i) * ld);
+      transpose(block);
+      for (int r = 0; r < W; r++) write(rows + (int64_t)r * is.v + d, block[r]);
     }
   }
 };
@@ -272,13 +320,20 @@ static void matrix_item(Run *run, const Item &item, char *scratch) {
   const int64_t key_offset = item.head0 * source.key_head;
   const int64_t value_offset = item.head0 * source.value_head;
   const int size = (int)sizeof(T);
-  matrix.take_queries();
   __builtin_memset(matrix.k, 0, 4L * is.keys * is.k);
   __builtin_memset(matrix.v, 0, 4L * is.keys * is.v);
   Engine::begin();
   Tiles next = {&item, item.from, is.keys, 0, 0};
   bool more = next.next(), fine = true;
   if (more) fine = token_addresses(source, next.first_key, next.count, keys[0], values[0]);
+  Ahead ahead = {keys[0], values[0], key_offset, value_offset, more && fine ? next.count : 0,
+                 layer.head_size * size, layer.v_head_size * size, 0, 0, 0, 0};
+  if (ahead.tokens) {
+    int64_t apart = values[0][0] + value_offset - (keys[0][0] + key_offset);
+    if (apart >= 0 && apart + ahead.value_bytes <= ahead.key_bytes) ahead.value_bytes = 0;
+    while (ahead.token < ahead.tokens) ahead.line();
+  }
+  matrix.take_queries();
   for (int turn = 0; more && fine; turn ^= 1) {
     Tiles tile = next;
     more = next.next();
@@ -286,17 +341,17 @@ static void matrix_item(Run *run, const Item &item, char *scratch) {
       fine = token_addresses(source, next.first_key, next.count, keys[turn ^ 1], values[turn ^ 1]);
       if (!fine) break;
     }
+    ahead.keys = keys[turn ^ 1];
+    ahead.values = values[turn ^ 1];
+    ahead.tokens = more ? next.count : 0;
+    ahead.pace(matrix.cost_of(tile.count));
     for (int t = 0; t < tile.count; t++) {
+      ahead(is.k / 8);
       Engine::pack_key((const T *)(keys[turn][t] + key_offset), matrix.k + (int64_t)t * is.k,
                        layer.head_size);
     }
     Engine::template pack_values<T>(values[turn], value_offset, tile.count, matrix.v,
-                                    layer.v_head_size, is);
-    int steps = matrix.panels.count * (tile.count + is.v) / Engine::STEP;
-    Ahead ahead = {keys[turn ^ 1],      values[turn ^ 1],
-                   key_offset,          value_offset,
-                   layer.head_size * size, layer.v_head_size * size,
-                   more ? next.count : 0, more ? next.count / pa_max(steps, 1) + 1 : 0};
+                                    layer.v_head_size, is, ahead);
     for (int panel = 0; panel < matrix.panels.count; panel++) {
       matrix.attend_panel(panel, tile.first_key, tile.count, ahead);
     }

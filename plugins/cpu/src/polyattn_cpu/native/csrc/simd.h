@@ -17,6 +17,7 @@ typedef uint8_t vb __attribute__((vector_size(W)));
 typedef int8_t vsb __attribute__((vector_size(W)));
 
 #define PA_INLINE static inline __attribute__((always_inline))
+#define PA_NOINLINE __attribute__((noinline))
 
 template <class V>
 PA_INLINE V read(const void *p) {

@@ -122,7 +122,7 @@ struct Pairs {
 // which what was summed before shrinks. Returns whether any alpha isn't 1. The maximum follows only
 // where it grows by 2^8: what is summed stays far from overflow, and rescaling is rare.
 template <class Form>
-PA_INLINE bool softmax_tile(float *s, int ld, int vectors, int keys, int first_key,
+PA_NOINLINE bool softmax_tile(float *s, int ld, int vectors, int keys, int first_key,
                             const Logits &how, const Lanes &rows, bool masked, float *alpha,
                             uint32_t *pairs) {
   const bool extras = how.alibi || how.cap != 0, plain = !extras && !masked && how.scale > 0;
