@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from polyattn import LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
 from polyattn.plugin import hookimpl
@@ -68,6 +69,14 @@ def plugin() -> Iterator[None]:
     register(Plugin(), "verify-test")
     yield
     unregister("verify-test")
+
+
+def test_verification_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    select(SPEC, "cpu", verify=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.initial_seed() == 5
 
 
 def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:

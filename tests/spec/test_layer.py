@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ from polyattn import LayerSpec
 from polyattn.errors import ConfigError, SpecError
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
+from polyattn.spec.layer import RecurrentSpec
 from polyattn.tools.cli.models import bundled, bundled_models
 
 # model -> the groups of its layers: (count, what str(spec) says)
@@ -173,3 +178,42 @@ def test_features_are_complete() -> None:
 
     assert features(spec) == set(FEATURES) - {"non_causal", "window_right"}
     assert "window_right" in features(spec.replace(causal=False, window_right=0))
+
+
+def test_kv_heads_that_were_left_out_follow_the_heads() -> None:
+    plain = LayerSpec(num_heads=4, head_size=64)
+    assert plain.replace(num_heads=8) == LayerSpec(num_heads=8, head_size=64)
+    grouped = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    assert grouped.replace(num_heads=8).num_kv_heads == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "linear", "gdn"])
+def test_heads_are_a_multiple_of_a_recurrence_s_groups(kind: str) -> None:
+    with pytest.raises(SpecError, match="num_heads=6 is not divisible by num_kv_heads=4"):
+        LayerSpec(
+            kind=kind, num_heads=6, num_kv_heads=4, head_size=16,
+            recurrent=RecurrentSpec(state_size=16),
+        )  # fmt: skip
+
+
+HASH_IN_ANOTHER_PROCESS = """
+import pickle, sys
+from polyattn import LayerSpec
+read = pickle.load(open(sys.argv[1], "rb"))
+fresh = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9)
+assert read == fresh and hash(read) == hash(fresh) and {fresh: 1}[read] == 1
+"""
+
+
+def test_a_pickled_spec_is_found_by_another_process(tmp_path: Path) -> None:
+    """Strings hash otherwise there."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9)
+    path = tmp_path / "spec.pickle"
+    path.write_bytes(pickle.dumps(spec))
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", HASH_IN_ANOTHER_PROCESS, str(path)]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        found = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 0, found.stderr

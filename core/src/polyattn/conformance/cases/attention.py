@@ -19,7 +19,7 @@ KV_HEADS = (1, 3, 8)
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
 CACHED_BATCHES = (
     "decode", "prefill", "chunked", "mixed", "prefills first", "many", "long", "padded",
-    "late padding", "empty",
+    "late padding", "empty", "in order",
 )  # fmt: skip
 GIVEN_BATCHES = ("given", "more keys", "fewer keys")
 
@@ -58,6 +58,7 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "mixed": mixed,
         "prefills first": sorted(mixed, key=lambda pair: -pair[0]),
         "many": [(1 + 2 * (i % 7 == 3), 3 + 5 * (i % 9)) for i in range(41)],
+        "in order": [(1, 5), (1, block + 1), (1, 3 * block), (7, 7), (block, 2 * block), (29, 61)],
         "long": [(1, 2049), (1, 1500), (70, 1100), (300, 300)],
         "shared": [(1, 2 * block + 1), (5, 3 * block + 5), (1, 2 * block + 7), (block, 4 * block)],
         "short queries": [(3, block + 3), (1, 5), (2, 2), (4, 3 * block), (37, 50), (8, 3 * block)],
@@ -222,13 +223,16 @@ def _behaviour(
     caps: Capabilities, base: LayerSpec, names: tuple[str, ...], device: Device
 ) -> list[Case]:
     most = _main(names, "")[0]
-    cases = [Case(name, "", base, most) for name in ("out", "strided", "plans")]
+    # Of neighbours a backend gets views, of rows in no order copies.
+    views = next(name for name in ("in order", most) if name in names)
+    cases = [Case(name, "", base, views) for name in ("out", "strided")]
+    cases.append(Case("plans", "", base, most))
     for label, spec in _per_layer(caps, base):
         cases.append(Case("layers", label, spec, most))
     # There is a cache to change in the first two.
     contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
     for how in ("numbers", "nan", "inf"):
-        chosen = dict.fromkeys((most, contexts[0]))
+        chosen = dict.fromkeys((most, contexts[0], views))
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
