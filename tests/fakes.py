@@ -7,6 +7,7 @@ from typing import Any
 from polyattn.device import Device
 from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.capabilities import Capabilities, one_of
+from polyattn.registry.devices import resolve_device
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.selection.decision import Decision
 from polyattn.selection.tree import Facts, decide
@@ -14,8 +15,8 @@ from polyattn.settings import Settings
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
-H100 = Device.profile("h100-sxm")
-A100 = Device.profile("a100")
+H100 = resolve_device("h100-sxm")
+A100 = resolve_device("a100")
 
 
 def backend(name: str, score: int = 50, **claims: Any) -> BackendInfo:

@@ -13,6 +13,7 @@ import pytest
 from polyattn import Device, LayerSpec, discover, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
 from polyattn.plugin import BackendInfo, Capabilities, Priority, Variant, hookimpl, multiples
+from polyattn.registry.devices import resolve_device
 from polyattn.registry.machine import availability
 from polyattn.registry.validate import accepted
 from polyattn.selection.builds import as_built
@@ -20,7 +21,7 @@ from polyattn.tools.cli.listing import backend_rows
 
 SPEC = LayerSpec(num_heads=8, head_size=64)
 HERE = Device("cuda", "sm_90", torch_device="cuda:0")
-PROFILE = Device.profile("h200")
+PROFILE = resolve_device("h200")
 
 
 def variant(name: str, **claims: Any) -> Variant:

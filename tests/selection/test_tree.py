@@ -21,6 +21,7 @@ from fakes import (
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
 from polyattn.registry.capabilities import check
+from polyattn.registry.devices import resolve_device
 from polyattn.registry.info import BackendInfo
 from polyattn.settings import Settings, parse_overrides
 from polyattn.spec.kinds import Role
@@ -81,7 +82,7 @@ def test_unknown_name_gives_the_nearest() -> None:
 def test_an_override_behaves_the_same_on_every_platform() -> None:
     for profile in ("a100", "mi300x", "tpu-v5e", "x86-amx"):
         with pytest.raises(SelectionError, match="never falls back"):
-            choose(*ALL, spec=LLAMA, device=Device.profile(profile), named="HOPPER")
+            choose(*ALL, spec=LLAMA, device=resolve_device(profile), named="HOPPER")
 
 
 def test_nobody_can_names_every_rejection_of_every_candidate() -> None:
@@ -94,7 +95,7 @@ def test_nobody_can_names_every_rejection_of_every_candidate() -> None:
 
 def test_no_backend_of_the_kind_says_what_to_install() -> None:
     with pytest.raises(SelectionError, match=r'pip install "polyattn\[rocm\]"'):
-        choose(*ALL, device=Device.profile("mi300x"))
+        choose(*ALL, device=resolve_device("mi300x"))
     from polyattn.spec.layer import RecurrentSpec
 
     mamba = LayerSpec(kind="mamba2", num_heads=8, head_size=64, recurrent=RecurrentSpec())
@@ -212,8 +213,8 @@ def test_an_unavailable_or_wrong_backend_is_passed_over_only_on_a_real_device() 
 def test_fp8_flavours_are_not_mixed_up() -> None:
     ocp = backend("OCP", platforms={"rocm": ()}, kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}))
     spec = LLAMA.replace(kv_cache_dtype="fp8_e4m3")
-    assert check(ocp.capabilities, spec, Device.profile("mi355x")) == ()
-    (rejection,) = check(ocp.capabilities, spec, Device.profile("mi300x"))
+    assert check(ocp.capabilities, spec, resolve_device("mi355x")) == ()
+    (rejection,) = check(ocp.capabilities, spec, resolve_device("mi300x"))
     assert rejection.field == "fp8 format" and "fnuz" in rejection.wanted
 
 

@@ -14,6 +14,8 @@ from polyattn.plugin import (
     one_of,
 )
 
+from polyattn_cpu.profiles import PROFILES
+
 ALL_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 ALL_ROLES = frozenset(Role)
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window", "chunked", "sink_tokens"})
@@ -200,7 +202,7 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0)]
+    return [Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0, profiles=PROFILES)]
 
 
 @hookimpl

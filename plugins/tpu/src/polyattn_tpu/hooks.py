@@ -16,6 +16,8 @@ from polyattn.plugin import (
     hookimpl,
 )
 
+from polyattn_tpu.profiles import PROFILES
+
 INTERPRETED = os.environ.get("PALLAS_INTERPRET") == "1"
 """Then the kernel also serves CPU tensors, in Pallas' TPU interpreter: that is how CI checks it."""
 
@@ -80,7 +82,7 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="tpu", detect="polyattn_tpu.platform:detect", rank=30)]
+    return [Platform(name="tpu", detect="polyattn_tpu.platform:detect", rank=30, profiles=PROFILES)]
 
 
 @hookimpl
