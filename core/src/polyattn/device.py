@@ -16,7 +16,8 @@ class Device:
     `fp8` says which e4m3 the hardware computes: `"ocp"`, `"fnuz"` (a different format of the
     same name) or None. `bandwidth` (GB/s) and `matmul` (dense bf16 TFLOP/s) are datasheet
     figures, 0 where none is stated. `torch_device` is None for a profile: such a device can be
-    reasoned about, not run on.
+    reasoned about, not run on. `reported`: of a profile, what the driver of such a device calls it,
+    which is the name of what is measured there.
     """
 
     platform: str
@@ -27,6 +28,7 @@ class Device:
     bandwidth: float = 0.0
     matmul: float = 0.0
     torch_device: str | None = None
+    reported: str = ""
 
     @property
     def is_real(self) -> bool:
@@ -66,20 +68,23 @@ def arch_matches(pattern: str, arch: str) -> bool:
     return int(bounds[2]) <= int(parts[2]) <= int(bounds[3] or 10**9)
 
 
-def _nvidia(name: str, arch: str, bandwidth: float, matmul: float, fp8: bool = True) -> Device:
+def _nvidia(
+    name: str, arch: str, bandwidth: float, matmul: float, reported: str, fp8: bool = True
+) -> Device:
     return Device(
-        "cuda", arch, name, fp8="ocp" if fp8 else None, bandwidth=bandwidth, matmul=matmul
-    )
+        "cuda", arch, name, fp8="ocp" if fp8 else None, bandwidth=bandwidth, matmul=matmul,
+        reported=f"NVIDIA {reported}",
+    )  # fmt: skip
 
 
 PROFILES: dict[str, Device] = {
-    "a100": _nvidia("A100 80 GB SXM", "sm_80", 2039, 312, fp8=False),
-    "l40s": _nvidia("L40S", "sm_89", 864, 362),
-    "h100-sxm": _nvidia("H100 SXM", "sm_90", 3350, 989),
-    "h200": _nvidia("H200 SXM", "sm_90", 4800, 989),
-    "b200": _nvidia("B200", "sm_100", 8000, 2250),
-    "rtx4090": _nvidia("GeForce RTX 4090", "sm_89", 1008, 165),
-    "rtx5090": _nvidia("GeForce RTX 5090", "sm_120", 1792, 210),
+    "a100": _nvidia("A100 80 GB SXM", "sm_80", 2039, 312, "A100-SXM4-80GB", fp8=False),
+    "l40s": _nvidia("L40S", "sm_89", 864, 362, "L40S"),
+    "h100-sxm": _nvidia("H100 SXM", "sm_90", 3350, 989, "H100 80GB HBM3"),
+    "h200": _nvidia("H200 SXM", "sm_90", 4800, 989, "H200"),
+    "b200": _nvidia("B200", "sm_100", 8000, 2250, "B200"),
+    "rtx4090": _nvidia("GeForce RTX 4090", "sm_89", 1008, 165, "GeForce RTX 4090"),
+    "rtx5090": _nvidia("GeForce RTX 5090", "sm_120", 1792, 210, "GeForce RTX 5090"),
     "mi250x": Device("rocm", "gfx90a", "Instinct MI250X", bandwidth=3277, matmul=383),
     "mi300x": Device("rocm", "gfx942", "Instinct MI300X", fp8="fnuz", bandwidth=5300, matmul=1307),
     "mi355x": Device("rocm", "gfx950", "Instinct MI355X", fp8="ocp", bandwidth=8000, matmul=2500),

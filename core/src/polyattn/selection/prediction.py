@@ -1,9 +1,10 @@
 """How long will a step take on each candidate? A few features, weighed by measured coefficients.
 
-A time is modelled as a sum of six terms, each a cost that one can name: a launch, work
-items, bytes of keys and values, the longest row, products, and bytes of queries and outputs. The
-coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is right, only
-who runs.
+A time is modelled by six terms, each a cost that one can name: a launch, work items, bytes of
+queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
+row, products. These three add up, or where a kernel hides them behind one another, the largest
+counts. The coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is
+right, only who runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, TimingModel
+from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,11 @@ class StepShape:
     keys: int
     longest: int
     pairs: int
+
+
+def counts(shape: StepShape) -> tuple[int, ...]:
+    """Return what each of `TERMS` counts in a call."""
+    return (1, shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries)
 
 
 def shape_of_step(spec: LayerSpec, queries: Sequence[int], lens: Sequence[int]) -> StepShape:
@@ -47,19 +53,35 @@ class Predictor:
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec = spec
-        self._weights: dict[str, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
+        self._weights: dict[str, dict[str, tuple[tuple[float, ...], bool]]] = {k: {} for k in KINDS}
         for model in models:
-            self._weights[model.kind][model.backend] = model.weights(spec)
+            self._weights[model.kind][model.backend] = (model.weights(spec), model.overlap)
 
     def times(self, kind: str, shape: StepShape) -> dict[str, float]:
         """Return each modelled backend's microseconds for a call of this kind and shape."""
         rows, keys, longest, pairs, queries = (
             shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries,
         )  # fmt: skip
-        return {
-            name: w[0] + w[1] * rows + w[2] * keys + w[3] * longest + w[4] * pairs + w[5] * queries
-            for name, w in self._weights[kind].items()
+        found = {}
+        for name, ((launch, item, byte, chain, product, token), overlap) in self._weights[
+            kind
+        ].items():
+            a, b, c = byte * keys, chain * longest, product * pairs
+            busy = max(a, b, c) if overlap else a + b + c
+            found[name] = launch + item * rows + token * queries + busy
+        return found
+
+    def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
+        """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
+        weights, overlap = self._weights[kind][name]
+        found = {
+            term: weight * count
+            for term, weight, count in zip(TERMS, weights, counts(shape), strict=True)
         }
+        if overlap:
+            counted = max(OVERLAPPING, key=found.__getitem__)
+            found |= {term: 0.0 for term in OVERLAPPING if term != counted}
+        return found
 
     def knows(self, kind: str, name: str) -> bool:
         """Whether a backend has a model for a kind of call."""

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+from polyattn.errors import PluginError
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.prediction import Predictor, StepShape, kind_of_step, shape_of_step
+
+log = logging.getLogger("polyattn")
 
 Assignment = tuple[str, BackendInfo, Part]
 """A phase, who runs it, and the part of the step that it is."""
@@ -58,9 +62,9 @@ class Chooser:
                 continue
             for other in (info, *(c for c in candidates.get(phase, ()) if c.name in known)):
                 if other.name not in members:
-                    form = group.kernel_format(other)
-                    loaded = group.load(phase, other, AttentionBackend, cache=form)
-                    members[other.name] = Candidate(other, loaded)
+                    loaded = _loaded(group, phase, other, required=other is info)
+                    if loaded is not None:
+                        members[other.name] = loaded
             self.chosen[phase] = members[info.name]
 
     def find(self, phase: str, name: str) -> Candidate:
@@ -106,7 +110,9 @@ class Chooser:
             self._fastest("decode", first, self.phases["decode"]),
             self._fastest("prefill", second, self.phases["prefill"]),
         )
-        mixing = {n: c for n, c in self.phases["prefill"].items() if c.mixes}
+        # Who was named for one phase keeps it: one call for all is for who may serve both.
+        both = self.phases["prefill"].keys() & self.phases["decode"].keys()
+        mixing = {n: c for n, c in self.phases["prefill"].items() if c.mixes and n in both}
         whole = self._fastest("mixed", shape, mixing)
         if apart[0] and apart[1]:
             decode, prefill = apart[0][0], apart[1][0]
@@ -134,6 +140,18 @@ class Chooser:
     def _best(self, kind: str, shape: StepShape, among: dict[str, Candidate]) -> Candidate:
         found = self._fastest(kind, shape, among)
         return found[0] if found else self.chosen["decode" if kind == "decode" else "prefill"]
+
+
+def _loaded(group: LayerGroup, phase: str, info: BackendInfo, required: bool) -> Candidate | None:
+    """Load a backend. One that only competes is left out, and named, where it can't be loaded."""
+    try:
+        form = group.kernel_format(info)
+        return Candidate(info, group.load(phase, info, AttentionBackend, cache=form))
+    except PluginError as error:
+        if required:
+            raise
+        log.warning("%s does not compete for %s: %s", info.name, group.spec, error)
+        return None
 
 
 def _parts(batch: Batch, decode: Candidate, prefill: Candidate) -> list[Assignment]:

@@ -199,3 +199,33 @@ def bench(
             batches or [], model, spec, device, backend or [], block_size, seconds, json, plot
         )
     )
+
+
+@app.command()
+def tune(
+    model: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--model", help="Measure this model's layers (repeatable; default: a range)."),
+    ] = None,
+    device: DeviceOption = None,
+    backend: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--backend", help="Only these backends (repeatable)."),
+    ] = None,
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--trace", help="A request trace to take lengths from, among others."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", help="The table (default: ~/.cache/polyattn/timings.json)."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Time for measuring; 0 fits what was measured before.")
+    ] = 300.0,
+    json: Json = False,
+) -> None:
+    """Measure the backends on this machine, so that each step goes to the fastest one."""
+    from polyattn.tools.cli.tuning import show
+
+    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, json))
