@@ -1,6 +1,6 @@
 """What does choosing by a timing table cost? Chosen over best, on steps that it was not fitted to.
 
-    python benchmarks/selector.py --table FILE --out FILE [--device cuda] [--leave-out NAME ...]
+    python benchmarks/selector.py --table FILE --out FILE [--device cuda] [--backends NAME ...]
 
 Models with other heads than `polyattn tune` measures, and batches with other lengths: long ones
 among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend alone,
@@ -34,6 +34,7 @@ from polyattn.tools.lengths import DISTRIBUTIONS, of_trace
 from polyattn.tools.tune.clock import Clock
 from polyattn.tools.tune.measuring import Measured, pool_bytes, size_for
 from polyattn.tools.tune.shapes import Size, StepSample
+from polyattn.tools.tune.tuning import left_out
 
 MODELS = {
     "Qwen2.5-7B": (28, 4, 128),
@@ -224,8 +225,9 @@ def main() -> None:
     parser.add_argument("--table", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default=None)
-    parser.add_argument("--leave-out", nargs="+", default=["FLEX_ATTENTION"])
+    parser.add_argument("--backends", nargs="+", default=[])
     options = parser.parse_args()
+    options.leave_out = left_out(options.backends)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     show(judge(options))
 

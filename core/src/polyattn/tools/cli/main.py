@@ -223,9 +223,12 @@ def tune(
     seconds: Annotated[
         float, typer.Option(help="Time for measuring; 0 fits what was measured before.")
     ] = 300.0,
+    quantized: Annotated[
+        bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
+    ] = True,
     json: Json = False,
 ) -> None:
     """Measure the backends on this machine, so that each step goes to the fastest one."""
     from polyattn.tools.cli.tuning import show
 
-    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, json))
+    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, quantized, json))

@@ -23,7 +23,7 @@ from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
 from polyattn.tools.tune.points import PointsFile
 from polyattn.tools.tune.shapes import layers
-from polyattn.tools.tune.tuning import LEAVE_OUT, SEED, Tuning, facts_of, points_path
+from polyattn.tools.tune.tuning import SEED, Tuning, facts_of, left_out, points_path
 
 LONGEST = 7 * 24 * 3600
 
@@ -35,6 +35,7 @@ def show(
     trace: Path | None,
     out: Path | None,
     seconds: float,
+    quantized: bool,
     as_json: bool,
 ) -> int:
     """Measure, fit, write and print; return 1 when nothing could be fitted."""
@@ -51,8 +52,8 @@ def show(
     named = [registry.backend(name).name for name in backends]
     points = PointsFile(points_path(path), facts_of(resolved, registry, SEED))
     traces = {"trace": of_trace(trace or bundled(DEFAULT_TRACE))}
-    tuning = Tuning(resolved, points, traces, _left_out(named))
-    _measure(tuning, _layers(models, resolved), seconds, quiet=as_json)
+    tuning = Tuning(resolved, points, traces, left_out(named))
+    _measure(tuning, _layers(models, resolved, quantized), seconds, quiet=as_json)
     found = tables.fits(points.measured())
     data = tables.table(found, resolved, registry)
     tables.write(data, path)
@@ -72,15 +73,9 @@ def _check_scipy() -> None:
         raise SettingsError('tune needs scipy: pip install "polyattn[tune]"')
 
 
-def _left_out(named: Sequence[str]) -> tuple[str, ...]:
-    if not named:
-        return LEAVE_OUT
-    return tuple(name for name in discover().backends if name not in named)
-
-
-def _layers(models: Sequence[str], device: Device) -> list[LayerSpec]:
+def _layers(models: Sequence[str], device: Device, quantized: bool) -> list[LayerSpec]:
     if not models:
-        return layers(device.is_accelerator)
+        return layers(device.is_accelerator, quantized)
     found: dict[LayerSpec, None] = {}
     for model in models:
         source, specs = read_specs(model, None)

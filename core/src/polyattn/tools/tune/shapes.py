@@ -113,9 +113,9 @@ def pairs_of(sample: StepSample) -> int:
     return sum(q * n - q * (q - 1) // 2 for q, n in rows)
 
 
-def layers(device_is_gpu: bool) -> list[LayerSpec]:
+def layers(accelerator: bool, quantized: bool = True) -> list[LayerSpec]:
     """Return the layers that are measured: MHA, GQA of 4 and 8, MQA; heads of 128 and 64; fp8 caches."""
-    if not device_is_gpu:
+    if not accelerator:
         small = ((8, 8), (8, 2), (16, 2), (8, 1))
         return [
             LayerSpec(num_heads=h, num_kv_heads=k, head_size=size)
@@ -132,4 +132,4 @@ def layers(device_is_gpu: bool) -> list[LayerSpec]:
         LayerSpec(num_heads=h, num_kv_heads=k, head_size=128, kv_cache_dtype="fp8_e4m3")
         for h, k in ((32, 8), (8, 1))
     ]
-    return full + eighth
+    return full + eighth if quantized else full

@@ -12,7 +12,7 @@ import torch
 from polyattn.api import select
 from polyattn.device import Device
 from polyattn.errors import SelectionError
-from polyattn.registry.discovery import Registry
+from polyattn.registry.discovery import Registry, discover
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -34,6 +34,13 @@ Progress = Callable[[str, int, int], None]
 """(what is measured, steps done, steps in all)."""
 
 
+def left_out(named: Collection[str]) -> tuple[str, ...]:
+    """Return who isn't measured: all others where some were named, else who compiles for minutes."""
+    if not named:
+        return LEAVE_OUT
+    return tuple(name for name in discover().backends if name not in named)
+
+
 class Tuning:
     """Measures layers' candidates in turns, so that whoever stops early has some of everything."""
 
@@ -47,6 +54,7 @@ class Tuning:
     ):
         self.device, self.points, self.traces = device, points, traces
         self.leave_out, self.seed = leave_out, seed
+        torch.manual_seed(seed)
         self.clock = Clock(torch.device(str(device.torch_device)))
         self.notes: list[str] = []
         self._rivals: dict[LayerSpec, list[str]] = {}
