@@ -170,7 +170,7 @@ def judge(options: Any) -> list[dict[str, Any]]:
         if not missing:
             continue
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=head_size)
-        size = replace(size_for(spec, device, pool_bytes(device, 1)), keys=most)
+        size = replace(size_for(spec, device, pool_bytes(device)), keys=most)
         judged = Judge(spec, device, clock, size, options)
         for name in missing:
             kind, lengths = steps[name]

@@ -235,13 +235,13 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
     """Import, register and question one plugin; whatever it raises becomes its problem."""
     record, loaded = item.record, []
 
-    def question() -> dict[str, tuple[Any, ...]]:
+    def question() -> dict[str, Any]:
         plugin = item.load()
         loaded.append(plugin)
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
         declared = {"platforms": Platform, "backends": BackendInfo}
-        said: dict[str, tuple[Any, ...]] = {
+        said: dict[str, Any] = {
             what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
             for what, kind in declared.items()
         }

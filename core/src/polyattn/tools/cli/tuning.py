@@ -50,8 +50,9 @@ def show(
         raise SettingsError("there is no home directory to write to; name a file: --out FILE")
     registry = discover()
     named = [registry.backend(name).name for name in backends]
-    points = PointsFile(points_path(path), facts_of(resolved, registry, SEED))
-    traces = {"trace": of_trace(trace or bundled(DEFAULT_TRACE))}
+    trace = trace or bundled(DEFAULT_TRACE)
+    traces = {"trace": of_trace(trace)}
+    points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
     tuning = Tuning(resolved, points, traces, left_out(named))
     _measure(tuning, _layers(models, resolved, quantized), seconds, quiet=as_json)
     found = tables.fits(points.measured())

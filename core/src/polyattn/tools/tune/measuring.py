@@ -31,13 +31,14 @@ PAIRS = {"cpu": 4_000_000, "gpu": 2_000_000_000}
 LONGEST = 131_072
 
 
-def pool_bytes(device: Device, layers: int) -> int:
-    """Return how large each layer's cache may be, so that all of them leave half of the memory."""
+def pool_bytes(device: Device) -> int:
+    """Return how large each layer's cache may be, so that a dozen of them leave half the memory."""
     if not device.is_accelerator:
         return POOL_BYTES["cpu"]
     name = str(device.torch_device)
-    free = torch.cuda.mem_get_info(name)[0] if name.startswith("cuda") else 8 << 30
-    return min(POOL_BYTES["gpu"], free // (2 * max(1, layers)))
+    if not name.startswith("cuda"):  # torch has no common question for the others' memory
+        return POOL_BYTES["gpu"] // 8
+    return min(POOL_BYTES["gpu"], torch.cuda.get_device_properties(name).total_memory // 32)
 
 
 def size_for(spec: LayerSpec, device: Device, pool: int) -> Size:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ from polyattn.tools.tune.tables import packages_of, versions_of
 SEED = 13
 LEAVE_OUT = ("FLEX_ATTENTION",)
 """Compiles for minutes; measured where it is named."""
-MOST_FAILURES = 2
-"""Steps of a kind that a backend may fail before it is asked no more of that kind."""
-HOPELESS, ENOUGH = 5, 4
-"""A backend that took over 5 times the best's time at each of its first 4 steps isn't asked again."""
+MOST_FAILURES = 4
+"""Steps of a kind that a backend may fail, none done, before it is asked no more of that kind."""
+HOPELESS, ENOUGH = 5, 10
+"""A backend that took over 5 times the best's at each of its first 10 steps isn't asked again."""
 Progress = Callable[[str, int, int], None]
 """(what is measured, steps done, steps in all)."""
 
@@ -39,6 +40,15 @@ def left_out(named: Collection[str]) -> tuple[str, ...]:
     if not named:
         return LEAVE_OUT
     return tuple(name for name in discover().backends if name not in named)
+
+
+@dataclass
+class Tally:
+    """How a backend fared at one kind of step."""
+
+    failed: int = 0
+    measured: int = 0
+    beaten: int = 0
 
 
 class Tuning:
@@ -57,13 +67,13 @@ class Tuning:
         torch.manual_seed(seed)
         self.clock = Clock(torch.device(str(device.torch_device)))
         self.notes: list[str] = []
-        self._rivals: dict[LayerSpec, list[str]] = {}
-        self._hopeless: set[tuple[LayerSpec, str, str]] = set()
+        self._tallies: dict[tuple[str, str], Tally] = {}
+        self._hopeless: set[tuple[str, str]] = set()
 
     def run(self, layers: Sequence[LayerSpec], seconds: float, progress: Progress) -> None:
         """Measure what isn't measured yet. Interrupted, it goes on where it was."""
         end = time.perf_counter() + seconds
-        room = pool_bytes(self.device, len(layers))
+        room = pool_bytes(self.device)
         work: dict[LayerSpec, tuple[Selection, Size, list[StepSample]]] = {}
         for spec in layers:
             selection = self._selection(spec)
@@ -74,19 +84,19 @@ class Tuning:
         ready: dict[LayerSpec, Measured] = {}
         for index in range(rounds):
             for spec, (selection, size, steps) in work.items():
-                progress(str(spec), index, rounds)
-                if index >= len(steps) or not self._missing(spec, index, self._names(selection)):
+                if index >= len(steps):
                     continue
-                if time.perf_counter() > end:
-                    self.notes.append(
-                        f"time is up after {index} of {rounds} rounds; run again to go on"
-                    )
-                    return
-                if spec not in ready:
-                    ready[spec] = Measured(selection, self.clock, size, self.leave_out)
-                    self._rivals[spec] = list(ready[spec].layers)
-                    self.notes += [f"{n}: {why}" for n, why in ready[spec].cannot.items()]
-                self._step(ready[spec], index, steps[index])
+                progress(str(spec), index, rounds)
+                names = self._names(selection)
+                if self._missing(spec, index, steps[index].kind, names):
+                    if time.perf_counter() > end:
+                        self.notes.append(f"time is up after {index} of {rounds} rounds; run again")
+                        return
+                    if spec not in ready:
+                        ready[spec] = Measured(selection, self.clock, size, self.leave_out)
+                        self.notes += [f"{n}: {why}" for n, why in ready[spec].cannot.items()]
+                    self._step(ready[spec], index, steps[index])
+                self._tally(spec, index, steps[index].kind, names)
 
     def _selection(self, spec: LayerSpec) -> Selection | None:
         """Select by priority, over all candidates: no earlier table may speak for its successor."""
@@ -104,46 +114,43 @@ class Tuning:
     def _names(self, selection: Selection) -> list[str]:
         return [name for name in attending(selection) if name not in self.leave_out]
 
-    def _missing(self, spec: LayerSpec, step: int, names: Collection[str]) -> list[str]:
-        return [name for name in names if (spec, step, name) not in self.points.found]
+    def _missing(self, spec: LayerSpec, step: int, kind: str, names: Collection[str]) -> list[str]:
+        return [
+            name
+            for name in names
+            if (spec, step, name) not in self.points.found and (kind, name) not in self._hopeless
+        ]
 
     def _step(self, measured: Measured, step: int, sample: StepSample) -> None:
         spec = measured.spec
-        for name in self._missing(spec, step, measured.layers):
-            if self._given_up(spec, sample.kind, name):
-                continue
+        for name in self._missing(spec, step, sample.kind, measured.layers):
             self.points.start(spec, step, sample, name)
             for _, result in measured.times(sample, [name]):
-                time_or_reason: dict[str, Any] = (
+                found: dict[str, Any] = (
                     {"cannot": result} if isinstance(result, str) else {"us": result}
                 )
-                self.points.add(Measurement(spec, step, sample, name, **time_or_reason))
+                self.points.add(Measurement(spec, step, sample, name, **found))
 
-    def _given_up(self, spec: LayerSpec, kind: str, name: str) -> bool:
-        """Whether a backend fails this kind of step, or is beaten wherever it was measured."""
-        if (spec, kind, name) in self._hopeless:
-            return True
-        failures, beaten, measured = 0, 0, 0
-        for (layer, step, backend), m in self.points.found.items():
-            if layer != spec or backend != name or m.sample.kind != kind:
-                continue
-            failures += m.us is None
-            if m.us is not None:
-                measured += 1
-                others = (self.points.found.get((spec, step, n)) for n in self._rivals[spec])
-                best = min(o.us for o in others if o is not None and o.us is not None)
-                beaten += m.us > HOPELESS * best
-        if failures < MOST_FAILURES and not (measured == beaten >= ENOUGH):
-            return False
-        self._hopeless.add((spec, kind, name))
-        if beaten >= ENOUGH:
-            self.notes.append(
-                f"{name}: over {HOPELESS} times the best of {kind} for {spec}; left out"
-            )
-        return True
+    def _tally(self, spec: LayerSpec, step: int, kind: str, names: Collection[str]) -> None:
+        """Count who failed a step and who was beaten by far; who always was isn't asked again."""
+        made = [m for name in names if (m := self.points.found.get((spec, step, name)))]
+        best = min((m.us for m in made if m.us is not None), default=0.0)
+        for m in made:
+            key = (kind, m.backend)
+            tally = self._tallies.setdefault(key, Tally())
+            tally.failed += m.us is None
+            tally.measured += m.us is not None
+            tally.beaten += m.us is not None and m.us > HOPELESS * best
+            if tally.failed >= MOST_FAILURES and not tally.measured:
+                self._hopeless.add(key)
+            elif tally.measured == tally.beaten >= ENOUGH and key not in self._hopeless:
+                self._hopeless.add(key)
+                self.notes.append(
+                    f"{m.backend}: over {HOPELESS} times the best at {ENOUGH} {kind} steps; left out"
+                )
 
 
-def facts_of(device: Device, registry: Registry, seed: int) -> dict[str, Any]:
+def facts_of(device: Device, registry: Registry, seed: int, trace: Path) -> dict[str, Any]:
     """Return the conditions that points are of: others' points are no continuation of these."""
     here = [
         packages_of(registry, info.name)
@@ -155,6 +162,7 @@ def facts_of(device: Device, registry: Registry, seed: int) -> dict[str, Any]:
         "device": device.name,
         "versions": versions_of(name for names in here for name in names),
         "seed": seed,
+        "trace": trace.name,
     }
 
 
