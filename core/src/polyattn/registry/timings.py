@@ -82,7 +82,12 @@ class Timings:
     broken: tuple[str, ...] = ()
 
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
-        """Return the models of the first table that speaks of a spec on a device."""
+        """Return the models of the first table that speaks of a spec on a device.
+
+        What is measured is attention over a cache.
+        """
+        if not spec.cached:
+            return ()
         return next((m for table in self.tables if (m := table.models(spec, device))), ())
 
     def notes(self, device: Device) -> list[str]:

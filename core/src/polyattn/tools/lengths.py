@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 
 from polyattn.errors import SettingsError, nearest
@@ -70,3 +71,25 @@ def lengths_named(text: str) -> Lengths:
             f"lengths {text!r} are unknown{nearest(text, [*DISTRIBUTIONS, 'trace:FILE'])}"
         )
     return DISTRIBUTIONS[text]
+
+
+def redrawn(rows: Sequence[tuple[int, int]], text: str, seed: int) -> list[tuple[int, int]]:
+    """Return (query, keys) of each row with its keys drawn anew; a row keeps its query.
+
+    Prompts without context stay such, and are drawn apart from the rest, so that both keep their
+    mean. Raises `SettingsError`, `TraceError`.
+    """
+    draw, source = lengths_named(text), random.Random(seed)
+    found: list[tuple[int, int]] = []
+    for whole, group in groupby(sorted(rows, key=_is_prompt), key=_is_prompt):
+        members = list(group)
+        mean = max(1, sum(n for _, n in members) // len(members))
+        lens = draw(len(members), mean, source)
+        for (query, _), n in zip(members, lens, strict=True):
+            found.append((n, n) if whole else (query, max(query, n)))
+    return found
+
+
+def _is_prompt(row: tuple[int, int]) -> bool:
+    """Whether all of a row's keys are new."""
+    return row[0] == row[1] > 1

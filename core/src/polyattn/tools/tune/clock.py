@@ -22,7 +22,7 @@ class Clock:
             self._scratch = torch.empty(FLUSH_BYTES // 4, device=device)
 
     def us(self, call: Callable[[], object], budget_ms: float = 20.0) -> float:
-        """Return microseconds of `call`, of as many runs as the budget allows: 3 to 15, 1 where it is far over.
+        """Return microseconds of `call`, of 3 to 15 runs, of one where that is far over the budget.
 
         GPU: the median of device times. While the L2 is emptied the host gets the call enqueued, so
         that only device time lies between the events. CPU: the least, since whoever shares the
