@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.decision import Decision
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import TimingModel
+from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,11 @@ class Selection:
     def backend(self, phase: str) -> BackendInfo | None:
         """Return what was declared of the backend for `phase`; None where there is no such phase."""
         return dict(self.backends).get(phase)
+
+    def alone(self, name: str) -> Selection:
+        """Return the selection with one candidate only for the steps that it can serve at all."""
+        once = tuple(float(term == "launch") for term in TERMS)
+        return replace(self, timings=tuple(TimingModel(name, kind, once) for kind in KINDS))
 
     def explain(self) -> str:
         """Return the decision tree with every candidate's verdict, as text."""

@@ -1,0 +1,133 @@
+"""Who should run a step? Each candidate's predicted time for it, and the fastest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from polyattn.registry.info import BackendInfo
+from polyattn.selection.prediction import (
+    Predictor,
+    StepShape,
+    kind_of_step,
+    shape_of_decodes,
+    shape_of_step,
+)
+from polyattn.selection.selection import Selection
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.timing import TimingModel
+
+LONGEST_SHORT = 16
+"""Query tokens up to which rows are looked at as short ones."""
+ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
+
+
+@dataclass(frozen=True)
+class CallChoice:
+    """One call of a step: which rows, in which phase, by whom, and what was predicted of whom.
+
+    `times` are microseconds of every candidate that has a model for this `kind` of call; where there
+    is none, `name` is the selection's.
+    """
+
+    phase: str
+    kind: str
+    rows: str
+    shape: StepShape
+    name: str
+    times: Mapping[str, float]
+
+
+class StepChoice:
+    """Chooses for layers of one spec among the candidates of each phase.
+
+    `phases`: by phase the candidates by name; `chosen`: by phase the selection's, who serves what no
+    model speaks of.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        models: Iterable[TimingModel],
+        phases: Mapping[str, Mapping[str, BackendInfo]],
+        chosen: Mapping[str, str],
+    ):
+        self.spec, self.phases, self.chosen = spec, phases, chosen
+        self.predictor = Predictor(spec, models)
+        decode, prefill = phases["decode"], phases["prefill"]
+        # Who was named for one phase keeps it: one call for all is for who may serve both.
+        self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
+        # Decodes are most steps of an engine, and the same few may run each of them.
+        self._decoding = self.predictor.among("decode", decode)
+
+    def decode(self, lens: Sequence[int]) -> str:
+        """Return who runs a step of single-token rows of so many keys. A few microseconds."""
+        if len(self._decoding) < 2:
+            return self._decoding[0][0] if self._decoding else self.chosen["decode"]
+        times = self.predictor.evaluate(self._decoding, shape_of_decodes(self.spec, lens))
+        return min(times, key=times.__getitem__)
+
+    def calls(self, queries: Sequence[int], lens: Sequence[int]) -> tuple[CallChoice, ...]:
+        """Return the calls of a step of these rows: the fastest way to run it that is known."""
+        kind = kind_of_step(queries, LONGEST_SHORT)
+        whole = shape_of_step(self.spec, queries, lens)
+        if kind == "decode":
+            return (self._call("decode", kind, ALL, whole, self.phases["decode"]),)
+        if kind == "short":
+            return (self._short(queries, whole),)
+        decodes = [n for q, n in zip(queries, lens, strict=True) if q == 1]
+        if kind == "prefill" or not decodes:
+            return (self._call("prefill", "prefill", ALL, whole, self.phases["prefill"]),)
+        rest = [(q, n) for q, n in zip(queries, lens, strict=True) if q > 1]
+        shape = shape_of_step(self.spec, [q for q, _ in rest], [n for _, n in rest])
+        apart = (
+            self._call(
+                "decode", "decode", DECODES, shape_of_decodes(self.spec, decodes),
+                self.phases["decode"],
+            ),
+            self._call("prefill", "prefill", REST, shape, self.phases["prefill"]),
+        )  # fmt: skip
+        together = self._call("prefill", "mixed", ALL, whole, self._mixing)
+        if not (together.times and all(call.times for call in apart)):
+            return apart  # they compare only where all of it was measured
+        pair = sum(call.times[call.name] for call in apart)
+        return (together,) if together.times[together.name] < pair else apart
+
+    def _short(self, queries: Sequence[int], shape: StepShape) -> CallChoice:
+        """Rows of a few tokens: decode's business where somebody takes them as decodes."""
+        longest = max(queries)
+        takes = [
+            n
+            for n, info in self.phases["decode"].items()
+            if info.capabilities.decode_query_lens >= longest
+        ]
+        call = self._call("prefill", "short", ALL, shape, [*takes, *self.phases["prefill"]])
+        if call.name not in takes or (not call.times and call.name in self.phases["prefill"]):
+            return call
+        return CallChoice("decode", "short", ALL, shape, call.name, call.times)
+
+    def _call(
+        self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str]
+    ) -> CallChoice:
+        times = self.predictor.evaluate(self.predictor.among(kind, among), shape)
+        name = min(times, key=times.__getitem__) if times else self.chosen[phase]
+        return CallChoice(phase, kind, rows, shape, name, times)
+
+
+def _mixes(info: BackendInfo) -> bool:
+    """Whether a backend takes a whole step in one call."""
+    return "mixed" in info.capabilities.phases
+
+
+def step_choice(selection: Selection) -> StepChoice | None:
+    """Return the choice of a selection's steps as it stands, nothing loaded; None without times."""
+    if not selection.timings:
+        return None
+    known = {model.backend for model in selection.timings}
+    chosen = {p: i.name for p, i in selection.backends if p in ("decode", "prefill")}
+    phases = {
+        phase: {i.name: i for i in infos if i.name in known or i.name == chosen.get(phase)}
+        for phase, infos in selection.candidates
+        if phase in ("decode", "prefill")
+    }
+    return StepChoice(selection.spec, selection.timings, phases, chosen)
