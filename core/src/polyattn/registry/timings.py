@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -113,25 +114,32 @@ def timings(settings: Settings) -> Timings:
     """Return the tables of the user and of the plugins, read once; `refresh()` forgets them."""
     if settings.timings == NO_TIMINGS:
         return Timings()
-    key = (settings.timings, settings.plugins, settings.disabled_plugins, generation())
+    own = Path(settings.timings) if settings.timings is not None else default_path()
+    key = (own, settings.plugins, settings.disabled_plugins, generation())
     found = _read.get(key)
     if found is None:
         if len(_read) >= MOST_SOURCES:
             _read.clear()
-        found = _read[key] = _read_all(_paths(settings, discover(settings)))
+        there = settings.timings is not None or (own is not None and own.is_file())
+        paths = _paths(own if there else None, discover(settings))
+        found = _read[key] = _read_all(paths)
     return found
 
 
 def default_path() -> Path | None:
-    """Return where `polyattn tune` writes and everybody reads; None where nobody has a home."""
+    """Return where `polyattn tune` writes and everybody reads; None where nobody has a home.
+
+    `$XDG_CACHE_HOME` counts where it is set, as the XDG base directory specification has it.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
     with contextlib.suppress(RuntimeError):
-        return Path.home() / ".cache" / "polyattn" / "timings.json"
+        folder = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+        return folder / "polyattn" / "timings.json"
     return None
 
 
-def _paths(settings: Settings, registry: Registry) -> Iterator[Path]:
-    own = Path(settings.timings) if settings.timings is not None else default_path()
-    if own is not None and (settings.timings is not None or own.is_file()):
+def _paths(own: Path | None, registry: Registry) -> Iterator[Path]:
+    if own is not None:
         yield own
     for plugin in registry.plugins:
         if plugin.status == "ok":

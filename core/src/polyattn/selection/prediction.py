@@ -13,8 +13,13 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
+
+Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
 class StepShape(NamedTuple):
@@ -32,24 +37,30 @@ def counts(shape: StepShape) -> tuple[int, ...]:
     return (1, shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries)
 
 
-def shape_of_decodes(spec: LayerSpec, lens: Sequence[int]) -> StepShape:
-    """Return the shape of a call over rows of one query token and so many keys."""
-    rows, longest = len(lens), max(lens, default=0)
-    seen = _seen(spec, 1)
+def shape_of_decodes(spec: LayerSpec, lens: Sequence[int], longest: int | None = None) -> StepShape:
+    """Return the shape of a call over rows of one query token and so many keys.
+
+    `longest`: the largest of `lens`, where it is known.
+    """
+    rows, seen = len(lens), _seen(spec, 1)
+    longest = max(lens, default=0) if longest is None else longest
     if longest > seen:
         lens, longest = [n if n < seen else seen for n in lens], seen
     keys = sum(lens)
     return StepShape(rows, rows, keys, longest, keys)
 
 
-def shape_of_step(spec: LayerSpec, queries: Sequence[int], lens: Sequence[int]) -> StepShape:
+def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
     """Return the shape of a call over rows of so many query tokens and keys."""
-    if _seen(spec, 0) < sys.maxsize:
-        lens = [min(n, _seen(spec, q)) for q, n in zip(queries, lens, strict=True)]
-    keys, longest = sum(lens), max(lens, default=0)
-    hidden = 1 if spec.causal else 0
-    pairs = sum([q * n - hidden * (q * (q - 1) // 2) for q, n in zip(queries, lens, strict=True)])
-    return StepShape(len(lens), sum(queries), keys, longest, pairs)
+    q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+    seen = _seen(spec, 0)
+    if seen < sys.maxsize:
+        n = np.minimum(n, q + seen)
+    pairs = q @ n
+    if spec.causal:
+        pairs -= (q @ q - q.sum()) // 2
+    longest = n.max() if len(n) else 0
+    return StepShape(len(n), int(q.sum()), int(n.sum()), int(longest), int(pairs))
 
 
 def _seen(spec: LayerSpec, queries: int) -> int:
@@ -90,6 +101,23 @@ class Predictor:
             found[name] = launch + item * rows + token * queries + busy
         return found
 
+    @staticmethod
+    def fastest(candidates: Iterable[Weighed], shape: StepShape) -> str:
+        """Return whose time `evaluate` predicts to be the least: each decode of an engine asks."""
+        rows, queries, keys, longest, pairs = shape
+        least, fastest = float("inf"), ""
+        for name, (launch, item, byte, chain, product, token), overlap in candidates:
+            busy, b, c = byte * keys, chain * longest, product * pairs
+            if not overlap:
+                busy += b + c
+            else:
+                busy = b if b > busy else busy
+                busy = c if c > busy else busy
+            us = launch + item * rows + token * queries + busy
+            if us < least:
+                least, fastest = us, name
+        return fastest
+
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
         _, weights, overlap = self._weights[kind][name]
@@ -103,11 +131,14 @@ class Predictor:
         return found
 
 
-def kind_of_step(queries: Sequence[int], longest_short: int) -> str:
+def kind_of_step(queries: Ints, longest_short: int) -> str:
     """Return which kind of call rows of so many tokens are."""
-    most, least = max(queries, default=1), min(queries, default=1)
+    if not len(queries):
+        return "decode"
+    q = np.asarray(queries)
+    most = q.max()
     if most <= 1:
         return "decode"
     if most <= longest_short:
         return "short"
-    return "mixed" if least <= 1 else "prefill"
+    return "mixed" if q.min() <= 1 else "prefill"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.prediction import (
     Predictor,
@@ -60,42 +62,41 @@ class StepChoice:
         # Decodes are most steps of an engine, and the same few may run each of them.
         self._decoding = self.predictor.among("decode", decode)
 
-    def decode(self, lens: Sequence[int]) -> str:
-        """Return who runs a step of single-token rows of so many keys. A few microseconds."""
+    def decode(self, lens: Sequence[int], longest: int | None = None) -> str:
+        """Return who runs a step of single-token rows of so many keys. A few microseconds.
+
+        `longest`: the largest of `lens`, where it is known.
+        """
         if len(self._decoding) < 2:
             return self._decoding[0][0] if self._decoding else self.chosen["decode"]
-        times = self.predictor.evaluate(self._decoding, shape_of_decodes(self.spec, lens))
-        return min(times, key=times.__getitem__)
+        return self.predictor.fastest(self._decoding, shape_of_decodes(self.spec, lens, longest))
 
     def calls(self, queries: Sequence[int], lens: Sequence[int]) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
-        kind = kind_of_step(queries, LONGEST_SHORT)
-        whole = shape_of_step(self.spec, queries, lens)
+        q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+        kind = kind_of_step(q, LONGEST_SHORT)
+        whole = shape_of_step(self.spec, q, n)
         if kind == "decode":
             return (self._call("decode", kind, ALL, whole, self.phases["decode"]),)
         if kind == "short":
-            return (self._short(queries, whole),)
-        decodes = [n for q, n in zip(queries, lens, strict=True) if q == 1]
-        if kind == "prefill" or not decodes:
+            return (self._short(int(q.max()), whole),)
+        one, more = q == 1, q > 1
+        if kind == "prefill" or not one.any():
             return (self._call("prefill", "prefill", ALL, whole, self.phases["prefill"]),)
-        rest = [(q, n) for q, n in zip(queries, lens, strict=True) if q > 1]
-        shape = shape_of_step(self.spec, [q for q, _ in rest], [n for _, n in rest])
+        decodes = shape_of_step(self.spec, q[one], n[one])
+        rest = shape_of_step(self.spec, q[more], n[more])
         apart = (
-            self._call(
-                "decode", "decode", DECODES, shape_of_decodes(self.spec, decodes),
-                self.phases["decode"],
-            ),
-            self._call("prefill", "prefill", REST, shape, self.phases["prefill"]),
-        )  # fmt: skip
+            self._call("decode", "decode", DECODES, decodes, self.phases["decode"]),
+            self._call("prefill", "prefill", REST, rest, self.phases["prefill"]),
+        )
         together = self._call("prefill", "mixed", ALL, whole, self._mixing)
         if not (together.times and all(call.times for call in apart)):
             return apart  # they compare only where all of it was measured
         pair = sum(call.times[call.name] for call in apart)
         return (together,) if together.times[together.name] < pair else apart
 
-    def _short(self, queries: Sequence[int], shape: StepShape) -> CallChoice:
+    def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decode's business where somebody takes them as decodes."""
-        longest = max(queries)
         takes = [
             n
             for n, info in self.phases["decode"].items()

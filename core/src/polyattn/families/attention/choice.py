@@ -67,7 +67,7 @@ class Chooser:
         if self.by_time is None:
             return self._by_priority(batch)
         if batch.all_decode:
-            name = self.by_time.decode(batch.lens)
+            name = self.by_time.decode(batch.lens, batch.max_seq_len)
             return [("decode", self.phases["decode"][name].info, Part(batch, None))]
         found: list[Assignment] = []
         for call in self.by_time.calls(batch.query_lens, batch.lens):
