@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from polyattn.plugin import LayerSpec
 
 from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given
-from polyattn_tpu.plan import AttentionPlan, Buckets, Step, plan_dense, plan_paged
+from polyattn_tpu.planning import AttentionPlan, Buckets, Step, plan_dense, plan_paged
 
 CHIPS = {
     "v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4"},

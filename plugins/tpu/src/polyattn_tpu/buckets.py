@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from polyattn_tpu.errors import PlanError
+from polyattn.plugin import BatchError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,7 @@ class Buckets:
     """The largest step that will come, in query tokens, sequences and pages (or dense keys' pages).
 
     Tokens come in powers of two, pages in powers of four, sequences as `seqs` alone, except in a step
-    of single tokens, which has as many places for sequences as for tokens. Raises `PlanError`.
+    of single tokens, which has as many places for sequences as for tokens. Raises `BatchError`.
     """
 
     tokens: int = 8192
@@ -27,7 +27,7 @@ class Buckets:
         for name in ("tokens", "seqs", "pages"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
-                raise PlanError(f"Buckets.{name}={value!r} must be a positive integer")
+                raise BatchError(f"Buckets.{name}={value!r} must be a positive integer")
 
     def of_tokens(self, count: int) -> int:
         """Return the bucket of a step that has rows of several tokens."""
@@ -62,4 +62,4 @@ def _rung(what: str, count: int, most: int, least: int, factor: int) -> int:
     for rung in _ladder(most, least, factor):
         if count <= rung:
             return rung
-    raise PlanError(f"the step has {count} {what}, the buckets end at {most}; plan with larger Buckets")
+    raise BatchError(f"the step has {count} {what}, the buckets end at {most}; plan with larger Buckets")

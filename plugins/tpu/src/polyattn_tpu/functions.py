@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from polyattn.plugin import LayerSpec
+from polyattn.plugin import BatchError, LayerSpec
 
-from polyattn_tpu.errors import PlanError
-from polyattn_tpu.kernel import Form, paged_attention
-from polyattn_tpu.plan import AttentionPlan
+from polyattn_tpu.kernel import LANES, Form, paged_attention
+from polyattn_tpu.planning import AttentionPlan
 
 Array = Any
 DTYPES = {
@@ -25,10 +23,12 @@ DTYPES = {
 
 
 class Cache(NamedTuple):
-    """One layer's pages as the chip wants them: a page of one head lies in one piece.
+    """One layer's pages as the chip wants them: a page of one head lies in one piece, in whole lanes.
 
     `key` (pages, KV heads, page, head size), `value` (…, V head size); for MLA `key` holds the latents
-    and rope keys, (pages, 1, page, rank + rope size), and `value` is None: a part of it.
+    and rope keys, (pages, 1, page, rank + rope size), and `value` is None: a part of it. Head sizes are
+    rounded up to 128, zeros behind: of another size XLA puts the pages innermost, and a kernel that
+    takes pages would have the whole cache copied at each call.
     """
 
     key: Array
@@ -39,11 +39,21 @@ class Cache(NamedTuple):
         """Return an empty cache of a layer."""
         dtype = DTYPES[spec.stored_dtype]
         if spec.latent is not None:
-            return cls(jnp.zeros((num_blocks, 1, block_size, spec.latent.size), dtype))
+            return cls(jnp.zeros((num_blocks, 1, block_size, whole_lanes(spec.latent.size)), dtype))
         shape = (num_blocks, spec.num_kv_heads, block_size)
-        return cls(
-            jnp.zeros((*shape, spec.head_size), dtype), jnp.zeros((*shape, spec.v_head_size), dtype)
-        )
+        sizes = (whole_lanes(spec.head_size), whole_lanes(spec.v_head_size))
+        return cls(*(jnp.zeros((*shape, size), dtype) for size in sizes))
+
+
+def whole_lanes(size: int) -> int:
+    """Return a size rounded up to whole registers of 128 lanes."""
+    return -(-size // LANES) * LANES
+
+
+def widened(array: Array, size: int) -> Array:
+    """Return an array with zeros behind its last axis, up to `size`."""
+    missing = size - array.shape[-1]
+    return jnp.pad(array, (*((0, 0),) * (array.ndim - 1), (0, missing))) if missing else array
 
 
 class Scales(NamedTuple):
@@ -71,7 +81,7 @@ def form_of(
         soft_cap=spec.logit_soft_cap,
         alibi=spec.alibi,
         lse=lse or spec.learned_sinks,
-        v_size=spec.v_head_size,
+        v_size=whole_lanes(spec.v_head_size),
         value_in_key=value_in_key,
         interpret=interpreted() if interpret is None else interpret,
     )
@@ -91,22 +101,24 @@ def attend(
 ) -> tuple[Array, Array | None]:
     """Attend over a paged cache that holds the step's keys already: prefill, decode or mixed.
 
-    `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as anything
-    finite that the cache holds. `spec` and `lse` are static. For MLA: the absorbed query, over the
+    `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
+    anything. `spec` and `lse` are static. For MLA: the absorbed query, over the
     latents, with `absorbed(spec)`. Returns (plan.num_tokens, heads, V head size) and the LSE, float32
-    (plan.num_tokens, heads), natural logarithm, where asked. Raises `PlanError`.
+    (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
     """
     _check(plan, spec, query, sinks, alibi_slopes)
     if plan.cached != (plan.pack is None):
-        raise PlanError("the plan is for keys that are given whole; use attend_given")
+        raise BatchError("the plan is for keys that are given whole; use attend_given")
     scales = scales or Scales()
     quantised = cache.key.dtype != query.dtype
     both = (scales.key, scales.value if cache.value is not None else scales.key)
     pair = jnp.asarray(both if quantised else (1.0, 1.0), jnp.float32)
     form = form_of(spec, lse, cache.value is None, interpret)
+    wide = widened(query, cache.key.shape[3])
     found, total = paged_attention(
-        query, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form
+        wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form
     )
+    found = found[..., : spec.v_head_size]
     if sinks is not None:  # a sink joins the denominator after the fact
         found = (found * jax.nn.sigmoid(total - sinks)[..., None]).astype(query.dtype)
         # But nothing joins a sequence without keys, which is a padding row.
@@ -123,8 +135,11 @@ def attend_given(
     They are cut into pages by one gather, which the same kernel walks. As `attend` otherwise.
     """
     if plan.pack is None:
-        raise PlanError("the plan is over a paged cache; use attend")
-    cut = (array[plan.pack].transpose(0, 2, 1, 3) for array in (key, value))
+        raise BatchError("the plan is over a paged cache; use attend")
+    cut = (
+        widened(array[plan.pack].transpose(0, 2, 1, 3), whole_lanes(array.shape[2]))
+        for array in (key, value)
+    )
     whole = AttentionPlan(plan.tiles, plan.pages, None, None, True)
     return attend(whole, spec, query, Cache(*cut), **options)
 
@@ -137,7 +152,7 @@ def store(
     Donate the cache: then it is written in place. For MLA `key` is (…, 1, rank + rope), `value` None.
     """
     if plan.slots is None:
-        raise PlanError("the plan has no slots: its step said none, so nothing is stored")
+        raise BatchError("the plan has no slots: its step said none, so nothing is stored")
     scales = scales or Scales()
     rows = scatter(cache.key, key, plan.slots, scales.key)
     if cache.value is None:
@@ -151,7 +166,7 @@ def scatter(pages: Array, rows: Array, slots: Array, scale: Any) -> Array:
     blocks, page = pages.shape[0], pages.shape[2]
     # A slot of -1 is taken for a block past the end, which is dropped.
     block = jnp.where(slots < 0, blocks, slots // page)
-    new = quantised(rows, pages.dtype, scale)
+    new = widened(quantised(rows, pages.dtype, scale), pages.shape[3])
     return pages.at[block, :, slots % page].set(new, mode="drop", unique_indices=False)
 
 
@@ -162,7 +177,7 @@ def quantised(rows: Array, dtype: Any, scale: Any) -> Array:
     if dtype == jnp.int8:
         return jnp.clip(jnp.round(rows.astype(jnp.float32) / scale), -127, 127).astype(dtype)
     if jnp.dtype(dtype).itemsize > 1:
-        raise PlanError(f"rows are {rows.dtype}, the cache {dtype}; cast one")
+        raise BatchError(f"rows are {rows.dtype}, the cache {dtype}; cast one")
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(rows.astype(jnp.float32) / scale, -most, most).astype(dtype)
 
@@ -180,25 +195,13 @@ def _check(
 ) -> None:
     wanted = (plan.num_tokens, spec.num_heads, spec.head_size)
     if query.shape != wanted:
-        raise PlanError(f"query has shape {query.shape}; the plan takes {wanted}: see pad()")
+        raise BatchError(f"query has shape {query.shape}; the plan takes {wanted}: see pad()")
     for name, given, asked in (
         ("sinks", sinks, spec.learned_sinks),
         ("alibi_slopes", slopes, spec.alibi),
     ):
         if (given is not None) != asked:
-            raise PlanError(
+            raise BatchError(
                 f"{name} {'is missing' if asked else 'was given'}: the spec "
                 f"{'asks for it' if asked else 'does not ask for it'} ({spec})"
             )
-
-
-def gathered(cache: Array, slots: Array, scale: Any, dtype: Any) -> Array:
-    """Return rows (…, size) of a latent cache (pages, 1, page, size) at slots, in `dtype`."""
-    page = cache.shape[2]
-    rows = cache[slots // page, 0, slots % page]
-    if cache.dtype == dtype:
-        return rows
-    return (rows.astype(jnp.float32) * scale).astype(dtype)
-
-
-HIGHEST = lax.Precision.HIGHEST

@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from polyattn_tpu.configs import pages_per_step
-from polyattn_tpu.plan import Pages, Tiles
+from polyattn_tpu.planning import Pages, Tiles
 
 LANES = 128
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from polyattn.plugin import AttentionKind, LayerSpec
+from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
-from polyattn_tpu.errors import PlanError
-from polyattn_tpu.plan import RecurrentPlan
+from polyattn_tpu.planning import RecurrentPlan
 
 Array = Any
 Arrays = Mapping[str, Array]
@@ -29,11 +28,11 @@ def recur(
 
     `inputs` (plan.num_tokens, …), `params` and `states` (slots, …) by the names and shapes of
     `polyattn.spec.recurrence`; donate the states: then they are written in place. Rows of padding come
-    back as anything. To be traced: call it inside `jax.jit`. Raises `PlanError`.
+    back as anything. To be traced: call it inside `jax.jit`. Raises `BatchError`.
     """
     tokens = next(iter(inputs.values())).shape[0]
     if tokens != plan.num_tokens:
-        raise PlanError(f"inputs have {tokens} rows; the plan takes {plan.num_tokens}: see pad()")
+        raise BatchError(f"inputs have {tokens} rows; the plan takes {plan.num_tokens}: see pad()")
     chunk = CHUNKS[spec.kind]
     size = plan.take.shape[1]
     keeps = spec.kind is AttentionKind.SHORT_CONV

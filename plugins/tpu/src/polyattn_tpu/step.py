@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from polyattn_tpu.errors import PlanError
+from polyattn.plugin import BatchError
 
 Ints = NDArray[np.int32]
 
@@ -22,7 +22,7 @@ class Step:
     `query_lens`, `seq_lens` (num_seqs,): new tokens, and context plus new tokens, of each sequence.
     `block_table` int32 (num_seqs, blocks), `slots` (num_tokens,), -1 skips: for a paged cache.
     `state_slots` (num_seqs,), -1 for a padding row: for a recurrence. `key_starts` (num_seqs,): for
-    keys that are given whole, where each sequence's are. Raises `PlanError`.
+    keys that are given whole, where each sequence's are. Raises `BatchError`.
     """
 
     query_lens: tuple[int, ...]
@@ -43,19 +43,19 @@ class Step:
         state_slots: ArrayLike | None = None,
         key_starts: Sequence[int] | None = None,
     ) -> Step:
-        """Check what was given and return the step. Raises `PlanError`."""
+        """Check what was given and return the step. Raises `BatchError`."""
         queries, lens = tuple(map(int, query_lens)), tuple(map(int, seq_lens))
         if len(queries) != len(lens):
-            raise PlanError(
+            raise BatchError(
                 f"query_lens has {len(queries)} entries and seq_lens {len(lens)}; give one of each for "
                 "every sequence"
             )
         for name, values in (("query_lens", queries), ("seq_lens", lens)):
             if any(value < 0 for value in values):
-                raise PlanError(f"{name}={values[:4]}… must be 0 or more each")
+                raise BatchError(f"{name}={values[:4]}… must be 0 or more each")
         starts = None if key_starts is None else tuple(map(int, key_starts))
         if starts is not None and (len(starts) != len(lens) or min(starts, default=0) < 0):
-            raise PlanError(f"key_starts={starts[:4]}… must name one place for each of {len(lens)}")
+            raise BatchError(f"key_starts={starts[:4]}… must name one place for each of {len(lens)}")
         return cls(
             queries, lens,
             _ints("block_table", block_table, (len(lens), None)),
@@ -108,7 +108,7 @@ def _ints(name: str, given: ArrayLike | None, shape: tuple[int | None, ...]) -> 
     )
     if not fits or not np.issubdtype(found.dtype, np.integer):
         wanted = ", ".join("blocks" if n is None else str(n) for n in shape)
-        raise PlanError(
+        raise BatchError(
             f"{name} is {found.dtype} of shape {found.shape}; it must be integers of shape ({wanted})"
         )
     return found.astype(np.int32)

@@ -10,11 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from polyattn.plugin import AttentionKind, LayerSpec
+from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import CHUNK, DENSE_PAGE, tile_tokens
-from polyattn_tpu.errors import PlanError
 from polyattn_tpu.step import Step
 
 Array = Any
@@ -111,7 +110,7 @@ def plan(
 
     `step`: a `Step`, or a `polyattn.Batch`. `block_size`: tokens of a block of the cache, for a layer
     that has one (default: the spec's). Returns an `AttentionPlan`, or for a recurrence a
-    `RecurrentPlan`. MLA is planned over its latents. Raises `PlanError`.
+    `RecurrentPlan`. MLA is planned over its latents. Raises `BatchError`.
     """
     if not isinstance(step, Step):
         step = Step.from_batch(step)
@@ -123,7 +122,7 @@ def plan(
         return jax.device_put(plan_dense(step, group, buckets))
     size = block_size or spec.block_size
     if size is None:
-        raise PlanError("block_size is missing: give plan() the tokens of a block of the cache")
+        raise BatchError("block_size is missing: give plan() the tokens of a block of the cache")
     single = spec.kind is AttentionKind.SPARSE_MLA
     return jax.device_put(plan_paged(step, 1 if single else group, size, buckets))
 
@@ -131,10 +130,10 @@ def plan(
 def plan_paged(step: Step, group: int, block_size: int, buckets: Buckets) -> AttentionPlan:
     """Plan attention over a paged cache."""
     if step.block_table is None:
-        raise PlanError("the step has no block_table, and the layer attends over a cache")
+        raise BatchError("the step has no block_table, and the layer attends over a cache")
     counts = [-(-length // block_size) for length in step.seq_lens]
     if max(counts, default=0) > step.block_table.shape[1]:
-        raise PlanError(
+        raise BatchError(
             f"block_table has {step.block_table.shape[1]} blocks of {block_size} a sequence; a sequence "
             f"of {max(step.seq_lens)} tokens needs {max(counts)}"
         )
@@ -167,7 +166,7 @@ def plan_dense(step: Step, group: int, buckets: Buckets) -> AttentionPlan:
 def plan_chunks(step: Step, buckets: Buckets) -> RecurrentPlan:
     """Plan a recurrence: single tokens as chunks of one, else chunks of `CHUNK` tokens."""
     if step.state_slots is None:
-        raise PlanError("the step has no state_slots, and the layer keeps a state")
+        raise BatchError("the step has no state_slots, and the layer keeps a state")
     size = 1 if step.all_decode else CHUNK
     slots = step.state_slots.tolist()
     if step.all_decode:
@@ -197,7 +196,7 @@ def pad(plan: AttentionPlan | RecurrentPlan, array: Array) -> Array:
     """Return an array (tokens, …) with rows of zeros behind, as many as the plan's functions take."""
     missing = plan.num_tokens - array.shape[0]
     if missing < 0:
-        raise PlanError(f"an array of {array.shape[0]} rows for a plan of {plan.num_tokens} tokens")
+        raise BatchError(f"an array of {array.shape[0]} rows for a plan of {plan.num_tokens} tokens")
     if not missing:
         return array
     return jax.numpy.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
