@@ -24,12 +24,16 @@ from polyattn import (
     AttentionBackend,
     Batch,
     LatentAttention,
+    LayerGroup,
     LayerSpec,
     Recurrent,
     discover,
     select,
 )
-from polyattn.families import inputs as samples
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.kernel import StoreBackend
 from polyattn.tools.cli.benching import Step
 from polyattn.tools.cli.models import bundled
 
@@ -83,11 +87,12 @@ def mamba2() -> dict[str, float]:
     """Mamba-2 2.7B, a prompt of 2,048 tokens: ours in chunks, against a loop over tokens."""
     spec = LayerSpec.from_hf_config(bundled("models", "mamba2-2.7b.json"))[0]
     generator = torch.Generator().manual_seed(0)
-    layer = Recurrent(select(spec, "cpu"), **samples.recurrent_params(spec, generator))
-    states = layer.state_spec(1).allocate()
-    inputs = samples.recurrent_inputs(spec, 2048, generator)
+    layer = Recurrent(select(spec, "cpu"), **recurrent_params(spec, generator))
+    states = layer.group.allocate_states(1)
+    inputs = recurrent_inputs(spec, 2048, generator)
     slot = torch.zeros(1, dtype=torch.int64)
     whole = Batch.from_lens([2048], [2048], state_slots=slot)
+    planned = layer.plan(whole)
     x, dt, B, C = (t.float() for t in inputs)
     A, D, bias = (layer.params[name] for name in ("A", "D", "dt_bias"))
 
@@ -104,9 +109,9 @@ def mamba2() -> dict[str, float]:
         """Our own decode, a token at a time."""
         for t in range(64):
             batch = Batch.from_lens([1], [t + 1], state_slots=slot)
-            layer(*(x[t : t + 1] for x in inputs), states=states, batch=batch)
+            layer(*(x[t : t + 1] for x in inputs), states=states, plan=batch)
 
-    ours = best_ms(lambda: layer(*inputs, states=states, batch=whole), 9)
+    ours = best_ms(lambda: layer(*inputs, states=states, plan=planned), 9)
     # A part of each loop: every token costs the same.
     found = _ratio(8 * best_ms(loop, 3), ours)
     return found | {"over our own decode": 32 * best_ms(steps, 3) / ours}
@@ -116,14 +121,16 @@ def mla() -> dict[str, float]:
     """DeepSeek-V2-Lite, one decode after 2,048 tokens: absorbed, against expanded."""
     spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v2-lite.json"))[0]
     generator = torch.Generator().manual_seed(0)
-    layer = LatentAttention(select(spec, "cpu"), *samples.latent_weights(spec, generator))
-    cache = layer.selection.cache_spec(128).allocate()
+    layer = LatentAttention(select(spec, "cpu"), *latent_weights(spec, generator))
+    cache = layer.group.allocate_cache(128)
     cache.key.normal_()
     table = torch.randperm(128)[None].int()
     batch = Batch.from_lens([1], [2048], table, cache.block_size)
     query = torch.randn(1, 16, 192).bfloat16()
     latent, rope = torch.randn(1, 512).bfloat16(), torch.randn(1, 64).bfloat16()
+    assert layer.weights is not None
     w_uk, w_uv = layer.weights
+    plan = layer.plan(batch)
 
     def expand() -> torch.Tensor:
         """Every head's keys and values of the whole context, then attention."""
@@ -135,7 +142,7 @@ def mla() -> dict[str, float]:
             query.transpose(0, 1)[None], key[None], value[None], scale=spec.scale
         )
 
-    return _ratio(best_ms(expand), best_ms(lambda: layer(query, latent, rope, cache, batch)))
+    return _ratio(best_ms(expand), best_ms(lambda: layer(query, latent, rope, cache, plan)))
 
 
 def _ratio(theirs: float, ours: float) -> dict[str, float]:
@@ -165,20 +172,21 @@ def layer_overhead() -> float:
     """Microseconds that `Attention.forward` adds to a backend that does nothing."""
 
     class Nothing(AttentionBackend):
-        def forward_prefill(self, *args: Any) -> None: ...
-        def forward_decode(self, *args: Any) -> None: ...
-        def write_kv(self, *args: Any) -> None: ...
+        def run(self, *args: Any) -> None: ...
+
+    class NoStore(StoreBackend):
+        def run(self, *args: Any) -> None: ...
 
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
-    chosen = select(spec, "cpu")
-    layer = Attention(chosen)
-    layer.runtime.decode = Nothing(spec, chosen.device)
-    cache = chosen.cache_spec(4).allocate()
+    group = LayerGroup(select(spec, "cpu"))
+    layer, cache = Attention(group), group.allocate_cache(4)
     batch = Batch.from_lens([1], [17], torch.tensor([[2, 1]], dtype=torch.int32), 16)
     query, key = torch.randn(1, 32, 128).bfloat16(), torch.randn(1, 8, 128).bfloat16()
-    out = torch.empty_like(query)
-    layer(query, key, key, cache, batch, out=out)
-    return best_ms(lambda: [layer(query, key, key, cache, batch, out=out) for _ in range(1000)])
+    out, plan = torch.empty_like(query), group.plan(batch)
+    assert isinstance(plan, AttentionStep)
+    plan.calls[0].backend = Nothing(spec, group.cache_format, group.device)
+    plan.stored_by = NoStore(spec, group.cache_format, group.device)
+    return best_ms(lambda: [layer(query, key, key, cache, plan, out=out) for _ in range(1000)])
 
 
 def list_seconds() -> float:

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import Batch, LatentAttention, LayerSpec, Recurrent, select
-from polyattn.families import inputs as samples
-from polyattn.families.mla.layer import absorb
+from polyattn import Batch, LatentAttention, LayerGroup, LayerSpec, Recurrent, select
+from polyattn.families.mla.absorption import absorb
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.runtime.cost import batch_cost
 from polyattn.tools.cli.benching import measure_limits
 from polyattn.tools.cli.models import bundled
@@ -41,23 +42,25 @@ class LatentDecode:
 
     def __init__(self, spec: LayerSpec, backend: str, count: int, length: int):
         GENERATOR.manual_seed(0)
-        selection = select(spec, "cuda", backend=f"decode={backend}")
-        self.layer = LatentAttention(selection, *samples.latent_weights(spec, GENERATOR))
-        size = selection.decision.block_size
+        group = LayerGroup(select(spec, "cuda", backend=f"decode={backend}"))
+        self.layer = LatentAttention(group, *latent_weights(spec, GENERATOR))
+        size = group.cache_format.block_size
         blocks = -(-length // size)
         table = torch.randperm(count * blocks).view(count, blocks).int().to(DEVICE)
-        self.cache = selection.cache_spec(count * blocks).allocate(DEVICE)
+        self.cache = group.allocate_cache(count * blocks)
         self.cache.key.normal_()
         self.batch = Batch.from_lens([1] * count, [length] * count, table, size)
-        self.layer.plan(self.batch)
+        (self.call,) = group.plan(self.batch).calls
+        self.view = self.cache.in_blocks_of(self.call.block_size)[0]
         query = torch.randn(count, spec.num_heads, spec.head_size, device=DEVICE)
         self.query = absorb(query.bfloat16(), self.layer.weights[0])
         self.out = torch.empty_like(self.query[..., : spec.latent.rank])
 
     def __call__(self) -> None:
-        runtime = self.layer.runtime
-        view = runtime.walk.view(self.cache)
-        runtime.decode.forward_decode(self.query, view, self.layer.params, self.out, None)
+        params = self.layer.params
+        self.call.backend.run(
+            self.call.plan, self.query, None, None, self.view, params, self.out, None
+        )
 
 
 def mla(spec: LayerSpec, limits: dict[str, float]) -> list[dict[str, Any]]:
@@ -95,18 +98,19 @@ class Scan:
     """One recurrent layer over one batch."""
 
     def __init__(self, spec: LayerSpec, backend: str, queries: list[int], lens: list[int]):
-        selection = select(spec, "cuda", backend=backend)
-        params = samples.recurrent_params(spec, GENERATOR)
-        self.layer = Recurrent(selection, **params)
-        self.states = selection.state_spec(len(lens)).allocate(DEVICE)
+        group = LayerGroup(select(spec, "cuda", backend=backend))
+        params = recurrent_params(spec, GENERATOR)
+        self.layer = Recurrent(group, **params)
+        self.states = group.allocate_states(len(lens))
         self.states.data.normal_()
         slots = torch.randperm(len(lens)).to(DEVICE)
         self.batch = Batch.from_lens(queries, lens, state_slots=slots, device=DEVICE)
-        self.inputs = samples.recurrent_inputs(spec, sum(queries), GENERATOR, DEVICE)
-        self.out = torch.empty_like(self.layer(*self.inputs, states=self.states, batch=self.batch))
+        self.inputs = recurrent_inputs(spec, sum(queries), GENERATOR, DEVICE)
+        self.plan = group.plan(self.batch)
+        self.out = torch.empty_like(self.layer(*self.inputs, states=self.states, plan=self.plan))
 
     def __call__(self) -> None:
-        self.layer(*self.inputs, states=self.states, out=self.out)
+        self.layer(*self.inputs, states=self.states, plan=self.plan, out=self.out)
 
 
 def library_calls(scan: Scan, count: int, length: int) -> dict[str, Callable[[], object]]:

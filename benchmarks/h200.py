@@ -127,18 +127,24 @@ DECODERS = ("TRITON_ATTN", "FLASHINFER", CUDA_CORES, "FLASHINFER_TRTLLM", "FLASH
 def decode_step(spec: LayerSpec, name: str, batch: int, length: int) -> Step:
     """Return a step of decodes by one backend."""
     selection = select(spec, "cuda", backend=f"decode={name.split()[0]},prefill=TRITON_ATTN")
+    step = Step(selection, [1] * batch, [length] * batch, DEVICE)
     if name == CUDA_CORES:
-        selection.runtime.decode.tensor_cores = False  # type: ignore[union-attr]
-    return Step(selection, [1] * batch, [length] * batch, DEVICE)
+        backend = step.plan.calls[0].backend
+        backend.tensor_cores = False
+        step.plan = None  # its wrapper goes back, and away with those that were made before
+        backend.pool.idle.clear()
+        step.plan = step.layer.group.plan(step.batch)
+    return step
 
 
 def timed_decode(step: Step) -> dict[str, float]:
     """Time a step's attention alone through our layer, and by the backend's own call."""
     error = step.error()
-    backend: Any = step.layer.runtime.decode
+    (call,) = step.plan.calls
+    view, params = step.cache.in_blocks_of(call.block_size)[0], step.layer.params
 
     def own() -> None:
-        backend.forward_decode(step.query, step.cache, step.layer.params, step.out, None)
+        call.backend.run(call.plan, step.query, None, None, view, params, step.out, None)
 
     row = {
         "us": kernel_us(step.attend), "error": error, "host_us": host_us(step.attend),

@@ -3,12 +3,12 @@
 # FlashInfer compiles minutes for each variant; what lies compiled in ./.aot is not compiled again.
 out=$1
 export OMP_NUM_THREADS=2  # the reference's threads, times the workers, would stand on each other
-for backend in ${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 CUDNN_ATTENTION FLASHINFER FLASHINFER_TRTLLM TORCH_SDPA TORCH_MLA TORCH_SCAN \
+for backend in ${BACKENDS:-TRITON_ATTN TRITON_STORE TRITON_MERGE FLASH_ATTN_V3 CUDNN_ATTENTION FLASHINFER FLASHINFER_TRTLLM TORCH_SDPA TORCH_MLA TORCH_SCAN \
   FLASH_ATTN FLASH_ATTN_V4 XFORMERS FLEX_ATTENTION \
   TRITON_MLA TRITON_MLA_SPARSE TRITON_SCAN FLASHMLA FLASHMLA_SPARSE FLASH_ATTN_MLA FLASHINFER_MLA FLA MAMBA_SSM}; do
   chosen=()
-  [ "$backend" = MAMBA_SSM ] && chosen=(-k "mamba2_64 or refusal or padded or tokens or isolation")
-  [ "$backend" = FLA ] && chosen=(-k "refusal or (recurrence and (tokens or continued))")
+  # Their kernels are tuned anew for each shape: drawn shapes would take hours.
+  case "$backend" in MAMBA_SSM | FLA) chosen=(-k "not search") ;; esac
   (cd /tmp && python3 -m pytest -q -p no:cacheprovider --pyargs polyattn.conformance \
     --polyattn-backend "$backend" --polyattn-report "$out/conformance-$backend.json" \
     -n "${WORKERS:-8}" "${chosen[@]}" > "$out/$backend.log" 2>&1)

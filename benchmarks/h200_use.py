@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import torch
 from polyattn import Attention, Batch, LayerSpec, select
-from polyattn.runtime.torch_compile import handle
 from polyattn.tools.cli.benching import Step
 
 
 def verified() -> None:
     """`Attention(spec)` verifies what it chose, by default, on an accelerator."""
     layer = Attention(LayerSpec(num_heads=32, num_kv_heads=8, head_size=128))
-    print("verified:", layer.selection)
+    print("verified:", layer.group.selection)
 
 
 def compiled() -> None:
@@ -22,11 +21,9 @@ def compiled() -> None:
     selection = select(LayerSpec(num_heads=32, num_kv_heads=8, head_size=128), "cuda")
     step = Step(selection, [1] * 8, [2048] * 8, torch.device("cuda"))
     step.run()
-    handle(step.layer)
-    step.layer.plan(step.batch)
 
     def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return step.layer(query * 1.5, key, value, step.cache) + 1
+        return step.layer(query * 1.5, key, value, step.cache, step.plan) + 1
 
     eager = function(step.query, step.key, step.value)
     traced = torch.compile(function, fullgraph=True)(step.query, step.key, step.value)
@@ -72,7 +69,8 @@ def replanned() -> None:
 
         def plan(step: Step = step) -> None:
             batch = step.batch
-            step.layer.plan(Batch(batch.starts, batch.lens, batch.block_table, batch.slot_mapping))
+            group = step.layer.group
+            group.plan(Batch(batch.starts, batch.lens, batch.block_table, batch.slot_mapping))
 
         print(f"plan of 64 decodes on {name}: {host_us(plan, calls=50):.0f} us")
 

@@ -57,14 +57,15 @@ def make(name: str, phase: str, config: Sizes, shape: Sizes) -> tuple[Step, Any]
     from polyattn_triton.configs import Config
 
     selection = select(SPECS[name], "cuda", backend="TRITON_ATTN")
-    backend: Any = getattr(selection.runtime, phase)
+    new = shape[1] if phase == "prefill" else 1
+    step = Step(selection, [new] * shape[0], [shape[-1]] * shape[0], torch.device("cuda"))
+    backend: Any = step.plan.calls[0].backend
     chosen = Config(*config)
     if phase == "decode":
         backend.decode_config = backend.few_config = chosen
     else:
         backend.prefill_config = backend.paged_config = chosen
-    new = shape[1] if phase == "prefill" else 1
-    step = Step(selection, [new] * shape[0], [shape[-1]] * shape[0], torch.device("cuda"))
+    step.plan = step.layer.group.plan(step.batch)
     return step, backend
 
 
@@ -82,22 +83,18 @@ def compile_one(job: tuple[str, str, Sizes]) -> str:
         return f"{type(error).__name__}: {str(error)[:80]}"
 
 
-def set_splits(backend: Any, splits: int) -> None:
-    """Have the planned step use so many splits, with room for their parts."""
-    spec, count = backend.spec, backend.batch.num_seqs
-    rows = count * spec.num_heads * splits
-    backend._parts = torch.empty(rows * spec.v_head_size, device="cuda")
-    backend._part_lse = torch.empty(rows, device="cuda")
-    backend._done = torch.zeros(count * spec.num_kv_heads, dtype=torch.int32, device="cuda")
-    backend._settle(backend.batch, splits)
+def set_splits(step: Step, backend: Any, splits: int) -> None:
+    """Have the step planned with so many splits: twice as many as are planned have room."""
+    backend.splits = lambda batch: splits
+    step.plan = step.layer.group.plan(step.batch)
 
 
 def time_decode(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:
     step, backend = make(name, "decode", config, shape)
     step.error()
-    planned, found = backend.splits, []
+    planned, found = step.plan.calls[0].plan.splits, []
     for splits in sorted({max(1, planned // 2), planned, min(128, 2 * planned)}):
-        set_splits(backend, splits)
+        set_splits(step, backend, splits)
         mark = "*" if splits == planned else ""
         found.append((kernel_us(step.attend, repeats=9), f"{config}, {splits} splits{mark}"))
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.device import Device
+from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.capabilities import Capabilities, one_of
+from polyattn.registry.devices import resolve_device
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.selection.decision import Decision
 from polyattn.selection.tree import Facts, decide
@@ -13,8 +15,8 @@ from polyattn.settings import Settings
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
-H100 = Device.profile("h100-sxm")
-A100 = Device.profile("a100")
+H100 = resolve_device("h100-sxm")
+A100 = resolve_device("a100")
 
 
 def backend(name: str, score: int = 50, **claims: Any) -> BackendInfo:
@@ -55,7 +57,7 @@ def choose(
 ) -> Decision:
     missing = unavailable or {}
     facts = Facts(
-        backends={b.name: b for b in backends},
+        backends={b.name: b for b in (*BUILTIN, *backends)},
         unavailable=lambda info: missing.get(info.name),
         rank=lambda phase, ranking: ranking,
         failed=failed or {},

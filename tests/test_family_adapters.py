@@ -6,6 +6,7 @@ float64 from the very arguments, in the library's own conventions, and compared 
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from types import ModuleType
@@ -13,20 +14,19 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import (
+from polyattn import Batch, Device, LayerSpec
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.families.attention import reference
+from polyattn.families.recurrent import inputs as samples
+from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.kernel import (
     AttentionBackend,
-    Batch,
-    Device,
+    CacheFormat,
     KVCache,
     LayerParams,
-    LayerSpec,
     RecurrentBackend,
+    SparseBackend,
 )
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.families import inputs as samples
-from polyattn.families.attention import reference
-from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.runtime.kv_cache import KVCacheSpec
 from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
@@ -49,16 +49,22 @@ def mqa(query: Tensor, rows: Tensor, scale: float, rank: int) -> tuple[Tensor, T
 
 
 def decode_all(
-    query: Tensor, rows: Tensor, table: Any, lens: Any, scale: float, rank: int, page: int
-) -> tuple[Tensor, Tensor]:
-    """Decode each sequence over paged rows (pages, page, size); NaN where there are none."""
+    query: Tensor, rows: Tensor, table: Any, starts: Any, lens: Any, scale: float, rank: int,
+    page: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend over paged rows (pages, page, size), causal within a sequence's own tokens.
+
+    A token that sees nothing has NaN and the LSE +inf.
+    """
     out = torch.full((*query.shape[:2], rank), torch.nan, dtype=torch.float64)
     lse = torch.full(query.shape[:2], torch.inf, dtype=torch.float64)
     for index, length in enumerate(lens):
-        if length:
-            pages = torch.as_tensor(table[index][: -(-length // page)]).long()
-            seen = rows[pages].flatten(0, 1)[:length]
-            out[index], lse[index] = mqa(query[index], seen, scale, rank)
+        pages = torch.as_tensor(table[index][: -(-length // page)]).long()
+        for token in range(starts[index], starts[index + 1]):
+            seen = length - (starts[index + 1] - 1 - token)
+            if seen > 0:
+                found = rows[pages].flatten(0, 1)[:seen]
+                out[token], lse[token] = mqa(query[token], found, scale, rank)
     return out, lse
 
 
@@ -80,12 +86,14 @@ class Wrapper:
         rank, page = a["q_nope"].shape[2], rows.shape[1]
         if self.backend.get("backend") == "cutlass":
             lens, table, scale = a["kv_len"].tolist(), a["page_table"], SPEC.scale
+            begins = list(range(len(query) + 1))
         else:
             p = self.planned
             assert p["head_dim_ckv"] == rank and p["page_size"] == page and p["causal"] is True
             starts, lens, scale = p["kv_indptr"].tolist(), p["kv_len_arr"].tolist(), p["sm_scale"]
             table = [p["kv_indices"][b:e] for b, e in itertools.pairwise(starts)]
-        out, lse = decode_all(query, rows, table, lens, scale, rank, page)
+            begins = p["qo_indptr"].tolist()
+        out, lse = decode_all(query, rows, table, begins, lens, scale, rank, page)
         a["out"].copy_(out)
         if a.get("return_lse"):
             assert a["return_lse_base_on_e"] is True
@@ -109,11 +117,28 @@ def sparse_trtllm(*args: Any, **kwargs: Any) -> None:
 def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     a = bind("flash_mla", "flash_mla_with_kvcache", *args, **kwargs)
     assert a["k_cache"].shape[1] == 64 and a["tile_scheduler_metadata"] == "schedule"
+    count, width = a["q"].shape[:2]
+    assert a["causal"] == (width > 1)
     out, lse = decode_all(
-        a["q"][:, 0], a["k_cache"][:, :, 0], a["block_table"], a["cache_seqlens"].tolist(),
-        a["softmax_scale"], a["head_dim_v"], 64,
+        a["q"].flatten(0, 1), a["k_cache"][:, :, 0], a["block_table"],
+        list(range(0, count * width + 1, width)), a["cache_seqlens"].tolist(), a["softmax_scale"],
+        a["head_dim_v"], 64,
     )  # fmt: skip
-    return out[:, None], lse[:, :, None]
+    shape = (count, width)
+    return out.unflatten(0, shape), lse.unflatten(0, shape).transpose(1, 2)
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, None, None]:
+    a = bind("flash_attn_3", "flash_attn_with_kvcache", *args, **kwargs)
+    assert a["causal"] is True and a["k_cache"].shape[1] <= 32
+    starts = a["cu_seqlens_q"].tolist()
+    query = torch.cat([a["qv"], a["q"]], dim=2)
+    rows = torch.cat([a["v_cache"], a["k_cache"]], dim=3)[:, :, 0]
+    out, lse = decode_all(
+        query, rows, a["page_table"], starts, a["cache_seqlens"].tolist(), a["softmax_scale"],
+        a["v_cache"].shape[3], rows.shape[1],
+    )  # fmt: skip
+    return out, lse.T, None, None
 
 
 def flash_mla_sparse_fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -139,58 +164,82 @@ SPARSE = SPEC.replace(kind="sparse_mla", latent=LatentSpec(rank=512, rope_head_s
 @pytest.fixture
 def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fakes of FlashInfer's and FlashMLA's modules."""
-    flashinfer, mla, flash_mla = (
-        ModuleType(n) for n in ("flashinfer", "flashinfer.mla", "flash_mla")
+    flashinfer, mla, flash_mla, flash3 = (
+        ModuleType(n) for n in ("flashinfer", "flashinfer.mla", "flash_mla", "flash_attn_interface")
     )
+    flash3.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
     mla.BatchMLAPagedAttentionWrapper = Wrapper  # type: ignore[attr-defined]
     mla.trtllm_batch_decode_with_kv_cache_mla = sparse_trtllm  # type: ignore[attr-defined]
     flash_mla.flash_mla_with_kvcache = flash_mla_with_kvcache  # type: ignore[attr-defined]
     flash_mla.flash_mla_sparse_fwd = flash_mla_sparse_fwd  # type: ignore[attr-defined]
     flash_mla.get_mla_metadata = lambda: ("schedule", None)  # type: ignore[attr-defined]
-    for module in (flashinfer, mla, flash_mla):
+    for module in (flashinfer, mla, flash_mla, flash3):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("polyattn_cuda.mla.flashmla_provider", lambda: "flash_mla")
 
 
-def latent_step(page: int) -> tuple[Batch, KVCache, Tensor]:
-    cache = KVCacheSpec(
-        num_blocks=20, block_size=page, num_kv_heads=1, head_size=576, v_head_size=512,
-        dtype="float32", value_in_key=True,
-    ).allocate()  # fmt: skip
+def latent_step(page: int, queries: list[int], lens: list[int]) -> tuple[Batch, KVCache, Tensor]:
+    form = CacheFormat(
+        block_size=page, num_kv_heads=1, head_size=576, v_head_size=512, dtype="float32",
+        value_in_key=True,
+    )  # fmt: skip
+    cache = KVCache.allocate(form, 20)
     cache.key.normal_()
-    table = torch.randperm(20)[:8].view(4, 2).int()
-    return Batch([0, 1, 2, 3, 4], LENS, table), cache, torch.randn(4, 8, 576)
+    width = -(-max(lens) // page)
+    table = torch.randperm(20)[: 4 * width].view(4, width).int()
+    starts = [0, *itertools.accumulate(queries)]
+    return Batch(starts, lens, table), cache, torch.randn(starts[-1], 8, 576)
+
+
+LATENT = {
+    "FlashInferMLA": ("flashinfer_mla", 32),
+    "UpstreamFlashMLA": ("flashmla", 64),
+    "CutlassMLA": ("flashinfer_mla", 128),
+    "UpstreamFlashAttentionMLA": ("flash_attn_mla", 32),
+}
+
+
+SINGLE, SAME, RAGGED = [1, 1, 1, 1], [2, 2, 2, 2], [3, 1, 2, 4]
 
 
 @pytest.mark.parametrize(
-    ("backend", "page"), [("FlashInferMLA", 32), ("FlashMLA", 64), ("CutlassMLA", 128)]
+    ("backend", "queries"),
+    [("CutlassMLA", SINGLE)]
+    + [(b, q) for b in LATENT if b != "CutlassMLA" for q in (SINGLE, SAME, RAGGED)],
 )
-def test_latent_decode(backend: str, page: int, libraries: None) -> None:
-    import polyattn_cuda.mla
+def test_latent_decode(backend: str, queries: list[int], libraries: None) -> None:
+    """Two steps planned one after another, then run in the other order."""
+    module, page = LATENT[backend]
+    alone = backend == "CutlassMLA"  # no LSE, and single tokens
+    batch, cache, query = latent_step(page, queries, LENS if max(queries) == 1 else [17, 9, 2, 64])
+    kind = getattr(importlib.import_module(f"polyattn_cuda.{module}"), backend)
+    made: AttentionBackend = kind(SPEC, cache.format, CUDA_ON_CPU)
+    assert batch.block_table is not None
+    other = Batch(batch.starts, [n and 4 for n in batch.lens], batch.block_table)
+    plans = [(step, made.plan(step)) for step in (batch, other)]
+    for step, plan in plans[::-1]:
+        out = torch.full((len(query), 8, 512), torch.nan)
+        lse = torch.full(out.shape[:2], torch.nan)
+        made.run(plan, query, None, None, cache, LayerParams(), out, None if alone else lse)
+        expected, expected_lse = reference.forward(absorbed(SPEC), query, None, None, cache, step)
+        assert output_error(out, expected) < 1e-5
+        if not alone:
+            assert lse_error(lse, expected_lse) < 1e-4
 
-    made: AttentionBackend = getattr(polyattn_cuda.mla, backend)(SPEC, CUDA_ON_CPU)
-    batch, cache, query = latent_step(page)
-    made.plan(batch)
-    out, lse = torch.full((4, 8, 512), torch.nan), torch.full((4, 8), torch.nan)
-    made.forward_decode(query, cache, LayerParams(), out, None if backend == "CutlassMLA" else lse)
-    expected, expected_lse = reference.forward(absorbed(SPEC), query, None, None, cache, batch)
-    assert output_error(out, expected) < 1e-5
-    if backend != "CutlassMLA":
-        assert lse_error(lse, expected_lse) < 1e-4
 
-
-@pytest.mark.parametrize("backend", ["FlashInferSparseMLA", "FlashSparseMLA"])
-def test_sparse_latent(backend: str, libraries: None) -> None:
-    import polyattn_cuda.mla
-
-    made: AttentionBackend = getattr(polyattn_cuda.mla, backend)(SPARSE, CUDA_ON_CPU)
-    batch, cache, query = latent_step(64)
-    made.plan(batch)
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [("FlashInferSparseMLA", "flashinfer_mla"), ("UpstreamFlashSparseMLA", "flashmla")],
+)
+def test_sparse_latent(backend: str, module: str, libraries: None) -> None:
+    kind = getattr(importlib.import_module(f"polyattn_cuda.{module}"), backend)
+    batch, cache, query = latent_step(64, [1, 1, 1, 1], LENS)
+    made: SparseBackend = kind(SPARSE, cache.format, CUDA_ON_CPU)
+    plan = made.plan(batch)
     slots = torch.randperm(20 * 64)[: 4 * 128].view(4, 128).int()
     slots[1] = -1
     slots[2, 5:] = -1
     out = torch.full((4, 8, 512), torch.nan)
-    made.forward_sparse(query, cache, slots, LayerParams(), out, None)
+    made.run(plan, query, slots, cache, LayerParams(), out, None)
     rows = cache.key.flatten(0, 2)
     for index in range(4):
         chosen = slots[index][slots[index] >= 0].long()
@@ -353,11 +402,11 @@ def test_recurrent(
     for name in ("ssd_combined", "selective_state_update"):
         monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{name}", mamba)
     monkeypatch.setitem(sys.modules, "causal_conv1d", conv)
-    made: RecurrentBackend = getattr(polyattn_cuda.recurrent, backend)(spec, CUDA_ON_CPU)
+    made: RecurrentBackend = getattr(polyattn_cuda.recurrent, backend)(spec, None, CUDA_ON_CPU)
     queries, lens = ([1] * 4, [5, 1, 0, 9]) if decode else ([6, 6, 1, 0, 3], [6, 9, 0, 4, 20])
     slots = torch.tensor([3, 0, -1, 5, 2][: len(lens)])
     batch = Batch.from_lens(queries, lens, state_slots=slots)
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    generator = torch.Generator().manual_seed(len(queries))
     params = {n: t.float() for n, t in samples.recurrent_params(spec, generator).items()}
     inputs = dict(
         zip(
@@ -371,9 +420,10 @@ def test_recurrent(
         if length > query:
             states[slot] = torch.randn(states.shape[1:])
     expected, after = reference_recurrent.forward(spec, inputs, params, states, batch)
-    made.plan(batch)
+    plan = made.plan(batch)
+    made.plan(Batch.from_lens(queries, queries, state_slots=slots))  # another step's, in between
     out = torch.zeros(expected.shape)
-    (made.forward_decode if decode else made.forward_prefill)(inputs, params, states, out)
+    made.run(plan, inputs, params, states, out)
     rows = len(out)
     assert output_error(out.reshape(rows, -1), expected.reshape(rows, -1)) < 2e-5
     used = [s for s, q, n in zip(slots.tolist(), queries, lens, strict=True) if q and n]

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Device, discover
+from adapters import FAKES, LIBRARIES, check_given, check_paged, use_fakes
+from polyattn import discover
 from polyattn.api import select
 from polyattn.errors import SelectionError
+from polyattn.registry.devices import resolve_device
 from polyattn.runtime.conventions import at_least
 from polyattn.spec.layer import LayerSpec
-
-FAKES = Path(__file__).parent / "fake_libraries"
 
 
 def conformance(backend: str, profile: str, computes: str, report: Path) -> dict[str, int]:
@@ -52,6 +52,38 @@ def test_the_wrong_fp8_flavour_is_caught(tmp_path: Path) -> None:
     assert counts["failed"] == 1  # -x stops at the first
 
 
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The libraries' fakes; what a row without keys gets is nobody's promise here."""
+    use_fakes(monkeypatch, torch.nan)
+    yield
+    for name in [n for n in sys.modules if n.split(".")[0] in LIBRARIES]:
+        del sys.modules[name]
+
+
+SMALL = LayerSpec(num_heads=6, num_kv_heads=2, head_size=64, dtype="float16")
+MASKS = {
+    "causal": {},
+    "window": {"sliding_window": 7},
+    "non causal": {"causal": False},
+    "alibi": {"alibi": True},
+    "soft cap": {"logit_soft_cap": 5.0},
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_adapters_by_hand(mask: str, fakes: None) -> None:
+    """Plans side by side, over pages and given keys, with gaps and without."""
+    from polyattn_rocm.aiter import AiterAttention
+    from polyattn_rocm.flash_attn import CkFlashAttention
+
+    for kind, block_size in ((AiterAttention, 16), (CkFlashAttention, 256)):
+        spec = SMALL.replace(**MASKS[mask])
+        check_paged(kind, spec, block_size, 3e-3)
+        check_given(kind, spec, 3e-3)
+        check_given(kind, spec.replace(needs_lse=True), 3e-3)
+
+
 def test_each_chip_says_why_not() -> None:
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
     with pytest.raises(SelectionError, match="arch: wanted gfx90a"):
@@ -80,7 +112,12 @@ def test_a_rocm_machine_is_no_nvidia_one(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found is not None and (found.platform, found.arch) == ("rocm", "gfx942")
     assert found.fp8 == "fnuz" and found.torch_device == "cuda:0"
     assert detect_cuda() is None and detect_rocm("cpu") is None
-    assert Device.detect().platform == "rocm"
+    assert resolve_device().platform == "rocm"
+    from polyattn_rocm.platform import current
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert current() == "cuda:3"
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")

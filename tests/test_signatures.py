@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import sys
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Batch, Device, LayerParams, LayerSpec
-from polyattn.runtime.kv_cache import KVCacheSpec
+from polyattn import Batch, Device, LayerSpec
+from polyattn.kernel import CacheFormat, KVCache, LayerParams
 
 pytest.importorskip("triton")
 RECORDS = {
@@ -95,25 +96,36 @@ SPEC = LayerSpec(
 CPU = Device("cuda", "sm_90", torch_device="cpu")
 
 
-def step(lens: list[int], queries: list[int]) -> tuple[Batch, Any, torch.Tensor]:
-    cache = KVCacheSpec(
-        num_blocks=8, block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
-    ).allocate()
+FORM = CacheFormat(block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16")
+
+
+def step(lens: list[int], queries: list[int]) -> tuple[Batch, KVCache, torch.Tensor]:
     table = torch.tensor([[3, 1], [5, 0]], dtype=torch.int32)
     batch = Batch.from_lens(queries, lens, table, 16)
-    return batch, cache, torch.zeros(batch.num_tokens, 8, 64, dtype=torch.float16)
+    query = torch.zeros(batch.num_tokens, 8, 64, dtype=torch.float16)
+    return batch, KVCache.allocate(FORM, 8), query
 
 
-def test_flashinfer_decode_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(calls))
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """What FlashInfer's wrappers are asked."""
+    found: Calls = []
+    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(found))
+    return found
+
+
+def test_flashinfer_decode_calls(calls: Calls) -> None:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
-    backend = FlashInferAttention(SPEC, CPU)
+    backend = FlashInferAttention(SPEC, FORM, CPU)
     batch, cache, query = step([17, 5], [1, 1])
-    backend.plan(batch)
+    step_plan = backend.plan(batch)
+    assert [name for name, _ in calls] == ["init", "plan"]  # nothing is left for the first run
     lse = torch.zeros(2, 8)
-    backend.forward_decode(query, cache, LayerParams(), query.clone(), lse)
+    backend.run(step_plan, query, None, None, cache, LayerParams(), query.clone(), lse)
     assert [name for name, _ in calls] == ["init", "plan", "run"]
     plan = calls[1][1]
     assert plan["indptr"].tolist() == [0, 2, 3] and plan["indices"].tolist() == [3, 1, 5]
@@ -123,42 +135,52 @@ def test_flashinfer_decode_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lse.allclose(torch.tensor(2.0 * 0.6931472))  # their LSE is in base 2
 
 
-def test_flashinfer_prefill_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(calls))
+@pytest.mark.parametrize(
+    ("queries", "kernel"), [([4, 5], "fa2"), ([4, 17], "auto")], ids=["short rows", "a prompt"]
+)
+def test_flashinfer_prefill_calls(queries: list[int], kernel: str, calls: Calls) -> None:
+    """Rows of a few tokens after a long context are for the kernel that splits its keys."""
     from polyattn_cuda.flashinfer import FlashInferAttention
 
-    backend = FlashInferAttention(SPEC.replace(sliding_window=None, kv_cache_dtype="fp8_e4m3"), CPU)
-    batch, cache, query = step([17, 5], [4, 5])
-    backend.plan(batch)
-    backend.forward_prefill(query, None, None, cache, LayerParams(k_scale=2.0), query.clone(), None)
-    plan, run = calls[1][1], calls[2][1]
-    assert plan["causal"] is True and plan["qo_indptr"].tolist() == [0, 4, 9]
-    assert plan["window_left"] == -1 and plan["kv_data_type"] == torch.float8_e4m3fn
-    assert run["k_scale"] == 2.0 and run["return_lse"] is False
+    backend = FlashInferAttention(SPEC.replace(sliding_window=None), FORM, CPU)
+    batch, cache, query = step([17, 30], queries)
+    plan = backend.plan(batch)
+    backend.run(plan, query, None, None, cache, LayerParams(), query.clone(), None)
+    assert [name for name, _ in calls] == ["init", "plan", "run"]
+    (_, init), (_, plan), (_, run) = calls
+    assert init["backend"] == kernel
+    assert plan["causal"] is True and plan["qo_indptr"].tolist() == [0, queries[0], sum(queries)]
+    assert plan["window_left"] == -1 and run["return_lse"] is False
 
 
-def test_flashinfer_attends_to_prompts_without_context_as_they_come(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer(calls))
+def test_flashinfer_reads_fp8_by_its_fa2_kernel(calls: Calls) -> None:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
-    backend = FlashInferAttention(SPEC, CPU)
-    batch, cache, query = step([4, 5], [4, 5])
+    form = dataclasses.replace(FORM, dtype="fp8_e4m3")
+    backend = FlashInferAttention(SPEC.replace(kv_cache_dtype="fp8_e4m3"), form, CPU)
+    batch, _, query = step([4, 20], [4, 20])  # not as they come: the cache's are the rounded ones
+    plan = backend.plan(batch)
+    cache = KVCache.allocate(form, 8)
+    new = query[:, :2]
+    backend.run(plan, query, new, new, cache, LayerParams(k_scale=2.0), query.clone(), None)
+    assert calls[0][1]["backend"] == "fa2" and "paged_kv_indptr" in calls[1][1]
+    assert calls[1][1]["kv_data_type"] == torch.float8_e4m3fn and calls[2][1]["k_scale"] == 2.0
+
+
+def test_flashinfer_attends_to_prompts_without_context_as_they_come(calls: Calls) -> None:
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    backend = FlashInferAttention(SPEC, FORM, CPU)
+    batch, cache, query = step([4, 20], [4, 20])
     key, value = query[:, :2] + 1, query[:, :2] + 2
-    backend.plan(batch)
+    step_plan = backend.plan(batch)
     for _ in range(2):  # the second layer of a step finds it planned
-        backend.forward_prefill(query, key, value, cache, LayerParams(), query.clone(), None)
+        backend.run(step_plan, query, key, value, cache, LayerParams(), query.clone(), None)
     assert [name for name, _ in calls] == ["init", "plan", "run", "run"]
     plan, run = calls[1][1], calls[2][1]
-    assert plan["qo_indptr"].tolist() == plan["kv_indptr"].tolist() == [0, 4, 9]
+    assert plan["qo_indptr"].tolist() == plan["kv_indptr"].tolist() == [0, 4, 24]
     assert plan["causal"] is True and plan["window_left"] == 8
-    assert run["k"] is key and run["v"] is value
-    backend.plan(batch)
-    backend.forward_prefill(query, key, value, cache, LayerParams(), query.clone(), None)
-    assert [name for name, _ in calls[4:]] == ["plan", "run"]
+    assert run["k"].data_ptr() == key.data_ptr() and run["v"].data_ptr() == value.data_ptr()
 
 
 def test_flashinfer_trtllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,11 +200,11 @@ def test_flashinfer_trtllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     from polyattn_cuda.flashinfer_trtllm import FlashInferTrtllm
 
     spec = SPEC.replace(needs_lse=False, logit_soft_cap=None, learned_sinks=True)
-    backend = FlashInferTrtllm(spec, CPU)
+    backend = FlashInferTrtllm(spec, FORM, CPU)
     batch, cache, query = step([17, 0], [1, 1])
-    backend.plan(batch)
+    plan = backend.plan(batch)
     sinks, out = torch.zeros(8), torch.full((2, 8, 128), torch.nan, dtype=torch.float16)[..., :64]
-    backend.forward_decode(query, cache, LayerParams(sinks=sinks), out, None)
+    backend.run(plan, query, None, None, cache, LayerParams(sinks=sinks), out, None)
     call = calls[0]
     assert call["window_left"] == 8 and call["sinks"] is sinks and call["max_seq_len"] == 17
     assert call["bmm1_scale"] == 64**-0.5
@@ -203,11 +225,10 @@ def test_flash_attn_4_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     sys.modules["flash_attn.cute.interface"].flash_attn_varlen_func = varlen  # type: ignore[attr-defined]
     from polyattn_cuda.flash_attn_v4 import FlashAttention4
 
-    backend = FlashAttention4(SPEC, CPU)
+    backend = FlashAttention4(SPEC, FORM, CPU)
     batch, cache, query = step([17, 5], [4, 5])
-    backend.plan(batch)
-    lse = torch.zeros(9, 8)
-    backend.forward_prefill(query, None, None, cache, LayerParams(), query.clone(), lse)
+    plan, lse = backend.plan(batch), torch.zeros(9, 8)
+    backend.run(plan, query, None, None, cache, LayerParams(), query.clone(), lse)
     assert calls[0]["cu_seqlens_k"].tolist() == [0, 17, 22] and calls[0]["k"].shape == (22, 2, 64)
     assert calls[0]["window_size"] == (8, 0) and bool((lse == 1.5).all())
 
@@ -224,14 +245,13 @@ def test_torch_varlen_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         return torch.ones_like(found["query"]), torch.full((8, len(found["query"])), 1.5)
 
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    from polyattn_cuda.flash_attn import PROVIDERS
+    from polyattn_cuda.flash_attn import TorchFlashAttention2
 
-    spec = SPEC.replace(logit_soft_cap=None)
+    form = dataclasses.replace(FORM, block_size=256)
+    backend = TorchFlashAttention2(SPEC.replace(logit_soft_cap=None), form, CPU)
     batch, cache, query = step([17, 5], [4, 5])
-    out = query.clone()
-    found = PROVIDERS["torch"](spec).varlen(query, cache, LayerParams(), out, batch)
-    assert found.shape == (8, 9) and bool((out == 1).all())
+    out, lse = query.clone(), torch.zeros(9, 8)
+    backend.run(backend.plan(batch), query, None, None, cache, LayerParams(), out, lse)
+    assert bool((lse == 1.5).all()) and bool((out == 1).all())
     assert calls[0]["seqused_k"].tolist() == [17, 5] and calls[0]["window_size"] == (8, 0)
     assert calls[0]["block_table"] is batch.block_table and calls[0]["enable_gqa"] is True
-    with pytest.raises(NotImplementedError, match="neither soft cap nor ALiBi"):
-        PROVIDERS["torch"](SPEC)

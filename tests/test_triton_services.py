@@ -116,6 +116,5 @@ def test_they_are_chosen_where_triton_compiles(device: str, form: str) -> None:
         LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype=form), device
     ).decision
     assert chosen.backend("store") == "TRITON_STORE" and chosen.backend("merge") == "TRITON_MERGE"
-    assert select(LayerSpec(num_heads=8, head_size=64), "x86-amx").decision.backend("store") == (
-        "TORCH_STORE"
-    )
+    elsewhere = select(LayerSpec(num_heads=8, head_size=64), "x86-amx").decision
+    assert elsewhere.backend("store") not in (None, "TRITON_STORE")

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import LayerParams, LayerSpec
+from polyattn import LayerSpec
 from polyattn.families.attention import reference
+from polyattn.kernel import LayerParams
 from torch import Tensor
 
 RECORDS = Path(__file__).parent.parent / "signatures"
@@ -53,35 +54,60 @@ def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
 def attend_paged(
     query: Tensor, key: Tensor, value: Tensor, starts: list[int], lens: list[int], table: Tensor,
     *, scale: float, window: tuple[int, int], soft_cap: float, slopes: Tensor | None,
-    scales: tuple[float, float] = (1.0, 1.0),
+    scales: tuple[Tensor | float, Tensor | float] = (1.0, 1.0),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend over pages (blocks, block, KV heads, size); returns the output and LSE (heads, tokens).
 
     `window` is (left, right) beside the query, -1 for none; a row without keys has LSE +inf, and
-    padding beyond what is defined is NaN.
+    padding beyond what is defined is NaN. `scales` of keys and values: one number, or (num_seqs,
+    KV heads).
     """
     assert table.dtype == torch.int32 and key.stride(3) == 1 and value.stride(3) == 1
+    keys, values = [], []
+    for index, length in enumerate(lens):
+        blocks = table[index, : -(-length // key.shape[1])].long()
+        for stored, found, factor in ((key, keys, scales[0]), (value, values, scales[1])):
+            each = factor[index][:, None] if isinstance(factor, Tensor) else factor
+            found.append(stored[blocks].flatten(0, 1)[:length].to(torch.float64) * each)
+    return attend_each(
+        query, keys, values, starts, scale=scale, window=window, soft_cap=soft_cap, slopes=slopes
+    )
+
+
+def attend_packed(
+    query: Tensor, key: Tensor, value: Tensor, starts: list[int], key_starts: list[int],
+    **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same over packed keys (tokens, KV heads, size) that start where `key_starts` says."""
+    spans = list(itertools.pairwise(key_starts))
+    assert len(key) == len(value) >= key_starts[-1]
+    keys, values = ([t[a:b].to(torch.float64) for a, b in spans] for t in (key, value))
+    return attend_each(query, keys, values, starts, **options)
+
+
+def attend_each(
+    query: Tensor, keys: list[Tensor], values: list[Tensor], starts: list[int],
+    *, scale: float, window: tuple[int, int], soft_cap: float = 0.0, slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend for each sequence's queries to its own keys."""
     left, right = window
     assert right in (0, -1) or right == left, "only causal, symmetric or no windows are asked for"
     spec = LayerSpec(
-        num_heads=query.shape[1], num_kv_heads=key.shape[2], head_size=query.shape[2],
-        v_head_size=value.shape[3], scale=scale, causal=right == 0,
+        num_heads=query.shape[1], num_kv_heads=keys[0].shape[1], head_size=query.shape[2],
+        v_head_size=values[0].shape[2], scale=scale, causal=right == 0,
         sliding_window=None if left < 0 else left + 1, logit_soft_cap=soft_cap or None,
-        alibi=slopes is not None, needs_lse=True,
+        alibi=slopes is not None, learned_sinks=sinks is not None, needs_lse=True,
     )  # fmt: skip
-    shape = (len(query), query.shape[1], value.shape[3])
+    shape = (len(query), query.shape[1], spec.v_head_size)
     out = torch.full(shape, EMPTY_ROW, dtype=torch.float64)
     lse = torch.full((query.shape[1], len(query)), torch.inf, dtype=torch.float64)
-    for index, length in enumerate(lens):
+    for index, key in enumerate(keys):
         rows = slice(starts[index], starts[index + 1])
-        if length == 0 or rows.start == rows.stop:
+        if len(key) == 0 or rows.start == rows.stop:
             continue
-        blocks = table[index, : -(-length // key.shape[1])].long()
-        keys = key[blocks].flatten(0, 1)[:length].to(torch.float64) * scales[0]
-        values = value[blocks].flatten(0, 1)[:length].to(torch.float64) * scales[1]
-        out[rows], found = reference.attend(
-            spec, query[rows], keys, values, LayerParams(alibi_slopes=slopes)
-        )
+        params = LayerParams(alibi_slopes=slopes, sinks=sinks)
+        out[rows], found = reference.attend(spec, query[rows], key, values[index], params)
         lse[:, rows] = found.T
     return out.to(query.dtype), lse.float()
 

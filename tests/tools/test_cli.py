@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from polyattn.device import PROFILES
+from polyattn.registry.devices import profiles
+from polyattn.registry.discovery import discover
 from polyattn.registry.extras import install_advice
 from polyattn.tools.cli.models import bundled, bundled_models
 from polyattn.tools.replay.trace import read_trace
@@ -77,15 +78,19 @@ def test_errors_are_one_clear_message(args: list[str], env: dict[str, str], says
 
 
 def test_explain_exits_1_when_a_layer_has_no_backend() -> None:
-    text = polyattn(
-        "explain", "llama-3.1-8b", "--device", "gaudi3", code=1, POLYATTN_DISABLE_PLUGINS="hpu"
-    ).stdout
-    assert "polyattn[hpu]" in text
+    text = polyattn("explain", "mamba2-2.7b", "--device", "gaudi3", code=1).stdout
+    assert "none is for mamba2 layers on platform hpu" in text
+
+
+def test_a_profile_is_its_plugins() -> None:
+    command = ("explain", "llama-3.1-8b", "--device", "gaudi3")
+    text = polyattn(*command, code=2, POLYATTN_DISABLE_PLUGINS="hpu").stderr
+    assert "device 'gaudi3' is unknown" in text
 
 
 def test_every_extra_that_is_advised_exists() -> None:
     extras = set(metadata("polyattn").get_all("Provides-Extra") or ())
-    for device in PROFILES.values():
+    for device in profiles(discover()).values():
         advised = re.findall(r"polyattn\[(\w+)\]", install_advice(device.platform))
         assert set(advised) <= extras
         assert bool(advised) == (device.platform in extras)

@@ -17,7 +17,7 @@ from polyattn.selection.decision import Decision
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
-from polyattn.spec.decompose import group_layers
+from polyattn.spec.decompose import group_layers, unrotated
 from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
@@ -48,6 +48,7 @@ def select(
     """
     settings = current() if settings is None else settings
     resolved = resolve_device(device, settings)
+    spec = unrotated(spec)  # kernels take queries and keys that are rotated already
     # All that can change the answer, so that threads with other settings don't disturb each other.
     key = (spec, resolved, backend, verify, settings, generation())
     found = _remembered.get(key)

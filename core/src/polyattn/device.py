@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from polyattn.errors import DeviceError, nearest
-
 
 @dataclass(frozen=True)
 class Device:
@@ -42,14 +40,6 @@ class Device:
         """Return the same device, bound to one of this machine's torch devices."""
         return replace(self, torch_device=torch_device)
 
-    @staticmethod
-    def profile(name: str) -> Device:
-        """Return a named profile. Raises `DeviceError` with the nearest valid name."""
-        key = ALIASES.get(name.lower(), name.lower())
-        if key not in PROFILES:
-            raise DeviceError(f"device profile {name!r} is unknown{nearest(name, PROFILES)}")
-        return PROFILES[key]
-
     def __str__(self) -> str:
         label = f"{self.platform} {self.arch}"
         return f"{self.name} ({label})" if self.name else label
@@ -64,38 +54,3 @@ def arch_matches(pattern: str, arch: str) -> bool:
     if not bounds or not parts or bounds[1] != parts[1]:
         return False
     return int(bounds[2]) <= int(parts[2]) <= int(bounds[3] or 10**9)
-
-
-def _nvidia(name: str, arch: str, bandwidth: float, matmul: float, fp8: bool = True) -> Device:
-    return Device(
-        "cuda", arch, name, fp8="ocp" if fp8 else None, bandwidth=bandwidth, matmul=matmul
-    )
-
-
-PROFILES: dict[str, Device] = {
-    "a100": _nvidia("A100 80 GB SXM", "sm_80", 2039, 312, fp8=False),
-    "l40s": _nvidia("L40S", "sm_89", 864, 362),
-    "h100-sxm": _nvidia("H100 SXM", "sm_90", 3350, 989),
-    "h200": _nvidia("H200 SXM", "sm_90", 4800, 989),
-    "b200": _nvidia("B200", "sm_100", 8000, 2250),
-    "rtx4090": _nvidia("GeForce RTX 4090", "sm_89", 1008, 165),
-    "rtx5090": _nvidia("GeForce RTX 5090", "sm_120", 1792, 210),
-    "mi250x": Device("rocm", "gfx90a", "Instinct MI250X", bandwidth=3277, matmul=383),
-    "mi300x": Device("rocm", "gfx942", "Instinct MI300X", fp8="fnuz", bandwidth=5300, matmul=1307),
-    "mi355x": Device("rocm", "gfx950", "Instinct MI355X", fp8="ocp", bandwidth=8000, matmul=2500),
-    "tpu-v5e": Device("tpu", "v5e", "TPU v5e", bandwidth=819, matmul=197),
-    "tpu-v5p": Device("tpu", "v5p", "TPU v5p", bandwidth=2765, matmul=459),
-    "tpu-v6e": Device("tpu", "v6e", "TPU v6e", bandwidth=1640, matmul=918),
-    "tpu-v7x": Device("tpu", "v7x", "TPU7x", fp8="ocp", bandwidth=7370, matmul=2307),
-    "gaudi2": Device("hpu", "gaudi2", "Gaudi 2", bandwidth=2460, matmul=432),
-    "gaudi3": Device("hpu", "gaudi3", "Gaudi 3", fp8="ocp", bandwidth=3700, matmul=1835),
-    "x86-avx2": Device("cpu", "x86_64", "x86 with AVX2", frozenset({"avx2"})),
-    "x86-avx512": Device("cpu", "x86_64", "x86 with AVX-512", frozenset({"avx2", "avx512"})),
-    "x86-amx": Device(
-        "cpu", "x86_64", "x86 with AMX", frozenset({"avx2", "avx512", "avx512_bf16", "amx"})
-    ),
-    "neoverse": Device("cpu", "aarch64", "Arm Neoverse", frozenset({"neon", "sve"})),
-}
-"""Hardware to reason about without having it. Figures are the vendors' datasheets'."""
-
-ALIASES = {"h100": "h100-sxm", "4090": "rtx4090", "5090": "rtx5090", "tpu7x": "tpu-v7x"}

@@ -30,6 +30,7 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe or ranking may take (default 2)",
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
+    "POLYATTN_CPU_ISA": "instruction set of the native CPU kernels, instead of the best one here",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""

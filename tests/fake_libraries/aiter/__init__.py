@@ -5,23 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn_fakes import FP8, attend_paged, bind, lengths
+from polyattn_fakes import FP8, attend_packed, attend_paged, bind, lengths
 from torch import Tensor
 
 
 def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-    """Varlen over pages; LSE (heads, tokens), natural."""
+    """Varlen over pages, or over packed keys; LSE (heads, tokens), natural."""
     a = bind("aiter", "flash_attn_varlen_func", args, kwargs)
-    assert a["return_lse"] is True and a["block_table"] is not None
+    assert a["return_lse"] is True
     assert a["k"].dtype == a["q"].dtype, "its paged prefill reads caches of the query's dtype alone"
     starts, queries = lengths(a["cu_seqlens_q"])
-    _, lens = lengths(a["cu_seqlens_k"])
-    assert a["max_seqlen_q"] == max(queries) and a["max_seqlen_k"] == max(lens)
+    key_starts, lens = lengths(a["cu_seqlens_k"])
+    assert a["max_seqlen_q"] >= max(queries) and a["max_seqlen_k"] == max(lens)
+    assert a["max_seqlen_q"] > 1, "it would take one token of each sequence for granted"
     assert a["causal"] == (a["window_size"][1] == 0)
-    out, lse = attend_paged(
-        a["q"], a["k"], a["v"], starts, lens, a["block_table"], scale=a["softmax_scale"],
-        window=a["window_size"], soft_cap=a["logits_soft_cap"], slopes=a["alibi_slopes"],
-    )  # fmt: skip
+    options = {
+        "scale": a["softmax_scale"], "window": a["window_size"], "soft_cap": a["logits_soft_cap"],
+        "slopes": a["alibi_slopes"],
+    }  # fmt: skip
+    if a["block_table"] is None:
+        out, lse = attend_packed(a["q"], a["k"], a["v"], starts, key_starts, **options)
+    else:
+        out, lse = attend_paged(a["q"], a["k"], a["v"], starts, lens, a["block_table"], **options)
     a["out"].copy_(out)
     return a["out"], lse
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, AttentionKind, Batch, Device, LatentAttention, LayerSpec, select
+from polyattn import Attention, AttentionKind, Batch, LatentAttention, LayerSpec, select
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SelectionError
 from polyattn.families.mla import reference as mla_reference
 from polyattn.families.mla.inputs import latent_weights
+from polyattn.registry.devices import resolve_device
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, quantize
 from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LatentSpec
@@ -76,7 +77,7 @@ def test_the_declaration_is_light() -> None:
 
 @pytest.mark.parametrize("profile", ["gaudi2", "gaudi3"])
 def test_serves_gaudi(profile: str) -> None:
-    device = Device.profile(profile)
+    device = resolve_device(profile)
     assert (device.platform, device.arch) == ("hpu", profile)
     decision = select(LLAMA, profile).decision
     assert (decision.prefill, decision.decode) == ("HPU_ATTN", "HPU_ATTN")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +16,6 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.conformance.case import Case
-    from polyattn.conformance.harness import Harness
     from polyattn.device import Device
     from polyattn.registry.info import BackendInfo
 
@@ -30,22 +31,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="take the torch device for this one: for a fake of a library whose hardware is absent",
     )
     group.addoption("--polyattn-seed", type=int, metavar="N", help="seed (default: a fresh one)")
+    group.addoption(
+        "--polyattn-budget",
+        type=float,
+        default=5.0,
+        metavar="SECONDS",
+        help="how long each search draws layers and batches from the claims (default: 5)",
+    )
     group.addoption("--polyattn-report", metavar="FILE", help="write the counts as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker that ties a test to its kind of case."""
-    config.addinivalue_line("markers", "conformance(check): runs the cases of this kind")
+    """Set up the kit where a backend is named."""
     if config.getoption("--polyattn-backend", None):
         config.pluginmanager.register(_Kit(config), "polyattn-conformance-kit")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The suite means nothing without a backend's name."""
-    if (
-        collection_path.name in ("test_conformance.py", "test_families.py")
-        and "polyattn" in collection_path.parts
-    ):
+    if collection_path.name == "test_conformance.py" and "polyattn" in collection_path.parts:
         return None if config.getoption("--polyattn-backend", None) else True
     return None
 
@@ -54,11 +58,9 @@ class _Kit:
     """The backend under test, its cases and what became of them."""
 
     def __init__(self, config: pytest.Config):
-        import torch
-
-        from polyattn.api import resolve_device
-        from polyattn.conformance.cases import derive
+        from polyattn.conformance.derive import derive
         from polyattn.errors import PolyattnError
+        from polyattn.registry.devices import resolve_device
         from polyattn.registry.discovery import discover
 
         try:
@@ -70,28 +72,24 @@ class _Kit:
         except PolyattnError as error:
             raise pytest.UsageError(str(error)) from error
         seed = config.getoption("--polyattn-seed")
-        self.seed = torch.seed() % 2**31 if seed is None else seed
+        # Not torch.seed(), which would seed the user's generators anew.
+        self.seed = random.SystemRandom().randrange(2**31) if seed is None else seed
         config.option.polyattn_seed = self.seed  # workers of pytest-xdist use the same
+        self.budget: float = config.getoption("--polyattn-budget")
         self.report = config.getoption("--polyattn-report")
         self.cases: list[Case] = derive(self.info, self.device)
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        marker = metafunc.definition.get_closest_marker("conformance")
-        if marker is not None:
-            cases = [case for case in self.cases if case.check == marker.args[0]]
-            metafunc.parametrize("case", cases, ids=[case.id for case in cases])
-
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Drop the placeholders of checks that the claims give no case for."""
-        items[:] = [item for item in items if not item.name.endswith("[NOTSET]")]
+        if {"case", "run"} <= set(metafunc.fixturenames):
+            metafunc.parametrize("case", self.cases, ids=[case.id for case in self.cases])
 
     @pytest.fixture
-    def harness(self) -> Harness:
-        """What builds and runs layers of the backend under test."""
-        from polyattn.conformance.harness import Harness
+    def run(self) -> Callable[[Case], None]:
+        """What runs one case of the backend under test."""
+        from polyattn.conformance.checks.table import run_case
 
-        return Harness(self.info.name, self.device, self.seed)
+        return lambda case: run_case(case, self.info.name, self.device, self.seed, self.budget)
 
     @pytest.fixture
     def conformance_cases(self) -> list[Case]:
@@ -100,7 +98,7 @@ class _Kit:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.failed or (report.when == "setup" and report.skipped):
-            check = report.nodeid.rpartition("::test_")[2].partition("[")[0]
+            check = report.nodeid.rpartition("[")[2].partition("-")[0]
             self.counts[check, report.outcome] += 1
 
     def pytest_report_header(self) -> str:

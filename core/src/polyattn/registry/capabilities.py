@@ -99,9 +99,12 @@ ANY_SIZE = Sizes()
 ANY_PLATFORM = "*"
 """The platform that a backend of plain torch names: it runs wherever torch does."""
 EXCLUDABLE = frozenset(
-    {*FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role)}
-)
-"""What `Capabilities.excludes` may name, beside archs."""
+    {
+        *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role), "cached",
+        "uncached",
+    }
+)  # fmt: skip
+"""What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +198,8 @@ class Capabilities:
                 f"Capabilities.preferred_block_size={self.preferred_block_size} is not among "
                 f"block_sizes ({self.block_sizes})"
             )
-        for problem in claim_problems(self, EXCLUDABLE, ANY_PLATFORM):
+        sizes = {f"head_size {size}" for size in self.head_sizes.values}
+        for problem in claim_problems(self, EXCLUDABLE | sizes, ANY_PLATFORM):
             raise ValueError(problem)
         for name in ("platforms", "remedies"):  # copies: what was checked must not change
             object.__setattr__(self, name, dict(getattr(self, name)))

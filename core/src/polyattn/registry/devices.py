@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import DeviceError, describe, shown
+from polyattn.errors import DeviceError, describe, nearest, shown
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import load_object
 from polyattn.registry.machine import detect
@@ -36,7 +36,16 @@ def resolve_device(device: Any = None, settings: Settings | None = None) -> Devi
 def _find(text: str, registry: Registry) -> Device:
     if text.split(":")[0] in torch_device_types(registry):
         return detect(registry, text)
-    return Device.profile(text)
+    known = profiles(registry)
+    if text.lower() not in known:
+        hint = "" if known else '; no plugin is installed: pip install "polyattn[cpu]"'
+        raise DeviceError(f"device {text!r} is unknown{nearest(text, known)}{hint}")
+    return known[text.lower()]
+
+
+def profiles(registry: Registry) -> dict[str, Device]:
+    """Return the named profiles of the installed platforms."""
+    return {n.lower(): d for p in registry.platforms.values() for n, d in p.profiles}
 
 
 def torch_device_types(registry: Registry) -> set[str]:

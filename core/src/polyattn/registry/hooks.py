@@ -27,7 +27,8 @@ class Platform:
     of the highest `rank` that is here becomes the default device; the CPU's rank is 0.
     `device_types` are the types of torch device that it speaks for (`("cuda",)`; none: its name);
     `current` is `"package.module:function"`, which says cheaply which of several devices is the
-    current one (`"cuda:1"`); None where there is but one.
+    current one (`"cuda:1"`); None where there is but one. `profiles` are names of its hardware, to
+    reason about without having it (`("h100", Device(...))`); a device may have several names.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Platform:
     rank: int = 10
     device_types: tuple[str, ...] = ()
     current: str | None = None
+    profiles: tuple[tuple[str, Device], ...] = ()
 
 
 class HookSpecs:

@@ -103,6 +103,11 @@ class BackendInfo:
         """Return a backend of several builds, the preferred one first; `fields` are what they share."""
         return cls(variants=variants, **_claims(variants[0]), **fields)
 
+    @property
+    def builds(self) -> tuple[BackendInfo, ...]:
+        """The backend as each of its variants, the preferred one first; itself where it has none."""
+        return tuple(map(self.as_built, self.variants)) or (self,)
+
     def as_built(self, variant: Variant) -> BackendInfo:
         """Return the backend as one of its variants: that build's claims, path and requirements."""
         return replace(self, variants=(), build=variant.name, **_claims(variant))

@@ -110,21 +110,12 @@ def availabilities(infos: Iterable[BackendInfo], timeout: float) -> list[str | N
 
     Of several builds of a library one is enough.
     """
-    infos = list(infos)
-    builds = [[info.as_built(v) for v in info.variants] or [info] for info in infos]
-    answers = iter(_availabilities([build for each in builds for build in each], timeout))
-    found: list[str | None] = []
-    for info, each in zip(infos, builds, strict=True):
-        reasons = [next(answers) for _ in each]
-        if None in reasons or len(reasons) == 1:
-            found.append(None if None in reasons else reasons[0])
-        else:
-            named = zip(info.variants, reasons, strict=True)
-            found.append("; ".join(f"{variant.name}: {reason}" for variant, reason in named))
-    return found
+    builds = [info.builds for info in infos]
+    answers = iter(_answers([build for several in builds for build in several], timeout))
+    return [_of_builds({build.build: next(answers) for build in several}) for several in builds]
 
 
-def _availabilities(infos: list[BackendInfo], timeout: float) -> list[str | None]:
+def _answers(infos: list[BackendInfo], timeout: float) -> list[str | None]:
     stated = [_declared_problem(info) for info in infos]
     waiting = {
         info.probe: PluginCall("its probe", lambda path=info.probe: load_object(path)())  # type: ignore[misc]
@@ -137,6 +128,15 @@ def _availabilities(infos: list[BackendInfo], timeout: float) -> list[str | None
         _probed[info.probe] if problem is None and info.probe is not None else problem
         for info, problem in zip(infos, stated, strict=True)
     ]
+
+
+def _of_builds(answers: dict[str, str | None]) -> str | None:
+    """Return why none of a library's builds can run here, or None."""
+    reasons = [reason for reason in answers.values() if reason is not None]
+    if len(reasons) < len(answers) or len(answers) == 1:
+        return None if len(reasons) < len(answers) else reasons[0]
+    text = "; ".join(f"{name}: {reason}" for name, reason in answers.items())
+    return Fault(text) if any(isinstance(reason, Fault) for reason in reasons) else text
 
 
 _probed: dict[str, str | None] = {}

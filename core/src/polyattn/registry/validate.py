@@ -16,7 +16,7 @@ from polyattn.registry import typed
 from polyattn.registry.capabilities import Capabilities, Sizes
 from polyattn.registry.claims import PLATFORM_NAME, is_arch_pattern
 from polyattn.registry.hooks import Platform
-from polyattn.registry.info import BackendInfo, Priority
+from polyattn.registry.info import BackendInfo, Priority, Variant
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.spec.kinds import PHASES
 
@@ -115,16 +115,42 @@ def _backend_problems(info: BackendInfo) -> Iterator[str]:
             f"BackendInfo.name={shown(info.name)} can't be a backend's name; use letters, digits, "
             "_ and -, 64 at most"
         )
-    yield from _path_problems("BackendInfo.path", info.path, "Class")
-    if info.probe is not None:
-        yield from _path_problems("BackendInfo.probe", info.probe, "function")
-    for text in info.requires:
-        problem = requirement_syntax_problem(text)
-        if problem:
-            yield f"BackendInfo.requires: {problem}"
+    yield from _build_problems(info)
     for where in info.proof:
         if not is_arch_pattern(where):
             yield f"BackendInfo.proof: {shown(where)} is neither a platform nor an arch"
+    if info.build:
+        yield f"BackendInfo.build={shown(info.build)} is not declared; declare variants"
+    names = [variant.name for variant in info.variants]
+    if len(set(names)) < len(names):
+        yield f"BackendInfo.variants: {shown(names)} names a build twice"
+    if info.variants and info.builds[0] != dataclasses.replace(
+        info, variants=(), build=info.variants[0].name
+    ):
+        yield (
+            "BackendInfo.variants: the backend's own claims aren't those of its first build; declare "
+            "it with BackendInfo.of_variants(...)"
+        )
+
+
+def _variant_problems(variant: Variant) -> Iterator[str]:
+    if not PLUGIN_NAME.fullmatch(variant.name):
+        yield (
+            f"Variant.name={shown(variant.name)} can't be a build's name; use letters, digits, '_', "
+            "'-' and '.', 64 at most"
+        )
+    yield from _build_problems(variant)
+
+
+def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
+    kind = type(info).__name__
+    yield from _path_problems(f"{kind}.path", info.path, "Class")
+    if info.probe is not None:
+        yield from _path_problems(f"{kind}.probe", info.probe, "function")
+    for text in info.requires:
+        problem = requirement_syntax_problem(text)
+        if problem:
+            yield f"{kind}.requires: {problem}"
 
 
 def _priority_problems(priority: Priority) -> Iterator[str]:
@@ -145,6 +171,7 @@ def _priority_problems(priority: Priority) -> Iterator[str]:
 _VALUES: dict[type, Callable[[Any], Iterator[str]]] = {
     Platform: _platform_problems,
     BackendInfo: _backend_problems,
+    Variant: _variant_problems,
     Priority: _priority_problems,
 }
 """What is looked at beside the types."""

@@ -11,10 +11,10 @@ from polyattn.spec.layer import LayerSpec
 
 def window_sizes(spec: LayerSpec) -> tuple[int, int]:
     """Return flash-attn's (left, right): keys beside the query, itself not counted; -1 is none."""
-    if spec.sliding_window is None:
-        return (-1, 0) if spec.causal else (-1, -1)
-    left = spec.sliding_window - 1
-    return (left, 0) if spec.causal else (left, left)
+    left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+    if spec.causal:
+        return left, 0
+    return left, left if spec.window_right is None else spec.window_right
 
 
 def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:

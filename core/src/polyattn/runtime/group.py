@@ -64,6 +64,7 @@ class LayerGroup:
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
+        self.device_type = self.torch_device.type
 
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
         """Prepare one step for every layer of the group. Raises `BatchError`.

@@ -37,7 +37,8 @@ class UniformRows:
 
     def spread(self, packed: Tensor) -> Tensor:
         """Return (tokens, ...) as (num_seqs, longest query, ...)."""
-        return (packed if self.take is None else packed[self.take]).unflatten(0, self.shape)
+        taken = packed if self.take is None else packed[self.take]
+        return taken.view(*self.shape, *packed.shape[1:])
 
     def collect(self, rows: Tensor) -> Tensor:
         """Return (num_seqs, longest query, ...) as (tokens, ...)."""

@@ -34,14 +34,14 @@ def _build(
     device: Device,
     unavailable: Callable[[BackendInfo], str | None],
 ) -> BackendInfo:
-    builds = [info.as_built(variant) for variant in info.variants]
+    builds = info.builds
     if not device.is_real:
         return builds[0]
     if not {device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys():
         return builds[0]
     here = [build for build in builds if unavailable(build) is None]
     able = [build for build in here if _serves(build, spec, device)]
-    return (able or here or [info])[0]
+    return (able or here or (info,))[0]
 
 
 def _serves(build: BackendInfo, spec: LayerSpec, device: Device) -> bool:

@@ -130,7 +130,7 @@ class Decision:
 
 def verdict_line(verdict: Verdict) -> str:
     """Return a candidate in one line, without its rejections."""
-    build = f" as {verdict.build} builds it" if verdict.build else ""
+    build = f" ({verdict.build}'s build)" if verdict.build else ""
     text = f"{verdict.backend}{build} for {verdict.phase}"
     if verdict.accepted:
         text += f" (priority {verdict.score}, {verdict.proof})"

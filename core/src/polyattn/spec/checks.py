@@ -55,6 +55,8 @@ def check_fields(spec: LayerSpec) -> None:
         if getattr(spec, name) is not None:
             high = LARGEST_BLOCK if name == "block_size" else 1 << 40
             integer(name, getattr(spec, name), 1, high, "; use None for none")
+    if spec.window_right is not None:
+        integer("window_right", spec.window_right, 0, 1 << 40, "; use None for none")
     integer("sink_tokens", spec.sink_tokens, 0)
     for name in _FLAGS:
         if not isinstance(getattr(spec, name), bool):
@@ -89,13 +91,20 @@ def check_relations(spec: LayerSpec) -> None:
         raise SpecError(
             f"sink_tokens={spec.sink_tokens} needs a sliding_window; without one every key is kept"
         )
+    if spec.window_right is not None and spec.causal:
+        raise SpecError(
+            f"window_right={spec.window_right}: a causal mask hides all keys after the query; leave it "
+            "out, or set causal=False"
+        )
     if spec.fp8_compute and spec.kv_cache_dtype != "fp8_e4m3":
         raise SpecError(
             f"fp8_compute=True goes with kv_cache_dtype='fp8_e4m3', not {spec.kv_cache_dtype!r}"
         )
     if spec.role in (Role.CROSS, Role.ENCODER, Role.ENCODER_ONLY) and spec.causal:
         raise SpecError(f"role={spec.role.value!r} is not causal; set causal=False")
-    if spec.role is Role.CROSS and (spec.sliding_window or spec.chunk_size or spec.alibi):
+    if spec.role is Role.CROSS and (
+        spec.sliding_window or spec.window_right is not None or spec.chunk_size or spec.alibi
+    ):
         raise SpecError("role='cross' has no positions to window, chunk or bias; drop those fields")
     if not spec.cached:
         _check_uncached(spec)

@@ -74,6 +74,12 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
     )
 
 
+@cache
+def unrotated(spec: LayerSpec) -> LayerSpec:
+    """Return the layer that attends to queries and keys which are rotated already."""
+    return spec if spec.rope is None else spec.replace(rope=None)
+
+
 def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
     """Return what a backend for `phase` must be able to do: `spec`, or what it comes down to."""
     if spec.kind is AttentionKind.MLA and phase == "prefill":
@@ -88,9 +94,12 @@ def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:
 
 
 def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
-    """Return each distinct part with the indices of its layers, in order of first appearance."""
+    """Return each distinct part with the indices of its layers, in order of first appearance.
+
+    Layers that differ in their rotary embedding alone are one group: no kernel is asked for it.
+    """
     groups: dict[LayerSpec, list[int]] = {}
     for index, spec in enumerate(specs):
-        for part in parts(spec):
+        for part in parts(unrotated(spec)):
             groups.setdefault(part, []).append(index)
     return groups

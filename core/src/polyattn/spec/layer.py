@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
@@ -21,6 +21,7 @@ from polyattn.spec.checks import (
 )
 from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.rope import RopeSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +69,15 @@ class LayerSpec:
     Sizes are in elements, windows in tokens. `v_head_size` defaults to `head_size`, `scale`
     to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. Raises `SpecError`.
 
-    - `sliding_window` W: a query sees itself and the W - 1 keys before it.
+    - `sliding_window` W: a query sees itself and the W - 1 keys before it; without a causal mask also
+      the W - 1 after it, or the `window_right` after it, where that is given (with or without W).
     - `chunk_size` C: a query sees only the keys of its own chunk `position // C` (Llama 4).
     - `learned_sinks`: one learned logit a head joins the softmax's denominator (gpt-oss).
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
+    - `rope`: how queries and keys are rotated before they come here; no kernel is asked for it.
     - `block_size` None lets the selector choose.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
@@ -94,6 +97,7 @@ class LayerSpec:
     cached: bool | None = None
     causal: bool = True
     sliding_window: int | None = None
+    window_right: int | None = None
     chunk_size: int | None = None
     logit_soft_cap: float | None = None
     alibi: bool = False
@@ -105,6 +109,7 @@ class LayerSpec:
     batch_invariant: bool = False
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
+    rope: RopeSpec | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -120,6 +125,8 @@ class LayerSpec:
         check_fields(self)
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
         check_relations(self)
+        if self.window_right is not None and self.window_right + 1 == self.sliding_window:
+            set_(self, "window_right", None)  # what the window means anyway
         # The spec is the key of every look-up on the way to a kernel, so hash it once.
         fields = tuple(getattr(self, f.name) for f in dataclasses.fields(self))
         set_(self, "_hash", hash(fields))
@@ -168,6 +175,9 @@ class LayerSpec:
             default = derived[field.name] if field.name == "cached" else field.default
             if value == default:
                 continue
+            if isinstance(value, RopeSpec):
+                out[field.name] = value.to_dict()
+                continue
             if isinstance(value, Enum):
                 value = value.name.lower() if isinstance(value, IntEnum) else value.value
             out[field.name] = (
@@ -190,6 +200,8 @@ class LayerSpec:
         for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
             if isinstance(given.get(name), Mapping):
                 given[name] = _part(name, part, given[name])
+        if isinstance(given.get("rope"), Mapping):
+            given["rope"] = RopeSpec.from_dict(given["rope"])
         try:
             return cls(**given)
         except TypeError as error:
@@ -208,16 +220,21 @@ class LayerSpec:
 
     @classmethod
     def from_hf_config(
-        cls, config: Mapping[str, Any] | str | os.PathLike[str] | object
+        cls,
+        config: Mapping[str, Any] | str | os.PathLike[str] | object,
+        *,
+        assume: str | None = None,
+        ignore: Collection[str] = (),
     ) -> list[LayerSpec]:
-        """Return the spec of every layer of a Hugging Face model, in order.
+        """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
-        a directory that holds one. Raises `ConfigError`.
+        a directory that holds one. `assume` names the type to read it as; `ignore` the fields
+        that don't change attention. Raises `ConfigError`.
         """
         from polyattn.spec.huggingface import layer_specs
 
-        return layer_specs(config)
+        return layer_specs(config, assume=assume, ignore=ignore)
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from polyattn import AttentionBackend, KVCache, LayerParams
+from polyattn.kernel import AttentionBackend, KVCache, LayerParams, Plan
 from torch import Tensor
 
 
 class ExampleAttention(AttentionBackend):
-    """Gathers each sequence's keys and values and attends in float32."""
+    """Gathers each sequence's keys and values and attends in float32, prefill and decode alike."""
 
     name: ClassVar[str] = "EXAMPLE_ATTN"
 
-    def forward_prefill(
+    def run(
         self,
+        plan: Plan,
         query: Tensor,
         key: Tensor | None,
         value: Tensor | None,
@@ -24,8 +25,10 @@ class ExampleAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert cache is not None  # only decoder layers are claimed, and they have one
-        batch, ratio = self.batch, self.spec.gqa_ratio
+        assert (
+            cache is not None
+        )  # only cached layers are claimed; it holds `key` and `value` already
+        batch, ratio = plan.batch, self.spec.gqa_ratio
         assert batch.block_table is not None
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
@@ -45,13 +48,3 @@ class ExampleAttention(AttentionBackend):
             out[rows] = torch.einsum("qhk,khd->qhd", weights, values).to(out.dtype)
             if lse is not None:
                 lse[rows] = found
-
-    def forward_decode(
-        self,
-        query: Tensor,
-        cache: KVCache,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        self.forward_prefill(query, None, None, cache, params, out, lse)

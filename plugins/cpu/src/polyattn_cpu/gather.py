@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn.kernel import Batch, KVCache, LayerSpec, raw
+from polyattn.kernel import Batch, KVCache, LayerSpec, raw, window_sizes
 from torch import Tensor
 
 
@@ -39,10 +39,11 @@ def seen(spec: LayerSpec, first: int, last: int, length: int) -> Span:
         low = max(0, first // spec.chunk_size * spec.chunk_size)
         high = min(high, (last // spec.chunk_size + 1) * spec.chunk_size)
     start, stop, sinks = low, max(low, high), 0
-    if spec.sliding_window is not None:
-        start = min(max(low, first - spec.sliding_window + 1), stop)
-        if not spec.causal:
-            stop = max(start, min(stop, last + spec.sliding_window))
+    left, right = window_sizes(spec)
+    if left >= 0 or right >= 0:
+        start = low if left < 0 else min(max(low, first - left), stop)
+        if right >= 0:
+            stop = max(start, min(stop, last + right + 1))
         kept = min(spec.sink_tokens, high)
         if kept > low and (low > 0 or kept >= start):
             start, stop = low, max(stop, kept)

@@ -14,6 +14,8 @@ from polyattn.plugin import (
     one_of,
 )
 
+from polyattn_cpu.profiles import PROFILES
+
 ALL_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 ALL_ROLES = frozenset(Role)
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window", "chunked", "sink_tokens"})
@@ -32,6 +34,7 @@ TORCH_SDPA = BackendInfo(
         layouts=("NHD", "HND"),
         features=MASKS
         | {
+            "window_right",
             "v_head_size",
             "logit_soft_cap",
             "alibi",
@@ -46,6 +49,71 @@ TORCH_SDPA = BackendInfo(
         Priority(score=5, why="correct everywhere; on accelerators only a last resort"),
     ),
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
+)
+
+QUANTISED = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
+NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
+
+NATIVE_ATTN = BackendInfo(
+    name="NATIVE_ATTN",
+    summary="paged attention in C++ for each instruction set, the whole batch in one call",
+    path="polyattn_cpu.native.backends:NativeAttention",
+    probe="polyattn_cpu.native.library:why_not",
+    capabilities=Capabilities(
+        platforms={"cpu": ()},
+        roles=ALL_ROLES,
+        cached=frozenset({True, False}),
+        dtypes=NATIVE_DTYPES,
+        kv_cache_dtypes=QUANTISED,
+        layouts=("NHD", "HND"),
+        phases=frozenset({"prefill", "decode", "mixed"}),
+        features=MASKS
+        | {
+            "v_head_size",
+            "logit_soft_cap",
+            "alibi",
+            "learned_sinks",
+            "lse",
+            "deterministic",
+            "batch_invariant",
+        },
+    ),
+    priorities=(Priority(score=100, why="reads each cached byte once, at the memory's pace"),),
+    proof={"cpu": Proof.MEASURED},
+)
+
+NATIVE_MLA = BackendInfo(
+    name="NATIVE_MLA",
+    summary="absorbed MLA decode over the latent cache, in C++ for each instruction set",
+    path="polyattn_cpu.native.backends:NativeMLA",
+    probe="polyattn_cpu.native.library:why_not",
+    capabilities=Capabilities(
+        platforms={"cpu": ()},
+        kinds=frozenset({AttentionKind.MLA}),
+        dtypes=NATIVE_DTYPES,
+        kv_cache_dtypes=QUANTISED,
+        phases=frozenset({"decode"}),
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"}),
+    ),
+    priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
+    proof={"cpu": Proof.MEASURED},
+)
+
+NATIVE_STORE = BackendInfo(
+    name="NATIVE_STORE",
+    summary="keys and values quantised and scattered in one call",
+    path="polyattn_cpu.native.backends:NativeStore",
+    probe="polyattn_cpu.native.library:why_not",
+    capabilities=Capabilities(
+        platforms={"cpu": ()},
+        kinds=frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
+        dtypes=NATIVE_DTYPES,
+        kv_cache_dtypes=QUANTISED,
+        layouts=("NHD", "HND"),
+        phases=frozenset({"store"}),
+    ),
+    priorities=(Priority(score=100, why="one call instead of eight operators"),),
+    proof={"cpu": Proof.MEASURED},
 )
 
 FLEX_ATTENTION = BackendInfo(
@@ -134,9 +202,18 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0)]
+    return [Platform(name="cpu", detect="polyattn_cpu.probes:detect", rank=0, profiles=PROFILES)]
 
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [TORCH_SDPA, FLEX_ATTENTION, TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN]
+    return [
+        TORCH_SDPA,
+        NATIVE_ATTN,
+        NATIVE_MLA,
+        NATIVE_STORE,
+        FLEX_ATTENTION,
+        TORCH_MLA,
+        TORCH_MLA_SPARSE,
+        TORCH_SCAN,
+    ]

@@ -19,6 +19,7 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     merge_states,
+    window_sizes,
 )
 from torch import Tensor
 
@@ -101,7 +102,7 @@ class TorchSDPA(AttentionBackend):
             state = self._causal(query, call, context)
             self._store(state, call, out, lse)
             return
-        step = QUERY_BLOCK if self.spec.causal or self.spec.sliding_window else 4 * QUERY_BLOCK
+        step = QUERY_BLOCK if max(window_sizes(self.spec)) >= 0 else 4 * QUERY_BLOCK
         step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
@@ -202,7 +203,7 @@ class TorchSDPA(AttentionBackend):
         None for nothing to add, and where every query sees something.
         """
         spec, count = self.spec, query.shape[0]
-        limited = spec.causal or spec.sliding_window or spec.chunk_size
+        limited = spec.chunk_size or max(window_sizes(spec)) >= 0
         # One query's span is exactly what it sees, but for this.
         masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
         if not masked and not spec.alibi:
@@ -307,10 +308,11 @@ def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:
     mask = torch.ones(position.shape[0], key.shape[0], dtype=torch.bool, device=key.device)
     if spec.causal:
         mask &= key <= position
-    if spec.sliding_window is not None:
-        near = key > position - spec.sliding_window
-        if not spec.causal:
-            near &= key < position + spec.sliding_window
+    left, right = window_sizes(spec)
+    if left >= 0 or right >= 0:
+        near = key <= position + right if right >= 0 else torch.ones_like(mask)
+        if left >= 0:
+            near = near & (key >= position - left)
         mask &= near | (key < spec.sink_tokens)
     if spec.chunk_size is not None:
         mask &= key // spec.chunk_size == position // spec.chunk_size

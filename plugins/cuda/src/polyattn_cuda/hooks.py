@@ -19,6 +19,7 @@ from polyattn.plugin import (
 )
 
 from polyattn_cuda.families import FAMILIES
+from polyattn_cuda.profiles import PROFILES
 
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window"})
 ALL_ROLES = frozenset(Role)
@@ -289,6 +290,7 @@ def polyattn_platforms() -> list[Platform]:
     return [
         Platform(
             name="cuda",
+            profiles=PROFILES,
             detect="polyattn_cuda.platform:detect",
             rank=20,
             device_types=("cuda",),

@@ -13,6 +13,8 @@ from polyattn.plugin import (
     hookimpl,
 )
 
+from polyattn_hpu.profiles import PROFILES
+
 PLATFORMS: dict[str, tuple[str, ...]] = {"hpu": ("gaudi2", "gaudi3"), "cpu": ()}
 DTYPES = frozenset({"bfloat16", "float16", "float32", "float64"})
 CACHE_DTYPES = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
@@ -91,6 +93,7 @@ def polyattn_platforms() -> list[Platform]:
     return [
         Platform(
             name="hpu",
+            profiles=PROFILES,
             detect="polyattn_hpu.platform:detect",
             rank=20,
             current="polyattn_hpu.platform:current",

@@ -23,7 +23,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_rocm.keys import GivenKeys
+from polyattn_rocm.keys import GivenKeys, longest_query
 
 PARTITION = 256
 """Keys that one workgroup of the paged decode takes."""
@@ -110,7 +110,7 @@ class AiterAttention(AttentionBackend):
             assert cache is not None
             key, value = cache.key, cache.value
         result = flash_attn_varlen_func(
-            query, key, value, batch.query_start_loc, plan.key_starts, batch.max_query_len,
+            query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
             batch.max_seq_len, softmax_scale=spec.scale, logits_soft_cap=spec.logit_soft_cap or 0.0,
             causal=spec.causal, window_size=window_sizes(spec), alibi_slopes=params.alibi_slopes,
             return_lse=True, block_table=None if cache is None else batch.block_table, out=out,

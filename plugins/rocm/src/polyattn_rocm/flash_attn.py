@@ -20,7 +20,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_rocm.keys import GivenKeys
+from polyattn_rocm.keys import GivenKeys, longest_query
 
 SHORT = 16
 """Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
@@ -87,7 +87,7 @@ class CkFlashAttention(AttentionBackend):
             assert cache is not None
             key, value = cache.key, cache.value
         result, found, _ = flash_attn_varlen_func(
-            query, key, value, batch.query_start_loc, plan.key_starts, batch.max_query_len,
+            query, key, value, batch.query_start_loc, plan.key_starts, longest_query(batch),
             batch.max_seq_len, softmax_scale=spec.scale, causal=spec.causal,
             window_size=window_sizes(spec), softcap=spec.logit_soft_cap or 0.0,
             alibi_slopes=params.alibi_slopes, return_attn_probs=True,

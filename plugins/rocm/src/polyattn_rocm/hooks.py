@@ -16,6 +16,8 @@ from polyattn.plugin import (
     one_of,
 )
 
+from polyattn_rocm.profiles import PROFILES
+
 ATTENTION = AttentionKind.ATTENTION
 PROOF = {"rocm": Proof.SIGNATURE}
 ALL_ROLES = frozenset(Role)
@@ -97,6 +99,7 @@ def polyattn_platforms() -> list[Platform]:
     return [
         Platform(
             name="rocm",
+            profiles=PROFILES,
             detect="polyattn_rocm.platform:detect",
             rank=20,
             device_types=("cuda", "hip"),

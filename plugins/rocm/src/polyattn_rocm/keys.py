@@ -23,3 +23,12 @@ class GivenKeys:
         """Return a tensor of keys or values, packed."""
         assert given is not None
         return given[: self.total] if self.rows is None else given[self.rows]
+
+
+def longest_query(batch: Batch) -> int:
+    """Return what the varlen kernels are told: the longest query, at least 2.
+
+    Told of single tokens they fold the heads of a group into rows and take one token of each sequence
+    for granted.
+    """
+    return max(2, batch.max_query_len)

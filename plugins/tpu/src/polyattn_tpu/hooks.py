@@ -17,6 +17,8 @@ from polyattn.plugin import (
     hookimpl,
 )
 
+from polyattn_tpu.profiles import PROFILES
+
 INTERPRETED = os.environ.get("PALLAS_INTERPRET") == "1"
 """Then the kernels also serve CPU tensors, in Pallas' interpreter: that is how CI checks them."""
 
@@ -180,7 +182,11 @@ def polyattn_api_versions() -> tuple[int, int]:
 def polyattn_platforms() -> list[Platform]:
     return [
         Platform(
-            name="tpu", detect="polyattn_tpu.platform:detect", rank=30, device_types=("jax",)
+            name="tpu",
+            detect="polyattn_tpu.platform:detect",
+            rank=30,
+            device_types=("jax",),
+            profiles=PROFILES,
         )
     ]
 

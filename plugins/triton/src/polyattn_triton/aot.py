@@ -10,15 +10,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from polyattn_triton.attention import decode_constants, prefill_constants, tile_config
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.store import write_kernel
+from polyattn_triton.variants import decode_constants, prefill_constants, tile_config, ways_of
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-PHASES = ("prefill", "paged", "decode", "split", "merge", "write")
+OTHERS = ("paged", "paged pieces", "merge", "write")
+"""Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
+FEW_TOKENS = 4
+"""Query tokens of a sequence in what is compiled for a few."""
 
 
 def target_of(arch: str) -> GPUTarget:
@@ -28,8 +31,13 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("hip", arch, 64)
 
 
+def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
+    """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
+    return (*ways_of(spec, arch), *OTHERS)
+
+
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
-    """Compile one of `PHASES` of TRITON_ATTN down to machine code.
+    """Compile one of TRITON_ATTN's phases (`phases_of`) down to machine code.
 
     Returns Triton's compiled kernel, whose `asm` holds `cubin` or `hsaco`. Raises what Triton
     raises when the target can't do it.
@@ -40,21 +48,25 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     if phase in ("merge", "write"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
-    decode = phase in ("decode", "split")
-    config = tile_config(spec, arch, "few" if phase == "split" else phase)
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    keys = query if phase == "prefill" else cached
-    pointers = {"Q": query, "K": keys, "V": keys, "OUT": query, "BT": "i32", "SEQ_LENS": "i32"}
-    if decode:
-        alike = spec.head_size == spec.v_head_size
-        constants = decode_constants(
-            spec, config, block_size, phase == "split", spec.needs_lse, arch, alike
+    way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
+    pointers = {"Q": query, "OUT": query}
+    if way in ("prefill", "pieces"):
+        paged = phase.startswith("paged")
+        config = tile_config(spec, arch, "paged" if paged else "prefill")
+        pointers |= dict.fromkeys(("K", "V"), cached if paged else query)
+        constants = prefill_constants(
+            spec, config, block_size if paged else 1, paged, way == "pieces", spec.needs_lse, arch
         )
-        return compile_kernel(decode_kernel, pointers | {"DONE": "i32"}, constants, arch, options)
-    paged = phase == "paged"
-    constants = prefill_constants(spec, config, block_size if paged else 1, paged, spec.needs_lse)
-    pointers |= {"STARTS": "i32", "KEY_STARTS": "i32", "TILE_SEQ": "i32", "TILE_START": "i32"}
-    return compile_kernel(prefill_kernel, pointers, constants, arch, options)
+        kernel: Any = prefill_kernel
+    else:
+        rows = FEW_TOKENS * spec.gqa_ratio if way == "few" else 0
+        config = tile_config(spec, arch, "decode" if way == "decode" else "few", rows)
+        pointers |= dict.fromkeys(("K", "V"), cached)
+        alike = spec.head_size == spec.v_head_size
+        constants = decode_constants(spec, config, block_size, way, spec.needs_lse, arch, alike)
+        kernel = decode_kernel
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(kernel, pointers, constants, arch, options)
 
 
 def _compile_small(
@@ -66,11 +78,12 @@ def _compile_small(
     block_size: int,
 ) -> Any:
     if phase == "merge":
+        height = tile_config(spec, arch, "prefill").block_m
         constants: tuple[Any, ...] = merge_constants(
-            spec.num_heads, spec.v_head_size, 64, spec.learned_sinks, spec.needs_lse,
-            launches_early(arch),
+            spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
+            spec.needs_lse, launches_early(arch),
         )  # fmt: skip
-        return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 2})
+        return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
@@ -81,6 +94,7 @@ def _compile_small(
 
 
 FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}
+INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
 
 
@@ -100,7 +114,8 @@ def compile_kernel(
         elif name in FLOATS:
             signature[name] = "fp32"
         elif name.isupper():
-            signature[name] = f"*{pointers.get(name, 'fp32')}"
+            element = pointers.get(name, "i32" if name in INTS else "fp32")
+            signature[name] = f"*{element}"
         else:
             signature[name] = "i32"
     # As a launch finds them: aligned pointers, strides that are multiples of 16. Without these no

@@ -9,7 +9,7 @@ from polyattn.plugin import AttentionKind, LayerSpec
 from polyattn_triton.aot import CACHE, ELEMENT, compile_kernel
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.launch import launches_early
-from polyattn_triton.mla import mla_config, mla_constants, mla_hopper_kernel
+from polyattn_triton.mla import Way, mla_config, mla_constants, mla_hopper_kernel
 from polyattn_triton.mla_kernels import mla_kernel
 from polyattn_triton.scan import scan_constants
 from polyattn_triton.scan_kernels import (
@@ -30,7 +30,9 @@ PREFILLS = {
 OPTIONAL = frozenset({"D", "dt_bias", "bias"})
 
 
-def compile_mla(spec: LayerSpec, arch: str, split: bool, block_size: int = 64) -> Any:
+def compile_mla(
+    spec: LayerSpec, arch: str, split: bool, few: bool = False, block_size: int = 64
+) -> Any:
     """Compile TRITON_MLA's kernel (TRITON_MLA_SPARSE's for a sparse layer) to machine code."""
     assert spec.latent is not None
     element = ELEMENT[spec.dtype]
@@ -39,12 +41,10 @@ def compile_mla(spec: LayerSpec, arch: str, split: bool, block_size: int = 64) -
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     config = mla_config(spec, arch)
     constants = mla_constants(
-        spec, config, block_size, split, bool(spec.latent.topk), spec.needs_lse,
+        spec, config, block_size, Way(split, few), bool(spec.latent.topk), spec.needs_lse,
         launches_early(arch),
     )  # fmt: skip
-    pointers = {
-        "Q": element, "KV": cached, "OUT": element, "BT": "i32", "SLOTS": "i32", "SEQ_LENS": "i32",
-    }  # fmt: skip
+    pointers = {"Q": element, "KV": cached, "OUT": element}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = mla_hopper_kernel if config.hopper else mla_kernel
     return compile_kernel(kernel, pointers, constants, arch, options)

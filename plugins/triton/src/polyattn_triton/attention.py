@@ -1,12 +1,12 @@
-"""TRITON_ATTN: plans tiles and splits on the host, launches the kernels."""
+"""TRITON_ATTN: deals tiles and their keys out on the host, launches the kernels."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
-import triton
 from polyattn.kernel import (
     STORAGE_DTYPES,
     AttentionBackend,
@@ -20,166 +20,159 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.configs import Config, pick
+from polyattn_triton.configs import Config
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import (
     Kept,
     Site,
+    Workspace,
+    fitting,
     launches_early,
-    merge_block,
     merge_constants,
+    merge_rows,
     multiprocessors,
-    power,
+    to_device,
 )
 from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.schedule import (
+    EVEN,
+    Ints,
+    Rates,
+    Tiles,
+    key_tiles,
+    max_parts,
+    rows_of,
+    stretches,
+    whole,
+)
+from polyattn_triton.variants import (
+    FEW_ON_ONE,
+    FEW_SPLITS,
+    MANY_ON_ONE,
+    MAX_SPLITS,
+    MIN_SPLIT_KEYS,
+    MOST_FEW_ROWS,
+    decode_constants,
+    even_splits,
+    merges_itself,
+    on_one,
+    part_rows,
+    prefill_constants,
+    shared_bytes,
+    tile_config,
+)
 
-MIN_SPLIT_KEYS = 128
-"""A split below this costs more in the merge than it gains."""
-FEW_SPLITS = 16
-MAX_SPLITS = 128
-FEW_ON_ONE = 3
-"""Programs of the configuration for few that fit on a multiprocessor of Hopper's at once."""
-MANY_ON_ONE = 4
-"""And of the other configuration."""
-CHEAP_TO_MERGE = 4
-"""Splits up to which one more costs less than it gains where sequences share keys."""
-MERGED_AT_ONCE = 8192
-"""Elements of the splits' outputs that a program merging them keeps in registers."""
-MAX_MERGED_BY_ONE = 2048
-"""Outputs of a group above which one program would be too slow to merge their splits."""
-
-
-def even_splits(programs: int, num_sms: int) -> int:
-    """Return how many splits leave the fullest multiprocessor the least to do.
-
-    It has two or three programs: one computes while the others' keys arrive. Of equal numbers a few
-    more splits are faster where sequences share their keys, more than a few slower to merge.
-    """
-    loads = [
-        (on_one / splits, splits)
-        for on_one in (2, FEW_ON_ONE)
-        if (splits := on_one * num_sms // programs)
-    ]
-    if not loads:
-        return 1
-    least = min(loads)[0]
-    equal = [splits for load, splits in loads if load == least]
-    splits = max((s for s in equal if s <= CHEAP_TO_MERGE), default=min(equal))
-    if splits == 1 and 2 * programs <= MANY_ON_ONE * num_sms:
-        splits = 2
-    return splits
-
-
-def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:
-    return (
-        spec.head_size, spec.v_head_size, power(spec.head_size), power(spec.v_head_size),
-        config.block_m, config.block_n, block_size,
-    )  # fmt: skip
-
-
-def _mask_constants(spec: LayerSpec, lse: bool) -> tuple[Any, ...]:
-    return (
-        spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
-        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks, lse,
-    )  # fmt: skip
-
-
-def prefill_constants(
-    spec: LayerSpec, config: Config, block_size: int, paged: bool, lse: bool
-) -> tuple[Any, ...]:
-    """Return `prefill_kernel`'s constants, in its order."""
-    shape = _shape_constants(spec, config, block_size)
-    return (spec.gqa_ratio, *shape, paged, spec.causal, *_mask_constants(spec, lse))
-
-
-def decode_constants(
-    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool, arch: str, alike: bool
-) -> tuple[Any, ...]:
-    """Return `decode_kernel`'s constants, in its order. `alike`: V has K's strides."""
-    itself = merges_itself(spec, arch)
-    at_once = min(16, MERGED_AT_ONCE // _merged_outputs(spec)) if split and itself else 0
-    early = split and not itself and launches_early(arch)
-    return (
-        spec.gqa_ratio, spec.num_heads, *_shape_constants(spec, config, block_size),
-        *_mask_constants(spec, lse), split, triton.next_power_of_2(spec.gqa_ratio), at_once, early,
-        alike,
-    )  # fmt: skip
-
-
-def _merged_outputs(spec: LayerSpec) -> int:
-    """Outputs of one group in the tile that merges its splits."""
-    return triton.next_power_of_2(spec.gqa_ratio) * triton.next_power_of_2(spec.v_head_size)
-
-
-def merges_itself(spec: LayerSpec, arch: str) -> bool:
-    """Whether the split that ends last merges them all, instead of a second kernel.
-
-    Not on AMD, where the order of memory between programs was never seen to hold.
-    """
-    return not arch.startswith("gfx") and _merged_outputs(spec) <= MAX_MERGED_BY_ONE
-
-
-def tile_config(spec: LayerSpec, arch: str, phase: str) -> Config:
-    """Return the configuration of a phase (prefill, paged, decode, few) on `arch`."""
-    width = power(max(spec.head_size, spec.v_head_size))
-    stored = spec.dtype if phase == "prefill" else spec.stored_dtype
-    plain = not (spec.sliding_window or spec.chunk_size or spec.alibi)
-    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
-    rows = max(config.block_m, triton.next_power_of_2(spec.gqa_ratio))
-    return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
+RATES = Rates(item=1, least=2)
+"""Key tiles that a tile of queries costs beside its own, and that are worth a program."""
 
 
 class AttentionPlan(Plan):
-    """One step: a decode's splits and grid, or a prefill's tiles, and what its launches share."""
+    """One step: the way it runs, and what its launches have in common.
 
-    __slots__ = ("few", "grid", "kept", "key_starts", "splits", "table", "tile_seq", "tile_start")
+    `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
+    merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
+    stride and last column. `fresh`: all keys are the step's own.
+    """
 
-    splits: int
-    few: bool
-    kept: Kept
-    table: tuple[int, int]
-    grid: tuple[int, int, int]
-    tile_seq: Tensor | None
-    tile_start: Tensor
-    key_starts: Tensor
+    __slots__ = (
+        "config", "fresh", "grid", "kept", "merge", "rows", "splits", "table", "variant", "way",
+        "work",
+    )  # fmt: skip
+
+    def __init__(self, batch: Batch, work: Tensor):
+        super().__init__(batch)
+        self.way, self.splits, self.rows, self.merge, self.fresh = "decode", 1, 0, False, False
+        self.work, self.table = work, (0, 0)
+        self.grid: tuple[int, int, int] = (0, 1, 1)
+        self.config: Config
+        self.kept: Kept
+        self.variant: tuple[Any, ...]
 
 
 class TritonAttention(AttentionBackend):
-    """Prefill by tiles of a host-made work list, decode by sequence with split-KV."""
+    """Decode and prefill over tiles of (token, head of group) rows, keys split where that helps."""
 
     name: ClassVar[str] = "TRITON_ATTN"
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.decode_config = tile_config(spec, device.arch, "decode")
-        self.few_config = tile_config(spec, device.arch, "few")
-        self.prefill_config = tile_config(spec, device.arch, "prefill")
+        arch = device.arch
+        self.decode_config = tile_config(spec, arch, "decode")
+        self.few_config = tile_config(spec, arch, "few")
+        self.prefill_config = tile_config(spec, arch, "prefill")
         # The plan lists tiles before it is known where the keys are read from.
         self.paged_config = replace(
-            tile_config(spec, device.arch, "paged"), block_m=self.prefill_config.block_m
-        )
+            tile_config(spec, arch, "paged"), block_m=self.prefill_config.block_m,
+            block_n=self.prefill_config.block_n,
+        )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
-        self.early = launches_early(device.arch)
-        self.merges_itself = merges_itself(spec, device.arch)
+        self.early = launches_early(arch)
+        self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        self.on_one = 0  # what a tuner sets instead of what is planned
+        self.rows = part_rows(spec, self.few_config, False)
+        self.itself = merges_itself(spec, arch, self.rows)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+        self.workspace = Workspace(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
-        self._parts = torch.empty(0, device=self.torch_device)
-        self._part_lse, self._done = self._parts, self._parts
-        self._no_tensor = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+        self._residents: dict[tuple[Any, ...], int] = {}
+        self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+
+    # Planning.
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
-        """Split a decode's keys, list a prefill's tiles."""
-        plan = AttentionPlan(batch)
-        plan.tile_seq = None
-        if batch.all_decode and batch.block_table is not None:
-            self._settle(plan, self._splits(batch))
+        """Decide the way, and deal the step's tiles out."""
+        plan = AttentionPlan(batch, self._none)
+        before = reuse.work if isinstance(reuse, AttentionPlan) else None
+        table = batch.block_table
+        if table is not None:
+            plan.table = (table.stride(0), table.shape[1] - 1)
+        if table is not None and batch.all_decode:
+            self._plan_decode(plan, before)
+        elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
+            self._plan_few(plan, before)
         else:
-            self._plan_tiles(plan)
+            self._plan_prefill(plan, before)
+        space, none, starts = self.workspace, self._none, batch.query_start_loc
+        table = none if table is None else table
+        if plan.way in ("prefill", "pieces"):
+            keys = self._key_starts(batch) if plan.fresh else none
+            plan.kept = Kept(
+                space.parts, space.part_lse, table, batch.seq_lens, starts, keys, plan.work
+            )
+        else:
+            plan.kept = Kept(
+                space.parts, space.part_lse, space.done, table, batch.seq_lens, starts, plan.work
+            )
+        config = plan.config
+        plan.variant = (
+            plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages
+        )  # fmt: skip
         return plan
 
-    def _splits(self, batch: Batch) -> int:
-        """Split the keys until the chip is full."""
+    def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """One tile a sequence: even splits of even lengths, else stretches."""
+        spec, batch = self.spec, plan.batch
+        plan.config, plan.rows = self.few_config, self.rows
+        lens = np.array(batch.lens, np.int32)
+        last = lens - 1
+        keys = key_tiles(spec, last, last, lens, plan.config.block_n)
+        total, longest = int(keys.sum()), int(keys.max())
+        if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
+            splits = self.splits(batch)
+            if self.itself or splits == 1:
+                programs = batch.num_seqs * spec.num_kv_heads * splits
+                if programs > FEW_ON_ONE * self.num_sms:
+                    plan.config = self.decode_config
+                plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
+                plan.way, plan.splits = "split" if splits > 1 else "decode", splits
+                self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
+                return
+        plan.way, plan.merge = "listed", not self.itself
+        self._deal(plan, keys, None, before, (total, longest))
+
+    def splits(self, batch: Batch) -> int:
+        """Return into how many even splits keys are cut: until the chip is full."""
         spec = self.spec
         longest = batch.max_seq_len
         for limit in (
@@ -190,56 +183,86 @@ class TritonAttention(AttentionBackend):
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program on a multiprocessor gains.
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
-        most = -(-longest // MIN_SPLIT_KEYS)
-        if spec.graph_capture:  # a captured graph keeps its number of splits whatever the lengths
-            most = MAX_SPLITS
-        return max(1, min(wanted, most, MAX_SPLITS))
+        return max(1, min(wanted, -(-longest // MIN_SPLIT_KEYS), MAX_SPLITS))
 
-    def _settle(self, plan: AttentionPlan, splits: int) -> None:
-        """Keep what a step's launches have in common."""
-        batch = plan.batch
-        programs = batch.num_seqs * self.spec.num_kv_heads * splits
-        plan.splits = splits
-        plan.few = programs <= FEW_ON_ONE * self.num_sms
-        if splits > 1 and not self._done.numel():
-            self._allocate()
-        table = batch.block_table
-        assert table is not None
-        plan.kept = Kept(self._parts, self._part_lse, self._done, table, batch.seq_lens)
-        plan.table = table.stride(0), table.shape[1] - 1
-        plan.grid = (batch.num_seqs, self.spec.num_kv_heads, splits)
+    def _plan_few(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """Tiles as high as the longest query needs, by stretches."""
+        spec = self.spec
+        rows = plan.batch.max_query_len * spec.gqa_ratio
+        plan.config = tile_config(spec, self.device.arch, "few", rows)
+        plan.way, plan.rows = "few", plan.config.block_m
+        plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
+        tiles = self._tiles(plan)
+        self._deal(plan, tiles.keys, tiles, before)
 
-    def _allocate(self) -> None:
-        """Make the workspace, once: a captured graph goes on writing to it.
+    def _plan_prefill(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """Whole tiles, the ones with most keys first, where they end together; else stretches."""
+        batch, heads = plan.batch, self.spec.num_kv_heads
+        plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
+        plan.way, plan.config = "prefill", self.prefill_config if plan.fresh else self.paged_config
+        tiles = self._tiles(plan)
+        if not len(tiles.keys):
+            return
+        order = whole(tiles.keys, max(1, self._resident(plan) * self.num_sms // heads), self.rates)
+        if order is None:
+            plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
+            self._deal(plan, tiles.keys, tiles, before)
+            return
+        plan.grid = (len(order), heads, 1)
+        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
+        plan.work = to_device(work, self.torch_device, before)
 
-        What is split is at most `MANY_ON_ONE` programs on a multiprocessor, of half as many groups.
-        """
-        programs, device = MANY_ON_ONE * self.num_sms, self.torch_device
-        rows = programs * self.spec.gqa_ratio
-        self._parts = torch.empty(rows * self.spec.v_head_size, device=device)
-        self._part_lse = torch.empty(rows, device=device)
-        # Splits that have ended, by sequence and KV head; whoever merges sets it back to zero.
-        self._done = torch.zeros(programs // 2, dtype=torch.int32, device=device)
+    def _tiles(self, plan: AttentionPlan) -> Tiles:
+        """Cut the queries into tiles, and count the key tiles that each one sees."""
+        batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
+        queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+        seq, row = rows_of(queries, group, config.block_m)
+        context = (lens - queries)[seq]
+        last = np.minimum(row + config.block_m, queries[seq] * group) - 1
+        keys = key_tiles(
+            self.spec, context + row // group, context + last // group, lens[seq], config.block_n
+        )
+        return Tiles(seq, row, keys)
 
-    def _plan_tiles(self, plan: AttentionPlan) -> None:
-        """List (sequence, first query) of every tile, the ones with most keys first."""
-        batch = plan.batch
-        step = self.prefill_config.block_m // self.spec.gqa_ratio
-        tiles = [
-            (batch.lens[seq] - length + start, seq, start)
-            for seq, length in enumerate(batch.query_lens)
-            for start in range(0, length, step)
-        ]
-        tiles.sort(reverse=True)
-        packed = torch.tensor(
-            [[t[1] for t in tiles], [t[2] for t in tiles]], dtype=torch.int32
-        ).view(2, -1)
-        starts = torch.tensor(batch.key_starts, dtype=torch.int32)
-        if self.torch_device.type == "cuda":
-            packed = packed.pin_memory().to(self.torch_device, non_blocking=True)
-            starts = starts.pin_memory().to(self.torch_device, non_blocking=True)
-        plan.tile_seq, plan.tile_start = packed
-        plan.key_starts = starts
+    def _resident(self, plan: AttentionPlan) -> int:
+        """Return how many of a plan's programs a multiprocessor holds at once."""
+        key = (plan.way, plan.config, self.on_one)
+        found = self._residents.get(key)
+        if found is None:
+            most = self.on_one or on_one(self.spec, plan.config, plan.way)
+            needed = shared_bytes(self.spec, plan.config, plan.way)
+            found = self._residents[key] = fitting(self.torch_device, needed, most)
+        return found
+
+    def _deal(
+        self,
+        plan: AttentionPlan,
+        keys: Ints,
+        tiles: Tiles | None,
+        before: Tensor | None,
+        most: tuple[int, int] | None = None,
+    ) -> None:
+        """Give each of a full chip's programs a stretch of the tiles."""
+        heads = self.spec.num_kv_heads
+        if not len(keys):
+            return
+        programs = max(1, self._resident(plan) * self.num_sms // heads)
+        plan.grid = (programs, heads, 1)
+        work = stretches(keys, programs, self.rates, most).work(tiles)
+        plan.work = to_device(work, self.torch_device, before)
+        self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+
+    def _reserve(self, rows: int, programs: int) -> None:
+        """Have the workspace of a full chip at once: a captured graph goes on writing to it."""
+        self.workspace.reserve(max_parts(programs) * rows, self.spec.v_head_size, programs)
+
+    def _key_starts(self, batch: Batch) -> Tensor:
+        """Return where sequences' own keys start, on the device."""
+        if batch.block_table is not None or (batch.keys_packed and batch.lens == batch.query_lens):
+            return batch.query_start_loc
+        return to_device(np.array(batch.key_starts, np.int32), self.torch_device, None)
+
+    # Running.
 
     def run(
         self,
@@ -254,11 +277,16 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         """Attend as planned."""
         assert isinstance(plan, AttentionPlan)
-        if plan.tile_seq is None:
+        if not plan.grid[0]:
+            return
+        if plan.way in ("prefill", "pieces"):
+            self._prefill(plan, query, key, value, cache, params, out, lse)
+        else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
-        elif len(plan.tile_seq):
-            self._prefill(plan, query, key, value, cache, params, out, lse)
+        if plan.merge:
+            v_scale = params.v_scale if self.quantized and cache is not None else 1.0
+            self._merge(plan, params, out, lse, v_scale)
 
     def _prefill(
         self,
@@ -271,10 +299,9 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert plan.tile_seq is not None
-        batch, spec, none = plan.batch, self.spec, self._no_tensor
-        packed = cache is None or (
-            batch.lens == batch.query_lens and cache.key.dtype == query.dtype and key is not None
+        spec, none = self.spec, self._none
+        packed = plan.fresh and (
+            cache is None or (cache.key.dtype == query.dtype and key is not None)
         )
         if packed:
             cache = None
@@ -282,28 +309,29 @@ class TritonAttention(AttentionBackend):
             assert cache is not None
             key, value = cache.key, cache.value
         assert key is not None and value is not None
-        which = ("prefill", query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
+        which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
             config = self.prefill_config if packed else self.paged_config
             block_size = 1 if cache is None else cache.block_size
-            constants = prefill_constants(spec, config, block_size, not packed, lse is not None)
+            constants = prefill_constants(
+                spec, config, block_size, not packed, plan.way == "pieces", lse is not None,
+                self.device.arch,
+            )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
             )
-        table = None if packed else batch.block_table
         site(
-            (len(plan.tile_seq), spec.num_kv_heads, 1),
+            plan.grid,
             (
                 query, key, value, out, out if lse is None else lse,
-                none if table is None else table, batch.seq_lens, batch.query_start_loc,
-                plan.key_starts, plan.tile_seq, plan.tile_start,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
             self._factors(self.quantized and not packed, params),
-            (0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)),
+            (0 if lse is None else lse.stride(0), plan.table[0]),
+            plan.kept,
         )  # fmt: skip
 
     def _decode(
@@ -315,11 +343,18 @@ class TritonAttention(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        splits, none = plan.splits, self._no_tensor
-        which = (query.stride(), out.stride(), cache.strides, splits > 1, plan.few, lse is None)
+        none = self._none
+        which = (plan.variant, query.stride(), out.stride(), cache.strides, lse is None)
         site = self._sites.get(which)
         if site is None:
-            site = self._sites[which] = self._decode_site(plan, query, cache, out, lse is not None)
+            key, value = cache.key, cache.value
+            constants = decode_constants(
+                self.spec, plan.config, cache.block_size, plan.way, lse is not None,
+                self.device.arch, key.stride() == value.stride(),
+            )  # fmt: skip
+            site = self._sites[which] = _site(
+                decode_kernel, query, key, value, out, constants, plan.config, False
+            )
         site(
             plan.grid,
             (
@@ -328,22 +363,9 @@ class TritonAttention(AttentionBackend):
                 none if params.alibi_slopes is None else params.alibi_slopes,
             ),
             self._factors(self.quantized, params),
-            (0 if lse is None else lse.stride(0), *plan.table, splits),
+            (0 if lse is None else lse.stride(0), *plan.table, plan.splits),
             plan.kept,
         )  # fmt: skip
-        if splits > 1 and not self.merges_itself:
-            self._merge(plan, params, out, lse)
-
-    def _decode_site(
-        self, plan: AttentionPlan, query: Tensor, cache: KVCache, out: Tensor, lse: bool
-    ) -> Site:
-        key, value, split = cache.key, cache.value, plan.splits > 1
-        config = self.few_config if plan.few else self.decode_config
-        alike = key.stride() == value.stride()
-        constants = decode_constants(
-            self.spec, config, cache.block_size, split, lse, self.device.arch, alike
-        )
-        return _site(decode_kernel, query, key, value, out, constants, config, False)
 
     def _factors(self, quantized: bool, params: LayerParams) -> tuple[float, float, float]:
         """Return the scale of logits and of values, and the soft cap."""
@@ -353,28 +375,34 @@ class TritonAttention(AttentionBackend):
         return scale * params.k_scale, params.v_scale, soft_cap
 
     def _merge(
-        self, plan: AttentionPlan, params: LayerParams, out: Tensor, lse: Tensor | None
+        self,
+        plan: AttentionPlan,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+        v_scale: float,
     ) -> None:
-        spec, splits = self.spec, plan.splits
-        block = merge_block(splits)
-        key = ("merge", out.stride(), block, lse is None)
+        spec, space = self.spec, self.workspace
+        key = ("merge", plan.way, plan.rows, out.stride(), lse is None)
         site = self._sites.get(key)
         if site is None:
             constants = merge_constants(
-                spec.num_heads, spec.v_head_size, splits, spec.learned_sinks, lse is not None,
-                self.early,
+                spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
+                plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
             )  # fmt: skip
             early = {"launch_pdl": True} if self.early else {}
-            site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 2} | early)
+            site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)
             self._sites[key] = site
+        rows = merge_rows(plan.rows, spec.v_head_size)
         site(
-            (plan.batch.num_seqs, spec.num_heads, 1),
+            (plan.grid[0], -(-plan.rows // rows), spec.num_kv_heads),
             (
-                self._parts, self._part_lse, out, out if lse is None else lse,
-                self._part_lse if params.sinks is None else params.sinks,
+                space.parts, space.part_lse, out, out if lse is None else lse,
+                space.part_lse if params.sinks is None else params.sinks,
+                plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
             ),
-            (params.v_scale if self.quantized else 1.0,),
-            (0 if lse is None else lse.stride(0), splits),
+            (v_scale,),
+            (0 if lse is None else lse.stride(0),),
         )  # fmt: skip
 
 

@@ -1,7 +1,8 @@
-"""The decode kernel: one query token a sequence over its pages, by splits; and what merges splits.
+"""The decode kernel: a query token a sequence, or a few, over its pages; and what merges parts.
 
-Split-KV as in Flash-Decoding (Dao et al., 2023). The rows of a tile are the heads of one group.
-Written for latency: one loop, whose step reads nothing that it must wait for.
+Split-KV as in Flash-Decoding (Dao et al., 2023). The rows of a tile are (query token, head of one
+group). Written for latency: one loop, whose step reads nothing that it must wait for. Sequences of
+even lengths are split alike; others are dealt out as `schedule` says.
 """
 
 from __future__ import annotations
@@ -9,8 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.softmax import LN2, LOG2E, finish, logits
-from polyattn_triton.tiles import blocks_in_table, load_held_rows, tile_at
+from polyattn_triton.softmax import finish, logits
+from polyattn_triton.tiles import (
+    blocks_in_table,
+    keys_seen,
+    load_held_rows,
+    my_stretch,
+    next_tile,
+    piece_of,
+    tile_at,
+)
 
 
 @triton.jit
@@ -21,21 +30,33 @@ def _power_below(x):
 
 
 @triton.jit
-def _merged(
-    PARTS, PART_LSE, first, splits, row_ok,
+def _part_at(k, LISTED: tl.constexpr):
+    """The number of a tile's k-th part after its first's program (`schedule.part_of`) or split."""
+    if LISTED:
+        k = tl.where(k == 0, 1, 2 * k)
+    return k
+
+
+@triton.jit
+def merged(
+    PARTS, PART_LSE, first, apart, count, row_ok, LISTED: tl.constexpr,
     ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of `ROWS` heads, whose parts begin at `first`: output, maximum, sum."""
+    """Merge the parts of `ROWS` rows, in their order: output, maximum, sum.
+
+    `first`: where the rows lie in the first part's program or split; others are `apart` from it.
+    """
     offs_dv = tl.arange(0, BLOCK_DV)
-    offs_s = tl.arange(0, AT_ONCE)
+    offs_p = tl.arange(0, AT_ONCE)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
-    for start in range(0, splits, AT_ONCE):
+    for start in range(0, count, AT_ONCE):
         # Other programs wrote these a moment ago: loaded past the L1.
+        at = _part_at(start + offs_p, LISTED) * apart
         lse = tl.load(
-            PART_LSE + first[:, None] + start + offs_s[None, :],
-            mask=row_ok[:, None] & (start + offs_s < splits)[None, :],
+            PART_LSE + first[:, None] + at[None, :],
+            mask=row_ok[:, None] & (start + offs_p < count)[None, :],
             other=float("-inf"),
             cache_modifier=".cg",
         )
@@ -45,8 +66,8 @@ def _merged(
         l = l * alpha + tl.sum(tl.exp2(lse - base[:, None]), 1)
         acc = acc * alpha[:, None]
         for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
-            part = first + start + i
-            ok = row_ok & (start + i < splits)
+            part = first + _part_at(start + i, LISTED) * apart
+            ok = row_ok & (start + i < count)
             x = tl.load(
                 PARTS + part[:, None] * DV + offs_dv[None, :],
                 mask=ok[:, None] & (offs_dv < DV)[None, :],
@@ -59,39 +80,52 @@ def _merged(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
-def decode_kernel(
-    Q, K, V, OUT, LSE, SINKS, SLOPES, PARTS, PART_LSE, DONE, BT, SEQ_LENS,
-    scale, v_scale, soft_cap,
-    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
-    G: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+@triton.jit
+def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Store rows of one part, normalised, with their LSE in base 2."""
+    offs_dv = tl.arange(0, BLOCK_DV)
+    safe = tl.where(l == 0.0, 1.0, l)
+    tl.store(
+        PARTS + at[:, None] * DV + offs_dv[None, :],
+        acc / safe[:, None],
+        mask=row_ok[:, None] & (offs_dv < DV)[None, :],
+    )
+    tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
+
+
+@triton.jit
+def _attend(
+    Q, K, V, SLOPES, BT, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+    seq, kv_head, token0, query_len, seq_len, start, begin, end, step,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
-    SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and KV head, over all its keys or one split of them.
-
-    Grid: (sequences, KV heads, splits). With `AT_ONCE` the split that ends last merges them, so
-    many at once; without, `merge_kernel` does. `ALIKE`: V has K's strides. `bt_end`: a block table's
-    last column.
-    """
-    if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
-        tl.extra.cuda.gdc_launch_dependents()
-    seq = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    seq_len = tl.load(SEQ_LENS + seq)
+    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
     rows = tl.arange(0, BLOCK_M)
-    head = kv_head * G + rows
-    row_ok = rows < G
-    row_pos = seq_len - 1 + rows * 0
+    if FEW:
+        in_query = (start + rows) // G
+        head = kv_head * G + (start + rows) % G
+        row_ok = start + rows < query_len * G
+        q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
+        row_pos = seq_len - query_len + in_query
+        first_pos = seq_len - query_len + start // G
+        last_row = tl.minimum(start + BLOCK_M, query_len * G) - 1
+        last_pos = seq_len - query_len + last_row // G
+    else:
+        head = kv_head * G + rows
+        row_ok = rows < G
+        q_row = token0.to(tl.int64) * q_t + head * q_h
+        row_pos = seq_len - 1 + rows * 0
+        first_pos = seq_len - 1
+        last_pos = first_pos
     q = tl.load(
-        Q + (seq.to(tl.int64) * q_t + head * q_h)[:, None] + offs_d[None, :],
+        Q + q_row[:, None] + offs_d[None, :],
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
@@ -100,22 +134,19 @@ def decode_kernel(
     # sum too.
     BY_HALF: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
     RAISED: tl.constexpr = 15 if BY_HALF else 0
+    row_scale = scale
     if BY_HALF:
         unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
         q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
-        scale = scale * unit[:, None]
+        row_scale = scale * unit[:, None]
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
 
-    # Which keys: [low, seq_len), in tiles [first, last).
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(low, seq_len - WINDOW)
-    if CHUNK > 0:
-        low = tl.maximum(low, (seq_len - 1) // CHUNK * CHUNK)
+    # Which keys: [low, high), in tiles [first, last).
+    low, high = keys_seen(first_pos, last_pos, seq_len, CAUSAL and FEW, WINDOW, CHUNK)
     first = low // BLOCK_N
-    last = tl.cdiv(seq_len, BLOCK_N)
+    last = tl.cdiv(high, BLOCK_N)
     skip_from = 0
     skip_by = 0
     if SINK_TOKENS > 0:
@@ -125,12 +156,8 @@ def decode_kernel(
         low = 0
         first = 0
         last -= skip_by
-    # The splits take the tiles in turn: which one is a split's first depends on no length (without a
-    # window), so its blocks are asked for together with the length.
-    step = 1
-    if SPLIT:
-        first += split
-        step = splits
+    last = tl.minimum(last, first + end)
+    first += begin
 
     K += kv_head * k_h
     V += kv_head * v_h
@@ -159,87 +186,176 @@ def decode_kernel(
         v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
-            s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
-            True, False, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+            s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap,
+            True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
         )  # fmt: skip
         m_new = tl.maximum(m, tl.max(s, 1))
         base = m_new
-        if SINK_TOKENS > 0:  # the first tiles may lie outside of the chunk: nothing is seen there
+        # The first tiles may lie outside of the chunk, or behind a row: it sees nothing there.
+        if SINK_TOKENS > 0 or FEW:
             base = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - base)
         p = tl.exp2(s - (base - RAISED)[:, None])
         sums = sums * alpha[:, None] + p
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
         m = m_new
-    l = tl.sum(sums, 1)
-    m -= RAISED
+    return acc, m - RAISED, tl.sum(sums, 1)
 
-    token = seq.to(tl.int64)
-    if SPLIT:
-        part = (token * HEADS + head) * splits + split
-        safe = tl.where(l == 0.0, 1.0, l)
-        tl.store(
-            PARTS + part[:, None] * DV + offs_dv[None, :],
-            acc / safe[:, None],
-            mask=row_ok[:, None] & (offs_dv < DV)[None, :],
-        )
-        tl.store(PART_LSE + part, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
-        if AT_ONCE > 0:
+
+@triton.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
+def decode_kernel(
+    Q, K, V, OUT, LSE, SINKS, SLOPES, PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
+    scale, v_scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the rows of one KV head, over all their keys or some of them.
+
+    Grid, `LISTED`: (programs, KV heads), whose stretches WORK holds; else (sequences, KV heads,
+    splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
+    `AT_ONCE` the program that ends last merges a tile's parts, so many at once; without,
+    `merge_kernel` does. `ALIKE`: V has K's strides. `bt_end`: a block table's last column.
+    """
+    if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    rows = tl.arange(0, BLOCK_M)
+    group = tl.arange(0, ROWS)
+    if LISTED:
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
+        while at < stop:
+            begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
+            seq_len = tl.load(SEQ_LENS + seq)
+            token0 = seq
+            query_len = 1
+            if FEW:
+                token0 = tl.load(STARTS + seq)
+                query_len = tl.load(STARTS + seq + 1) - token0
+            acc, m, l = _attend(
+                Q, K, V, SLOPES, BT, scale, soft_cap,
+                q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+                seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
+                G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
+                SINK_TOKENS, SOFT_CAP, ALIBI, FEW, ALIKE,
+            )  # fmt: skip
+            row_ok = start + rows < query_len * G
+            if last > first:
+                part_row = (part * kv_heads + kv_head) * ROWS
+                store_part(
+                    acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
+                )  # fmt: skip
+                if AT_ONCE > 0:
+                    tl.debug_barrier()  # all of this program's part is stored before it is counted
+                    counter = DONE + last * kv_heads + kv_head
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
+                        tl.store(counter, 0)
+                        ok = start + group < query_len * G
+                        total, top, weight = merged(
+                            PARTS, PART_LSE, (2 * first * kv_heads + kv_head) * ROWS + group,
+                            kv_heads * ROWS, last - first + 1, ok, True,
+                            ROWS, DV, BLOCK_DV, AT_ONCE,
+                        )  # fmt: skip
+                        finish(
+                            total, top, weight, OUT, LSE, SINKS, v_scale, seq_len,
+                            (token0 + (start + group) // G).to(tl.int64),
+                            kv_head * G + (start + group) % G, ok,
+                            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                        )  # fmt: skip
+            else:
+                finish(
+                    acc, m, l, OUT, LSE, SINKS, v_scale, seq_len,
+                    (token0 + (start + rows) // G).to(tl.int64),
+                    kv_head * G + (start + rows) % G, row_ok,
+                    o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip
+            at = high
+            low = high
+            tile, high, seq, start = next_tile(WORK, tile, FEW)
+    else:
+        seq = tl.program_id(0)
+        split = tl.program_id(2)
+        seq_len = tl.load(SEQ_LENS + seq)
+        # The splits take the tiles in turn: which one is a split's first depends on no length
+        # (without a window), so its blocks are asked for together with the length.
+        step = 1
+        if SPLIT:
+            step = splits
+        acc, m, l = _attend(
+            Q, K, V, SLOPES, BT, scale, soft_cap,
+            q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+            seq, kv_head, seq, 1, seq_len, 0, split, seq_len, step,
+            G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
+            SINK_TOKENS, SOFT_CAP, ALIBI, False, ALIKE,
+        )  # fmt: skip
+        token = seq.to(tl.int64)
+        head = kv_head * G + rows
+        row_ok = rows < G
+        if SPLIT:
+            first_row = (seq * splits * kv_heads + kv_head) * ROWS
+            part_row = first_row + split * kv_heads * ROWS
+            store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             tl.debug_barrier()  # all of this program's part is stored before it is counted
-            counter = DONE + seq * tl.num_programs(1) + kv_head
+            counter = DONE + seq * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
-                group = tl.arange(0, ROWS)
-                heads = kv_head * G + group
-                merged, top, total = _merged(
-                    PARTS, PART_LSE, (token * HEADS + heads) * splits, splits, group < G,
+                total, top, weight = merged(
+                    PARTS, PART_LSE, first_row + group, kv_heads * ROWS, splits, group < G, False,
                     ROWS, DV, BLOCK_DV, AT_ONCE,
                 )  # fmt: skip
                 finish(
-                    merged, top, total, OUT, LSE, SINKS, v_scale, token, heads, group < G,
-                    o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                    total, top, weight, OUT, LSE, SINKS, v_scale, seq_len, token, kv_head * G + group,
+                    group < G, o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
                 )  # fmt: skip
-    else:
-        finish(
-            acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
-            DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-        )  # fmt: skip
+        else:
+            finish(
+                acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, token, head, row_ok, o_t, o_h, lse_t,
+                DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+            )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["lse_t", "splits"])
+@triton.jit(do_not_specialize=["lse_t"])
 def merge_kernel(
-    PARTS, PART_LSE, OUT, LSE, SINKS, v_scale, o_t, o_h, lse_t, splits,
-    HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_S: tl.constexpr,
+    PARTS, PART_LSE, OUT, LSE, SINKS, SEQ_LENS, STARTS, WORK, v_scale, o_t, o_h, lse_t,
+    G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge up to BLOCK_S splits of one (token, head). Grid: (tokens, heads)."""
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    offs_s = tl.arange(0, BLOCK_S)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    part = (token * HEADS + head) * splits + offs_s
+    """Merge the parts of ROWS rows of the tile, of HEIGHT rows, that one program came into.
+
+    Grid: (programs, HEIGHT / ROWS, KV heads); who ended no tile that others began has nothing to do.
+    `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
+    """
+    program = tl.program_id(0)
+    kv_head = tl.program_id(2)
+    kv_heads = tl.num_programs(2)
+    share = tl.load(WORK)
+    at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
+    first = low // share
+    last = (high - 1) // share
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
-    lse = tl.load(PART_LSE + part, mask=offs_s < splits, other=float("-inf"))
-    parts = tl.load(  # asked for before the weights are known: one wait instead of two
-        PARTS + part[:, None] * DV + offs_dv[None, :],
-        mask=(offs_s < splits)[:, None] & (offs_dv < DV)[None, :],
-        other=0.0,
-    )
-    top = tl.max(lse, 0)
-    if HAS_SINKS:
-        sink = tl.load(SINKS + head) * LOG2E
-        top = tl.maximum(top, sink)
-    base = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(lse - base)
-    total = tl.sum(weight, 0)
-    if HAS_SINKS:
-        total += tl.exp2(sink - base)
-    safe = tl.where(total == 0.0, 1.0, total)
-    out = tl.sum(parts * weight[:, None], 0) * (v_scale / safe)
-    tl.store(
-        OUT + token * o_t + head * o_h + offs_dv, out.to(OUT.dtype.element_ty), mask=offs_dv < DV
-    )
-    if HAS_LSE:
-        value = tl.where(total == 0.0, float("-inf"), (base + tl.log2(safe)) * LN2)
-        tl.store(LSE + token * lse_t + head, value)
+    if (at < stop) & (first < program) & (last == program):
+        seq_len = tl.load(SEQ_LENS + seq)
+        token0 = seq
+        query_len = 1
+        if not BY_TOKEN:
+            token0 = tl.load(STARTS + seq)
+            query_len = tl.load(STARTS + seq + 1) - token0
+        rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+        ok = (start + rows < query_len * G) & (rows < HEIGHT)
+        acc, m, l = merged(
+            PARTS, PART_LSE, (2 * first * kv_heads + kv_head) * HEIGHT + rows, kv_heads * HEIGHT,
+            last - first + 1, ok, True, ROWS, DV, BLOCK_DV, AT_ONCE,
+        )  # fmt: skip
+        finish(
+            acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, (token0 + (start + rows) // G).to(tl.int64),
+            kv_head * G + (start + rows) % G, ok,
+            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip

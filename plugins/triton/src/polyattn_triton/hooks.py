@@ -50,6 +50,7 @@ TRITON_ATTN = BackendInfo(
         v_head_sizes=multiples(8, high=256),
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND"),
+        decode_query_lens=16,
         features=frozenset(
             {
                 "causal",
@@ -110,6 +111,7 @@ def _latent(
             block_sizes=multiples(1, high=1024),
             preferred_block_size=64,
             phases=phases,
+            decode_query_lens=16 if kind is AttentionKind.MLA else 1,
             features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
             graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
         ),
@@ -159,6 +161,7 @@ TRITON_SCAN = BackendInfo(
     proof=PROOF,
 )
 
+SERVICES_PROOF = {where: proof for where, proof in PROOF.items() if where != "sm_90"}
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
 TRITON_STORE = BackendInfo(
     name="TRITON_STORE",
@@ -181,7 +184,7 @@ TRITON_STORE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes a dozen"),
     ),
-    proof=PROOF,
+    proof=SERVICES_PROOF,
 )
 TRITON_MERGE = BackendInfo(
     name="TRITON_MERGE",
@@ -197,7 +200,7 @@ TRITON_MERGE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes five"),
     ),
-    proof=PROOF,
+    proof=SERVICES_PROOF,
 )
 
 

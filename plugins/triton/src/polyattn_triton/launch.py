@@ -13,9 +13,12 @@ from functools import reduce
 from operator import or_
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from polyattn.device import arch_matches
+from polyattn.runtime.conventions import at_least
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
@@ -32,19 +35,33 @@ def launches_early(arch: str) -> bool:
 
 def power(size: int) -> int:
     """Return the tile that holds `size`; a matrix product wants 16 at least."""
-    return triton.next_power_of_2(max(16, size))
+    return int(triton.next_power_of_2(max(16, size)))
 
 
-def merge_block(splits: int) -> int:
-    """Return the merge kernel's tile for so many splits: few sizes, each compiles while serving."""
-    return next(size for size in (8, 32, 64, 128) if splits <= size)
+MERGED_AT_ONCE = 8192
+"""Elements of the parts' outputs that a program merging them keeps in registers."""
+
+
+def parts_at_once(rows: int, width: int) -> int:
+    """Return how many parts of `rows` padded rows a program merges at once."""
+    return min(16, max(1, MERGED_AT_ONCE // (rows * power(width))))
+
+
+def merge_rows(height: int, width: int) -> int:
+    """Return how many rows of a tile one program of the merge kernel takes."""
+    return min(height, max(1, MERGED_AT_ONCE // (16 * power(width))))
 
 
 def merge_constants(
-    heads: int, width: int, splits: int, sinks: bool, lse: bool, early: bool
-) -> tuple[Any, ...]:
+    group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool, lse: bool,
+    early: bool,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output."""
-    return (heads, width, power(width), merge_block(splits), sinks, lse, early)
+    rows = merge_rows(height, width)
+    return (
+        group, width, power(width), height, rows, parts_at_once(rows, width), tiled, by_token,
+        sinks, lse, early,
+    )  # fmt: skip
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -52,6 +69,44 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fitting(device: torch.device, needed: int, most: int) -> int:
+    """Return how many programs, at most `most`, of so many bytes of shared memory run on one."""
+    if device.type != "cuda":
+        return min(most, 2)
+    held: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return max(1, min(most, held // (needed + 1024)))
+
+
+def to_device(array: NDArray[np.int32], device: torch.device, into: Tensor | None) -> Tensor:
+    """Copy what was planned to the device without waiting for it, into a buffer that is there."""
+    host = torch.from_numpy(array)
+    if device.type == "cuda":
+        host = host.pin_memory()
+    if into is None:
+        return host.to(device, non_blocking=True)
+    return into.copy_(host, non_blocking=True)
+
+
+class Workspace:
+    """Where parts of tiles wait to be merged: outputs, LSE, and how many of a tile's have ended.
+
+    Kernels of one stream share it. What is outgrown lives on: a captured graph goes on writing to it.
+    """
+
+    def __init__(self, device: torch.device):
+        self.parts = self.part_lse = torch.empty(0, device=device)
+        self.done = torch.zeros(0, dtype=torch.int32, device=device)
+        self._outgrown: list[Tensor] = []
+
+    def reserve(self, rows: int, width: int, counters: int) -> None:
+        """Have room for so many rows of parts, and so many tiles that are in parts."""
+        self.parts = at_least(self.parts, rows * width, self._outgrown)
+        self.part_lse = at_least(self.part_lse, rows, self._outgrown)
+        if self.done.numel() < counters:  # whoever merges sets a counter back to zero
+            self._outgrown.append(self.done)
+            self.done = self.done.new_zeros(counters)
 
 
 def _listening() -> bool:

@@ -1,10 +1,11 @@
-"""TRITON_MLA and TRITON_MLA_SPARSE: plan splits on the host, launch the kernel."""
+"""TRITON_MLA and TRITON_MLA_SPARSE: deal tiles and their keys out on the host, launch the kernel."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 import triton
 from polyattn.kernel import (
@@ -17,7 +18,6 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     SparseBackend,
-    at_least,
 )
 from torch import Tensor
 
@@ -25,17 +25,19 @@ from polyattn_triton.configs import MLAConfig, pick_mla
 from polyattn_triton.decode import merge_kernel
 from polyattn_triton.launch import (
     Launcher,
+    Workspace,
     launches_early,
     merge_constants,
+    merge_rows,
     multiprocessors,
     power,
+    to_device,
 )
 from polyattn_triton.mla_kernels import mla_kernel
+from polyattn_triton.schedule import Rates, Tiles, max_parts, rows_of, stretches, whole
 
-MIN_SPLIT_ROWS = 128
-MAX_SPLITS = 64
-SPLIT_TILES = 3
-"""What a program costs beside its tiles, in tiles: its query, its pipeline's start, its merge."""
+RATES = Rates(item=2, least=2)
+"""A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
     from polyattn_triton.mla_hopper import mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
@@ -58,36 +60,40 @@ def mla_config(spec: LayerSpec, arch: str) -> MLAConfig:
 
 
 def mla_constants(
-    spec: LayerSpec,
-    config: MLAConfig,
-    block_size: int,
-    split: bool,
-    sparse: bool,
-    lse: bool,
+    spec: LayerSpec, config: MLAConfig, block_size: int, way: Way, sparse: bool, lse: bool,
     early: bool,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """Return the kernel's constants, in its order."""
     assert spec.latent is not None
     rank, rope = spec.latent.rank, spec.latent.rope_head_size
     tiles = (
-        config.block_h, config.block_n, block_size, split, sparse, lse and not split,
-        early and split,
+        config.block_h, config.block_n, block_size, way.split, sparse, way.few, lse,
+        early and way.split,
     )  # fmt: skip
     if config.hopper:
         return (spec.num_heads, rank, rope, *tiles)
     return (spec.num_heads, rank, rope, power(rank), power(rope), *tiles, config.apart)
 
 
+class Way(NamedTuple):
+    """What runs: pieces of tiles or whole ones; a few query tokens a sequence or one."""
+
+    split: bool
+    few: bool
+
+
 class LatentPlan(Plan):
-    """One step: in how many splits its rows are read."""
+    """One step: the way it runs, its grid, and the tiles' work."""
 
-    __slots__ = ("splits",)
+    __slots__ = ("grid", "way", "work")
 
-    splits: int
+    def __init__(self, batch: Batch, way: Way, grid: int, work: Tensor):
+        super().__init__(batch)
+        self.way, self.grid, self.work = way, grid, work
 
 
 class Kernels:
-    """What both backends hold: the kernel that fits, and a workspace for splits."""
+    """What both backends hold: the kernel that fits, and a workspace for parts of tiles."""
 
     def __init__(self, spec: LayerSpec, device: Device):
         assert spec.latent is not None
@@ -96,30 +102,30 @@ class Kernels:
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
-        self.early = launches_early(device.arch)
-        self.head_blocks = -(-spec.num_heads // self.config.block_h)
-        self._parts = torch.empty(0, device=self.torch_device)
-        self._part_lse = torch.empty(0, device=self.torch_device)
-        self._outgrown: list[Tensor] = []
+        self.early, self.rates = launches_early(device.arch), RATES
+        self.workspace = Workspace(self.torch_device)
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(self, batch: Batch, rows: int) -> LatentPlan:
-        """Split the rows so that the last wave of programs ends first; size the workspace for it."""
-        plan, tokens = LatentPlan(batch), batch.num_tokens
-        programs, block = max(1, tokens * self.head_blocks), self.config.block_n
-        plan.splits, least = 1, None
-        splits = 1
-        while splits <= MAX_SPLITS and (splits == 1 or rows // splits >= MIN_SPLIT_ROWS):
-            waves = -(-programs * splits // self.num_sms)
-            cost = waves * (-(-rows // splits) / block + SPLIT_TILES)
-            if least is None or cost < least:
-                plan.splits, least = splits, cost
-            splits *= 2
-        count = tokens * self.spec.num_heads * plan.splits
-        if plan.splits > 1:
-            self._parts = at_least(self._parts, count * self.rank, self._outgrown)
-            self._part_lse = at_least(self._part_lse, count, self._outgrown)
-        return plan
+    def plan(self, batch: Batch, tiles: Tiles, few: bool, reuse: Plan | None) -> LatentPlan:
+        """Deal tiles out whole where they end together, else a stretch of them to each program.
+
+        A captured graph's programs always take stretches: lengths that come later may need it.
+        """
+        before = reuse.work if isinstance(reuse, LatentPlan) else None
+        count, programs = len(tiles.keys), self.num_sms
+        if not count:
+            return LatentPlan(batch, Way(False, few), 0, self._none)
+        order = None if self.spec.graph_capture else whole(tiles.keys, programs, self.rates)
+        if order is not None:
+            work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
+            return LatentPlan(
+                batch, Way(False, few), count, to_device(work, self.torch_device, before)
+            )
+        self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
+        work = stretches(tiles.keys, programs, self.rates).work(tiles)
+        return LatentPlan(
+            batch, Way(True, few), programs, to_device(work, self.torch_device, before)
+        )
 
     def launch(
         self,
@@ -132,43 +138,53 @@ class Kernels:
         lse: Tensor | None,
     ) -> None:
         """Attend to the sequences' rows, or to those at `slots`, and merge."""
-        spec, config, none, splits = self.spec, self.config, self._none, plan.splits
+        if not plan.grid:
+            return
+        spec, config, none, space = self.spec, self.config, self._none, self.workspace
         quantized = cache.key.dtype.itemsize == 1
         v_scale = params.k_scale if quantized else 1.0
         table = plan.batch.block_table if slots is None else slots
         assert table is not None
         k, lse_t = cache.key.stride(), 0 if lse is None else lse.stride(0)
+        starts = plan.batch.query_start_loc if plan.way.few else none
         self.kernel(
-            (len(query), self.head_blocks, splits),
+            (plan.grid, 1, 1),
             (
-                query, cache.key, out, out if lse is None else lse, self._parts, self._part_lse,
+                query, cache.key, out, out if lse is None else lse, space.parts, space.part_lse,
                 table if slots is None else none, none if slots is None else slots,
-                plan.batch.seq_lens,
+                plan.batch.seq_lens, starts, plan.work,
             ),
             (spec.scale * v_scale, v_scale),
             (query.stride(0), query.stride(1), k[0], k[1], out.stride(0), out.stride(1)),
-            (lse_t, table.stride(0), splits),
+            (lse_t, table.stride(0)),
             mla_constants(
-                spec, config, cache.block_size, splits > 1, slots is not None, lse is not None,
+                spec, config, cache.block_size, plan.way, slots is not None, lse is not None,
                 self.early,
             ),
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
-        if splits == 1:
+        if not plan.way.split:
             return
+        height = config.block_h
         _merge(
-            (len(query), spec.num_heads, 1),
-            (self._parts, self._part_lse, out, out if lse is None else lse, self._part_lse),
+            (plan.grid, height // merge_rows(height, self.rank), 1),
+            (
+                space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
+                plan.batch.seq_lens, starts, plan.work,
+            ),
             (v_scale,),
             (out.stride(0), out.stride(1)),
-            (lse_t, splits),
-            merge_constants(spec.num_heads, self.rank, splits, False, lse is not None, self.early),
+            (lse_t,),
+            merge_constants(
+                spec.num_heads, self.rank, height, True, not plan.way.few, False, lse is not None,
+                self.early,
+            ),
             {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),
         )  # fmt: skip
 
 
 class TritonMLA(AttentionBackend):
-    """Absorbed decode over the latent cache."""
+    """Absorbed decode over the latent cache, of one query token a sequence or a few."""
 
     name: ClassVar[str] = "TRITON_MLA"
 
@@ -177,11 +193,14 @@ class TritonMLA(AttentionBackend):
         self.kernels = Kernels(spec, device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
-        """Split the longest sequence's rows."""
-        rows = batch.max_seq_len
-        if self.spec.graph_capture:  # a captured graph keeps its number of splits
-            rows = MAX_SPLITS * MIN_SPLIT_ROWS
-        return self.kernels.plan(batch, rows)
+        """Deal (token, head) rows and the keys that they see out to the programs."""
+        config, heads, few = self.kernels.config, self.spec.num_heads, not batch.all_decode
+        queries, lens = np.array(batch.query_lens, np.int64), np.array(batch.lens, np.int64)
+        seq, row = rows_of(queries, heads, config.block_h)
+        last = np.minimum(row + config.block_h, queries[seq] * heads) - 1
+        seen = (lens - queries)[seq] + last // heads + 1
+        keys = np.maximum(-(-seen // config.block_n), 0)
+        return self.kernels.plan(batch, Tiles(seq, row, keys), few, reuse)
 
     def run(
         self,
@@ -210,8 +229,11 @@ class TritonMLASparse(SparseBackend):
         self.kernels, self.topk = Kernels(spec, device), spec.latent.topk
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> LatentPlan:
-        """Split each token's chosen rows."""
-        return self.kernels.plan(batch, self.topk)
+        """Deal each token's rows out with its chosen keys."""
+        config, ones = self.kernels.config, np.ones(batch.num_tokens, np.int64)
+        seq, row = rows_of(ones, self.spec.num_heads, config.block_h)
+        keys = np.full(len(seq), -(-self.topk // config.block_n))
+        return self.kernels.plan(batch, Tiles(seq, row, keys), False, reuse)
 
     def run(
         self,

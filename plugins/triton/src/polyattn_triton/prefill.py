@@ -1,7 +1,8 @@
 """The prefill kernel: tiles of query tokens, over packed keys or over pages.
 
 As FlashAttention (Dao et al., 2022). The rows of a tile are (query token, head of its group), so
-that a KV head's whole group shares each load of K and V.
+that a KV head's whole group shares each load of K and V. Tiles come whole, or as pieces dealt out by
+`schedule`, where a step has too few tiles or too uneven ones.
 """
 
 from __future__ import annotations
@@ -9,8 +10,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from polyattn_triton.decode import store_part
 from polyattn_triton.softmax import finish, logits
-from polyattn_triton.tiles import blocks_of, load_held_rows, load_rows, tile_at
+from polyattn_triton.tiles import (
+    blocks_of,
+    keys_seen,
+    load_held_rows,
+    load_rows,
+    my_stretch,
+    next_tile,
+    piece_of,
+    tile_at,
+)
 
 
 @triton.jit
@@ -70,51 +81,28 @@ def _tiles(
     return acc, m, l
 
 
-@triton.jit(do_not_specialize=["lse_t", "bt_s"])
-def prefill_kernel(
-    Q, K, V, OUT, LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, TILE_SEQ, TILE_START, SINKS, SLOPES,
-    scale, v_scale, soft_cap,
-    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
+@triton.jit
+def _attend(
+    Q, K, V, BT, SLOPES, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
+    seq, kv_head, token0, query_len, kv_start, seq_len, start, begin, end,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of query rows of one KV head over all its keys. Grid: (tiles, KV heads).
-
-    `KEY_STARTS`: where sequences' packed keys start.
-    """
-    kv_head = tl.program_id(1)
-    seq = tl.load(TILE_SEQ + tl.program_id(0))
-    tile_start = tl.load(TILE_START + tl.program_id(0))
-    token0 = tl.load(STARTS + seq)
-    query_len = tl.load(STARTS + seq + 1) - token0
-    seq_len = tl.load(SEQ_LENS + seq)
-    kv_start = tl.load(KEY_STARTS + seq)
-    context = seq_len - query_len
-    BLOCK_Q: tl.constexpr = BLOCK_M // G
-
+    """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`."""
     rows = tl.arange(0, BLOCK_M)
-    in_query = tile_start + rows // G
-    head = kv_head * G + rows % G
-    row_ok = (in_query < query_len) & (rows < BLOCK_Q * G)
+    in_query = (start + rows) // G
+    head = kv_head * G + (start + rows) % G
+    row_ok = start + rows < query_len * G
+    context = seq_len - query_len
     row_pos = context + in_query
-    first_pos = context + tile_start
-    last_pos = context + tl.minimum(tile_start + BLOCK_Q, query_len) - 1
+    first_pos = context + start // G
+    last_pos = context + (tl.minimum(start + BLOCK_M, query_len * G) - 1) // G
 
     # Which key tiles: [low, high), of which [full_low, full_high) needs no mask.
-    high = seq_len
-    low = 0
-    if CAUSAL:
-        high = tl.minimum(high, last_pos + 1)
-    if WINDOW > 0:
-        low = tl.maximum(low, first_pos - WINDOW + 1)
-        if not CAUSAL:
-            high = tl.minimum(high, last_pos + WINDOW)
-    if CHUNK > 0:
-        low = tl.maximum(low, first_pos // CHUNK * CHUNK)
-        high = tl.minimum(high, (last_pos // CHUNK + 1) * CHUNK)
+    low, high = keys_seen(first_pos, last_pos, seq_len, CAUSAL, WINDOW, CHUNK)
     low_tile = low // BLOCK_N
     high_tile = tl.cdiv(high, BLOCK_N)
     full_low = low_tile
@@ -138,6 +126,9 @@ def prefill_kernel(
         high_tile = high_tile - skip_by
         full_low = high_tile
         full_high = high_tile
+    if SPLIT:
+        high_tile = tl.minimum(high_tile, low_tile + end)
+        low_tile += begin
     full_low = tl.minimum(tl.maximum(full_low, low_tile), high_tile)
     full_high = tl.maximum(tl.minimum(full_high, high_tile), full_low)
 
@@ -172,14 +163,85 @@ def prefill_kernel(
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
         )  # fmt: skip
-    acc, m, l = _tiles(
+    return _tiles(
         acc, m, l, q, K, V, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
         seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
         True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
         CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
     )  # fmt: skip
 
-    finish(
-        acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + in_query).to(tl.int64), head, row_ok,
-        o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-    )  # fmt: skip
+
+@triton.jit(do_not_specialize=["lse_t", "bt_s"])
+def prefill_kernel(
+    Q, K, V, OUT, LSE, SINKS, SLOPES, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK,
+    scale, v_scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Tiles of query rows of one KV head, whole or in pieces.
+
+    Grid: (tiles, KV heads), WORK their sequences, then their first rows; `SPLIT`: (programs, KV
+    heads), whose stretches WORK holds, and `merge_kernel` merges. `KEY_STARTS`: where sequences'
+    packed keys start.
+    """
+    kv_head = tl.program_id(1)
+    rows = tl.arange(0, BLOCK_M)
+    if SPLIT:
+        if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
+            tl.extra.cuda.gdc_launch_dependents()
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, True)
+        while at < stop:
+            begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
+            token0 = tl.load(STARTS + seq)
+            seq_len = tl.load(SEQ_LENS + seq)
+            query_len = tl.load(STARTS + seq + 1) - token0
+            kv_start = 0
+            if not PAGED:
+                kv_start = tl.load(KEY_STARTS + seq)
+            acc, m, l = _attend(
+                Q, K, V, BT, SLOPES, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
+                seq, kv_head, token0, query_len, kv_start, seq_len,
+                start, begin, end,
+                G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
+                CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, True,
+            )  # fmt: skip
+            row_ok = start + rows < query_len * G
+            if last > first:
+                part_row = (part * tl.num_programs(1) + kv_head) * BLOCK_M
+                store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
+            else:
+                finish(
+                    acc, m, l, OUT, LSE, SINKS, v_scale, seq_len,
+                    (token0 + (start + rows) // G).to(tl.int64),
+                    kv_head * G + (start + rows) % G, row_ok,
+                    o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip
+            at = high
+            low = high
+            tile, high, seq, start = next_tile(WORK, tile, True)
+    else:
+        seq = tl.load(WORK + tl.program_id(0))
+        start = tl.load(WORK + tl.num_programs(0) + tl.program_id(0))
+        token0 = tl.load(STARTS + seq)
+        seq_len = tl.load(SEQ_LENS + seq)
+        query_len = tl.load(STARTS + seq + 1) - token0
+        kv_start = 0
+        if not PAGED:
+            kv_start = tl.load(KEY_STARTS + seq)
+        acc, m, l = _attend(
+            Q, K, V, BT, SLOPES, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
+            seq, kv_head, token0, query_len, kv_start, seq_len,
+            start, 0, 0,
+            G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
+            CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, False,
+        )  # fmt: skip
+        finish(
+            acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, (token0 + (start + rows) // G).to(tl.int64),
+            kv_head * G + (start + rows) % G, start + rows < query_len * G,
+            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the kernels share about tiles of keys: which comes next, and how its rows are loaded."""
+"""What the kernels share about tiles: which rows and keys are whose, and how rows are loaded."""
 
 from __future__ import annotations
 
@@ -44,3 +44,75 @@ def load_held_rows(pointers, held, columns, SIZE: tl.constexpr, BLOCK: tl.conste
     if SIZE != BLOCK:
         mask = mask & (columns < SIZE)[None, :]
     return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def keys_seen(
+    first_pos, last_pos, seq_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The keys [low, high) that queries at these positions see; sink tokens beside."""
+    low = 0
+    high = seq_len
+    if CAUSAL:
+        high = tl.minimum(high, last_pos + 1)
+    if WINDOW > 0:
+        low = tl.maximum(low, first_pos - WINDOW + 1)
+        if not CAUSAL:
+            high = tl.minimum(high, last_pos + WINDOW)
+    if CHUNK > 0:
+        low = tl.maximum(low, first_pos // CHUNK * CHUNK)
+        high = tl.minimum(high, (last_pos // CHUNK + 1) * CHUNK)
+    return low, high
+
+
+@triton.jit
+def my_stretch(WORK, TILED: tl.constexpr):
+    """A program's stretch of the line of tiles, and the tile that it begins in (`schedule`).
+
+    Returns where it begins and ends, the tile, where that begins and ends, its sequence and row.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    share = tl.load(WORK)
+    COLUMN = WORK + 4 + program
+    tile = tl.load(COLUMN)
+    low = tl.load(COLUMN + programs)
+    high = tl.load(COLUMN + 2 * programs)
+    seq = tile
+    row = 0
+    if TILED:
+        seq = tl.load(COLUMN + 3 * programs)
+        row = tl.load(COLUMN + 4 * programs)
+    at = program * share
+    stop = tl.minimum(at + share, tl.load(WORK + 1))
+    return at, stop, tile, low, high, seq, row
+
+
+@triton.jit
+def next_tile(WORK, tile, TILED: tl.constexpr):
+    """The tile after this one (past the last: that one): itself, its end, its sequence and row."""
+    count = tl.load(WORK + 3)
+    LINE = WORK + 4 + (5 if TILED else 3) * tl.num_programs(0)
+    tile = tl.minimum(tile + 1, count - 1)
+    seq = tile
+    row = 0
+    if TILED:
+        seq = tl.load(LINE + count + 1 + tile)
+        row = tl.load(LINE + 2 * count + 1 + tile)
+    return tile, tl.load(LINE + tile + 1), seq, row
+
+
+@triton.jit
+def piece_of(WORK, at, stop, low, high):
+    """The piece of a tile that a program has: its key tiles [begin, end), its part, who else has any.
+
+    Returns begin, end, part, and the first and last program with a piece: the same if uncut.
+    """
+    share = tl.load(WORK)
+    keys_at = low + tl.load(WORK + 2)
+    begin = tl.maximum(at - keys_at, 0)
+    end = tl.minimum(stop, high) - keys_at
+    first = low // share
+    last = (high - 1) // share
+    program = tl.program_id(0)
+    return begin, end, 2 * program + (first == program).to(tl.int32), first, last

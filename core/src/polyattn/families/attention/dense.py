@@ -1,10 +1,14 @@
-"""Attention without a cache, as a function: dense `(batch, seqlen, heads, size)` or packed sequences."""
+"""Attention without a layer, as a function: dense `(batch, seqlen, heads, size)` or packed sequences.
+
+What engines need whose interface keeps nothing between calls: groups by what is asked of them, tensors
+as tokens without a copy, and plans by the lengths.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,9 +16,14 @@ from torch import Tensor
 
 from polyattn.api import select
 from polyattn.errors import BatchError
-from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.alibi import alibi_slopes as default_slopes
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.registry.discovery import generation
+from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
 
 
@@ -26,6 +35,7 @@ def attention(
     causal: bool = False,
     scale: float | None = None,
     sliding_window: int | None = None,
+    window_right: int | None = None,
     logit_soft_cap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -43,32 +53,159 @@ def attention(
     - `causal` is aligned to the bottom right: the last query sees the last key. A query that sees
       nothing gives 0.
 
-    Returns the output in the query's shape with the value's size, and where asked the LSE, float32,
-    natural logarithm, (batch, queries, num_heads) or (tokens, num_heads). `backend` names one. Raises
-    `BatchError`, and what `select` raises.
+    Other arguments as `LayerSpec`'s fields of that name. Returns the output in the query's shape with
+    the value's size, and where asked the LSE, float32, natural logarithm, (batch, queries, num_heads)
+    or (tokens, num_heads). `backend` names one. Raises `BatchError`, and what `select` raises.
     """
-    batch = _batch(query, key, value, query_lens, key_lens)
-    dtype = str(query.dtype).removeprefix("torch.")
-    fields: tuple[Any, ...] = (
-        query.shape[-2], key.shape[-2], query.shape[-1], value.shape[-1], scale or 0.0, dtype,
-        causal, sliding_window, logit_soft_cap, alibi_slopes is not None, sinks is not None,
-        return_lse, str(query.device), backend,
+    _check_shapes(query, key, value)
+    group = group_for(
+        query.device, backend, num_heads=query.shape[-2], num_kv_heads=key.shape[-2],
+        head_size=query.shape[-1], v_head_size=value.shape[-1], scale=scale or 0.0,
+        dtype=query.dtype, causal=causal, sliding_window=sliding_window, window_right=window_right,
+        logit_soft_cap=logit_soft_cap, alibi=alibi_slopes is not None,
+        learned_sinks=sinks is not None, needs_lse=return_lse, cached=False,
     )  # fmt: skip
-    layer = Attention(_group(fields), sinks=sinks, alibi_slopes=alibi_slopes, checks=False)
-    flat = [t.reshape(-1, *t.shape[-2:]) for t in (query, key, value)]
-    found = layer(flat[0], flat[1], flat[2], None, layer.group.plan(batch))
-    out, lse = found if isinstance(found, tuple) else (found, None)
-    out = out.view(*query.shape[:-1], value.shape[-1])
-    return out if lse is None else (out, lse.view(query.shape[:-1]))
+    if query.dim() == 3:
+        if query_lens is None:
+            raise BatchError("packed sequences need query_lens, the tokens of each")
+        lens = query_lens if key_lens is None else key_lens
+        step = plan_for(group, tuple(query_lens), tuple(lens))
+        out, lse = run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
+    else:
+        if query_lens is not None or key.shape[0] != query.shape[0]:
+            raise BatchError(
+                f"query {tuple(query.shape)} and key {tuple(key.shape)} are dense: their first sizes "
+                "agree, and query_lens is left out"
+            )
+        keys, values, apart = keys_as_tokens(key, value)
+        rows, count = query.shape[:2]
+        step = plan_for(group, (count,) * rows, _row_lens(key, key_lens), apart)
+        flat = query.reshape(rows * count, *query.shape[2:])
+        out, lse = run(step, flat, keys, values, sinks=sinks, alibi_slopes=alibi_slopes)
+        out = out.view(rows, count, *out.shape[1:])
+        lse = None if lse is None else lse.view(rows, count, -1)
+    return out if lse is None else (out, lse)
 
 
-def _batch(
+def group_for(device: torch.device, backend: str | None = None, **fields: Any) -> LayerGroup:
+    """Return the group that serves a `LayerSpec` of these fields; `dtype` is torch's.
+
+    It is made once for each way of calling: what a caller pays who keeps nothing. Each thread, and on
+    CUDA each stream, has its own, since groups share workspaces. Raises what `select` raises.
+    """
+    place: Any = threading.get_ident()
+    if device.type == "cuda":
+        place = (place, torch.cuda.current_stream(device).cuda_stream)
+    return _group(current(), generation(), place, device, backend, **fields)
+
+
+@lru_cache(maxsize=1024)
+def _group(
+    settings: Settings, plugins: int, place: Any, device: torch.device, backend: str | None,
+    **fields: Any,
+) -> LayerGroup:  # fmt: skip
+    dtype = str(fields.pop("dtype")).removeprefix("torch.")
+    spec = LayerSpec(dtype=dtype, **fields)
+    return LayerGroup(select(spec, device, backend=backend, settings=settings))
+
+
+@lru_cache(maxsize=1024)
+def plan_for(
+    group: LayerGroup,
+    query_lens: tuple[int, ...],
+    key_lens: tuple[int, ...],
+    apart: int | tuple[int, ...] | None = None,
+) -> AttentionStep:
+    """Return the plan for these lengths; a plan is a value, so that equal calls share one.
+
+    `apart`: how far apart sequences' keys start, or where each starts; default: one after another.
+    """
+    starts: Sequence[int] | None = None
+    if isinstance(apart, int):
+        starts = range(0, apart * len(key_lens), apart) if apart else [0] * len(key_lens)
+    elif apart is not None:
+        starts = apart
+    batch = Batch.from_lens(query_lens, key_lens, key_starts=starts, device=group.torch_device)
+    step = group.plan(batch)
+    assert isinstance(step, AttentionStep)
+    return step
+
+
+def run(
+    step: AttentionStep,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_lens: Sequence[int] | None,
-    key_lens: Sequence[int] | None,
-) -> Batch:
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: KVCache | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a step with parameters that come with the call. Tensors as `Attention.forward` takes them.
+
+    Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
+    """
+    params = _PLAIN
+    spec = step.group.spec
+    if spec.learned_sinks or spec.alibi:
+        if spec.alibi and alibi_slopes is None:
+            alibi_slopes = default_slopes(spec.num_heads)
+        params = LayerParams(
+            _per_head("sinks", sinks, spec.learned_sinks, query, spec),
+            _per_head("alibi_slopes", alibi_slopes, spec.alibi, query, spec),
+        )
+    lse = None
+    if spec.needs_lse:
+        lse = query.new_empty(step.lse_shape, dtype=torch.float32)
+    return step.call(query, key, value, cache, params, None, lse), lse
+
+
+_PLAIN = LayerParams()
+
+
+def _per_head(
+    name: str, given: Tensor | None, wanted: bool, like: Tensor, spec: LayerSpec
+) -> Tensor | None:
+    if (given is not None) != wanted or (given is not None and given.shape != (spec.num_heads,)):
+        shape = None if given is None else tuple(given.shape)
+        raise BatchError(f"{name} has shape {shape}; {spec} takes one number a query head")
+    return None if given is None else given.detach().to(like.device, torch.float32).contiguous()
+
+
+def keys_as_tokens(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
+    """View dense keys and values (batch, seqlen, heads, size) as tokens (tokens, heads, size).
+
+    Any order of batch, seqlen and heads in memory is viewed without a copy. Also returns how many
+    tokens lie from one row's first key to the next one's.
+    """
+    keys, apart = _as_tokens(key)
+    values, others = _as_tokens(value)
+    if apart != others:
+        (keys, apart), (values, _) = (_as_tokens(t.contiguous()) for t in (key, value))
+    return keys, values, apart
+
+
+def _as_tokens(tensor: Tensor) -> tuple[Tensor, int]:
+    rows, count, heads, size = tensor.shape
+    row, token, head, element = tensor.stride()
+    if rows == 1:
+        return (tensor if element == 1 else tensor.contiguous())[0], count
+    if element != 1 or token <= 0 or row % token or not tensor.numel():
+        return tensor.reshape(rows * count, heads, size).contiguous(), count
+    apart = row // token
+    return tensor.as_strided(((rows - 1) * apart + count, heads, size), (token, head, 1)), apart
+
+
+def _row_lens(key: Tensor, lens: Sequence[int] | None) -> tuple[int, ...]:
+    rows, keys = key.shape[:2]
+    if lens is None:
+        return (keys,) * rows
+    if len(lens) != rows or any(not 0 <= n <= keys for n in lens):
+        raise BatchError(f"key_lens={list(lens[:4])}… must be {rows} lengths of 0 to {keys}")
+    return tuple(lens)
+
+
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if tensor.dim() != query.dim() or tensor.dim() not in (3, 4):
             raise BatchError(
@@ -79,33 +216,3 @@ def _batch(
         raise BatchError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in more than their size"
         )
-    if query.dim() == 3:
-        if query_lens is None:
-            raise BatchError("packed sequences need query_lens, the tokens of each")
-        lens = list(query_lens if key_lens is None else key_lens)
-        return Batch([0, *accumulate(query_lens)], lens, device=query.device)
-    if query_lens is not None or key.shape[0] != query.shape[0]:
-        raise BatchError(
-            f"query {tuple(query.shape)} and key {tuple(key.shape)} are dense: their first sizes agree, "
-            "and query_lens is left out"
-        )
-    count, queries, keys = query.shape[0], query.shape[1], key.shape[1]
-    given = [keys] * count if key_lens is None else list(key_lens)
-    if len(given) != count or any(not 0 <= n <= keys for n in given):
-        raise BatchError(f"key_lens={given[:4]}… must be {count} lengths of 0 to {keys}")
-    starts = list(range(0, count * queries + 1, queries)) if queries else [0] * (count + 1)
-    firsts = [row * keys for row in range(count)]
-    return Batch(starts, given, key_starts=firsts, device=query.device)
-
-
-@lru_cache(maxsize=256)
-def _group(fields: tuple[Any, ...]) -> LayerGroup:
-    """One group for each way of calling: a stateless caller pays for selection once."""
-    (heads, kv_heads, size, v_size, scale, dtype, causal, window, cap, alibi, sinks, lse, device,
-     backend) = fields  # fmt: skip
-    spec = LayerSpec(
-        num_heads=heads, num_kv_heads=kv_heads, head_size=size, v_head_size=v_size, scale=scale,
-        dtype=dtype, causal=causal, sliding_window=window, logit_soft_cap=cap, alibi=alibi,
-        learned_sinks=sinks, needs_lse=lse, cached=False,
-    )  # fmt: skip
-    return LayerGroup(select(spec, torch.device(device), backend=backend))

@@ -19,7 +19,6 @@ from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
-    refuse_gradients,
 )
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.parameters import HeadValues, positive
@@ -78,7 +77,6 @@ class Attention(nn.Module):
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = STORAGE_DTYPES[spec.dtype], spec.needs_lse
-        self._device_type = device.type
         self._handle = torch_compile.handle(self)
 
     def plan(self, batch: Batch) -> StepPlan:
@@ -112,9 +110,7 @@ class Attention(nn.Module):
         lse = None
         if self._needs_lse:
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-        if out is None:
-            out = query.new_empty(step.out_shape)
-        self.run(step, query, key, value, cache, out, lse)
+        out = self.run(step, query, key, value, cache, out, lse)
         return out if lse is None else (out, lse)
 
     def run(
@@ -124,42 +120,19 @@ class Attention(nn.Module):
         key: Tensor | None,
         value: Tensor | None,
         cache: KVCache | None,
-        out: Tensor,
+        out: Tensor | None,
         lse: Tensor | None,
-    ) -> None:
-        """Check what was given and run the step. Writes `out` and `lse`."""
-        dtype = self._dtype
-        if query.shape != step.query_shape or query.dtype is not dtype:
-            raise bad_input("query", query, step.query_shape, dtype)
-        if out.shape != step.out_shape or out.dtype is not dtype or out.device != query.device:
-            raise bad_input("out", out, step.out_shape, dtype, query.device)
-        if key is not None and value is not None:
-            if step.key_shape is None:
-                self._check_given(step, key, value)
-            else:
-                if key.shape != step.key_shape or key.dtype is not dtype:
-                    raise bad_input("key", key, step.key_shape, dtype)
-                if value.shape != step.value_shape or value.dtype is not dtype:
-                    raise bad_input("value", value, step.value_shape or (), dtype)
-        elif key is not None or value is not None or cache is None:
-            self._check_missing(key, value, cache)
+    ) -> Tensor:
+        """Check what was given and run the step. Returns the output; writes `out` and `lse`."""
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
-        if query.requires_grad or (key is not None and key.requires_grad):
-            refuse_gradients(query=query, key=key)
-        if value is not None and value.requires_grad:
-            refuse_gradients(value=value)
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
         if self._per_head:
             for values in self._per_head:
                 values.current()
-        if torch.is_autocast_enabled(self._device_type):
-            with torch.autocast(self._device_type, enabled=False):
-                step.run(query, key, value, cache, self.params, out, lse)
-        else:
-            step.run(query, key, value, cache, self.params, out, lse)
+        return step.call(query, key, value, cache, self.params, out, lse)
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.
@@ -179,26 +152,6 @@ class Attention(nn.Module):
         self.group.check_format(cache.format)
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
         store.run(store.plan(slot_mapping), key, value, cache, self.params)
-
-    def _check_given(self, step: AttentionStep, key: Tensor, value: Tensor) -> None:
-        """Keys that are given whole: at least as many as the batch's sequences reach."""
-        spec, dtype = self.spec, self._dtype
-        tokens = max(key.shape[0], step.keys_reach)
-        for name, tensor, size in (
-            ("key", key, spec.head_size),
-            ("value", value, spec.v_head_size),
-        ):
-            shape = (tokens, spec.num_kv_heads, size)
-            if tensor.shape != shape or tensor.dtype is not dtype:
-                raise bad_input(name, tensor, shape, dtype)
-
-    def _check_missing(
-        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None
-    ) -> None:
-        if (key is None) != (value is None):
-            raise BatchError("key and value come together, or both are None")
-        if cache is None and not self.spec.cached:
-            raise BatchError(f"{self.spec} keeps no cache; pass key and value")
 
     def _check_cache(self, query: Tensor, cache: KVCache | None) -> None:
         if cache is None:
@@ -220,7 +173,7 @@ class Attention(nn.Module):
         key: Tensor | None,
         value: Tensor | None,
         cache: KVCache | None,
-        out: Tensor,
+        out: Tensor | None,
     ) -> None:
         if self.group.device.is_accelerator:
             check_aligned(query=query, key=key, value=value, out=out)

@@ -17,7 +17,8 @@ from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 
 
@@ -33,6 +34,7 @@ class AttentionStep(StepPlan):
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
+        self.dtype = STORAGE_DTYPES[spec.dtype]
         # The new tokens' keys and values; None where they are given whole.
         self.key_shape = self.value_shape = None
         if spec.cached:
@@ -45,6 +47,68 @@ class AttentionStep(StepPlan):
     @property
     def calls(self) -> tuple[Call, ...]:
         return self._calls
+
+    def call(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor | None,
+        lse: Tensor | None,
+    ) -> Tensor:
+        """Check what was given and run. Returns the output, `out` where given; writes `lse`.
+
+        The cache's form is the caller's to check: it is the same at every step. Raises `BatchError`.
+        """
+        dtype = self.dtype
+        if query.shape != self.query_shape or query.dtype is not dtype:
+            raise bad_input("query", query, self.query_shape, dtype)
+        if out is None:
+            out = query.new_empty(self.out_shape)
+        elif out.shape != self.out_shape or out.dtype is not dtype or out.device != query.device:
+            raise bad_input("out", out, self.out_shape, dtype, query.device)
+        if key is not None and value is not None:
+            if self.key_shape is None:
+                self._check_given(key, value)
+            else:
+                if key.shape != self.key_shape or key.dtype is not dtype:
+                    raise bad_input("key", key, self.key_shape, dtype)
+                if value.shape != self.value_shape or value.dtype is not dtype:
+                    raise bad_input("value", value, self.value_shape or (), dtype)
+        elif key is not None or value is not None or cache is None:
+            self._check_missing(key, value, cache)
+        if query.requires_grad or (key is not None and key.requires_grad):
+            refuse_gradients(query=query, key=key)
+        if value is not None and value.requires_grad:
+            refuse_gradients(value=value)
+        if torch.is_autocast_enabled(self.group.device_type):
+            with torch.autocast(self.group.device_type, enabled=False):
+                self.run(query, key, value, cache, params, out, lse)
+        else:
+            self.run(query, key, value, cache, params, out, lse)
+        return out
+
+    def _check_given(self, key: Tensor, value: Tensor) -> None:
+        """Keys that are given whole: at least as many as the batch's sequences reach."""
+        spec, dtype = self.group.spec, self.dtype
+        tokens = max(key.shape[0], self.keys_reach)
+        for name, tensor, size in (
+            ("key", key, spec.head_size),
+            ("value", value, spec.v_head_size),
+        ):
+            shape = (tokens, spec.num_kv_heads, size)
+            if tensor.shape != shape or tensor.dtype is not dtype:
+                raise bad_input(name, tensor, shape, dtype)
+
+    def _check_missing(
+        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None
+    ) -> None:
+        if (key is None) != (value is None):
+            raise BatchError("key and value come together, or both are None")
+        if cache is None and not self.group.spec.cached:
+            raise BatchError(f"{self.group.spec} keeps no cache; pass key and value")
 
     def run(
         self,

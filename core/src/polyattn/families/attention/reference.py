@@ -26,11 +26,14 @@ def visible(spec: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
     if spec.causal:
         mask &= key <= query
+    near = torch.ones_like(mask)
     if spec.sliding_window is not None:
-        near = (query - key) < spec.sliding_window
-        if not spec.causal:
+        near &= (query - key) < spec.sliding_window
+        if not spec.causal and spec.window_right is None:
             near &= (key - query) < spec.sliding_window
-        mask &= near | (key < spec.sink_tokens)
+    if spec.window_right is not None:
+        near &= (key - query) <= spec.window_right
+    mask &= near | (key < spec.sink_tokens)
     if spec.chunk_size is not None:
         mask &= (key // spec.chunk_size) == (query // spec.chunk_size)
     return mask

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polyattn.api import Selection, resolve_device, select
+from polyattn.api import select
 from polyattn.checking.compare import output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.device import Device
@@ -18,9 +18,13 @@ from polyattn.errors import PolyattnError, SettingsError, describe
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.registry.capabilities import check
+from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.cost import Cost, batch_cost
+from polyattn.runtime.group import LayerGroup
+from polyattn.selection.selection import Selection
+from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
@@ -113,7 +117,7 @@ class Bench:
         phases = {"decode" if q == 1 else "prefill" for q in queries}
         chosen = select(self.spec, self.device)
         rows = []
-        for name in only or [b.name for b in discover().backends.values()]:
+        for name in only or _attending():
             row: dict[str, Any] = {"batch": text, "backend": name, "limit_ms": limit * 1e3}
             row["selected"] = name in _names(chosen, phases)
             try:
@@ -176,13 +180,15 @@ class Step:
         shared: int = 0,
     ):
         """`shared`: leading tokens whose blocks all sequences have in common."""
-        spec, size = selection.spec, selection.decision.block_size
-        assert size is not None
+        group = LayerGroup(selection)
+        spec = group.spec
+        assert group.cache_format is not None
+        size = group.cache_format.block_size
         needed = [-(-n // size) for n in lens]
         order = torch.randperm(sum(needed)).to(torch.int32).split(needed)
         table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
         table[1:, : shared // size] = table[0, : shared // size]
-        self.cache = selection.cache_spec(sum(needed)).allocate(device)
+        self.cache = group.allocate_cache(sum(needed))
         for stored in (self.cache.key, self.cache.value):
             noise = torch.randn(stored.shape, device=device)
             stored.copy_((noise * 32 if stored.dtype == torch.int8 else noise).to(stored.dtype))
@@ -199,7 +205,7 @@ class Step:
             return torch.randn(tokens, heads, width, device=device).to(dtype)
 
         self.layer = Attention(
-            selection,
+            group,
             sinks=torch.randn(spec.num_heads) if spec.learned_sinks else None,
             checks=False,
         )
@@ -207,19 +213,20 @@ class Step:
         self.key = random(spec.num_kv_heads, spec.head_size)
         self.value = random(spec.num_kv_heads, spec.v_head_size)
         self.out = random(spec.num_heads, spec.v_head_size)
+        self.plan = group.plan(self.batch)
 
     def run(self) -> None:
         """Store the new tokens and attend."""
-        self.layer(self.query, self.key, self.value, self.cache, self.batch, out=self.out)
+        self.layer(self.query, self.key, self.value, self.cache, self.plan, out=self.out)
 
     def attend(self) -> None:
         """Attend alone: the new tokens were stored before."""
-        self.layer(self.query, None, None, self.cache, self.batch, out=self.out)
+        self.layer(self.query, None, None, self.cache, self.plan, out=self.out)
 
     def error(self) -> float:
         """Return the error of one sampled token; raise if it is too large."""
         self.run()
-        spec, batch = self.layer.selection.spec, self.batch
+        spec, batch = self.layer.spec, self.batch
         index = int(torch.randint(batch.num_seqs, (1,)))
         keys, values = reference.read_cache(spec, self.cache, batch, index, self.layer.params)
         row = batch.starts[index + 1] - 1
@@ -269,6 +276,12 @@ def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, float]:
         "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,
         "matmul_tflop_per_s": 2 * size**3 / matmul / 1e12,
     }
+
+
+def _attending() -> list[str]:
+    """Return every backend but those that only store or merge."""
+    backends = discover().backends.values()
+    return [b.name for b in backends if not b.capabilities.phases & SERVICES]
 
 
 def _names(selection: Selection, phases: set[str]) -> set[str]:

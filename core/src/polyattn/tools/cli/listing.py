@@ -8,7 +8,7 @@ from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
-from polyattn.registry.machine import availabilities, availability
+from polyattn.registry.machine import availabilities
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
 
@@ -87,5 +87,8 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
 
 
 def _builds(info: BackendInfo, timeout: float) -> dict[str, str | None]:
-    """Return the packages that bring a backend's library, each with why it isn't here, or None."""
-    return {v.name: availability(info.as_built(v), timeout) for v in info.variants}
+    """Return each package that brings a backend's library with why it isn't here, or None."""
+    if not info.variants:
+        return {}
+    answers = availabilities(info.builds, timeout)
+    return {build.build: answer for build, answer in zip(info.builds, answers, strict=True)}

@@ -9,8 +9,11 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from polyattn.api import LayerGroup, resolve_device, select_layers
+from polyattn.api import select_layers
 from polyattn.errors import SettingsError
+from polyattn.registry.devices import resolve_device
+from polyattn.runtime.state_cache import StateCacheSpec
+from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.huggingface import read_config
 from polyattn.spec.layer import LayerSpec
@@ -116,7 +119,7 @@ def _run(engine: Engine, quiet: bool) -> Report:
         return engine.run(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _print_selection(model: str, groups: list[LayerGroup], options: RunOptions) -> None:
+def _print_selection(model: str, groups: list[SelectedLayers], options: RunOptions) -> None:
     where = f" on {groups[0].selection.device}" if groups else ""
     console.print(f"{model}{where}", markup=False, highlight=False)
     for group in groups:
@@ -134,15 +137,15 @@ def _print_selection(model: str, groups: list[LayerGroup], options: RunOptions) 
         )
 
 
-def memory_line(group: LayerGroup) -> str | None:
+def memory_line(group: SelectedLayers) -> str | None:
     """Say what a token or a sequence costs where that isn't keys and values: latents, states."""
     spec, count = group.spec, len(group.layers)
     if spec.kind.is_recurrent:
-        size = group.selection.state_spec(1).bytes_per_slot
+        size = StateCacheSpec.for_layer(spec, 1).bytes_per_slot
         return f"state: {size * count / 2**20:.2f} MiB a sequence in {count} layers, any length"
-    if spec.latent is None:
+    cache = group.selection.cache_format
+    if spec.latent is None or cache is None:
         return None
-    cache = group.selection.cache_spec(1)
     wide = spec.num_heads * (spec.head_size + spec.v_head_size)
     narrow = spec.latent.size
     return (
@@ -180,7 +183,7 @@ def _print_report(report: Report, clipped: int) -> None:
     )
 
 
-def _json(model: str, groups: list[LayerGroup], clipped: int, report: Report) -> dict[str, Any]:
+def _json(model: str, groups: list[SelectedLayers], clipped: int, report: Report) -> dict[str, Any]:
     return {
         "model": model,
         "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],

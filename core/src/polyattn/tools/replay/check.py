@@ -66,7 +66,7 @@ class Checker:
         out: Tensor,
         index: int,
     ) -> None:
-        spec = layer.selection.spec
+        spec = layer.spec
         rows = slice(batch.starts[index], batch.starts[index + 1])
         at = self._random.randrange(batch.query_lens[index])
         if cache is not None:
@@ -91,12 +91,11 @@ class Checker:
         self, layer: Attention | LatentAttention | Recurrent, error: float, where: str
     ) -> None:
         self.worst, self.checked = max(self.worst, error), self.checked + 1
-        selection = layer.selection
-        limit = tolerance_of(selection.spec).output
+        limit = tolerance_of(layer.spec).output
         if not error <= limit:
             raise WrongResultError(
                 f"{where}: error {error:.3g}, allowed {limit:g} "
-                f"({selection.spec}; {selection.decision.summary()})"
+                f"({layer.spec}; {layer.group.selection.decision.summary()})"
             )
 
     def check_latent(
@@ -109,12 +108,13 @@ class Checker:
         out: Tensor,
     ) -> None:
         """As `check`, for a few heads of an MLA layer: a head's keys are made for the check."""
-        spec = layer.selection.spec
+        spec = layer.spec
         heads = sorted(self._random.sample(range(spec.num_heads), min(HEADS, spec.num_heads)))
         alone = LayerSpec(
             num_heads=len(heads), head_size=spec.head_size, v_head_size=spec.v_head_size,
             scale=spec.scale, causal=False,
         )  # fmt: skip
+        assert layer.weights is not None
         w_uk, w_uv = layer.weights
         indices = [i for i, n in enumerate(batch.query_lens) if n]
         for index in self._random.sample(indices, min(self.per_step, len(indices))):
@@ -148,7 +148,7 @@ class Checker:
         sampled: dict[int, Tensor],
     ) -> None:
         """Check a few heads of the sampled sequences: outputs, and the state of a short query."""
-        spec, form = layer.selection.spec, layer.form
+        spec, form = layer.spec, layer.form
         assert batch.state_slots is not None
         size = HEADS if len(form.output) == 2 else 1
         each = spec.num_heads // spec.num_kv_heads

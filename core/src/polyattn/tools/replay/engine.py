@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from polyattn import Batch, LayerGroup, LayerSpec, Role
+from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import CacheError, ConfigError
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
@@ -29,7 +29,9 @@ DECODER_PROMPT = 4
 class Engine:
     """A model's groups over one set of requests."""
 
-    def __init__(self, groups: Sequence[LayerGroup], requests: Sequence[Request], options: Options):
+    def __init__(
+        self, groups: Sequence[SelectedLayers], requests: Sequence[Request], options: Options
+    ):
         self.options, self.report = options, Report(requests=len(requests))
         self.checker = Checker(options.check_tokens, options.seed)
         recurrent = [g for g in groups if g.spec.kind.is_recurrent]
@@ -61,16 +63,18 @@ class Engine:
             self.sources[running] = sources[index]
         self.encoder_only = not self.decoders and not self.recurrent
 
-    def _size_pools(self, groups: Sequence[LayerGroup]) -> list[int]:
+    def _size_pools(self, groups: Sequence[SelectedLayers]) -> list[int]:
         """Share the cache's bytes so that every group holds the same number of tokens."""
+        formats = [g.selection.cache_format for g in groups]
         per_token = sum(
-            g.selection.cache_spec(1).bytes_per_token * min(self.options.layers, len(g.layers))
-            for g in groups
+            form.bytes_per_token * min(self.options.layers, len(g.layers))
+            for g, form in zip(groups, formats, strict=True)
+            if form is not None
         )
         counts = []
-        for group in groups:
-            size = group.selection.decision.block_size
-            assert size is not None
+        for form in formats:
+            assert form is not None, "every decoder that is no recurrence has a cache"
+            size = form.block_size
             count = self.options.cache_bytes // per_token // size
             if count < 1:
                 raise CacheError(
@@ -158,13 +162,13 @@ class Engine:
 class _Cross:
     """A cross-attention group: its caches hold the encoder's keys and values of each request."""
 
-    def __init__(self, group: LayerGroup, options: Options, longest: int):
-        size = group.selection.decision.block_size
-        assert size is not None
-        self.size, self.per_request = size, -(-longest // size)
+    def __init__(self, layers: SelectedLayers, options: Options, longest: int):
+        form = layers.selection.cache_format
+        assert form is not None
+        self.size, self.per_request = form.block_size, -(-longest // form.block_size)
         count = self.per_request * options.max_seqs
         self.allocator = BlockAllocator(count)
-        self.runner = AttentionRunner(group, options, count)
+        self.runner = AttentionRunner(layers, options, count)
         self.blocks: dict[Running, list[int]] = {}
 
     def store(self, sequences: Sequence[Running], sources: dict[Running, int]) -> None:
@@ -178,7 +182,7 @@ class _Cross:
         for layer, cache in zip(self.runner.layers, self.runner.caches, strict=True):
             assert cache is not None
             _, key, value = self.runner.inputs(sum(lens))
-            layer.write_kv(key, value, cache, slots)
+            layer.store(key, value, cache, slots)
 
     def batch(self, items: Sequence[tuple[Running, int]], sources: dict[Running, int]) -> Batch:
         table = _table([self.blocks[s] for s, _ in items], self.runner.device)

@@ -19,9 +19,12 @@ from polyattn import (
     LatentAttention,
     LayerGroup,
     Recurrent,
+    SelectedLayers,
+    StepPlan,
     choose_tokens,
 )
-from polyattn.families import inputs as samples
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn.tools.replay.check import Checker
 
@@ -41,11 +44,11 @@ class Options:
 class Runner:
     """What the families share: the group, a source of random numbers, a clock."""
 
-    def __init__(self, group: LayerGroup, options: Options):
-        self.group, self.spec = group, group.spec
+    def __init__(self, layers: SelectedLayers, options: Options):
+        self.group, self.spec = LayerGroup(layers.selection), layers.spec
         self.generator = torch.Generator().manual_seed(options.seed)
-        self.device = torch.device(group.selection.device.torch_device or "cpu")
-        self.count = min(options.layers, len(group.layers))
+        self.device = self.group.torch_device
+        self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
 
@@ -72,6 +75,12 @@ class Runner:
         at = int(torch.randint((len(stock) - need) // 16 + 1, (1,), generator=self.generator)) * 16
         return stock[at : at + need].view(tokens, *shape)
 
+    def plan(self, batch: Batch) -> tuple[float, StepPlan]:
+        """Plan a step for all layers; returns the seconds that it took, too."""
+        started = self.clock()
+        plan = self.group.plan(batch)
+        return self.clock() - started, plan
+
     def clock(self) -> float:
         """Seconds, once the device has done what it was given."""
         if self.device.type == "cuda":
@@ -82,12 +91,12 @@ class Runner:
 class AttentionRunner(Runner):
     """Attention layers and their paged caches."""
 
-    def __init__(self, group: LayerGroup, options: Options, num_blocks: int):
-        super().__init__(group, options)
+    def __init__(self, layers: SelectedLayers, options: Options, num_blocks: int):
+        super().__init__(layers, options)
         spec = self.spec
         self.layers = [
             Attention(
-                group.selection,
+                self.group,
                 sinks=torch.randn(spec.num_heads, generator=self.generator)
                 if spec.learned_sinks
                 else None,
@@ -99,8 +108,7 @@ class AttentionRunner(Runner):
         ]
         self.caches: list[KVCache | None] = [None] * self.count
         if spec.cached:
-            cache = group.selection.cache_spec(num_blocks)
-            self.caches = [cache.allocate(self.device) for _ in range(self.count)]
+            self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, key, value) for one layer and step."""
@@ -112,12 +120,12 @@ class AttentionRunner(Runner):
         )
 
     def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:
-        seconds = 0.0
+        seconds, plan = self.plan(batch)
         for layer, cache in zip(self.layers, self.caches, strict=True):
             query, key, value = self.inputs(batch.num_tokens)
             given = (key, value) if stores else (None, None)
             started = self.clock()
-            got = layer(query, *given, cache, batch)
+            got = layer(query, *given, cache, plan)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
             checker.check(layer, query, given, cache, batch, out)
@@ -127,34 +135,34 @@ class AttentionRunner(Runner):
 class LatentRunner(Runner):
     """MLA layers, their latent caches, and for sparse ones the cache of index keys."""
 
-    def __init__(self, group: LayerGroup, options: Options, num_blocks: int):
-        super().__init__(group, options)
-        weights = samples.latent_weights(self.spec, self.generator)
+    def __init__(self, layers: SelectedLayers, options: Options, num_blocks: int):
+        super().__init__(layers, options)
+        weights = latent_weights(self.spec, self.generator)
         self.layers = [
-            LatentAttention(group.selection, *weights, k_scale=self.scale, checks=True)
+            LatentAttention(self.group, *weights, k_scale=self.scale, checks=True)
             for _ in range(self.count)
         ]
-        cache = group.selection.cache_spec(num_blocks)
-        self.caches = [cache.allocate(self.device) for _ in range(self.count)]
+        self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
         latent = self.spec.latent
         assert latent is not None
         self.latent, self.index_keys = latent, list[Tensor]()
         if latent.topk:
             dtype = STORAGE_DTYPES[self.spec.dtype]
-            shape = (num_blocks, cache.block_size, latent.index_head_size)
+            shape = (num_blocks, self.caches[0].block_size, latent.index_head_size)
             self.index_keys = [
                 torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.count)
             ]
 
     def step(self, batch: Batch, checker: Checker) -> float:
-        seconds, tokens, spec = 0.0, batch.num_tokens, self.spec
+        tokens, spec = batch.num_tokens, self.spec
+        seconds, plan = self.plan(batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
             query = self.draw(tokens, spec.num_heads, spec.head_size)
             latent = self.draw(tokens, self.latent.rank)
             rope = self.draw(tokens, self.latent.rope_head_size)
             started = self.clock()
             topk = self._choose(index, batch) if self.index_keys else None
-            got = layer(query, latent, rope, cache, batch, topk=topk)
+            got = layer(query, latent, rope, cache, plan, topk=topk)
             seconds += self.clock() - started
             out = got[0] if isinstance(got, tuple) else got
             checker.check_latent(layer, query, cache, batch, topk, out)
@@ -175,26 +183,21 @@ class LatentRunner(Runner):
 class RecurrentRunner(Runner):
     """Recurrent layers and their states, a slot for each running sequence."""
 
-    def __init__(self, group: LayerGroup, options: Options):
-        super().__init__(group, options)
+    def __init__(self, layers: SelectedLayers, options: Options):
+        super().__init__(layers, options)
         self.layers = [
-            Recurrent(
-                group.selection, checks=True, **samples.recurrent_params(self.spec, self.generator)
-            )
+            Recurrent(self.group, checks=True, **recurrent_params(self.spec, self.generator))
             for _ in range(self.count)
         ]
-        states = group.selection.state_spec(options.max_seqs)
-        self.states = [states.allocate(self.device) for _ in range(self.count)]
+        self.states = [self.group.allocate_states(options.max_seqs) for _ in range(self.count)]
 
     def step(self, batch: Batch, checker: Checker) -> float:
-        seconds = 0.0
+        seconds, plan = self.plan(batch)
         for layer, states in zip(self.layers, self.states, strict=True):
-            inputs = samples.recurrent_inputs(
-                self.spec, batch.num_tokens, self.generator, self.device
-            )
+            inputs = recurrent_inputs(self.spec, batch.num_tokens, self.generator, self.device)
             sampled = checker.sample_states(batch, states)
             started = self.clock()
-            out = layer(*inputs, states=states, batch=batch)
+            out = layer(*inputs, states=states, plan=plan)
             seconds += self.clock() - started
             checker.check_recurrent(layer, inputs, states, batch, out, sampled)
         return seconds

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from polyattn import LayerParams, LayerSpec
+from polyattn import LayerSpec
 from polyattn.families.attention import reference
+from polyattn.kernel import LayerParams
 from polyattn_fakes import bind
 from torch import Tensor
 

@@ -1,0 +1,200 @@
+"""The native CPU kernels beside TORCH_SDPA and the machine's limits, as ratios in one run.
+
+python benchmarks/cpu_native.py [--rounds N] [--only NAME,NAME] [--out FILE.json]
+
+CPU time of one thread, candidates alternating, the least of many: on a machine that others use, too,
+only ratios of one run mean anything. The limits are what this process reads of 64 MiB and what
+`torch.mm` multiplies, measured in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn import Batch, LayerSpec
+from polyattn.kernel import (
+    STORAGE_DTYPES,
+    AttentionBackend,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+)
+from polyattn_cpu.native.backends import NativeAttention
+from polyattn_cpu.native.library import isa
+from polyattn_cpu.sdpa import TorchSDPA
+
+LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+DECODE = ([1] * 8, [2048] * 8)
+CASES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
+    "decode 8x2048 bf16": (LLAMA, *DECODE),
+    "decode 1x8192 bf16": (LLAMA, [1], [8192]),
+    "decode 64x512 bf16": (LLAMA, [1] * 64, [512] * 64),
+    "decode 8x1024 MHA 32x96 bf16": ({"num_heads": 32, "head_size": 96}, [1] * 8, [1024] * 8),
+    "decode 8x2048 64/8 bf16": (LLAMA | {"num_heads": 64}, *DECODE),
+    "decode 8x2048 MQA 71x64 bf16": ({"num_heads": 71, "num_kv_heads": 1, "head_size": 64}, *DECODE),
+    "decode 8x2048 fp16": (LLAMA | {"dtype": "float16"}, *DECODE),
+    "decode 8x2048 fp32": (LLAMA | {"dtype": "float32"}, *DECODE),
+    "decode 8x2048 e4m3": (LLAMA | {"kv_cache_dtype": "fp8_e4m3"}, *DECODE),
+    "decode 8x2048 int8": (LLAMA | {"kv_cache_dtype": "int8"}, *DECODE),
+    "decode 8x2048 MLA 16 heads bf16": (
+        {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, "v_head_size": 512}, *DECODE,
+    ),
+    "decode 8x2048 MLA 128 heads bf16": (
+        {"num_heads": 128, "num_kv_heads": 1, "head_size": 576, "v_head_size": 512}, *DECODE,
+    ),
+    "decode 8x64 4/2x32 fp32": (
+        {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}, [1] * 8, [64] * 8,
+    ),
+    "prefill 1x2048 bf16": (LLAMA, [2048], [2048]),
+    "prefill 4x512 bf16": (LLAMA, [512] * 4, [512] * 4),
+    "chunk 512 after 4096 bf16": (LLAMA, [512], [4608]),
+    "prefill 1x2048 fp32": (LLAMA | {"dtype": "float32"}, [2048], [2048]),
+}  # fmt: skip
+
+
+class Case:
+    """One step over a shuffled cache of blocks of 16, and what it costs at least."""
+
+    def __init__(self, features: dict[str, Any], queries: list[int], lens: list[int]):
+        self.spec = LayerSpec(**features)
+        spec, size = self.spec, 16
+        stored = STORAGE_DTYPES[spec.stored_dtype]
+        latent = spec.head_size == 576
+        blocks = sum(-(-n // size) for n in lens)
+        key = self._rows(stored, blocks, size, spec.num_kv_heads, spec.head_size)
+        value = (
+            key[..., : spec.v_head_size]
+            if latent
+            else self._rows(stored, blocks, size, spec.num_kv_heads, spec.v_head_size)
+        )
+        self.cache = KVCache(key, value)
+        table = torch.zeros(len(lens), max(-(-n // size) for n in lens), dtype=torch.int32)
+        order, at = torch.randperm(blocks).int(), 0
+        for seq, length in enumerate(lens):
+            count = -(-length // size)
+            table[seq, :count] = order[at : at + count]
+            at += count
+        self.batch = Batch([0, *accumulate(queries)], lens, table)
+        tokens = sum(queries)
+        dtype = STORAGE_DTYPES[spec.dtype]
+        self.query = torch.randn(tokens, spec.num_heads, spec.head_size).to(dtype)
+        self.out = torch.empty(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
+        self.format = CacheFormat(
+            block_size=size, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
+            v_head_size=spec.v_head_size, dtype=spec.stored_dtype,
+        )  # fmt: skip
+        width = spec.head_size + (0 if latent else spec.v_head_size)
+        self.bytes = sum(lens) * spec.num_kv_heads * width * stored.itemsize
+        seen = sum(sum(range(n - q + 1, n + 1)) for q, n in zip(queries, lens, strict=True))
+        self.flops = 2 * seen * spec.num_heads * (spec.head_size + spec.v_head_size)
+
+    @staticmethod
+    def _rows(stored: torch.dtype, *shape: int) -> torch.Tensor:
+        rows = torch.randn(shape)
+        return (rows * 10).to(stored) if stored == torch.int8 else rows.to(stored)
+
+    def call(self, backend: type[AttentionBackend]) -> Callable[[], None]:
+        """Return one layer's call; the plan is made once, as in a step of many layers."""
+        made = backend(
+            self.spec, self.format, Device("cpu", platform.machine(), torch_device="cpu")
+        )
+        plan, params = made.plan(self.batch), LayerParams(k_scale=0.1, v_scale=0.1)
+        return lambda: made.run(plan, self.query, None, None, self.cache, params, self.out, None)
+
+
+def limits() -> dict[str, tuple[Callable[[], object], float]]:
+    """Return what the machine can do at best: a call, and the bytes or operations in it."""
+    memory = torch.ones(16 << 20)
+    a32, a16 = torch.randn(1024, 1024), torch.randn(2048, 2048).bfloat16()
+    return {
+        "read": (lambda: memory.sum(), 64 * 2**20),
+        "mm fp32": (lambda: torch.mm(a32, a32), 2 * 1024**3),
+        "mm bf16": (lambda: torch.mm(a16, a16), 2 * 2048**3),
+    }
+
+
+def measure(
+    case: Case, bounds: dict[str, tuple[Callable[[], object], float]], rounds: int
+) -> dict[str, float]:
+    """Return milliseconds of both backends and the shares of this run's limits."""
+    calls: dict[str, Callable[[], object]] = {
+        "native": case.call(NativeAttention), "TORCH_SDPA": case.call(TorchSDPA)
+    }  # fmt: skip
+    calls |= {name: call for name, (call, _) in bounds.items()}
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(rounds):
+        for name, call in calls.items():
+            started = time.thread_time()
+            call()
+            best[name] = min(best[name], time.thread_time() - started)
+    seconds = best["native"]
+    rate = {name: amount / best[name] for name, (_, amount) in bounds.items()}
+    return {
+        "native_ms": seconds * 1e3,
+        "torch_sdpa_ms": best["TORCH_SDPA"] * 1e3,
+        "times_torch_sdpa": best["TORCH_SDPA"] / seconds,
+        "of_read": case.bytes / seconds / rate["read"],
+        "of_mm_fp32": case.flops / seconds / rate["mm fp32"],
+        "of_mm_bf16": case.flops / seconds / rate["mm bf16"],
+        "read_gb_s": rate["read"] / 1e9,
+        "mm_fp32_gflops": rate["mm fp32"] / 1e9,
+        "mm_bf16_gflops": rate["mm bf16"] / 1e9,
+    }
+
+
+def call_overhead_us() -> float:
+    """Return the microseconds of a call that has nothing to do: one padding row."""
+    call = Case(LLAMA, [1], [1]).call(NativeAttention)
+    best = float("inf")
+    for _ in range(50):
+        started = time.thread_time()
+        for _ in range(200):
+            call()
+        best = min(best, (time.thread_time() - started) / 200)
+    return best * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    names = [
+        n for n in CASES if not chosen.only or any(part in n for part in chosen.only.split(","))
+    ]
+    bounds, results = limits(), {}
+    for name in names:
+        results[name] = measure(Case(*CASES[name]), bounds, chosen.rounds)
+        print(name, " ".join(f"{k}={v:.3g}" for k, v in results[name].items()), flush=True)
+    overhead = call_overhead_us()
+    print(f"one key, one call: {overhead:.2f} us")
+    if chosen.out:
+        model = next(
+            (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
+             if line.startswith("model name")), platform.processor(),
+        )  # fmt: skip
+        report = {
+            "date": date.today().isoformat(), "machine": model, "isa": isa(), "torch": torch.__version__,
+            "command": " ".join(["python", *sys.argv]),
+            "clock": "CPU time of one thread, least of rounds",
+            "call_us": overhead, "cases": results,
+        }  # fmt: skip
+        chosen.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""Which cases follow from what an attention backend claims? Pure data: nothing here runs a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from typing import Any
+
+from polyattn.conformance.case import Case, captures, served_phases
+from polyattn.device import Device
+from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
+from polyattn.spec.layer import LayerSpec
+
+HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
+GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
+KV_HEADS = (1, 3, 8)
+BLOCK_SIZES = (1, 8, 16, 32, 64, 128, 256)
+CACHED_BATCHES = (
+    "decode", "prefill", "chunked", "mixed", "prefills first", "many", "long", "padded",
+    "late padding", "empty", "in order",
+)  # fmt: skip
+GIVEN_BATCHES = ("given", "more keys", "fewer keys")
+
+FEATURE_FIELDS: dict[str, dict[str, Any]] = {
+    "sliding_window": {"sliding_window": 21},
+    "window_right": {"causal": False, "sliding_window": 21, "window_right": 9},
+    "chunked": {"chunk_size": 24},
+    "logit_soft_cap": {"logit_soft_cap": 1.5},
+    "alibi": {"alibi": True},
+    "learned_sinks": {"learned_sinks": True},
+    "sink_tokens": {"sliding_window": 21, "sink_tokens": 3},
+    "lse": {"needs_lse": True},
+    "non_causal": {"causal": False},
+    "deterministic": {"deterministic": True},
+    "batch_invariant": {"batch_invariant": True},
+}
+"""What each optional feature sets on the base spec."""
+UNLIKE_CROSS = frozenset({"sliding_window", "chunked", "alibi", "sink_tokens"})
+"""What speaks of positions, which cross-attention has none of."""
+
+
+def batches(name: str, block: int) -> list[tuple[int, int]]:
+    """Return (query length, sequence length) pairs for a block size.
+
+    Together they hold empty sequences, length 1, exact multiples of a block and one over, more
+    sequences than a warp has lanes, and lengths beyond any tile.
+    """
+    decode = [(1, 1), (1, block), (1, block + 1), (1, 3 * block - 1), (1, 5 * block + 7)]
+    prefill = [(0, 0), (1, 1), (2, 2), (block, block), (block + 1, block + 1), (37, 37)]
+    chunked = [(0, 5), (3, block + 3), (block, 2 * block), (5, 4 * block + 1), (1, 9), (29, 61)]
+    mixed = [*decode, (0, 0), *prefill[3:], *chunked]
+    return {
+        "decode": decode,
+        "prefill": prefill,
+        "chunked": chunked,
+        "mixed": mixed,
+        "prefills first": sorted(mixed, key=lambda pair: -pair[0]),
+        "many": [(1 + 2 * (i % 7 == 3), 3 + 5 * (i % 9)) for i in range(41)],
+        "in order": [(1, 5), (1, block + 1), (1, 3 * block), (7, 7), (block, 2 * block), (29, 61)],
+        "long": [(1, 2049), (1, 1500), (70, 1100), (300, 300)],
+        "shared": [(1, 2 * block + 1), (5, 3 * block + 5), (1, 2 * block + 7), (block, 4 * block)],
+        "short queries": [(3, block + 3), (1, 5), (2, 2), (4, 3 * block), (37, 50), (8, 3 * block)],
+        "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
+        "empty": [(0, 0), (0, 7)],
+        "late padding": [(5, block + 5), (1, 0), (0, 3), (1, 9)],
+        "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
+        "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
+        "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
+    }[name]
+
+
+def derive(info: BackendInfo, device: Device) -> list[Case]:
+    """Return every case that `info`'s capabilities give on `device`."""
+    caps = info.capabilities
+    bases = [
+        base_spec(caps, role, cached)
+        for role in Role
+        if role in caps.roles
+        for cached in (True, False)
+        if cached in caps.cached and not (cached and role in (Role.ENCODER, Role.ENCODER_ONLY))
+    ]
+    cases: list[Case] = []
+    for base in bases:
+        cases += _numeric(caps, base)
+        if base is bases[0]:
+            cases += _behaviour(caps, base, _batches_for(caps, base), device)
+            cases.append(Case("search", "", base, "drawn"))
+    can = [c for c in cases if served_phases(caps, c.spec, device)]
+    return can + list(_refusals(caps, bases[0], device))
+
+
+def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
+    where = base.role.value if base.cached else f"{base.role.value} uncached"
+    names = _batches_for(caps, base)
+    for name in names:
+        yield Case("numeric", where, base, name)
+    for label, spec in _variants(caps, base):
+        for name in _main(names, label):
+            yield Case("numeric", f"{where} {label}", spec, name)
+    if base.role is Role.DECODER:
+        for numbers in ("+100", "-100"):
+            yield Case("numeric", where, base, _main(names, "")[0], numbers)
+
+
+def base_spec(caps: Capabilities, role: Role, cached: bool) -> LayerSpec:
+    """Return the plainest layer that the claims allow in this role."""
+    dtype = next(d for d in ("bfloat16", "float16", "float32", "float64") if d in caps.dtypes)
+    sizes = caps.head_sizes.examples((64, *HEAD_SIZES))
+    # A list of sizes speaks of kernels that are compiled for each: 128 is the one that users have.
+    usual = (128, 64) if caps.head_sizes.values else (64, 128)
+    head_size = next((size for size in usual if size in sizes), sizes[0])
+    ratio = next((r for r in (2, 4, 1, 8, 16) if r in caps.gqa_ratios), 1)
+    if "gqa" not in caps.features:
+        ratio = 1
+    causal = "causal" in caps.features and role is Role.DECODER
+    return LayerSpec(
+        num_heads=2 * ratio,
+        num_kv_heads=2,
+        head_size=head_size,
+        dtype=dtype,
+        role=role,
+        cached=cached,
+        causal=causal,
+        block_size=caps.preferred_block_size if cached else None,
+    )
+
+
+def _batches_for(caps: Capabilities, base: LayerSpec) -> tuple[str, ...]:
+    if not base.cached:
+        # Where keys and queries are the same tokens, there are as many of each.
+        return GIVEN_BATCHES if base.role in (Role.DECODER, Role.CROSS) else ("given",)
+    short = ("short queries",) if caps.decode_query_lens > 1 else ()
+    if "decode" not in caps.phases:
+        return ("prefill", "chunked", "empty")
+    if "prefill" not in caps.phases:
+        return ("decode", "padded", *short)
+    if base.role is Role.CROSS:
+        return ("decode", "chunked")
+    return (*CACHED_BATCHES, *short)
+
+
+def _main(names: tuple[str, ...], label: str) -> tuple[str, ...]:
+    """The batches that a variant runs: the one that holds most, and decode for features."""
+    most = next(n for n in ("mixed", "chunked", "more keys", "given", "decode") if n in names)
+    if label.startswith("feature") and "decode" in names and most != "decode":
+        return (most, "decode")
+    return (most,)
+
+
+def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    for dtype in DTYPES:
+        if dtype in caps.dtypes and dtype != base.dtype:
+            yield f"dtype {dtype}", base.replace(dtype=dtype)
+    for size in caps.head_sizes.examples(HEAD_SIZES):
+        if size != base.head_size:
+            yield f"head_size {size}", base.replace(head_size=size)
+    yield "scale", base.replace(scale=0.31)
+    for count in KV_HEADS:
+        heads = count * base.gqa_ratio
+        yield f"kv_heads {count}", base.replace(num_heads=heads, num_kv_heads=count)
+    if "gqa" in caps.features:
+        for ratio in caps.gqa_ratios.examples(GQA_RATIOS):
+            yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
+        if 5 in caps.gqa_ratios:
+            yield "mqa", base.replace(num_heads=5, num_kv_heads=1)
+    for k, v in sorted(caps.v_head_pairs):
+        yield f"feature v_head_size {k}/{v}", base.replace(head_size=k, v_head_size=v)
+    if "v_head_size" in caps.features and not caps.v_head_pairs:
+        for size in caps.v_head_sizes.examples((32, 48, 128)):
+            if size != base.head_size:
+                yield f"feature v_head_size {size}", base.replace(v_head_size=size)
+    if base.cached:
+        yield from _cache_variants(caps, base)
+    yield from _feature_variants(caps, base)
+
+
+def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    for cached in KV_CACHE_DTYPES:
+        if cached in caps.kv_cache_dtypes and cached != "auto":
+            yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
+    for size in caps.block_sizes.examples(BLOCK_SIZES):
+        if size != base.block_size:
+            yield f"block_size {size}", base.replace(block_size=size)
+    if "NHD" in caps.layouts:
+        preferred = caps.preferred_block_size
+        expanded = next(
+            (preferred * k for k in (2, 3, 5) if preferred * k not in caps.block_sizes), None
+        )
+        if expanded:
+            yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+
+
+def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
+    """What a quantised cache sets on the base spec."""
+    return {"kv_cache_dtype": dtype, "fp8_compute": caps.fp8_compute and dtype == "fp8_e4m3"}
+
+
+def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    claimed = [name for name in FEATURE_FIELDS if name in caps.features]
+    if base.role is not Role.DECODER:
+        wanted = {"sliding_window", "window_right", "logit_soft_cap", "alibi", "lse"}
+        unlike = UNLIKE_CROSS if base.role is Role.CROSS else frozenset[str]()
+        claimed = [name for name in claimed if name in wanted - unlike]
+    elif not base.causal:
+        claimed = [name for name in claimed if name != "non_causal"]
+    for name in claimed:
+        yield f"feature {name}", base.replace(**FEATURE_FIELDS[name])
+    if base.role is Role.DECODER or not base.cached:
+        for first, second in combinations(claimed, 2):
+            if base.cached or {first, second} & {"non_causal", "lse"}:
+                fields = FEATURE_FIELDS[first] | FEATURE_FIELDS[second]
+                yield f"pair {first} {second}", base.replace(**fields)
+    if base.role is Role.DECODER and base.cached:
+        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+            for name in claimed:
+                changes = FEATURE_FIELDS[name] | _cached(caps, cached)
+                yield f"pair {cached} {name}", base.replace(**changes)
+
+
+def _behaviour(
+    caps: Capabilities, base: LayerSpec, names: tuple[str, ...], device: Device
+) -> list[Case]:
+    most = _main(names, "")[0]
+    # Of neighbours a backend gets views, of rows in no order copies.
+    views = next(name for name in ("in order", most) if name in names)
+    cases = [Case(name, "", base, views) for name in ("out", "strided")]
+    cases.append(Case("plans", "", base, most))
+    for label, spec in _per_layer(caps, base):
+        cases.append(Case("layers", label, spec, most))
+    # There is a cache to change in the first two.
+    contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
+    for how in ("numbers", "nan", "inf"):
+        chosen = dict.fromkeys((most, contexts[0], views))
+        cases += [Case("isolation", how, base, name) for name in chosen]
+    if base.cached:
+        cases += [Case("layout", layout, base, most) for layout in caps.layouts]
+        cases += [
+            Case("packed", caps.layouts[0], base, most),
+            Case("stale", "", base, most),
+            Case("skipped", "", base, most),
+            Case("shared", "", base, "shared" if "prefill" in names else "decode"),
+        ]
+    for name in ("deterministic", "batch_invariant"):
+        if name in caps.features:
+            cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
+    if caps.graph_capture and base.cached and "decode" in caps.phases:
+        how = "graph" if captures(device) else "reuse"
+        spec = base.replace(graph_capture="single_token_decode")
+        cases.append(Case(how, "", spec, "decode"))
+        if caps.graph_capture >= GraphCapture.UNIFORM:
+            cases.append(Case(how, "", base.replace(graph_capture="uniform"), "three each"))
+    return cases
+
+
+def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    """Layers that differ in more than their caches: parameters and scales."""
+    yield "caches", base
+    for name in ("learned_sinks", "alibi"):
+        if name in caps.features:
+            yield name, base.replace(**FEATURE_FIELDS[name])
+    for cached in KV_CACHE_DTYPES:
+        if base.cached and cached in caps.kv_cache_dtypes and cached != "auto":
+            yield cached, base.replace(**_cached(caps, cached))
+
+
+def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
+    """One case for each thing that the backend doesn't claim."""
+    attempts: dict[str, dict[str, Any]] = dict(FEATURE_FIELDS)
+    attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}
+    attempts |= {f"head_size {size}": {"head_size": size} for size in HEAD_SIZES}
+    attempts |= {f"gqa {r}": {"num_heads": 2 * r, "num_kv_heads": 2} for r in GQA_RATIOS}
+    attempts["v_head_size"] = {"v_head_size": base.head_size // 2}
+    if base.cached:
+        attempts |= {f"kv_cache_dtype {c}": {"kv_cache_dtype": c} for c in KV_CACHE_DTYPES}
+        attempts["uncached"] = {"cached": False, "block_size": None}
+    for label, changes in attempts.items():
+        spec = base.replace(**changes)
+        if not served_phases(caps, spec, device):
+            yield Case("refusal", label, spec, "none")

@@ -1,0 +1,99 @@
+"""Which cases follow from the claims of a recurrent backend? Pure data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.conformance.case import Case, captures
+from polyattn.conformance.cases.mla import refusals
+from polyattn.device import Device
+from polyattn.registry.capabilities import check
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.kinds import DTYPES, AttentionKind
+from polyattn.spec.layer import LayerSpec, RecurrentSpec
+
+BATCHES = {
+    "mixed": [
+        (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (129, 140), (3, 80), (1, 2),
+    ],
+    "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
+    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
+    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
+    "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
+    "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],
+    "empty": [(0, 0), (0, 7)],
+}  # fmt: skip
+"""(query length, sequence length) pairs: longer sequences continue, equal ones start fresh."""
+
+
+def derive(info: BackendInfo, device: Device) -> list[Case]:
+    """Return the cases of a recurrent backend's claims."""
+    caps = info.capabilities
+    cases = []
+    dtype = next(d for d in ("bfloat16", "float16", "float32") if d in caps.dtypes)
+    for kind in sorted(caps.kinds, key=lambda k: k.value):
+        for label, spec in specs(kind, dtype):
+            cases.append(Case("recurrence", f"{kind.value} {label}", spec, "mixed"))
+        base = specs(kind, dtype)[0][1]
+        for name in [name for name in BATCHES if name != "mixed"]:
+            cases.append(Case("recurrence", kind.value, base, name))
+        for other in DTYPES:
+            if other in caps.dtypes and other != dtype:
+                cases.append(
+                    Case("recurrence", f"{kind.value} {other}", base.replace(dtype=other), "mixed")
+                )
+        exact = next((d for d in ("float64", "float32") if d in caps.dtypes), dtype)
+        cases.append(Case("pieces", kind.value, base.replace(dtype=exact), "none"))
+        if kind is not AttentionKind.SHORT_CONV:
+            for inputs in ("growing", "forgetting"):
+                cases.append(Case("recurrence", kind.value, base, "mixed", inputs))
+        cases += [
+            Case(looked_at, kind.value, base, "mixed")
+            for looked_at in ("recurrent_out", "recurrent_strided", "recurrent_plans")
+        ]
+        for how in ("numbers", "nan", "inf"):
+            cases.append(Case("state_isolation", f"{kind.value} {how}", base, "mixed"))
+        if caps.graph_capture:
+            spec = base.replace(graph_capture="single_token_decode")
+            how = "recurrent_graph" if captures(device) else "recurrent_reuse"
+            cases.append(Case(how, kind.value, spec, "tokens"))
+        cases.append(Case("recurrent_search", kind.value, base, "drawn"))
+        cases += refusals(caps, base, device, "prefill")
+    return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]
+
+
+def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
+    """Sizes that models have, odd ones, and every option of the kind."""
+
+    def spec(heads: int, size: int = 1, groups: int = 0, value: int = 0, **form: Any) -> LayerSpec:
+        return LayerSpec(
+            kind=kind, num_heads=heads, num_kv_heads=groups, head_size=size, v_head_size=value,
+            dtype=dtype, recurrent=RecurrentSpec(**form),
+        )  # fmt: skip
+
+    if kind is AttentionKind.SHORT_CONV:
+        return [
+            ("silu", spec(136, conv_width=4, activation="silu")),
+            ("width 3", spec(64, conv_width=3)),
+            ("width 2", spec(33, conv_width=2)),
+        ]
+    if kind is AttentionKind.MAMBA1:
+        return [
+            ("state 16", spec(72, state_size=16)),
+            ("no softplus", spec(24, state_size=8, dt_softplus=False)),
+        ]
+    if kind is AttentionKind.MAMBA2:
+        return [
+            ("64 x 128", spec(4, 64, 1, state_size=128)),
+            ("groups", spec(6, 16, 3, state_size=32)),
+            ("odd", spec(3, 24, 1, state_size=20)),
+        ]
+    if kind is AttentionKind.LINEAR:
+        return [
+            ("64", spec(4, 64, state_size=64)),
+            ("odd", spec(3, 24, 3, 40, state_size=24)),
+        ]
+    return [
+        ("grouped, normed", spec(4, 64, 2, state_size=64, qk_norm=True)),
+        ("odd", spec(3, 24, 3, 40, state_size=24)),
+    ]

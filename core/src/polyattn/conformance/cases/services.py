@@ -1,0 +1,87 @@
+"""Which cases follow from what a store or a merge claims? Pure data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from polyattn.conformance.case import Case
+from polyattn.device import Device
+from polyattn.registry.capabilities import Capabilities, check
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
+from polyattn.spec.layer import LatentSpec, LayerSpec
+
+SLOTS = ("some", "all skipped", "none", "one", "many")
+"""How a step's tokens lie: some skipped and in no order, none kept, no token, a decode, thousands."""
+
+
+def derive(info: BackendInfo, device: Device) -> list[Case]:
+    """Return the cases of a store's or a merge's claims."""
+    caps = info.capabilities
+    phase = next(iter(caps.phases))
+    kinds = [k for k in (AttentionKind.ATTENTION, AttentionKind.MLA) if k in caps.kinds]
+    cases = []
+    for kind in kinds:
+        for label, spec in _specs(caps, _base(caps, kind), phase):
+            where = f"{kind.value} {label}".strip()
+            if phase == "merge":
+                cases += [
+                    Case("merge", where, spec, "pairs"),
+                    Case("merge_many", where, spec, "ten"),
+                ]
+                continue
+            cases.append(Case("store", where, spec, "some"))
+            if not label:
+                cases += [Case("store", where, spec, name) for name in SLOTS[1:]]
+                cases += [Case("store_plans", where, spec, "some")]
+                layouts = caps.layouts if kind is AttentionKind.ATTENTION else ()
+                cases += [Case("store", f"{where} {form}", spec, "some") for form in layouts]
+            if label in ("cache int8", "cache fp8_e4m3", "cache fp8_e5m2"):
+                cases += [Case("store_ties", where, spec, "some")]
+                cases += [Case("store_plans", where, spec, "some")]
+    can = [c for c in cases if not check(caps, c.spec, device, phase)]
+    refused = [
+        Case(
+            "refusal", f"{kind.value} dtype {dtype}", _base(caps, kind).replace(dtype=dtype), "none"
+        )
+        for kind in kinds
+        for dtype in DTYPES
+        if dtype not in caps.dtypes
+    ]
+    return can + refused
+
+
+def _base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:
+    dtype = next(d for d in ("bfloat16", "float16", "float32") if d in caps.dtypes)
+    if kind is AttentionKind.MLA:
+        latent = LatentSpec(rank=64, rope_head_size=16)
+        return LayerSpec(
+            kind=kind, num_heads=4, head_size=48, v_head_size=32, dtype=dtype, latent=latent
+        )
+    return LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype=dtype)
+
+
+def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[str, LayerSpec]]:
+    yield "", base
+    for dtype in DTYPES:
+        if dtype in caps.dtypes and dtype != base.dtype:
+            yield f"dtype {dtype}", base.replace(dtype=dtype)
+    if phase == "store":
+        for cached in KV_CACHE_DTYPES:
+            if cached in caps.kv_cache_dtypes and cached != "auto":
+                yield f"cache {cached}", base.replace(kv_cache_dtype=cached)
+                if "float32" in caps.dtypes:
+                    wide = base.replace(kv_cache_dtype=cached, dtype="float32")
+                    yield f"float32, cache {cached}", wide
+    if base.latent is None:
+        for heads in (1, 3, 8):
+            yield f"kv_heads {heads}", base.replace(num_heads=2 * heads, num_kv_heads=heads)
+        for size in caps.head_sizes.examples((8, 80, 128, 256)):
+            yield f"head_size {size}", base.replace(head_size=size)
+        yield "v_head_size 32", base.replace(v_head_size=32)
+    elif phase == "store":
+        latent = LatentSpec(rank=512, rope_head_size=64)
+        yield "rank 512", base.replace(head_size=192, v_head_size=128, latent=latent)
+    if phase == "store":
+        for block in caps.block_sizes.examples((1, 8, 64)):
+            yield f"block_size {block}", base.replace(block_size=block)

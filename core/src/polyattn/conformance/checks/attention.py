@@ -1,0 +1,295 @@
+"""What is looked at of an attention backend? Each check takes a case and a harness, and asserts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases.attention import batches
+from polyattn.conformance.harness.attention import AttentionHarness, Inputs
+from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
+from polyattn.errors import SelectionError
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
+
+
+def numeric(case: Case, harness: AttentionHarness) -> None:
+    """Output and LSE agree with the float64 reference; unused cache is NaN throughout."""
+    layer = harness.layer(case.spec)
+    harness.check(layer, harness.inputs(layer, case.batch, case.inputs))
+
+
+def refusal(case: Case, harness: Harness) -> None:
+    """What isn't claimed is refused, with a rejection that says what and why."""
+    with pytest.raises(SelectionError) as caught:
+        harness.select(case.spec)
+    assert "wanted" in str(caught.value) and "supported" in str(caught.value)
+
+
+def layout(case: Case, harness: AttentionHarness) -> None:
+    """Every claimed physical layout works."""
+    layer = harness.layer(case.spec, layout=case.label)
+    inputs = harness.inputs(layer, case.batch)
+    assert inputs.cache is not None and inputs.cache.layout == case.label
+    harness.check(layer, inputs)
+
+
+def packed(case: Case, harness: AttentionHarness) -> None:
+    """K and V may be views into one storage, packed per block."""
+    layer = harness.layer(case.spec)
+    harness.check(layer, harness.inputs(layer, case.batch, packed=True))
+
+
+def shared(case: Case, harness: AttentionHarness) -> None:
+    """Sequences may have their first blocks in common, as those with one prefix do."""
+    layer = harness.layer(case.spec)
+    form = layer.group.cache_format
+    assert form is not None
+    lengths = batches("shared", form.block_size)
+    if case.batch == "decode":
+        lengths = [(1, length) for _, length in lengths]
+    harness.check(layer, harness.inputs(layer, lengths, shared=2))
+
+
+def skipped(case: Case, harness: AttentionHarness) -> None:
+    """Slot -1 stores nothing: the cache has those tokens' keys already, and they count."""
+    layer = harness.layer(case.spec)
+    harness.check(layer, harness.inputs(layer, case.batch, skipped=True))
+
+
+def stale(case: Case, harness: AttentionHarness) -> None:
+    """Entries of a block table past a sequence's length are never read, whatever they say."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    before = harness.check(layer, inputs).clone()
+    assert inputs.cache is not None
+    for batch in with_stale_tables(inputs.batch, inputs.cache.block_size):
+        after = harness.check(layer, replace(inputs, batch=batch), "stale table entries: ")
+        assert torch.equal(after, before), "entries past a sequence's length changed the result"
+
+
+def with_stale_tables(batch: Batch, block_size: int) -> list[Batch]:
+    """Return the batch with another sequence's block past each length; on the CPU also no block at all.
+
+    An accelerator's illegal access would end the process, and with it the report.
+    """
+    table = batch.block_table
+    assert table is not None
+    fills = [int(table[0, 0])]
+    if table.device.type == "cpu":
+        fills += [-1, 1 << 30]
+    found = []
+    for fill in fills:
+        other = torch.cat([table, table], dim=1)
+        for row, length in enumerate(batch.lens):
+            other[row, -(-length // block_size) :] = fill
+        found.append(Batch(batch.starts, batch.lens, other, batch.slot_mapping))
+    return found
+
+
+def out(case: Case, harness: AttentionHarness) -> None:
+    """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    expected = harness.check(layer, inputs).clone()
+    wide = torch.full((expected.shape[0] + 2, *expected.shape[1:]), 7.0).to(expected)
+    given = (inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch)
+    result = layer(*given, out=wide[1:-1])
+    assert result.data_ptr() == wide[1:-1].data_ptr(), "out= was given, and another came back"
+    torch.testing.assert_close(wide[1:-1], expected, rtol=1e-2, atol=1e-2)
+    assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
+
+
+def strided(case: Case, harness: AttentionHarness) -> None:
+    """Query, key and value may be slices of one fused projection."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    fused = []
+    for name in ("query", "key", "value"):
+        tensor = getattr(inputs, name)
+        wide = torch.cat([tensor, tensor, tensor], dim=1)
+        fused.append(wide[:, tensor.shape[1] : 2 * tensor.shape[1]])
+    inputs = replace(inputs, query=fused[0], key=fused[1], value=fused[2])
+    assert not inputs.query.is_contiguous()
+    harness.check(layer, inputs)
+
+
+def plans(case: Case, harness: AttentionHarness) -> None:
+    """Any number of plans are alive at once: made first, run in turn, and the first again.
+
+    Some have equal lengths and other tables, or other lengths in the same table.
+    """
+    layer = harness.layer(case.spec)
+    form = layer.group.cache_format
+    few = batches(case.batch, form.block_size if form else 16)[::-1][:4]
+    lengths: list[Lengths | str] = [case.batch, few]
+    if case.spec.cached:
+        lengths += [few, batches_of_ones(few)]
+    lengths.append(case.batch)
+    steps = [harness.inputs(layer, given) for given in lengths]
+    made = [layer.plan(step.batch) for step in steps]
+    first = harness.check(layer, steps[0], "first of several plans: ", made[0]).clone()
+    for index in (*range(len(steps) - 1, 0, -1), 1):
+        label = f"plan {index + 1} of several, interleaved: "
+        harness.check(layer, steps[index], label, made[index])
+    again = harness.check(layer, steps[0], "first plan again: ", made[0])
+    torch.testing.assert_close(again, first, rtol=1e-2, atol=1e-2)
+
+
+def batches_of_ones(lengths: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return a decode batch of as many sequences."""
+    return [(1, length + 1) for _, length in lengths]
+
+
+def layers(case: Case, harness: AttentionHarness) -> None:
+    """Layers of one group share a plan; each has its own cache, parameters and scales."""
+    group = harness.group(case.spec)
+    several = [harness.layer(case.spec, group=group) for _ in range(3)]
+    first = harness.inputs(several[0], case.batch)
+    steps = [first, *(harness.inputs(layer, case.batch, like=first) for layer in several[1:])]
+    plan = group.plan(first.batch)
+    for turn in (1, 2):
+        for number, (layer, step) in enumerate(zip(several, steps, strict=True), 1):
+            harness.check(layer, step, f"layer {number} under one plan, turn {turn}: ", plan)
+
+
+def isolation(case: Case, harness: AttentionHarness) -> None:
+    """Whatever one request's keys, values and queries hold never reaches another, bit for bit."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    batch, form = inputs.batch, layer.group.cache_format
+    before = harness.check(layer, inputs).clone()
+    longest = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i] > 0, batch.lens[i]))
+    new = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i], batch.lens[i]))
+    for victim in dict.fromkeys((longest, new)):
+        rows = slice(batch.starts[victim], batch.starts[victim + 1])
+        for part in ("key", "value", "query"):
+            held = inputs.cache if inputs.cache is None else copied(inputs.cache)
+            changed = replace(
+                inputs, query=inputs.query.clone(), cache=held,
+                key=None if inputs.key is None else inputs.key.clone(),
+                value=None if inputs.value is None else inputs.value.clone(),
+            )  # fmt: skip
+            given = getattr(changed, part)
+            own = rows
+            if form is None and part != "query":
+                start = batch.key_starts[victim]
+                own = slice(start, start + batch.lens[victim])
+            if given is not None:
+                given[own] = spoil(given[own], case.label)
+            if part != "query" and held is not None and batch.block_table is not None:
+                stored = getattr(held, part)
+                used = -(-batch.lens[victim] // stored.shape[1])
+                blocks = batch.block_table[victim, :used].long()
+                stored[blocks] = spoil(stored[blocks], case.label)
+            after, _ = harness.run(layer, changed)
+            others = torch.ones(len(before), dtype=torch.bool)
+            others[rows] = False
+            what = f"sequence {victim}'s {part} ({case.label})"
+            assert torch.equal(after[others], before[others]), f"{what} reached another sequence"
+            assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
+
+
+def deterministic(case: Case, harness: AttentionHarness) -> None:
+    """The same inputs give the same bits."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    first = harness.check(layer, inputs).clone()
+    for _ in range(3):
+        assert torch.equal(harness.run(layer, inputs)[0], first)
+
+
+def batch_invariant(case: Case, harness: AttentionHarness) -> None:
+    """A request gives the same bits alone as in company."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    together = harness.check(layer, inputs).clone()
+    batch, key, value = inputs.batch, inputs.key, inputs.value
+    for index in range(batch.num_seqs):
+        rows = slice(batch.starts[index], batch.starts[index + 1])
+        if batch.query_lens[index] == 0:
+            continue
+        given = [None if t is None else t[rows] for t in (key, value)]
+        if not layer.spec.cached:
+            given = [key, value]
+        alone = batch.part(slice(index, index + 1))
+        result = layer(inputs.query[rows], *given, inputs.cache, alone)
+        result = result[0] if isinstance(result, tuple) else result
+        assert torch.equal(result, together[rows]), f"sequence {index} differs"
+
+
+def graph(case: Case, harness: AttentionHarness) -> None:
+    """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
+
+    So it does after a larger batch was captured too, for which a backend may have grown its
+    workspace: the first graph must not go on writing to memory that is somebody else's by now.
+    """
+    layer = harness.layer(case.spec)
+    form = layer.group.cache_format
+    assert form is not None
+    first = harness.inputs(layer, _captured_lengths(case, form.block_size))
+    cache, count = first.cache, first.batch.num_seqs
+    query_len, block = first.batch.max_query_len, form.block_size
+
+    def step(plans, query, key, value):  # type: ignore[no-untyped-def]
+        return layer(query, key, value, cache, plans[layer.group])
+
+    graphs = StepGraphs([layer.group], step, [count, 8 * count], 8 * block, query_len)
+    graphs.capture({name: getattr(first, name) for name in ("query", "key", "value")})
+    others = [
+        torch.full((size,), 7.0, device=harness.torch_device)
+        for size in (1 << 13,) * 128 + (1 << 19,) * 32
+    ]
+    for reverse in (False, True):
+        lengths = _captured_lengths(case, block)
+        given = harness.inputs(layer, lengths[::-1] if reverse else lengths)
+        assert given.cache is not None and cache is not None
+        cache.key[: given.cache.num_blocks] = given.cache.key
+        cache.value[: given.cache.num_blocks] = given.cache.value
+        eager, _ = harness.run(layer, given)
+        tensors = {name: getattr(given, name) for name in ("query", "key", "value")}
+        assert torch.equal(graphs.replay(given.batch, tensors), eager)
+        assert all(bool((other == 7).all()) for other in others), "it wrote beside its own memory"
+        harness.check(layer, given)
+
+
+def reuse(case: Case, harness: AttentionHarness) -> None:
+    """What a captured graph reads is refilled: the first plan, run after another step was planned.
+
+    A device that records no graphs can still tell whether the new step is in the old plan's buffers.
+    """
+    layer = harness.layer(case.spec)
+    form = layer.group.cache_format
+    assert form is not None
+    lengths = _captured_lengths(case, form.block_size)
+    rows = len(lengths) + 2
+    query_len = max(query for query, _ in lengths)
+    buffers = StepBuffers(
+        rows, query_len, 8 * form.block_size, form.block_size, harness.torch_device
+    )
+    buffers.seq_lens.fill_(buffers.padding_len)
+    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
+    for chosen in (lengths, lengths[::-1], lengths[1:4]):
+        given = harness.inputs(layer, chosen)
+        tokens = given.batch.num_tokens
+        filled = buffers.fill(given.batch)
+        layer.group.plan(filled, reuse=captured)
+        query, key, value = (
+            torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
+            for t in (given.query, given.key, given.value)
+            if t is not None
+        )
+        held = harness.expected_cache(layer, given)
+        found, lse = harness.run(layer, Inputs(filled, query, key, value, given.cache), captured)
+        harness.compare(
+            layer, replace(given, cache=held), found[:tokens],
+            None if lse is None else lse[:tokens], "a plan reused: ",
+        )  # fmt: skip
+
+
+def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:
+    lengths = batches("decode", block)
+    return [(3, length + 2) for _, length in lengths] if case.batch == "three each" else lengths

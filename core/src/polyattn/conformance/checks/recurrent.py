@@ -1,0 +1,165 @@
+"""What is looked at of a recurrent backend?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.harness.base import spoil
+from polyattn.conformance.harness.recurrent import RecurrentHarness, RecurrentInputs
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
+from polyattn.runtime.state_cache import StateCache
+
+
+def recurrence(case: Case, harness: RecurrentHarness) -> None:
+    """Output and states follow the recurrence; other slots, all NaN, are neither read nor written."""
+    layer = harness.layer(case.spec, case.inputs)
+    harness.check(layer, harness.inputs(layer, case.batch, case.inputs))
+
+
+def pieces(case: Case, harness: RecurrentHarness) -> None:
+    """One piece, pieces of any size and token by token give the same outputs and states."""
+    layer, spec = harness.layer(case.spec), case.spec
+    total = 90
+    whole = harness.inputs(layer, [(total, total)])
+    expected = harness.check(layer, whole).clone()
+    state = whole.states.data[whole.used].clone()
+    slots = whole.batch.state_slots
+    for sizes in ([64, 26], [1, 40, 1, 48], [17] * 5 + [5], [1] * total):
+        states = StateCache(torch.full_like(whole.states.data, torch.nan))
+        out, at = torch.full_like(expected, torch.nan), 0
+        for size in sizes:
+            rows = slice(at, at + size)
+            batch = Batch.from_lens(
+                [size], [at + size], state_slots=slots, device=harness.torch_device
+            )
+            out[rows] = layer(*(x[rows] for x in whole.inputs), states=states, plan=batch)
+            at += size
+        harness.compare(spec, out, expected.cpu(), f"in pieces of {sizes[:3]}… ")
+        found = states.data[whole.used].flatten(1)
+        harness.compare(spec, found, state.cpu().flatten(1), f"state after {sizes[:3]}… ")
+
+
+def state_isolation(case: Case, harness: RecurrentHarness) -> None:
+    """Whatever one sequence's state and tokens hold never reaches another, bit for bit."""
+    layer, how = harness.layer(case.spec), case.label.split()[-1]
+    step = harness.inputs(layer, case.batch)
+    start = step.states.data.clone()
+    before = harness.check(layer, step).clone()
+    ended, batch = step.states.data.clone(), step.batch
+    assert batch.state_slots is not None
+    victim = max(
+        range(batch.num_seqs),
+        key=lambda i: (batch.lens[i] > batch.query_lens[i], batch.query_lens[i]),
+    )
+    slot, rows = int(batch.state_slots[victim]), slice(*batch.starts[victim : victim + 2])
+    for part in range(-1, len(step.inputs)):
+        states = start.clone()
+        given = [tensor.clone() for tensor in step.inputs]
+        if part < 0:
+            states[slot] = spoil(states[slot], how)
+        else:
+            given[part][rows] = spoil(given[part][rows], how)
+        after = harness.run(layer, replace(step, states=StateCache(states), inputs=given))
+        same = harness.real_rows(batch)
+        same[rows] = False
+        what = "state" if part < 0 else list(layer.form.inputs)[part]
+        what = f"sequence {victim}'s {what} ({how})"
+        assert torch.equal(after[same], before[same]), f"{what} reached another sequence's output"
+        others = [s for s in step.used if s != slot]
+        assert torch.equal(states[others], ended[others]), f"{what} reached another's state"
+        assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
+
+
+def recurrent_out(case: Case, harness: RecurrentHarness) -> None:
+    """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
+    layer = harness.layer(case.spec)
+    step = harness.inputs(layer, case.batch)
+    start = step.states.data.clone()
+    expected = harness.check(layer, step).clone()
+    step.states.data.copy_(start)
+    wide = torch.full((expected.shape[0] + 2, *expected.shape[1:]), 7.0).to(expected)
+    layer(*step.inputs, states=step.states, plan=step.batch, out=wide[1:-1])
+    rows = harness.real_rows(step.batch)
+    assert torch.equal(wide[1:-1][rows], expected[rows])
+    assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
+
+
+def recurrent_strided(case: Case, harness: RecurrentHarness) -> None:
+    """Inputs may be slices of one fused projection."""
+    layer = harness.layer(case.spec)
+    step = harness.inputs(layer, case.batch)
+    wide = [torch.cat([x.flatten(1), x.flatten(1)], dim=1) for x in step.inputs]
+    step.inputs = [
+        w[:, : w.shape[1] // 2].unflatten(1, x.shape[1:])
+        for w, x in zip(wide, step.inputs, strict=True)
+    ]
+    harness.check(layer, step)
+
+
+def recurrent_plans(case: Case, harness: RecurrentHarness) -> None:
+    """Plans and layers in turn: each plan's own sequences, each layer's own parameters and states."""
+    group = harness.group(case.spec)
+    layers = [harness.layer(case.spec, group=group) for _ in range(2)]
+    few = [(1, 9), (3, 3), (1, 1), (7, 20)]
+    batches = (case.batch, few, few, "tokens")
+    firsts = [harness.inputs(layers[0], lengths) for lengths in batches]
+    plans = [group.plan(step.batch) for step in firsts]
+    steps = [[step, _another(harness, layers[1], step)] for step in firsts]
+    for index in (0, 1, 2, 3, 1, 0):
+        for number, layer in enumerate(layers):
+            step = steps[index][number]
+            step.states.data[step.used] = torch.randn(
+                step.states.data[step.used].shape, generator=harness.generator
+            ).to(step.states.data)
+            label = f"plan {index + 1}, layer {number + 1}, interleaved: "
+            harness.check(layer, step, label, plans[index])
+
+
+def _another(harness: RecurrentHarness, layer, step: RecurrentInputs) -> RecurrentInputs:  # type: ignore[no-untyped-def]
+    lengths = list(zip(step.batch.query_lens, step.batch.lens, strict=True))
+    return harness.inputs(layer, lengths, like=step)
+
+
+def recurrent_graph(case: Case, harness: RecurrentHarness) -> None:
+    """A captured step over other slots and lengths equals eager bit for bit."""
+    layer = harness.layer(case.spec)
+    first = harness.inputs(layer, case.batch)
+    states, names = first.states, list(layer.form.inputs)
+
+    def step(plans, **inputs):  # type: ignore[no-untyped-def]
+        return layer(*inputs.values(), states=states, plan=plans[layer.group])
+
+    graphs = StepGraphs([layer.group], step, [first.batch.num_seqs], 1 << 13)
+    graphs.capture(dict(zip(names, first.inputs, strict=True)))
+    lengths = list(zip(first.batch.query_lens, first.batch.lens, strict=True))
+    for chosen in (lengths, lengths[::-1]):
+        given = harness.inputs(layer, chosen)
+        states.data.copy_(given.states.data)
+        expected = harness.check(layer, given).clone()
+        replayed = graphs.replay(given.batch, dict(zip(names, given.inputs, strict=True)))
+        assert torch.equal(replayed, expected)
+        assert torch.equal(states.data[given.used], given.states.data[given.used])
+
+
+def recurrent_reuse(case: Case, harness: RecurrentHarness) -> None:
+    """What a captured graph reads is refilled: the first plan, run after another step was planned."""
+    layer = harness.layer(case.spec)
+    lengths = [(1, 5), (1, 1), (1, 17), (1, 40)]
+    rows = len(lengths) + 2
+    buffers = StepBuffers(rows, 1, 64, None, harness.torch_device)
+    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
+    for chosen in (lengths, lengths[::-1], lengths[1:]):
+        given = harness.inputs(layer, chosen)
+        tokens, start = given.batch.num_tokens, given.states.data.clone()
+        layer.group.plan(buffers.fill(given.batch), reuse=captured)
+        wide = [torch.cat([t, t.new_zeros(rows - tokens, *t.shape[1:])]) for t in given.inputs]
+        states = StateCache(start.clone())
+        found = harness.run(layer, replace(given, inputs=wide, states=states), captured)
+        expected = harness.check(layer, given)
+        harness.compare(layer.spec, found[:tokens], expected.cpu(), "a plan reused: ")
+        now, right = (s.data[given.used].flatten(1) for s in (states, given.states))
+        harness.compare(layer.spec, now, right.cpu(), "a plan reused, its state ")

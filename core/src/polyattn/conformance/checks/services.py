@@ -1,0 +1,93 @@
+"""What is looked at of a store and of a merge?"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.conformance.case import Case
+from polyattn.conformance.harness.base import unchanged
+from polyattn.conformance.harness.services import MergeHarness, StoreHarness
+from polyattn.runtime.backend import MergeBackend
+from polyattn.runtime.kv_cache import quantize
+
+STATES = 1e-5
+"""How far a merged state may be off: totals are float32, whatever the parts are."""
+
+
+def store(case: Case, harness: StoreHarness) -> None:
+    """Each kept token lies in its slot, bit for bit; nothing else changed; -1 skips."""
+    layout = next((form for form in ("NHD", "HND") if case.label.endswith(form)), None)
+    group, backend = harness.store(case.spec, layout)
+    for packed in (False, True):
+        harness.check(backend, harness.tokens(group, case.batch, packed=packed))
+
+
+def store_plans(case: Case, harness: StoreHarness) -> None:
+    """Plans are alive together, and layers with other scales and caches share one."""
+    group, backend = harness.store(case.spec)
+    steps = [harness.tokens(group, case.batch) for _ in range(2)]
+    plans = [backend.plan(step.slots) for step in steps]
+    for index in (1, 0, 1):
+        layers = [steps[index], harness.tokens(group, case.batch, like=steps[index])]
+        for number, new in enumerate(layers, 1):
+            harness.check(backend, new, plans[index], f"plan {index + 1}, layer {number}: ")
+
+
+def store_ties(case: Case, harness: StoreHarness) -> None:
+    """What lies halfway between two numbers is rounded to the even one, as torch rounds."""
+    group, backend = harness.store(case.spec)
+    new = harness.tokens(group, case.batch)
+    new.params.k_scale = new.params.v_scale = 0.5
+    halves = torch.arange(new.key.shape[0] * new.key.shape[1], device=new.key.device) % 48 - 24
+    ties = (halves.to(new.key.dtype) + 0.5).view(*new.key.shape[:2], 1) * 0.5
+    if new.cache.key.dtype != torch.int8:  # between two 8-bit floats of 3 or 2 bits of mantissa
+        ties = (1.0 + (halves.to(new.key.dtype).view_as(ties) % 8 + 0.5) / 8) * 0.5
+    new.key.copy_(ties.expand_as(new.key))
+    new.value.copy_(ties.expand_as(new.value))
+    held = new.slots >= 0
+    backend.run(backend.plan(new.slots), new.key, new.value, new.cache, new.params)
+    at = new.slots[held] // new.cache.block_size, new.slots[held] % new.cache.block_size
+    for stored, given in ((new.cache.key, new.key), (new.cache.value, new.value)):
+        wanted = quantize(given[held], stored.dtype, 0.5).float()
+        assert torch.equal(stored[at].float(), wanted), (
+            f"{harness.backend} rounds halves another way"
+        )
+
+
+def merge(case: Case, harness: MergeHarness) -> None:
+    """A part joins a total in place; -inf on either side, or on both, says that no key was seen."""
+    _merged(case, harness, harness.merge(case.spec), 2)
+
+
+def merge_many(case: Case, harness: MergeHarness) -> None:
+    """Ten parts, one after another, are the state over all keys."""
+    _merged(case, harness, harness.merge(case.spec), 10)
+
+
+def _merged(case: Case, harness: MergeHarness, backend: MergeBackend, count: int) -> None:
+    for _ in range(3):
+        parts = harness.states(case.spec, count)
+        precise = torch.float64 if case.spec.dtype == "float64" else torch.float32
+        total, total_lse = parts[0][0].to(precise, copy=True), parts[0][1].to(precise, copy=True)
+        for out, lse in parts[1:]:
+            given, given_lse = out.clone(), lse.to(precise, copy=True)
+            kept = given_lse.clone()
+            backend.run(total, total_lse, given, given_lse)
+            unchanged("the part's output", given, out)
+            unchanged("the part's LSE", given_lse, kept)
+        expected, expected_lse = _over_all(parts)
+        limit = STATES * (1.0 if precise is torch.float32 else 0.1)
+        error, lse_off = output_error(total, expected), lse_error(total_lse, expected_lse)
+        assert error <= limit, f"{harness.backend}: merged output is off by {error:.3g}"
+        assert lse_off <= 1e-4, f"{harness.backend}: merged LSE is off by {lse_off:.3g}"
+
+
+def _over_all(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The definition in float64: outputs weighted by what each part's softmax summed to."""
+    outs = torch.stack([out.cpu().double() for out, _ in parts])
+    lses = torch.stack([lse.cpu().double() for _, lse in parts])
+    lse = torch.logsumexp(lses, 0)
+    weights = torch.exp(lses - lse.masked_fill(lse == -torch.inf, 0.0))
+    return (outs * weights[..., None]).sum(0), lse

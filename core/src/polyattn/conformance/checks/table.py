@@ -1,0 +1,57 @@
+"""Which function runs which check?"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.checks import attention, mla, recurrent, search, services
+from polyattn.conformance.harness.attention import AttentionHarness
+from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.harness.mla import LatentHarness
+from polyattn.conformance.harness.recurrent import RecurrentHarness
+from polyattn.conformance.harness.services import MergeHarness, StoreHarness
+from polyattn.device import Device
+
+Check = Callable[[Case, Any], None]
+
+_ATTENTION: tuple[Check, ...] = (
+    attention.numeric, attention.layout, attention.packed, attention.shared, attention.skipped,
+    attention.stale, attention.out, attention.strided, attention.plans, attention.layers,
+    attention.isolation, attention.deterministic, attention.batch_invariant, attention.graph,
+    attention.reuse, search.search,
+)  # fmt: skip
+_LATENT: tuple[Check, ...] = (
+    mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,
+    mla.latent_isolation, mla.latent_graph, mla.latent_reuse, search.latent_search,
+)  # fmt: skip
+_RECURRENT: tuple[Check, ...] = (
+    recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.recurrent_out,
+    recurrent.recurrent_strided, recurrent.recurrent_plans, recurrent.recurrent_graph,
+    recurrent.recurrent_reuse, search.recurrent_search,
+)  # fmt: skip
+_STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
+_MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
+
+CHECKS: dict[str, tuple[type[Harness], Check]] = {
+    "refusal": (Harness, attention.refusal),
+    **{check.__name__: (AttentionHarness, check) for check in _ATTENTION},
+    **{check.__name__: (LatentHarness, check) for check in _LATENT},
+    **{check.__name__: (RecurrentHarness, check) for check in _RECURRENT},
+    **{check.__name__: (StoreHarness, check) for check in _STORE},
+    **{check.__name__: (MergeHarness, check) for check in _MERGE},
+}
+"""A check's name in `Case.check` and in test ids: what builds its inputs, and what asserts."""
+
+
+def run_case(case: Case, backend: str, device: Device, seed: int, budget: float = 5.0) -> None:
+    """Run one case of `backend`; an `AssertionError` says what is wrong.
+
+    `budget`: seconds for each search. Each case has random numbers of its own, from `seed`.
+    """
+    build, check = CHECKS[case.check]
+    harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
+    harness.budget = budget
+    check(case, harness)

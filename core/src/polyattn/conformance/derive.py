@@ -1,0 +1,23 @@
+"""Which cases follow from a backend's claims? Each claim is tested, what isn't claimed refused."""
+
+from __future__ import annotations
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases import attention, mla, recurrent, services
+from polyattn.device import Device
+from polyattn.registry.info import BackendInfo
+
+SEARCH = "search"
+"""The check that draws layers and batches from the claims for as long as its budget lasts."""
+
+
+def derive(info: BackendInfo, device: Device) -> list[Case]:
+    """Return every case that `info`'s capabilities give on `device`."""
+    caps = info.capabilities
+    if caps.phases & {"store", "merge"}:
+        return services.derive(info, device)
+    if any(kind.is_recurrent for kind in caps.kinds):
+        return recurrent.derive(info, device)
+    if any(kind.is_latent for kind in caps.kinds):
+        return mla.derive(info, device)
+    return attention.derive(info, device)

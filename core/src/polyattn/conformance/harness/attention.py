@@ -1,0 +1,260 @@
+"""Runs a step of attention: fresh inputs, poisoned outputs and unused cache, the float64 reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.checking.tolerance import tolerance_of
+from polyattn.conformance.cases.attention import batches
+from polyattn.conformance.harness.base import (
+    Harness,
+    Lengths,
+    bits,
+    copied,
+    lens_of,
+    new_rows,
+    paged_batch,
+    poison,
+    put,
+    unchanged,
+)
+from polyattn.families.attention import reference
+from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.plan import StepPlan
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+OFFSET = 100.0
+"""What unusual logits are raised or lowered by: more than float32's exponential takes."""
+
+
+@dataclass
+class Inputs:
+    """All that one step of one layer takes."""
+
+    batch: Batch
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    cache: KVCache | None
+
+
+class AttentionHarness(Harness):
+    """Builds and runs attention layers."""
+
+    def layer(
+        self, spec: LayerSpec, layout: str | None = None, group: LayerGroup | None = None
+    ) -> Attention:
+        """Return a layer with random sinks, slopes and scales where the spec has them."""
+        group = group or self.group(spec, layout)
+        factors = [0.5 + 0.05 * n for n in self.integers(0, 10, 2)]
+        scales = [(0.08 if spec.kv_cache_dtype == "int8" else 1.0) * f for f in factors]
+        quantised = spec.kv_cache_dtype != "auto"
+        return Attention(
+            group,
+            sinks=self.random(spec.num_heads).float() if spec.learned_sinks else None,
+            alibi_slopes=self.random(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
+            k_scale=scales[0] if quantised else 1.0,
+            v_scale=scales[1] if quantised else 1.0,
+            checks=True,
+        )
+
+    def inputs(
+        self,
+        layer: Attention,
+        lengths: Lengths | str,
+        numbers: str = "usual",
+        *,
+        packed: bool = False,
+        shared: int = 0,
+        skipped: bool = False,
+        like: Inputs | None = None,
+    ) -> Inputs:
+        """Return a step whose context is in the cache and whose unused cache is NaN.
+
+        - `packed`: K and V are views into one storage.
+        - `shared`: as many leading blocks are every sequence's.
+        - `skipped`: of every other new token the cache has the key already; it isn't stored again.
+        - `like`: another layer's step, whose batch this one has too.
+        """
+        spec, form = layer.spec, layer.group.cache_format
+        block = form.block_size if form else 16
+        if isinstance(lengths, str):
+            lengths = batches(lengths, block)
+        query = self._numbers(spec, sum(q for q, _ in lengths), "query", numbers)
+        if form is None:
+            return self._given(spec, lengths, query, numbers, like)
+        queries, lens = lens_of(lengths)
+        keys, values = (self._numbers(spec, sum(lens), n, numbers) for n in ("key", "value"))
+        table, num_blocks = self.block_table(lens, form.block_size)
+        if like is not None and like.cache is not None and like.batch.block_table is not None:
+            table, num_blocks = like.batch.block_table, like.cache.num_blocks
+        if shared:
+            self._share(table, keys, values, lens, shared, form.block_size)
+        cache = self._cache(layer, num_blocks, packed)
+        slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
+        assert slots is not None
+        scales = (layer.params.k_scale, layer.params.v_scale)
+        if spec.role is Role.CROSS:
+            put(cache, keys, values, slots, scales)
+            starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+            return Inputs(Batch(starts, lens, table), query, None, None, cache)
+        there = held_before(lengths, skipped).to(self.torch_device)
+        put(cache, keys, values, slots.masked_fill(~there, -1), scales)
+        rows = new_rows(lengths).to(self.torch_device)
+        batch = paged_batch(lengths, table, form.block_size)
+        if not len(keys):  # padding rows alone: no sequence has a key
+            keys, values = (t.new_zeros(len(rows), *t.shape[1:]) for t in (keys, values))
+            return Inputs(batch, query, keys, values, cache)
+        if skipped:
+            assert batch.slot_mapping is not None
+            batch.slot_mapping.masked_fill_(there[rows], -1)
+        return Inputs(batch, query, keys[rows], values[rows], cache)
+
+    def _share(
+        self, table: Tensor, keys: Tensor, values: Tensor, lens: list[int], count: int, block: int
+    ) -> None:
+        """Let every sequence begin with the first one's blocks."""
+        table[1:, :count] = table[0, :count]
+        same = count * block
+        assert min(lens) >= same
+        for tensor in (keys, values):
+            for part in tensor.split(lens):
+                part[:same] = tensor[:same]
+
+    def _given(
+        self, spec: LayerSpec, lengths: Lengths, query: Tensor, numbers: str, like: Inputs | None
+    ) -> Inputs:
+        """Keys that are given whole, with gaps between the sequences that hold NaN."""
+        queries, lens = lens_of(lengths)
+        starts, total = [], 0
+        for gap, length in zip(self.integers(0, 4, len(lens)), lens, strict=True):
+            starts.append(total + gap)
+            total += gap + length
+        if like is not None:
+            starts = like.batch.key_starts
+        total = max(map(sum, zip(starts, lens, strict=True)), default=0) + 2
+        key, value = (
+            self._numbers(spec, total, n, numbers).fill_(torch.nan) for n in ("key", "value")
+        )
+        for start, length in zip(starts, lens, strict=True):
+            key[start : start + length] = self._numbers(spec, length, "key", numbers)
+            value[start : start + length] = self._numbers(spec, length, "value", numbers)
+        batch = Batch.from_lens(queries, lens, key_starts=starts, device=self.torch_device)
+        return Inputs(batch, query, key, value, None)
+
+    def _numbers(self, spec: LayerSpec, tokens: int, what: str, numbers: str) -> Tensor:
+        """Random queries, keys or values; `+100` and `-100` raise or lower every logit by so much."""
+        heads = spec.num_heads if what == "query" else spec.num_kv_heads
+        size = spec.v_head_size if what == "value" else spec.head_size
+        found = self.random(tokens, heads, size, dtype=STORAGE_DTYPES[spec.dtype])
+        if numbers in ("+100", "-100") and what != "value":
+            sign = -1.0 if what == "key" and numbers == "-100" else 1.0
+            found[..., 0] = sign * (OFFSET / spec.scale) ** 0.5
+        return found
+
+    def _cache(self, layer: Attention, num_blocks: int, packed: bool) -> KVCache:
+        form = layer.group.cache_format
+        assert form is not None
+        form = replace(form, interleaved=packed)
+        cache = KVCache.allocate(form, num_blocks, self.torch_device)
+        poison(cache)
+        return cache
+
+    def run(
+        self, layer: Attention, inputs: Inputs, plan: StepPlan | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the layer into a poisoned output and LSE."""
+        spec, step = layer.spec, plan or layer.group.plan(inputs.batch)
+        assert isinstance(step, AttentionStep)
+        out = torch.full(step.out_shape, torch.nan, device=self.torch_device)
+        out = out.to(inputs.query.dtype)
+        lse = None
+        if spec.needs_lse:
+            lse = torch.full(step.lse_shape, torch.nan, device=self.torch_device)
+        layer.run(step, inputs.query, inputs.key, inputs.value, inputs.cache, out, lse)
+        return out, lse
+
+    def check(
+        self, layer: Attention, inputs: Inputs, label: str = "", plan: StepPlan | None = None
+    ) -> Tensor:
+        """Run, compare with the reference and look at what must not change; returns the output."""
+        given = (inputs.query, inputs.key, inputs.value)
+        before = [None if t is None else t.clone() for t in given]
+        held = self.expected_cache(layer, inputs)
+        out, lse = self.run(layer, inputs, plan)
+        for name, now, then in zip(("query", "key", "value"), given, before, strict=True):
+            unchanged(name, now, then)
+        if held is not None and inputs.cache is not None:
+            same_cache(inputs.cache, held, inputs.batch.slot_mapping)
+        self.compare(layer, replace(inputs, cache=held), out, lse, label)
+        return out
+
+    def expected_cache(self, layer: Attention, inputs: Inputs) -> KVCache | None:
+        """Return what the cache must hold after the step."""
+        if inputs.cache is None:
+            return None
+        held, slots = copied(inputs.cache), inputs.batch.slot_mapping
+        if slots is not None and inputs.key is not None and inputs.value is not None:
+            scales = (layer.params.k_scale, layer.params.v_scale)
+            put(held, inputs.key, inputs.value, slots, scales)
+        return held
+
+    def compare(
+        self, layer: Attention, inputs: Inputs, out: Tensor, lse: Tensor | None, label: str = ""
+    ) -> None:
+        """Assert that results are the reference's, `inputs.cache` holding the new tokens."""
+        spec = layer.spec
+        expected, expected_lse = reference.forward(
+            spec, inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, layer.params
+        )
+        limit = tolerance_of(spec)
+        error = output_error(out, expected)
+        assert error <= limit.output, (
+            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
+            f"(query, length) {list(zip(inputs.batch.query_lens, inputs.batch.lens, strict=True))}"
+        )
+        if lse is not None:
+            error = lse_error(lse, expected_lse)
+            assert error <= limit.lse, (
+                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}) for {spec}"
+            )
+
+
+def held_before(lengths: Lengths, skipped: bool) -> Tensor:
+    """Return which tokens the cache holds before the step: the context, some new ones if `skipped`."""
+    there, end = torch.ones(sum(n for _, n in lengths), dtype=torch.bool), 0
+    for query, length in lengths:
+        first, end = end + max(length - query, 0), end + length
+        there[first:end] = False
+        if skipped:
+            there[first:end:2] = True
+    return there
+
+
+def same_cache(now: KVCache, held: KVCache, slots: Tensor | None) -> None:
+    """Assert that a cache holds what it must; of what was quantised, to the last but one bit."""
+    written = torch.zeros(now.key.shape[:2], dtype=torch.bool, device=now.key.device)
+    if slots is not None and now.key.dtype.itemsize == 1:
+        written.view(-1)[slots[slots >= 0]] = True
+    for name in ("key", "value"):
+        found, wanted = getattr(now, name), getattr(held, name)
+        equal = bits(found) == bits(wanted)
+        wrong = ~equal & ~written[..., None, None]
+        assert not wrong.any(), (
+            f"the cache's {name}s changed where the step stores nothing, or wrong"
+        )
+        if written.any():
+            difference = (found[written].float() - wanted[written].float()).abs()
+            step = wanted[written].float().abs() * 0.25 + (
+                1.0 if found.dtype == torch.int8 else 0.02
+            )
+            assert bool((difference <= step).all()), f"a quantised {name} is stored wrong"

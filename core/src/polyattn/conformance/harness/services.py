@@ -1,0 +1,123 @@
+"""Runs a store or a merge by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyattn.conformance.harness.base import Harness, bits, copied, poison, put, unchanged
+from polyattn.runtime.backend import LayerParams, MergeBackend, StoreBackend
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.plan import StorePlan
+from polyattn.spec.layer import LayerSpec
+
+COUNTS = {"some": 37, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
+
+
+@dataclass
+class NewTokens:
+    """What one layer stores in one step."""
+
+    key: Tensor
+    value: Tensor
+    slots: Tensor
+    cache: KVCache
+    params: LayerParams
+
+
+class StoreHarness(Harness):
+    """Builds caches and stores into them."""
+
+    def store(self, spec: LayerSpec, layout: str | None = None) -> tuple[LayerGroup, StoreBackend]:
+        """Return a group and its store."""
+        group = self.group(spec, layout)
+        return group, group.backend("store", StoreBackend, cache=group.cache_format)
+
+    def tokens(
+        self, group: LayerGroup, batch: str, like: NewTokens | None = None, packed: bool = False
+    ) -> NewTokens:
+        """Return strided keys and values, slots in no order, and a cache of NaN with old rows."""
+        form, spec, count = group.cache_format, group.spec, COUNTS[batch]
+        assert form is not None
+        cache = group.allocate_cache(-(-2 * count // form.block_size) + 3)
+        poison(cache)
+        dtype, heads = STORAGE_DTYPES[spec.dtype], form.num_kv_heads
+        fused = self.random(count, 3 * heads, max(form.head_size, form.v_head_size), dtype=dtype)
+        # Beyond what 8 bits hold now and then: what is stored saturates.
+        fused *= torch.where(self.random(count, 1, 1) > 1.5, 2000.0, 1.0).to(dtype)
+        key = fused[:, :heads, : form.head_size]
+        value = key[..., : form.v_head_size]
+        if not form.value_in_key:
+            value = fused[:, heads : 2 * heads, : form.v_head_size]
+        room = cache.num_blocks * form.block_size
+        slots = torch.randperm(room, generator=self.generator)[:count]
+        if batch in ("some", "many"):
+            slots[torch.rand(count, generator=self.generator) < 0.3] = -1
+        if batch == "some":
+            slots[0] = -1
+        if batch == "all skipped":
+            slots.fill_(-1)
+        slots = slots.to(self.torch_device) if like is None else like.slots
+        scale = 1.0
+        if spec.kv_cache_dtype != "auto":
+            scale = 0.05 + 0.01 * self.integers(0, 10, 1)[0]
+        v_scale = scale if form.value_in_key else scale * 1.5
+        if spec.kv_cache_dtype == "auto":
+            v_scale = 1.0
+        return NewTokens(key, value, slots, cache, LayerParams(k_scale=scale, v_scale=v_scale))
+
+    def check(
+        self, store: StoreBackend, new: NewTokens, plan: StorePlan | None = None, label: str = ""
+    ) -> None:
+        """Store and look at every slot of the cache: those of the step, and all others."""
+        held, before = copied(new.cache), (new.key.clone(), new.value.clone())
+        scales = (new.params.k_scale, new.params.v_scale)
+        put(held, new.key, new.value, new.slots, scales)
+        store.run(plan or store.plan(new.slots), new.key, new.value, new.cache, new.params)
+        unchanged("key", new.key, before[0])
+        unchanged("value", new.value, before[1])
+        for name, given, scale in (("key", new.key, scales[0]), ("value", new.value, scales[1])):
+            found, wanted = getattr(new.cache, name), getattr(held, name)
+            wrong = bits(found) != bits(wanted)
+            if not wrong.any():
+                continue
+            kept = new.slots >= 0
+            at = new.slots[kept] // new.cache.block_size, new.slots[kept] % new.cache.block_size
+            elsewhere = wrong.clone()
+            elsewhere[at] = False
+            assert not elsewhere.any(), f"{label}{self.backend} wrote a {name} where no slot is"
+            assert found.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
+            # What is quantised may round another way only where both are as near.
+            exact = given[kept].double() / scale
+            error = (found[at].double() - exact).abs()
+            best = (wanted[at].double() - exact).abs()
+            near = error <= best + 1e-6 * exact.abs()
+            assert bool(near.all()), f"{label}{self.backend} rounded a {name} wrong"
+
+
+class MergeHarness(Harness):
+    """Merges random states."""
+
+    def merge(self, spec: LayerSpec) -> MergeBackend:
+        """Return the merge of a group for this layer."""
+        return self.group(spec).backend("merge", MergeBackend)
+
+    def states(self, spec: LayerSpec, parts: int) -> list[tuple[Tensor, Tensor]]:
+        """Return (output, LSE) of several parts; some rows saw no key in some, or in any."""
+        tokens, dtype = 40, STORAGE_DTYPES[spec.dtype]
+        found = []
+        for index in range(parts):
+            out = self.random(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
+            lse = self.random(tokens, spec.num_heads) * 3.0
+            lse[5:10] += 80.0  # whose exponential is no float32
+            lse[10:15] -= 200.0 * index
+            none = torch.rand(lse.shape, generator=self.generator).to(lse.device) < 0.2
+            none[:3], none[3] = True, index == 0
+            none[4] = index > 0
+            lse.masked_fill_(none, -torch.inf)
+            out.masked_fill_(none[..., None], 0.0)
+            found.append((out, lse))
+        return found

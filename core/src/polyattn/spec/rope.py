@@ -1,0 +1,153 @@
+"""How are queries and keys rotated? `RopeSpec` says everything that the rotation depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from polyattn.errors import SpecError, nearest
+
+PAIRINGS = ("neox", "gptj")
+SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+POSITIONS = ("absolute", "cache")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """A rotary position embedding (Su et al., 2021): frozen, hashable, no tensors.
+
+    Sizes are in elements, lengths in tokens. Raises `SpecError`.
+
+    - `pairing`: which elements turn together: i and i + rotary_size / 2 (`"neox"`), or 2 i and
+      2 i + 1 (`"gptj"`).
+    - `rotary_size`: the first elements of each head are rotated, the rest pass; in an MLA layer the
+      rope part is. 0: none, a layer that only has a `temperature`.
+    - `base`: theta; pair i turns by position * base ** (-2 i / rotary_size).
+    - `scaling`: what stretches the context: `"linear"` and `"dynamic"` (NTK) by `factor`;
+      `"llama3"` with `low_freq_factor` and `high_freq_factor`; `"yarn"` (Peng et al., 2023) with
+      `beta_fast`, `beta_slow` and `truncate`; `"longrope"` (Ding et al., 2024) with a factor per
+      pair, `short_factors` up to `original_length` tokens and `long_factors` beyond;
+      `"proportional"` turns the first `rotary_size` of `exponent_size` elements' frequencies alone.
+    - `original_length`: what the model was trained for before it was stretched.
+    - `attention_factor`: what the rotated queries and keys are each multiplied by.
+    - `sections`: pairs per axis of a position with several (time, height, width: Qwen-VL); in turn
+      where `sections_interleaved`. Text has the same position in every axis.
+    - `positions`: `"absolute"`, or `"cache"`: a key's place within the cache (StreamingLLM).
+    - `temperature`, `temperature_length`, `temperature_offset`: the query at position p is
+      multiplied by 1 + temperature * ln(1 + floor((p + offset) / length)) (Llama 4).
+    """
+
+    pairing: str = "neox"
+    rotary_size: int
+    base: float = 10000.0
+    scaling: str = "none"
+    factor: float = 1.0
+    original_length: int | None = None
+    attention_factor: float = 1.0
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    truncate: bool = True
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    exponent_size: int | None = None
+    sections: tuple[int, ...] | None = None
+    sections_interleaved: bool = False
+    positions: str = "absolute"
+    temperature: float = 0.0
+    temperature_length: int | None = None
+    temperature_offset: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("short_factors", "long_factors", "sections"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        _check_choices(self)
+        _check_numbers(self)
+        _check_scaling(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RopeSpec:
+        """Build a rope from its fields. Raises `SpecError` on an unknown one."""
+        known = {f.name for f in dataclasses.fields(cls)}
+        for name in values:
+            if name not in known:
+                raise SpecError(f"RopeSpec has no field {name!r}{nearest(name, known)}")
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise SpecError(f"RopeSpec: {error}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults, as JSON values."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+            if value != defaults[name]
+        }
+
+
+def _check_choices(rope: RopeSpec) -> None:
+    for name, valid in (("pairing", PAIRINGS), ("scaling", SCALINGS), ("positions", POSITIONS)):
+        value = getattr(rope, name)
+        if value not in valid:
+            raise SpecError(f"rope.{name}={value!r} is unknown{nearest(str(value), valid)}")
+    for name in ("truncate", "sections_interleaved"):
+        if not isinstance(getattr(rope, name), bool):
+            raise SpecError(f"rope.{name}={getattr(rope, name)!r} must be true or false")
+
+
+def _check_numbers(rope: RopeSpec) -> None:
+    size = rope.rotary_size
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0 or size % 2:
+        raise SpecError(f"rope.rotary_size={size!r} must be an even number of elements, 0 for none")
+    for name in ("base", "factor", "attention_factor"):
+        _positive(name, getattr(rope, name))
+    for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+        if getattr(rope, name) is not None:
+            _positive(name, getattr(rope, name))
+    for name in ("original_length", "temperature_length", "exponent_size"):
+        value = getattr(rope, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise SpecError(f"rope.{name}={value!r} must be a positive integer or None")
+        if value is not None:
+            _positive(name, value)
+    pairs = (rope.exponent_size or size) // 2
+    for name in ("short_factors", "long_factors"):
+        factors = getattr(rope, name)
+        if factors is not None and len(factors) != pairs:
+            raise SpecError(f"rope.{name} has {len(factors)} entries for {pairs} rotated pairs")
+        for factor in factors or ():
+            _positive(name, factor)
+    if rope.sections is not None and sum(rope.sections) != pairs:
+        raise SpecError(f"rope.sections={rope.sections} must sum to the {pairs} rotated pairs")
+
+
+def _positive(name: str, value: Any) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise SpecError(f"rope.{name}={value!r} must be a positive number")
+
+
+NEEDS = {
+    "dynamic": ("original_length",),
+    "llama3": ("original_length", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("original_length", "beta_fast", "beta_slow"),
+    "longrope": ("original_length", "short_factors", "long_factors"),
+    "proportional": ("exponent_size",),
+}
+"""What each scaling can't do without."""
+
+
+def _check_scaling(rope: RopeSpec) -> None:
+    for name in NEEDS.get(rope.scaling, ()):
+        if getattr(rope, name) is None:
+            raise SpecError(f"rope.scaling={rope.scaling!r} needs rope.{name}")
+    if rope.temperature and rope.temperature_length is None:
+        raise SpecError(f"rope.temperature={rope.temperature} needs rope.temperature_length")

@@ -1,0 +1,188 @@
+"""Paged attention by the native kernels: a plan per step, a call per layer."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+
+import torch
+from polyattn.kernel import STORAGE_DTYPES, BatchError, LayerSpec
+from torch import Tensor
+
+from polyattn_cpu.native.library import NativeError, isa, load
+
+DTYPES = {
+    "float32": 0,
+    "bfloat16": 1,
+    "float16": 2,
+    "fp8_e4m3": 3,
+    "fp8_e5m2": 4,
+    "int8": 5,
+}
+"""`pa_dtype` of the names that a spec and a cache format use."""
+
+TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
+
+_LAYER = struct.Struct("@10i2f")
+_BATCH = struct.Struct("@3i3P")
+_TENSORS = struct.Struct("@8P14q2f")
+
+
+def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
+    """Return `pa_layer` of a spec whose keys and values are stored as `stored` (default: its own)."""
+    return _LAYER.pack(
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_size,
+        spec.v_head_size,
+        DTYPES[spec.dtype],
+        DTYPES[stored or spec.stored_dtype],
+        spec.causal,
+        spec.sliding_window or 0,
+        spec.chunk_size or 0,
+        spec.sink_tokens,
+        spec.scale,
+        spec.logit_soft_cap or 0.0,
+    )
+
+
+class StepPlan:
+    """A step's work items, for all layers of one form. Its memory goes with the object."""
+
+    __slots__ = ("_free", "handle")
+
+    def __init__(
+        self,
+        layer: bytes,
+        query_starts: Sequence[int],
+        lens: Sequence[int],
+        block_size: int = 0,
+        key_starts: Sequence[int] | None = None,
+        threads: int | None = None,
+    ):
+        """Plan `query_starts` (num_seqs + 1), `lens` (num_seqs): keys of each sequence.
+
+        `block_size` 0: keys and values are packed tensors, and sequence i's begin at token
+        `key_starts[i]`. `threads`: at most so many; default torch's number.
+        """
+        lib = load()
+        starts = struct.pack(f"@{len(query_starts)}i", *query_starts)
+        lengths = struct.pack(f"@{len(lens)}i", *lens)
+        keys = b"" if key_starts is None else struct.pack(f"@{len(key_starts)}i", *key_starts)
+        batch = _BATCH.pack(
+            len(lens),
+            block_size,
+            torch.get_num_threads() if threads is None else threads,
+            _address(starts),
+            _address(lengths),
+            _address(keys) if key_starts is not None else 0,
+        )
+        self._free = lib.pa_plan_free
+        self.handle = lib.pa_plan_new(isa().encode(), layer, batch)
+        if not self.handle:
+            raise NativeError(lib.pa_error().decode())
+
+    def __del__(self) -> None:
+        handle = getattr(self, "handle", None)
+        if handle:
+            self._free(handle)
+
+
+def _address(data: bytes) -> int:
+    return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+
+
+def attend(
+    plan: StepPlan,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_table: Tensor | None,
+    out: Tensor,
+    lse: Tensor | None = None,
+    sinks: Tensor | None = None,
+    alibi: Tensor | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Attend for every sequence of the plan in one call; writes `out` and `lse`.
+
+    `query` (num_tokens, num_heads, head_size), `out` likewise with the V head size, `lse` float32
+    (num_tokens, num_heads). `key`, `value`: a paged cache (num_blocks, block_size, num_kv_heads,
+    size) of any strides whose last is 1, with `block_table` int32 (num_seqs, max_blocks); or packed
+    (num_tokens, num_kv_heads, size) with None. `sinks`, `alibi` float32 (num_heads,), contiguous.
+    Raises `BatchError` where the block table points outside the cache.
+    """
+    qt, qh, _ = query.stride()
+    ot, oh, _ = out.stride()
+    lt, lh = (0, 0) if lse is None else lse.stride()
+    if block_table is None:
+        (kt, kh, _), kb, (vt, vh, _), vb = key.stride(), 0, value.stride(), 0
+        table, row = 0, 0
+    else:
+        (kb, kt, kh, _), (vb, vt, vh, _) = key.stride(), value.stride()
+        table, row = block_table.data_ptr(), block_table.stride(0)
+    tensors = _TENSORS.pack(
+        query.data_ptr(),
+        key.data_ptr(),
+        value.data_ptr(),
+        out.data_ptr(),
+        0 if lse is None else lse.data_ptr(),
+        table,
+        0 if sinks is None else sinks.data_ptr(),
+        0 if alibi is None else alibi.data_ptr(),
+        qt, qh, kb, kt, kh, vb, vt, vh, ot, oh, lt, lh, row, key.shape[0], k_scale, v_scale,
+    )  # fmt: skip
+    lib = load()
+    if lib.pa_attend(plan.handle, tensors):
+        text = lib.pa_error().decode()
+        if "block table" in text:
+            raise BatchError(
+                f"block_table points outside the cache's {key.shape[0]} blocks; the sequences that do "
+                "were left out, and their outputs are unwritten"
+            )
+        raise NativeError(text)
+
+
+_SCATTER = struct.Struct("@3P10q2if4x")
+
+
+def store(
+    parts: Sequence[tuple[Tensor, Tensor, float]], slots: Tensor, threads: int | None = None
+) -> None:
+    """Write the new rows of each (source, cache, scale) to their slots, in one call.
+
+    Sources (num_tokens, num_kv_heads, size), caches (num_blocks, block_size, num_kv_heads, size), their
+    last stride 1; `slots` int64 (num_tokens,), -1 skips. A cache of 8 bits takes `row / scale`,
+    saturated, rounded to nearest even. Raises `BatchError` before anything is written where a slot
+    is outside the cache.
+    """
+    packed = []
+    for source, cache, scale in parts:
+        blocks, block_size, heads, size = cache.shape
+        packed.append(
+            _SCATTER.pack(
+                source.data_ptr(),
+                cache.data_ptr(),
+                slots.data_ptr(),
+                slots.shape[0],
+                heads,
+                size,
+                block_size,
+                blocks * block_size,
+                *source.stride()[:2],
+                *cache.stride()[:3],
+                TORCH_DTYPES[source.dtype],
+                TORCH_DTYPES[cache.dtype],
+                scale,
+            )
+        )
+    number = torch.get_num_threads() if threads is None else threads
+    bad = load().pa_store(isa().encode(), b"".join(packed), len(packed), number)
+    if bad:
+        at = bad - 1
+        raise BatchError(
+            f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has "
+            f"{parts[0][1].shape[0] * parts[0][1].shape[1]} slots, and -1 skips"
+        )

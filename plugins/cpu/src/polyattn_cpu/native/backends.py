@@ -1,0 +1,93 @@
+"""NATIVE_ATTN, NATIVE_MLA, NATIVE_STORE: the native kernels as backends, one call for a whole batch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    StoreBackend,
+    StorePlan,
+    absorbed,
+)
+from torch import Tensor
+
+from polyattn_cpu.native.attention import StepPlan, attend, layer_bytes, store
+
+
+class NativePlan(Plan):
+    """The step's work items, balanced over torch's threads; the same for every layer."""
+
+    __slots__ = ("step",)
+
+    def __init__(self, batch: Batch, step: StepPlan):
+        super().__init__(batch)
+        self.step = step
+
+
+class NativeAttention(AttentionBackend):
+    """Decodes, short rows and prefills together. The same bits for any threads, in any batch."""
+
+    name: ClassVar[str] = "NATIVE_ATTN"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.layer = layer_bytes(spec, spec.dtype if cache is None else cache.dtype)
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> NativePlan:
+        if self.cache is None:
+            step = StepPlan(self.layer, batch.starts, batch.lens, key_starts=batch.key_starts)
+        else:
+            step = StepPlan(self.layer, batch.starts, batch.lens, self.cache.block_size)
+        return NativePlan(batch, step)
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, NativePlan)
+        table = None
+        if cache is not None:
+            key, value, table = cache.key, cache.value, plan.batch.block_table
+        assert key is not None and value is not None
+        attend(
+            plan.step, query, key, value, table, out, lse,
+            params.sinks, params.alibi_slopes, params.k_scale, params.v_scale,
+        )  # fmt: skip
+
+
+class NativeMLA(NativeAttention):
+    """MQA whose one key is latent and rope key, and whose value is the key's first part."""
+
+    name: ClassVar[str] = "NATIVE_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)
+
+
+class NativeStore(StoreBackend):
+    """Quantises and scatters keys and values in one call."""
+
+    name: ClassVar[str] = "NATIVE_STORE"
+
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
+    ) -> None:
+        parts = [(key, cache.key, params.k_scale)]
+        if not cache.value_in_key:
+            parts.append((value, cache.value, params.v_scale))
+        store(parts, plan.slots)

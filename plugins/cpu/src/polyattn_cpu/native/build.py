@@ -1,0 +1,152 @@
+"""How is the native library built? One object per instruction set, in one shared library.
+
+Imports the standard library only: the build hook runs this file where nothing is installed.
+`python -m polyattn_cpu.native.build` builds again in place. `CXX` names the compiler, `CXXFLAGS` adds
+flags (sanitizers: `-fsanitize=address,undefined`), `TARGET_MACHINE` is for a compiler that crosses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = FOLDER / "csrc"
+LIBRARY = FOLDER / "kernels.lib"
+REPORT = FOLDER / "build.txt"
+
+COMPILERS = ("c++", "g++", "clang++")
+COMMON = (
+    *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"),
+    *("-fno-math-errno", "-fno-trapping-math"),
+    *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+)
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+_BF16 = (*_AVX512, "-mavx512bf16")
+_ON_AVX512 = "-DPA_BASE=pa_kernels_avx512"  # what isn't bfloat16's is left to it
+ISAS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", _ON_AVX512),
+        "avx512_bf16": (*_BF16, _ON_AVX512),
+        "avx512": _AVX512,
+        "avx2": _AVX2,
+        "generic": (),
+    },
+    "aarch64": {"neon": ()},
+}
+"""Per machine, the best first: the instruction sets and the flags that bring them."""
+
+
+class BuildError(Exception):
+    """Why there is no library, in words for the user."""
+
+
+def compiler() -> list[str]:
+    """Return the C++ compiler's command. Raises `BuildError`."""
+    named = os.environ.get("CXX")
+    if named:
+        command = shlex.split(named)
+        if not shutil.which(command[0]):
+            raise BuildError(f"CXX={named!r} is not an executable; install it or unset CXX")
+        return command
+    found = next((path for path in map(shutil.which, COMPILERS) if path), None)
+    if found is None:
+        raise BuildError(
+            f"no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH; install one "
+            "(Debian: apt install g++)"
+        )
+    return [found]
+
+
+def machine() -> str:
+    """Return the architecture to build for: this machine's, or `TARGET_MACHINE` where CXX crosses."""
+    name = os.environ.get("TARGET_MACHINE") or platform.machine()
+    return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
+
+
+def fingerprint() -> str:
+    """Return a hash of the sources and the command. Raises `BuildError` without a compiler."""
+    digest = hashlib.sha256(repr((compiler(), os.environ.get("CXXFLAGS", ""), machine())).encode())
+    for path in (Path(__file__), *sorted(SOURCES.iterdir())):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...]:
+    """Build `library`; returns the instruction sets in it. Raises `BuildError`.
+
+    An instruction set that the compiler doesn't know is left out, the last of the list never.
+    """
+    command = [*compiler(), *COMMON, *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    wanted = ISAS.get(machine(), {"generic": ()})
+    with tempfile.TemporaryDirectory() as temporary:
+        out = folder or Path(temporary)
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            results = pool.map(lambda isa: _object(command, isa, wanted[isa], out), wanted)
+            failures = {isa: text for isa, text in zip(wanted, results, strict=True) if text}
+        base = list(wanted)[-1]
+        if base in failures:
+            raise BuildError(f"the compiler failed: {failures[base][-2000:]}")
+        built = tuple(isa for isa in wanted if isa not in failures)
+        listed = " ".join(f"X({isa})" for isa in built)
+        for name in ("api", "pool"):
+            _run(
+                [*command, f"-DPA_BUILT(X)={listed}", "-c", f"{SOURCES / name}.cpp"],
+                out / f"{name}.o",
+            )
+        objects = [str(out / f"{name}.o") for name in (*built, "api", "pool")]
+        made = out / "library"
+        _run([*command, "-shared", *objects, "-lpthread", "-lm"], made)
+        library.unlink(missing_ok=True)  # a process may have it mapped: never write into it
+        shutil.copyfile(made, library)
+    for isa, text in failures.items():
+        print(f"polyattn-cpu: without {isa}: {text.splitlines()[0]}", file=sys.stderr)
+    return built
+
+
+def build_or_say(library: Path = LIBRARY, report: Path = REPORT, again: bool = False) -> bool:
+    """Build, and write into `report` what there is, or why there is nothing.
+
+    What was built of the same sources by the same command stays, unless `again`.
+    """
+    try:
+        stamp = fingerprint()
+        if not again and library.is_file() and report.is_file() and stamp in report.read_text():
+            return True
+        built = build(library)
+    except BuildError as error:
+        library.unlink(missing_ok=True)
+        report.write_text(f"{error}\n")
+        print(f"polyattn-cpu: no native kernels: {error}", file=sys.stderr)
+        return False
+    report.write_text(f"built: {', '.join(built)}; sources and command: {stamp}\n")
+    return True
+
+
+def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> str:
+    """Compile the kernels for one instruction set; returns the compiler's words if it fails."""
+    names = [f'-DPA_ISA="{isa}"', f"-DPA_TABLE=pa_kernels_{isa}"]
+    try:
+        _run([*command, *flags, *names, "-c", str(SOURCES / "kernels.cpp")], out / f"{isa}.o")
+    except BuildError as error:
+        return str(error)
+    return ""
+
+
+def _run(command: list[str], output: Path) -> None:
+    done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(done.stderr.strip() or f"{command[0]} returned {done.returncode}")
+
+
+if __name__ == "__main__":
+    sys.exit(0 if build_or_say(again=True) else 1)

@@ -1,0 +1,322 @@
+// The C interface: which instruction set runs, what a step's work items are, a call.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "internal.h"
+#include "pool.h"
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+extern "C" {
+#define PA_DECLARE(name) extern const KernelTable pa_kernels_##name;
+PA_BUILT(PA_DECLARE)
+}
+
+namespace {
+
+#define PA_POINTER(name) &pa_kernels_##name,
+const KernelTable *const TABLES[] = {PA_BUILT(PA_POINTER)};  // best first
+
+thread_local char error_text[256] = "";
+
+template <class... Args>
+void *fail(const char *format, Args... args) {
+  std::snprintf(error_text, sizeof error_text, format, args...);
+  return nullptr;
+}
+
+bool has(const char *name) {
+  if (!std::strcmp(name, "generic") || !std::strcmp(name, "neon")) return true;
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+              __builtin_cpu_supports("f16c");
+  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (!std::strcmp(name, "avx2")) return avx2;
+  if (!std::strcmp(name, "avx512")) return avx512;
+  bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (!std::strcmp(name, "avx512_bf16")) return bf16;
+#if defined(__linux__)
+  if (!std::strcmp(name, "amx")) {
+    unsigned a = 7, b = 0, c = 0, d = 0;
+    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+    bool tiles = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
+    // Tile registers are the kernel's to give: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
+    return bf16 && tiles && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+  }
+#endif
+#endif
+  return false;
+}
+
+bool pairs_are_slow() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  return !__builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+struct Items {  // grows; the plan takes its memory
+  Item *all = nullptr;
+  int32_t count = 0, room = 0;
+  bool add(const Item &item) {
+    if (count == room) {
+      room = room ? 2 * room : 64;
+      Item *larger = (Item *)std::realloc((void *)all, sizeof(Item) * room);
+      if (!larger) return false;
+      all = larger;
+    }
+    all[count++] = item;
+    return true;
+  }
+};
+
+// What the rows of an item see: the union of its first and its last token's keys, in two ranges.
+Item item_of(const pa_plan *plan, int32_t seq, int32_t token0, int32_t tokens) {
+  int32_t len = plan->lens[seq];
+  int32_t queries = plan->query_starts[seq + 1] - plan->query_starts[seq];
+  Range near0, sinks0, near1, sinks1;
+  pa_visible(&plan->layer, len - queries + token0, len, &near0, &sinks0);
+  pa_visible(&plan->layer, len - queries + token0 + tokens - 1, len, &near1, &sinks1);
+  Item item = {};
+  item.seq = seq;
+  item.token0 = token0;
+  item.tokens = tokens;
+  item.part = -1;
+  item.near = {near0.lo, pa_max(near0.lo, near1.hi)};
+  item.sinks = {sinks0.lo, pa_min(sinks1.hi, item.near.lo)};
+  if (item.sinks.hi < item.sinks.lo) item.sinks.hi = item.sinks.lo;
+  item.to = item.near.hi - item.near.lo + item.sinks.hi - item.sinks.lo;
+  return item;
+}
+
+// Adds an item once per piece of its keys; `split` bounds a piece, 0 doesn't.
+bool add_pieces(pa_plan *plan, Items &items, Item item, int32_t split) {
+  int32_t total = item.to, pieces = split ? (total + split - 1) / split : 1;
+  int64_t rows = (int64_t)item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads);
+  for (int32_t i = 0; i < (pieces > 1 ? pieces : 1); i++) {
+    if (pieces > 1) {
+      item.from = i * split;
+      item.to = pa_min(total, item.from + split);
+      item.part = plan->num_parts++;
+      item.group = plan->num_groups;
+    }
+    item.cost = (item.to - item.from + 16) * item.heads * (rows + 8);
+    if (!items.add(item)) return false;
+  }
+  if (pieces > 1) {
+    int64_t floats = rows * item.heads * (plan->layer.v_head_size + 2);
+    plan->part_floats = floats > plan->part_floats ? floats : plan->part_floats;
+    void *larger = std::realloc(plan->groups, sizeof(Group) * (plan->num_groups + 1));
+    if (!larger) return false;
+    plan->groups = (Group *)larger;
+    plan->groups[plan->num_groups++] = {plan->num_parts - pieces, pieces};
+  }
+  return true;
+}
+
+int dearer_first(const void *a, const void *b) {
+  int64_t x = ((const Item *)a)->cost, y = ((const Item *)b)->cost;
+  return x < y ? 1 : x > y ? -1 : 0;
+}
+
+// Few rows per head: an item has all KV heads, unless there are fewer items than threads; which
+// heads go together changes no bit. Many rows: one KV head, a block of rows; and where the rows
+// are one block only, the keys in pieces too.
+bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts) {
+  const pa_layer &layer = plan->layer;
+  int32_t ratio = layer.num_heads / layer.num_kv_heads;
+  int32_t queries = plan->query_starts[seq + 1] - plan->query_starts[seq];
+  if (queries == 0) return true;
+  if (queries * ratio <= plan->kernels->dot_rows(&layer)) {
+    Item item = item_of(plan, seq, 0, queries);
+    int32_t heads = layer.num_kv_heads, each = (heads + head_parts - 1) / head_parts;
+    for (int32_t h = 0; h < heads; h += each) {
+      item.head0 = h;
+      item.heads = pa_min(each, heads - h);
+      if (!add_pieces(plan, items, item, SPLIT_KEYS)) return false;
+    }
+    return true;
+  }
+  int32_t most = pa_max(1, plan->kernels->matrix_rows / ratio);
+  int32_t blocks = (queries + most - 1) / most, tokens = (queries + blocks - 1) / blocks;
+  for (int32_t token = 0; token < queries; token += tokens) {
+    Item item = item_of(plan, seq, token, pa_min(tokens, queries - token));
+    item.heads = 1;
+    for (item.head0 = 0; item.head0 < layer.num_kv_heads; item.head0++) {
+      if (!add_pieces(plan, items, item, blocks == 1 ? 2 * SPLIT_KEYS : 0)) return false;
+    }
+  }
+  return true;
+}
+
+int32_t *copied(const int32_t *from, int64_t count) {
+  int32_t *to = (int32_t *)std::malloc(sizeof(int32_t) * (count ? count : 1));
+  if (to && count) std::memcpy(to, from, sizeof(int32_t) * count);
+  return to;
+}
+
+bool fill(pa_plan *plan) {
+  const pa_layer &layer = plan->layer;
+  int32_t ratio = layer.num_heads / layer.num_kv_heads;
+  int64_t pieces = 0;  // of the decode path, with all heads together
+  for (int32_t i = 0; i < plan->num_seqs; i++) pieces += (plan->lens[i] + SPLIT_KEYS - 1) / SPLIT_KEYS;
+  int32_t head_parts = 1;
+  while (pieces && head_parts < layer.num_kv_heads && pieces * head_parts < 2L * plan->num_threads) {
+    head_parts *= 2;
+  }
+  Items items;
+  bool fine = true;
+  int32_t rows = 1, heads = (layer.num_kv_heads + head_parts - 1) / head_parts;
+  for (int32_t i = 0; i < plan->num_seqs && fine; i++) {
+    fine = plan_sequence(plan, items, i, head_parts);
+  }
+  for (int32_t i = 0; i < items.count; i++) rows = pa_max(rows, items.all[i].tokens * ratio);
+  plan->items = items.all;
+  plan->num_items = items.count;
+  if (items.count > 1) std::qsort((void *)items.all, items.count, sizeof(Item), dearer_first);
+  plan->scratch_bytes = plan->kernels->scratch_bytes(&layer, heads, rows);
+  return fine;
+}
+
+void run_one(void *context, int32_t index, char *scratch) {
+  Run *run = (Run *)context;
+  run->plan->kernels->run_item(run, index, scratch);
+}
+
+
+struct StoreRun {
+  enum { TOKENS = 64 };
+  const KernelTable *kernels;
+  const pa_scatter *part;
+};
+
+void store_piece(void *context, int32_t index, char *) {
+  const StoreRun *run = (const StoreRun *)context;
+  int64_t first = (int64_t)index * StoreRun::TOKENS, last = first + StoreRun::TOKENS;
+  run->kernels->store(run->part, first, last < run->part->num_tokens ? last : run->part->num_tokens);
+}
+
+const KernelTable *table(const char *isa) {
+  for (const KernelTable *each : TABLES) {
+    if (!std::strcmp(each->name, isa) && has(isa)) return each;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+int pa_abi(void) { return PA_ABI; }
+const char *pa_error(void) { return error_text; }
+
+// Best first. vdpbf16ps is half as fast as two float32 FMAs on Intel's processors, twice on AMD's.
+const char *pa_isas(void) {
+  static char names[128];
+  if (names[0]) return names;
+  char text[128] = "";
+  const KernelTable *later = nullptr;
+  auto list = [&text](const KernelTable *each) {
+    if (text[0]) std::strcat(text, ",");
+    std::strcat(text, each->name);
+  };
+  for (const KernelTable *each : TABLES) {
+    if (!has(each->name)) continue;
+    if (pairs_are_slow() && !std::strcmp(each->name, "avx512_bf16")) {
+      later = each;
+      continue;
+    }
+    list(each);
+    if (later && !std::strcmp(each->name, "avx512")) list(later);
+  }
+  std::strcpy(names, text);
+  return names;
+}
+
+pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *batch) {
+  const KernelTable *kernels = table(isa);
+  if (!kernels) return (pa_plan *)fail("no kernels for instruction set %s here", isa);
+  if (layer->num_kv_heads <= 0 || layer->num_heads % layer->num_kv_heads || layer->head_size <= 0 ||
+      layer->v_head_size <= 0 || layer->dtype < 0 || layer->dtype > PA_F16 ||
+      layer->cache_dtype < 0 || layer->cache_dtype >= PA_DTYPES) {
+    return (pa_plan *)fail("a layer of %d/%d heads, dtypes %d and %d is impossible",
+                           layer->num_heads, layer->num_kv_heads, layer->dtype, layer->cache_dtype);
+  }
+  pa_plan *plan = (pa_plan *)std::calloc(1, sizeof(pa_plan));
+  if (!plan) return (pa_plan *)fail("out of memory");
+  plan->layer = *layer;
+  plan->kernels = kernels;
+  plan->num_seqs = batch->num_seqs;
+  plan->block_size = batch->block_size;
+  plan->num_threads = batch->num_threads > 0 ? batch->num_threads : 1;
+  plan->query_starts = copied(batch->query_starts, batch->num_seqs + 1);
+  plan->lens = copied(batch->lens, batch->num_seqs);
+  plan->key_starts = batch->key_starts ? copied(batch->key_starts, batch->num_seqs) : nullptr;
+  if (!plan->query_starts || !plan->lens || (batch->key_starts && !plan->key_starts) || !fill(plan)) {
+    pa_plan_free(plan);
+    return (pa_plan *)fail("out of memory for a plan of %d sequences", batch->num_seqs);
+  }
+  return plan;
+}
+
+void pa_plan_free(pa_plan *plan) {
+  if (!plan) return;
+  std::free(plan->query_starts);
+  std::free(plan->lens);
+  std::free(plan->key_starts);
+  std::free((void *)plan->items);
+  std::free(plan->groups);
+  std::free(plan);
+}
+
+int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
+  Run run = {plan, *tensors, nullptr, nullptr, 0};
+  Buffer *buffer = nullptr;
+  if (plan->num_parts) {
+    int64_t counters = ((int64_t)plan->num_groups * 4 + 63) / 64 * 64;
+    buffer = pa_take_buffer(counters + plan->num_parts * plan->part_floats * 4);
+    if (!buffer) {
+      fail("out of memory for %d partial results", plan->num_parts);
+      return 2;
+    }
+    std::memset(buffer->memory, 0, counters);
+    run.done = (int32_t *)buffer->memory;
+    run.parts = (float *)(buffer->memory + counters);
+  }
+  // What a thread can't repay in a few microseconds is done by the caller alone.
+  int64_t cost = 0;
+  for (int32_t i = 0; i < plan->num_items; i++) cost += plan->items[i].cost;
+  int64_t useful = 1 + cost * (plan->layer.head_size + plan->layer.v_head_size) / 1000000;
+  int32_t threads = useful < plan->num_threads ? (int32_t)useful : plan->num_threads;
+  bool fine = pa_parallel(plan->num_items, threads, plan->scratch_bytes, run_one, &run);
+  if (buffer) pa_give_buffer(buffer);
+  if (!fine) {
+    fail("out of memory for %lld bytes of scratch", (long long)plan->scratch_bytes);
+    return 2;
+  }
+  if (run.bad) fail("the block table points outside the cache");
+  return run.bad;
+}
+
+int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count, int32_t threads) {
+  const KernelTable *kernels = table(isa);
+  if (!kernels) return -1;
+  for (int32_t i = 0; i < count; i++) {
+    for (int64_t token = 0; token < parts[i].num_tokens; token++) {
+      if (parts[i].slots[token] >= parts[i].num_slots) return 1 + token;
+    }
+  }
+  for (int32_t i = 0; i < count; i++) {
+    StoreRun run = {kernels, parts + i};
+    int32_t pieces = (int32_t)((parts[i].num_tokens + StoreRun::TOKENS - 1) / StoreRun::TOKENS);
+    pa_parallel(pieces, pa_min(threads, 1 + pieces / 4), 64, store_piece, &run);
+  }
+  return 0;
+}

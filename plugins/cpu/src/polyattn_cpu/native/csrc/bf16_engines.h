@@ -1,0 +1,266 @@
+// The matrix path where the processor multiplies bfloat16: by vdpbf16ps, or by AMX tiles. Queries are
+// bfloat16, and so are keys and values, or 8 bits, which bfloat16 holds exactly; weights are
+// rounded to it. Included by matrix_path.h.
+
+struct MulPairs {
+  PA_INLINE vf add(vf acc, uint32_t a, vu b) {
+    return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+  }
+};
+
+// The first `count` elements as bfloat16; `count` may exceed W only for storage of 16 bits.
+template <class T>
+PA_INLINE void copy_bf16(const T *from, uint16_t *to, int count) {
+  if constexpr (sizeof(T) == 2) {
+    __builtin_memcpy(to, from, 2 * count);
+  } else {
+    for (int i = 0; i < count; i += W) {
+      int some = pa_min(W, count - i);
+      vf x = some == W ? load(from + i) : load_some(from + i, some);
+      vh half = __builtin_convertvector((vu)x >> 16, vh);
+      __builtin_memcpy(to + i, &half, 2 * some);
+    }
+  }
+}
+
+// W elements of two consecutive keys' values, each pair in 32 bits.
+template <class T>
+PA_INLINE vu value_pair(const T *a, const T *b, int some) {
+  vu first = (vu)(some == W ? load(a) : load_some(a, some));
+  vu second = b ? (vu)(some == W ? load(b) : load_some(b, some)) : vu{};
+  return (first >> 16) | (second & 0xffff0000u);
+}
+
+struct PairEngine {
+  typedef Pairs Form;
+  static constexpr int VECTORS = 3, STEP = BLOCK;
+  static constexpr bool ROW_OUTPUT = false;
+  static int cost(int depth, int vectors) { return 4 * vectors * depth; }
+  static int value_depth(int keys) { return keys / 2; }
+  static Sizes sizes(const pa_layer &layer) {
+    return {pa_round_up(layer.head_size, 2 * W) / 2, pa_round_up(layer.v_head_size, W), MATRIX_TILE};
+  }
+  static void begin() {}
+  static void end() {}
+  static void stage_query(const void *from, int, uint32_t *to, int size) {
+    __builtin_memcpy(to, from, 2 * size);
+  }
+  template <class T>
+  static void pack_key(const T *from, uint32_t *to, int size) {
+    copy_bf16(from, (uint16_t *)to, size);
+  }
+  template <class T>
+  static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
+                          const Sizes &is, Ahead &ahead) {
+    for (int t = 0; t < count; t += 2) {
+      ahead(is.v / 4);
+      const T *a = (const T *)(rows[t] + offset);
+      const T *b = t + 1 < count ? (const T *)(rows[t + 1] + offset) : NULL;
+      for (int d = 0; d < size; d += W) {
+        vu x = value_pair(a + d, b ? b + d : NULL, pa_min(W, size - d));
+        uint32_t each[W];
+        write(each, x);
+        for (int i = 0; i < W; i += BLOCK) {
+          uint32_t *at = to + ((int64_t)(d + i) / BLOCK * (is.keys / 2) + t / 2) * BLOCK;
+          __builtin_memcpy(at, each + i, 4 * BLOCK);
+        }
+      }
+    }
+  }
+  template <int V>
+  static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
+                     Ahead &ahead) {
+    for (int t = 0; t < keys; t += BLOCK) {
+      micro<MulPairs, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
+      ahead(cost(is.k, V));
+    }
+  }
+  template <int V>
+  static void output(const uint32_t *v, const float *, const uint32_t *pairs, float *o, int keys,
+                     const Sizes &is, Ahead &ahead) {
+    for (int d = 0; d < is.v; d += BLOCK) {
+      micro<MulPairs, V, true>(v + (int64_t)d * (is.keys / 2), 1, BLOCK, pairs,
+                               o + (int64_t)d * V * W, (keys + 1) / 2);
+      ahead(cost(keys / 2, V));
+    }
+  }
+};
+
+#if defined(__AMX_BF16__)
+// C[32][V * W] = or += A B; a tile register holds 16 rows of 64 bytes.
+template <int V, bool ADD>
+PA_INLINE void tiles(const uint32_t *a, int64_t lda, const uint32_t *b, float *c, int depth) {
+  constexpr int64_t row = V * W * 4;
+  if (ADD) {
+    _tile_loadd(0, c, row);
+    _tile_loadd(1, c + 16 * V * W, row);
+    if constexpr (V == 2) {
+      _tile_loadd(2, c + W, row);
+      _tile_loadd(3, c + 16 * V * W + W, row);
+    }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (V == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+  }
+  for (int k = 0; k < depth; k += 16) {
+    _tile_loadd(4, a + k, lda * 4);
+    _tile_loadd(6, b + (int64_t)k * V * W, row);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_loadd(5, a + 16 * lda + k, lda * 4);
+    _tile_dpbf16ps(1, 5, 6);
+    if constexpr (V == 2) {
+      _tile_loadd(7, b + (int64_t)k * V * W + W, row);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, c, row);
+  _tile_stored(1, c + 16 * V * W, row);
+  if constexpr (V == 2) {
+    _tile_stored(2, c + W, row);
+    _tile_stored(3, c + 16 * V * W + W, row);
+  }
+}
+
+struct TileEngine {
+  typedef Pairs Form;
+  static constexpr int VECTORS = 2, STEP = 32;
+  static constexpr bool ROW_OUTPUT = false;
+  static int cost(int depth, int vectors) { return 2 * vectors * depth; }
+  static int value_depth(int keys) { return keys / 2; }
+  static Sizes sizes(const pa_layer &layer) {
+    return {pa_round_up(layer.head_size, 32) / 2, pa_round_up(layer.v_head_size, 32), MATRIX_TILE};
+  }
+  static void begin() {
+    struct {
+      uint8_t palette, start, reserved[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    } config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; i++) {
+      config.bytes[i] = 64;
+      config.rows[i] = 16;
+    }
+    _tile_loadconfig(&config);
+  }
+  static void end() { _tile_release(); }
+  static void stage_query(const void *from, int, uint32_t *to, int size) {
+    __builtin_memcpy(to, from, 2 * size);
+  }
+  template <class T>
+  static void pack_key(const T *from, uint32_t *to, int size) {
+    copy_bf16(from, (uint16_t *)to, size);
+  }
+  // V^T, [v][pair of keys]: the pairs of 32 keys and 16 elements, turned in registers. Keys beyond
+  // the last become zero, up to a whole tile register.
+  template <class T>
+  static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
+                          const Sizes &is, Ahead &ahead) {
+    const int64_t ld = is.keys / 2;
+    for (int t = 0; t < count; t += 32) {
+      for (int d = 0; d < size; d += W) {
+        ahead(4 * W);
+        vf block[W];
+        for (int i = 0; i < W; i++) {
+          int at = t + 2 * i;
+          const T *a = at < count ? (const T *)(rows[at] + offset) + d : NULL;
+          const T *b = at + 1 < count ? (const T *)(rows[at + 1] + offset) + d : NULL;
+          block[i] = a ? (vf)value_pair(a, b, pa_min(W, size - d)) : vf{};
+        }
+        transpose(block);
+        for (int i = 0; i < W; i++) write(to + (d + i) * ld + t / 2, block[i]);
+      }
+    }
+  }
+  template <int V>
+  static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
+                     Ahead &ahead) {
+    for (int t = 0; t < keys; t += 32) {
+      tiles<V, false>(k + (int64_t)t * is.k, is.k, q, s + (int64_t)t * V * W, is.k);
+      ahead(cost(is.k, V));
+    }
+  }
+  template <int V>
+  static void output(const uint32_t *v, const float *, uint32_t *pairs, float *o, int keys,
+                     const Sizes &is, Ahead &ahead) {
+    int used = (keys + 1) / 2, depth = pa_round_up(used, 16);
+    __builtin_memset(pairs + (int64_t)used * V * W, 0, 4L * (depth - used) * V * W);
+    for (int d = 0; d < is.v; d += 32) {
+      tiles<V, true>(v + (int64_t)d * (is.keys / 2), is.keys / 2, pairs, o + (int64_t)d * V * W,
+                     depth);
+      ahead(cost(keys / 2, V));
+    }
+  }
+};
+
+// The same for few rows, as decode of large groups has: O = P V instead of O^T = V^T P^T. Not the
+// values are turned but the weights, which are fewer; values are only interleaved in pairs.
+struct RowTileEngine : TileEngine {
+  static constexpr bool ROW_OUTPUT = true;
+  static constexpr int MOST_ROWS = 128;
+  // V in panels [v / 16][pair of keys][16]: a tile register is one run of memory.
+  template <class T>
+  static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
+                          const Sizes &is, Ahead &ahead) {
+    const int64_t panel = (int64_t)is.keys / 2 * 16;
+    for (int t = 0; t < pa_round_up(count, 32); t += 2) {
+      const T *a = t < count ? (const T *)(rows[t] + offset) : NULL;
+      const T *b = t + 1 < count ? (const T *)(rows[t + 1] + offset) : NULL;
+      ahead(is.v / 4);
+      for (int d = 0; d < size; d += W) {
+        vu x = a ? value_pair(a + d, b ? b + d : NULL, pa_min(W, size - d)) : vu{};
+        write(to + d / 16 * panel + t / 2 * 16, x);
+      }
+    }
+  }
+  template <int V>
+  static void output(const uint32_t *v, const float *, uint32_t *pairs, float *o, int keys,
+                     const Sizes &is, Ahead &ahead) {
+    const int64_t panel = (int64_t)is.keys / 2 * 16, row = is.v * 4;
+    const int used = (keys + 1) / 2, depth = pa_round_up(used, 16);
+    __builtin_memset(pairs + (int64_t)used * V * W, 0, 4L * (depth - used) * V * W);
+    alignas(64) uint32_t turned[V][MATRIX_TILE / 32][16 * 16];
+    for (int i = 0; i < V; i++) {
+      for (int k = 0; k < depth; k += 16) {
+        vf block[W];
+        for (int j = 0; j < W; j++) block[j] = read<vf>(pairs + (int64_t)(k + j) * V * W + i * W);
+        transpose(block);
+        for (int j = 0; j < W; j++) write(turned[i][k / 16] + j * 16, block[j]);
+      }
+    }
+    for (int d = 0; d < is.v; d += 32) {
+      _tile_loadd(0, o + d, row);
+      _tile_loadd(1, o + d + 16, row);
+      if constexpr (V == 2) {
+        _tile_loadd(2, o + 16 * is.v + d, row);
+        _tile_loadd(3, o + 16 * is.v + d + 16, row);
+      }
+      const uint32_t *from = v + d / 16 * panel;
+      for (int k = 0; k < depth; k += 16) {
+        _tile_loadd(4, from + (int64_t)k * 16, 64);
+        _tile_loadd(6, turned[0][k / 16], 64);
+        _tile_dpbf16ps(0, 6, 4);
+        _tile_loadd(5, from + panel + (int64_t)k * 16, 64);
+        _tile_dpbf16ps(1, 6, 5);
+        if constexpr (V == 2) {
+          _tile_loadd(7, turned[1][k / 16], 64);
+          _tile_dpbf16ps(2, 7, 4);
+          _tile_dpbf16ps(3, 7, 5);
+        }
+      }
+      _tile_stored(0, o + d, row);
+      _tile_stored(1, o + d + 16, row);
+      if constexpr (V == 2) {
+        _tile_stored(2, o + 16 * is.v + d, row);
+        _tile_stored(3, o + 16 * is.v + d + 16, row);
+      }
+      ahead(cost(keys / 2, V));
+    }
+  }
+};
+#endif

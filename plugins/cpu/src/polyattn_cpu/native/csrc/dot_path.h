@@ -1,0 +1,213 @@
+// Decode: few rows per KV head, so memory sets the pace. Included inside an anonymous namespace.
+//
+// All KV heads of a range of keys are one item: the rows of a token lie one after another, and only
+// the scores are kept. Each load of a row prefetches the same line of the row that is read one
+// visit later, so that the memory is never idle while there is arithmetic to do.
+
+constexpr int DOT_ROWS = W < 8 ? W : 8;  // rows per KV head at most
+constexpr int DOT_TILE = 64;             // keys whose scores are kept
+
+// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
+template <class T, int ROWS>
+PA_INLINE vf dots(const char *const *keys, const char *const *next, int64_t offset,
+                  int64_t next_offset, const float *q, int ldq, int size) {
+  constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
+  vf acc[W];
+  for (int i = 0; i < W; i++) acc[i] = vf{};
+  int d = 0;
+  auto step = [&](int at) {
+    vf row[ROWS];
+    for (int r = 0; r < ROWS; r++) row[r] = loadf(q + r * ldq + at);
+    for (int k = 0; k < KEYS; k++) {
+      vf x = load((const T *)(keys[k] + offset) + at);
+      for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
+    }
+  };
+  for (; d + LINE <= size; d += LINE) {
+    for (int k = 0; k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
+    for (int at = 0; at < LINE; at += W) step(d + at);
+  }
+  for (int k = 0; d < size && k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
+  for (; d + W <= size; d += W) step(d);
+  if (d < size) {
+    for (int k = 0; k < KEYS; k++) {
+      vf x = load_some((const T *)(keys[k] + offset) + d, size - d);
+      for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * loadf(q + r * ldq + d);
+    }
+  }
+  return sums(acc);
+}
+
+// o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of
+// a value, of which there are so many.
+template <class T, int ROWS, int C>
+PA_INLINE void add_values(const char *const *values, int64_t offset, const char *const *next,
+                          int64_t next_offset, int count, const float *p, int ldp, float *o,
+                          int ldo, int some) {
+  vf acc[ROWS][C];
+  for (int r = 0; r < ROWS; r++) {
+    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
+  }
+  for (int t = 0; t < count; t++) {
+    const T *value = (const T *)(values[t] + offset);
+    for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(next[t] + next_offset + b);
+    vf weight[ROWS];
+    for (int r = 0; r < ROWS; r++) weight[r] = splat(p[(int64_t)t * ldp + r]);
+    for (int c = 0; c < C; c++) {
+      vf x = some < W ? load_some(value, some) : load(value + c * W);
+      for (int r = 0; r < ROWS; r++) acc[r][c] += x * weight[r];
+    }
+  }
+  for (int r = 0; r < ROWS; r++) {
+    for (int c = 0; c < C; c++) write(o + r * ldo + c * W, acc[r][c]);
+  }
+}
+
+struct DotLayout {
+  int rows, lanes, ldq, ldo;  // rows per head padded to a power of two; floats of a row of q, of o
+};
+PA_INLINE DotLayout dot_layout(const pa_layer &layer, int heads, int rows) {
+  int padded = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
+  return {padded, pa_round_up(heads * padded, W), pa_round_up(layer.head_size, W),
+          pa_round_up(layer.v_head_size, W)};
+}
+
+static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
+  DotLayout is = dot_layout(layer, heads, rows);
+  int64_t floats = (int64_t)heads * is.rows * (is.ldq + is.ldo) +
+                   (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes;
+  return floats * 4 + 2 * (SPLIT_KEYS + W) * (int64_t)sizeof(char *) + 16 * 64;
+}
+
+template <class T, int ROWS>
+static void dot_item(Run *run, const Item &item, char *scratch) {
+  const pa_plan *plan = run->plan;
+  const pa_layer &layer = plan->layer;
+  const int ratio = layer.num_heads / layer.num_kv_heads, rows = item.tokens * ratio;
+  const DotLayout is = dot_layout(layer, item.heads, rows);
+  const int heads = item.heads, size = layer.head_size, v_size = layer.v_head_size;
+  Arena arena = {scratch};
+  float *q = arena.take<float>((int64_t)heads * ROWS * is.ldq);
+  float *o = arena.take<float>((int64_t)heads * ROWS * is.ldo);
+  float *s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
+  float *alpha = arena.take<float>(is.lanes);
+  Lanes lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
+  const char **keys = arena.take<const char *>(SPLIT_KEYS + W);
+  const char **values = arena.take<const char *>(SPLIT_KEYS + W);
+
+  const int total = item.to - item.from;
+  const Source source = source_of(run, item.seq);
+  {
+    Tiles piece = {&item, item.from, SPLIT_KEYS, 0, 0};
+    for (int at = 0; piece.next(); at += piece.count) {
+      if (!token_addresses(source, piece.first_key, piece.count, keys + at, values + at)) {
+        __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
+        return;
+      }
+    }
+    for (int i = total; total && i < total + W; i++) {  // a visit may reach over the end
+      keys[i] = keys[total - 1];
+      values[i] = values[total - 1];
+    }
+  }
+  clear_lanes(lanes, is.lanes);
+  __builtin_memset(q, 0, sizeof(float) * heads * ROWS * is.ldq);
+  __builtin_memset(o, 0, sizeof(float) * heads * ROWS * is.ldo);
+  for (int i = 0; i < (DOT_TILE + W) * is.lanes; i++) s[i] = 0;
+  const int64_t query_row = plan->query_starts[item.seq] + item.token0;
+  for (int h = 0; h < heads; h++) {
+    for (int r = 0; r < rows; r++) {
+      int head = (item.head0 + h) * ratio + r % ratio;
+      int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
+      widen_any((const char *)run->t.query + at * itemsize(layer.dtype), layer.dtype,
+                q + (int64_t)(h * ROWS + r) * is.ldq, size);
+      set_lane(run, item, lanes, h * ROWS + r, item.token0 + r / ratio, head);
+    }
+  }
+  const Logits how = logits_of(run);
+  constexpr int KEYS = W / ROWS;
+  constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
+  const int64_t key_base = item.head0 * source.key_head;
+  const int64_t value_base = item.head0 * source.value_head;
+  const bool one_row = rows == ratio && item.tokens == 1;
+  int done = 0;
+  Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
+  while (tile.next()) {
+    const int count = tile.count;
+    const char *const *k = keys + done, *const *v = values + done;
+    for (int t = 0; t < count; t += KEYS) {
+      for (int h = 0; h < heads; h++) {
+        bool last_head = h + 1 == heads, last = last_head && t + KEYS >= count;
+        const char *const *next = last ? v : last_head ? k + t + KEYS : k + t;
+        int64_t next_offset = last        ? value_base
+                              : last_head ? key_base
+                                          : key_base + (h + 1) * source.key_head;
+        vf found = dots<T, ROWS>(k + t, next, key_base + h * source.key_head, next_offset,
+                                 q + (int64_t)h * ROWS * is.ldq, is.ldq, size);
+        float each[W];
+        write(each, found);
+        for (int i = 0; i < KEYS; i++) {
+          __builtin_memcpy(s + (int64_t)(t + i) * is.lanes + h * ROWS, each + i * ROWS, 4 * ROWS);
+        }
+      }
+    }
+    for (int t = KEYS; t < count; t++) {  // of the first visit to the values
+      for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(v[t] + value_base + b);
+    }
+    // A single query token sees every key that its item was given.
+    bool changed = softmax_tile<Floats>(s, is.lanes, is.lanes / W, count, tile.first_key, how,
+                                        lanes, !one_row, alpha, NULL);
+    if (changed) {
+      for (int row = 0; row < heads * ROWS; row++) {
+        if (alpha[row] == 1.0f) continue;
+        vf by = splat(alpha[row]);
+        float *at = o + (int64_t)row * is.ldo;
+        for (int i = 0; i < is.ldo; i += W) write(at + i, loadf(at + i) * by);
+      }
+    }
+    done += count;
+    const char *const *after = done < total ? keys + done : v;
+    for (int h = 0; h < heads; h++) {
+      const float *p = s + h * ROWS;
+      float *to = o + (int64_t)h * ROWS * is.ldo;
+      const int64_t base = value_base + h * source.value_head;
+      for (int c = 0; c < v_size;) {
+        int step = c + C * W <= v_size ? C * W : W;
+        bool last_head = h + 1 == heads, ends = c + step >= v_size;
+        const char *const *next = ends && last_head ? after : v;
+        int64_t next_offset = ends && last_head ? key_base
+                              : ends            ? base + source.value_head
+                                                : base + (c + step) * (int64_t)sizeof(T);
+        int few = ends && last_head && done < total ? pa_min(count, total - done) : count;
+        const char *const *safe = few < count ? v : next;
+        int64_t safe_offset = few < count ? base : next_offset;
+        int64_t offset = base + c * (int64_t)sizeof(T);
+        if (step == C * W) {
+          add_values<T, ROWS, C>(v, offset, safe, safe_offset, count, p, is.lanes, to + c, is.ldo, W);
+        } else if (c + W <= v_size) {
+          add_values<T, ROWS, 1>(v, offset, safe, safe_offset, count, p, is.lanes, to + c, is.ldo, W);
+        } else {
+          add_values<T, ROWS, 1>(v, offset, safe, safe_offset, count, p, is.lanes, to + c, is.ldo,
+                                 v_size - c);
+        }
+        c += step;
+      }
+    }
+  }
+  for (int h = 0; h < heads; h++) {
+    for (int r = 0; r < rows; r++) {
+      int lane = h * ROWS + r;
+      leave(run, item, h, r, o + (int64_t)lane * is.ldo, lanes.m[lane], lanes.l[lane]);
+    }
+  }
+  end_item(run, item, o);
+}
+
+template <class T>
+static void dot_item_of(Run *run, const Item &item, char *scratch) {
+  int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  if (rows <= 1) return dot_item<T, 1>(run, item, scratch);
+  if (rows <= 2) return dot_item<T, 2>(run, item, scratch);
+  if (rows <= 4) return dot_item<T, 4>(run, item, scratch);
+  if constexpr (DOT_ROWS >= 8) return dot_item<T, 8>(run, item, scratch);
+}

@@ -1,0 +1,204 @@
+// What do the decode path and the matrix path share? Where keys lie, what rows see, how results are
+// finished and merged. Included inside an anonymous namespace.
+
+struct Source {  // of one sequence's keys and values
+  const char *key, *value;       // base, in bytes
+  const int32_t *table;          // NULL where keys lie packed
+  int64_t key_block, key_token, key_head, value_block, value_token, value_head;  // in bytes
+  int32_t block_size;
+  int64_t num_blocks;
+};
+
+PA_INLINE Source source_of(const Run *run, int seq) {
+  const pa_plan *plan = run->plan;
+  const pa_tensors &t = run->t;
+  int64_t size = itemsize(plan->layer.cache_dtype);
+  Source s = {(const char *)t.key,   (const char *)t.value,  NULL,
+              t.key_block * size,    t.key_token * size,     t.key_head * size,
+              t.value_block * size,  t.value_token * size,   t.value_head * size,
+              plan->block_size,      t.num_blocks};
+  if (plan->block_size) {
+    s.table = t.block_table + seq * t.table_row;
+  } else {
+    s.key += plan->key_starts[seq] * s.key_token;
+    s.value += plan->key_starts[seq] * s.value_token;
+  }
+  return s;
+}
+
+// Writes the addresses of `count` tokens' first key and value head, from position `first` on.
+// False where the block table points outside the cache.
+PA_INLINE bool token_addresses(const Source &s, int first, int count, const char **keys,
+                               const char **values) {
+  if (!s.table) {
+    for (int i = 0; i < count; i++) {
+      keys[i] = s.key + (first + i) * s.key_token;
+      values[i] = s.value + (first + i) * s.value_token;
+    }
+    return true;
+  }
+  for (int i = 0; i < count;) {
+    int block = (first + i) / s.block_size, at = (first + i) % s.block_size;
+    int64_t number = s.table[block];
+    if (number < 0 || number >= s.num_blocks) return false;
+    const char *key = s.key + number * s.key_block + at * s.key_token;
+    const char *value = s.value + number * s.value_block + at * s.value_token;
+    int run = pa_min(s.block_size - at, count - i);
+    for (int j = 0; j < run; j++, i++, key += s.key_token, value += s.value_token) {
+      keys[i] = key;
+      values[i] = value;
+    }
+  }
+  return true;
+}
+
+// Visible keys [from, to) of an item, in pieces of at most `tile` consecutive ones.
+struct Tiles {
+  const Item *item;
+  int32_t at, tile;
+  int32_t first_key, count;  // of the current piece
+  bool next() {
+    if (at >= item->to) return false;
+    int kept = item->sinks.hi - item->sinks.lo;
+    int end = pa_min(item->to, at + tile);
+    if (at < kept) {
+      end = pa_min(end, kept);
+      first_key = item->sinks.lo + at;
+    } else {
+      first_key = item->near.lo + at - kept;
+    }
+    count = end - at;
+    at = end;
+    return true;
+  }
+};
+
+PA_INLINE Logits logits_of(const Run *run) {
+  const pa_layer &layer = run->plan->layer;
+  int dtype = layer.cache_dtype;
+  float scale = layer.scale * (dtype >= PA_E4M3 ? run->t.k_scale : 1.0f);
+  if (layer.soft_cap > 0) {
+    return {scale / layer.soft_cap, layer.soft_cap * LOG2E, run->t.alibi != NULL};
+  }
+  return {scale * LOG2E, 0.0f, run->t.alibi != NULL};
+}
+
+// What the row of query token `token` (of its sequence) and query head `head` knows of itself.
+PA_INLINE void set_lane(const Run *run, const Item &item, const Lanes &rows, int lane, int token,
+                        int head) {
+  const pa_plan *plan = run->plan;
+  int len = plan->lens[item.seq];
+  int queries = plan->query_starts[item.seq + 1] - plan->query_starts[item.seq];
+  int position = len - queries + token;
+  Range near, sinks;
+  pa_visible(&plan->layer, position, len, &near, &sinks);
+  rows.near_lo[lane] = near.lo;
+  rows.near_hi[lane] = near.hi;
+  rows.sink_lo[lane] = sinks.lo;
+  rows.sink_hi[lane] = sinks.hi;
+  rows.position[lane] = (float)position;
+  if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
+}
+
+PA_INLINE float v_scale_of(const Run *run) {
+  return run->plan->layer.cache_dtype >= PA_E4M3 ? run->t.v_scale : 1.0f;
+}
+
+// Divides one row by its sum, joins a learned sink, and writes output and LSE. Scales `o` in place.
+PA_INLINE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
+  const pa_layer &layer = run->plan->layer;
+  const pa_tensors &t = run->t;
+  const bool seen = l > 0 || l != l;  // else it has no key, and a learned sink alone is nothing
+  float factor = seen ? v_scale_of(run) : 0.0f, weight = l, top = m;
+  if (t.sinks && seen) {
+    float sink = t.sinks[head] * LOG2E;
+    top = m > sink ? m : sink;
+    float shrink = exp2f(m - top);
+    weight = l * shrink + exp2f(sink - top);
+    factor *= shrink;
+  }
+  if (seen) factor /= weight;
+  int64_t row = run->plan->query_starts[seq] + token;
+  int size = layer.v_head_size, i = 0;
+  vf by = splat(factor);
+  for (; i + W <= size; i += W) write(o + i, loadf(o + i) * by);
+  for (; i < size; i++) o[i] *= factor;
+  char *out = (char *)t.out + (row * t.out_token + head * t.out_head) * itemsize(layer.dtype);
+  narrow(o, out, layer.dtype, size);
+  if (t.lse) {
+    float lse = seen ? (top + log2f(weight)) * LN2 : -INFINITY;
+    t.lse[row * t.lse_token + head * t.lse_head] = lse;
+  }
+}
+
+// A partial result: per KV head and row, v_head_size sums; then all m, then all l.
+struct Part {
+  float *o, *m, *l;
+};
+PA_INLINE Part part_at(const Run *run, int part, int rows) {
+  float *o = run->parts + part * run->plan->part_floats;
+  float *m = o + (int64_t)rows * run->plan->layer.v_head_size;
+  return {o, m, m + rows};
+}
+
+// The parts of one group into its output, in the order of their keys: the same bits whoever comes
+// last.
+static void merge_parts(const Run *run, const Item &item, float *o) {
+  const pa_layer &layer = run->plan->layer;
+  const Group &group = run->plan->groups[item.group];
+  int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
+  int rows = item.heads * per_head, size = layer.v_head_size;
+  for (int row = 0; row < rows; row++) {
+    float m = LOWEST, l = 0;
+    for (int i = 0; i < group.parts; i++) {
+      Part part = part_at(run, group.first_part + i, rows);
+      if (part.l[row] != 0 && (part.m[row] > m || m != m)) m = part.m[row];
+    }
+    for (int i = 0; i < size; i++) o[i] = 0;
+    for (int i = 0; i < group.parts; i++) {
+      Part part = part_at(run, group.first_part + i, rows);
+      if (part.l[row] == 0) continue;  // sees none of its keys
+      float by = exp2f(part.m[row] - m);
+      l += part.l[row] * by;
+      const float *from = part.o + (int64_t)row * size;
+      for (int j = 0; j < size; j++) o[j] += from[j] * by;
+    }
+    int in_head = row % per_head;
+    int head = (item.head0 + row / per_head) * ratio + in_head % ratio;
+    finish_row(run, item.seq, item.token0 + in_head / ratio, head, o, m, l);
+  }
+}
+
+// One row's result leaves its item: to the output, or to the item's partial result.
+PA_INLINE void leave(const Run *run, const Item &item, int head, int row, float *o, float m, float l) {
+  const pa_layer &layer = run->plan->layer;
+  int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
+  if (item.part < 0) {
+    int query_head = (item.head0 + head) * ratio + row % ratio;
+    return finish_row(run, item.seq, item.token0 + row / ratio, query_head, o, m, l);
+  }
+  int index = head * per_head + row;
+  Part part = part_at(run, item.part, item.heads * per_head);
+  part.m[index] = m;
+  part.l[index] = l;
+  __builtin_memcpy(part.o + (int64_t)index * layer.v_head_size, o, layer.v_head_size * sizeof(float));
+}
+
+// The last part of a group to finish merges all of it.
+PA_INLINE void end_item(Run *run, const Item &item, float *o) {
+  if (item.part < 0) return;
+  int parts = run->plan->groups[item.group].parts;
+  if (__atomic_add_fetch(&run->done[item.group], 1, __ATOMIC_ACQ_REL) == parts) {
+    merge_parts(run, item, o);
+  }
+}
+
+struct Arena {  // scratch memory, cut in pieces that start at a cache line
+  char *at;
+  template <class T>
+  T *take(int64_t count) {
+    T *piece = (T *)at;
+    at += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    return piece;
+  }
+};

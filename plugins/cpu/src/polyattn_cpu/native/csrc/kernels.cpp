@@ -1,0 +1,124 @@
+// Everything that is compiled once per instruction set. PA_ISA names it; PA_TABLE is its table.
+//
+// All of it has internal linkage: a template that two instruction sets both instantiate would be one
+// weak symbol, and the linker might keep the copy that the processor can't run.
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#include "internal.h"
+
+#if defined(PA_BASE)
+extern "C" {
+extern const KernelTable PA_BASE;
+}
+#endif
+
+namespace {
+
+#include "simd.h"
+#include "convert.h"
+#include "softmax.h"
+#include "item.h"
+#include "matrix_path.h"
+#if defined(__AMX_BF16__)
+#define PA_ENGINE TileEngine
+#define PA_DOT_ROWS 8
+#elif defined(__AVX512BF16__)
+#define PA_ENGINE PairEngine
+#define PA_DOT_ROWS 8
+#endif
+#if !defined(PA_BASE)
+#include "dot_path.h"
+#include "store.h"
+#endif
+
+#if defined(PA_BASE)
+// bfloat16 products for what they are good for; all else is the base instruction set's.
+int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
+  int64_t base = PA_BASE.scratch_bytes(layer, heads, rows);
+  int64_t own = matrix_scratch<PA_ENGINE>(*layer, rows);
+  return base > own ? base : own;
+}
+
+bool multiplies_bf16(const pa_layer &layer) {  // the query is, and bfloat16 holds what is stored
+  return layer.dtype == PA_BF16 && layer.cache_dtype != PA_F32 && layer.cache_dtype != PA_F16;
+}
+
+int32_t dot_rows(const pa_layer *layer) {
+  int32_t base = PA_BASE.dot_rows(layer);
+  return multiplies_bf16(*layer) ? pa_min(base, PA_DOT_ROWS) : base;
+}
+
+template <class T>
+void run_item_of(Run *run, const Item &item, char *scratch) {
+#if defined(__AMX_BF16__)
+  int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  if (rows <= RowTileEngine::MOST_ROWS) return matrix_item<T, RowTileEngine>(run, item, scratch);
+#endif
+  matrix_item<T, PA_ENGINE>(run, item, scratch);
+}
+
+void run_item(Run *run, int32_t index, char *scratch) {
+  const Item &item = run->plan->items[index];
+  const pa_layer &layer = run->plan->layer;
+  int rows = item.tokens * (layer.num_heads / layer.num_kv_heads);
+  if (!multiplies_bf16(layer) || rows <= dot_rows(&layer)) {
+    return PA_BASE.run_item(run, index, scratch);
+  }
+  switch (layer.cache_dtype) {
+    case PA_BF16: return run_item_of<bf16>(run, item, scratch);
+    case PA_E4M3: return run_item_of<e4m3>(run, item, scratch);
+    case PA_E5M2: return run_item_of<e5m2>(run, item, scratch);
+    default: return run_item_of<int8_t>(run, item, scratch);
+  }
+}
+
+void store(const pa_scatter *part, int64_t first, int64_t last) {
+  PA_BASE.store(part, first, last);
+}
+#else
+int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
+  int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
+  int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);
+  return dot > matrix ? dot : matrix;
+}
+
+int32_t dot_rows(const pa_layer *) { return DOT_ROWS; }
+
+template <class T>
+void run_item_of(Run *run, const Item &item, char *scratch) {
+  const pa_layer &layer = run->plan->layer;
+  if (item.tokens * (layer.num_heads / layer.num_kv_heads) <= DOT_ROWS) {
+    return dot_item_of<T>(run, item, scratch);
+  }
+  matrix_item<T, FloatEngine>(run, item, scratch);
+}
+
+void run_item(Run *run, int32_t index, char *scratch) {
+  const Item &item = run->plan->items[index];
+  switch (run->plan->layer.cache_dtype) {
+    case PA_F32: return run_item_of<float>(run, item, scratch);
+    case PA_BF16: return run_item_of<bf16>(run, item, scratch);
+    case PA_F16: return run_item_of<f16>(run, item, scratch);
+    case PA_E4M3: return run_item_of<e4m3>(run, item, scratch);
+    case PA_E5M2: return run_item_of<e5m2>(run, item, scratch);
+    default: return run_item_of<int8_t>(run, item, scratch);
+  }
+}
+
+void store(const pa_scatter *part, int64_t first, int64_t last) { store_tokens(part, first, last); }
+#endif
+
+}  // namespace
+
+extern "C" {
+extern const KernelTable PA_TABLE;
+const KernelTable PA_TABLE = {PA_ISA, 384, dot_rows, scratch_bytes, run_item, store};
+}

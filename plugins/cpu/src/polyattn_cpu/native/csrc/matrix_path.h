@@ -1,0 +1,366 @@
+// Prefill, and decode of large groups: matrix products. Included inside an anonymous namespace.
+//
+// S^T = K Q^T and O^T = V^T P^T: rows are vector lanes, so the softmax is vertical, and keys and
+// values are converted once for all the rows of an item. Rows come in panels whose queries, scores
+// and weights stay in the first cache; a panel knows how far its own rows see.
+//
+// An operand element is 32 bits: one float32, or two bfloat16 that follow one another in the sum.
+//   Q  [k][lane]      per panel; k counts elements of the head size
+//   K  [key][k]
+//   P  [key or pair][lane]
+//   V  as the engine's product over keys wants it
+//   O  [v][lane]      per panel, float32
+
+constexpr int MATRIX_TILE = 128;  // keys of a tile
+#if defined(__AVX512F__) || defined(__ARM_NEON)
+constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
+#else
+constexpr int BLOCK = 4;  // 12 of 16
+#endif
+
+struct Sizes {
+  int k, v, keys;  // head size in elements, V head size, keys of a tile; each padded
+};
+
+// C[BLOCK][V * W] = or += A B over `depth`; A(i, k) is at a[i * row + k * column].
+template <class Op, int V, bool ADD>
+PA_INLINE void micro(const uint32_t *a, int64_t row, int64_t column, const uint32_t *b, float *c,
+                     int depth) {
+  constexpr int ld = V * W;
+  vf acc[BLOCK][V];
+  for (int i = 0; i < BLOCK; i++) {
+    for (int v = 0; v < V; v++) acc[i][v] = ADD ? loadf(c + i * ld + v * W) : vf{};
+  }
+  for (int k = 0; k < depth; k++) {
+    vu x[V];
+    for (int v = 0; v < V; v++) x[v] = read<vu>(b + (int64_t)k * ld + v * W);
+    for (int i = 0; i < BLOCK; i++) {
+      for (int v = 0; v < V; v++) acc[i][v] = Op::add(acc[i][v], a[i * row + k * column], x[v]);
+    }
+  }
+  for (int i = 0; i < BLOCK; i++) {
+    for (int v = 0; v < V; v++) write(c + i * ld + v * W, acc[i][v]);
+  }
+}
+
+struct MulFloat {
+  PA_INLINE vf add(vf acc, uint32_t a, vu b) {
+    float x;
+    __builtin_memcpy(&x, &a, 4);
+    return acc + splat(x) * (vf)b;
+  }
+};
+
+// The next tile's lines, asked for a few at a time while this one is computed: in proportion to the
+// cycles that each step takes, so that the memory has something to do all the time.
+struct Ahead {
+  const char *const *keys, *const *values;
+  int64_t key_offset, value_offset;
+  int tokens, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
+  float rate, credit;                  // lines per cycle, lines due
+  int token, at;                       // what comes next
+
+  void pace(int cycles) {
+    float lines = (float)tokens * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
+    rate = lines / (float)pa_max(cycles, 1);
+    credit = 0;
+    token = at = 0;
+  }
+  void line() {
+    bool key = at < key_bytes;
+    prefetch_l2(key ? keys[token] + key_offset + at
+                    : values[token] + value_offset + (at - key_bytes));
+    at += 64;
+    if (key && at > key_bytes) at = key_bytes;
+    if (at >= key_bytes + value_bytes) {
+      at = 0;
+      token++;
+    }
+  }
+  void operator()(int cycles) {
+    credit += (float)cycles * rate;
+    for (; credit >= 1.0f && token < tokens; credit -= 1.0f) line();
+  }
+};
+
+// Keys and values as float32, from any storage.
+struct FloatEngine {
+  typedef Floats Form;
+  static constexpr int VECTORS = 3, STEP = BLOCK;  // of a panel; rows of a product's step
+  static constexpr bool ROW_OUTPUT = false;        // O as [lane][v]
+  // Cycles of a step whose sum has `depth` elements, about.
+  static int cost(int depth, int vectors) { return 4 * vectors * depth; }
+  static int value_depth(int keys) { return keys; }
+  static Sizes sizes(const pa_layer &layer) {
+    return {pa_round_up(layer.head_size, W), pa_round_up(layer.v_head_size, W), MATRIX_TILE};
+  }
+  static void begin() {}
+  static void end() {}
+  static void stage_query(const void *from, int dtype, uint32_t *to, int size) {
+    widen_any(from, dtype, (float *)to, size);
+  }
+  template <class T>
+  static void pack_key(const T *from, uint32_t *to, int size) {
+    widen(from, (float *)to, size);
+  }
+  // V in panels [v / BLOCK][key][BLOCK], so that one micro kernel reads one run of memory.
+  template <class T>
+  static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
+                          const Sizes &is, Ahead &ahead) {
+    for (int t = 0; t < count; t++) {
+      ahead(is.v / 8);
+      const T *from = (const T *)(rows[t] + offset);
+      for (int d = 0; d < size; d += W) {
+        vf x = d + W <= size ? load(from + d) : load_some(from + d, size - d);
+        float each[W];
+        write(each, x);
+        for (int b = 0; b < W; b += BLOCK) {
+          uint32_t *at = to + ((int64_t)(d + b) / BLOCK * is.keys + t) * BLOCK;
+          __builtin_memcpy(at, each + b, 4 * BLOCK);
+        }
+      }
+    }
+  }
+  template <int V>
+  static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
+                     Ahead &ahead) {
+    for (int t = 0; t < keys; t += BLOCK) {
+      micro<MulFloat, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
+      ahead(cost(is.k, V));
+    }
+  }
+  template <int V>
+  static void output(const uint32_t *v, const float *s, const uint32_t *, float *o, int keys,
+                     const Sizes &is, Ahead &ahead) {
+    for (int d = 0; d < is.v; d += BLOCK) {
+      micro<MulFloat, V, true>(v + (int64_t)d * is.keys, 1, BLOCK, (const uint32_t *)s,
+                               o + (int64_t)d * V * W, keys);
+      ahead(cost(keys, V));
+    }
+  }
+};
+
+#if defined(__AVX512BF16__)
+#include "bf16_engines.h"
+#endif
+
+struct Panels {  // of one item
+  int rows, count;
+  int vectors(int panel, int most) const {
+    return pa_min(most, (rows - panel * most * W + W - 1) / W);
+  }
+};
+
+template <class Engine>
+static int64_t matrix_scratch(const pa_layer &layer, int rows) {
+  Sizes is = Engine::sizes(layer);
+  int64_t lanes = pa_round_up(rows, Engine::VECTORS * W), width = Engine::VECTORS * W;
+  int64_t words = lanes * (is.k + is.v + LANE_ARRAYS) + (int64_t)is.keys * (is.k + is.v) +
+                  2 * is.keys * width + width + (int64_t)W * pa_max(is.k, is.v) + 4 * BLOCK * width;
+  return words * 4 + 4 * is.keys * (int64_t)sizeof(char *) + 20 * 64;
+}
+
+template <class Engine>
+struct Matrix {  // an item's scratch, and what stays the same over its tiles
+  Run *run;
+  const Item &item;
+  const pa_layer &layer;
+  Sizes is;
+  Panels panels;
+  Lanes lanes;
+  Logits how;
+  uint32_t *q, *k, *v, *pairs, *stage;
+  float *o, *s, *alpha;
+
+  Matrix(Run *run, const Item &item, Arena &arena)
+      : run(run), item(item), layer(run->plan->layer), is(Engine::sizes(layer)) {
+    int ratio = layer.num_heads / layer.num_kv_heads;
+    constexpr int width = Engine::VECTORS * W;
+    panels = {item.tokens * ratio, (item.tokens * ratio + width - 1) / width};
+    int64_t count = (int64_t)panels.count * width;
+    lanes = lanes_at(arena.take<char>(4 * LANE_ARRAYS * count), (int)count);
+    q = arena.take<uint32_t>(count * is.k);
+    o = arena.take<float>(count * is.v);
+    k = arena.take<uint32_t>((int64_t)is.keys * is.k);
+    v = arena.take<uint32_t>((int64_t)is.keys * is.v);
+    s = arena.take<float>((int64_t)(is.keys + BLOCK) * width);
+    pairs = arena.take<uint32_t>((int64_t)is.keys * width);
+    alpha = arena.take<float>(width);
+    stage = arena.take<uint32_t>((int64_t)W * pa_max(is.k, is.v));
+    clear_lanes(lanes, (int)count);
+    __builtin_memset(o, 0, 4 * count * is.v);
+    how = logits_of(run);
+  }
+
+  uint32_t *q_of(int panel) const { return q + (int64_t)panel * Engine::VECTORS * W * is.k; }
+  float *o_of(int panel) const { return o + (int64_t)panel * Engine::VECTORS * W * is.v; }
+
+  PA_NOINLINE void take_queries() {
+    const int ratio = layer.num_heads / layer.num_kv_heads;
+    const int64_t first = run->plan->query_starts[item.seq] + item.token0;
+    __builtin_memset(stage, 0, 4L * W * is.k);
+    for (int row0 = 0; row0 < panels.rows; row0 += W) {
+      int panel = row0 / (Engine::VECTORS * W), ld = panels.vectors(panel, Engine::VECTORS) * W;
+      int in_panel = row0 % (Engine::VECTORS * W), count = pa_min(W, panels.rows - row0);
+      for (int r = 0; r < count; r++) {
+        int token = (row0 + r) / ratio, head = item.head0 * ratio + (row0 + r) % ratio;
+        int64_t at = (first + token) * run->t.query_token + head * run->t.query_head;
+        Engine::stage_query((const char *)run->t.query + at * itemsize(layer.dtype), layer.dtype,
+                            stage + (int64_t)r * is.k, layer.head_size);
+        set_lane(run, item, lanes, row0 + r, item.token0 + token, head);
+      }
+      for (int d = 0; d < is.k; d += W) {
+        vf block[W];
+        for (int r = 0; r < W; r++) {
+          block[r] = r < count ? read<vf>(stage + (int64_t)r * is.k + d) : vf{};
+        }
+        transpose(block);
+        for (int i = 0; i < W; i++) write(q_of(panel) + (int64_t)(d + i) * ld + in_panel, block[i]);
+      }
+    }
+  }
+
+  template <int V>
+  void rescale(float *out) {
+    if constexpr (Engine::ROW_OUTPUT) {
+      for (int row = 0; row < V * W; row++) {
+        if (alpha[row] == 1.0f) continue;
+        vf by = splat(alpha[row]);
+        float *at = out + (int64_t)row * is.v;
+        for (int d = 0; d < is.v; d += W) write(at + d, loadf(at + d) * by);
+      }
+    } else {
+      vf by[V];
+      for (int i = 0; i < V; i++) by[i] = loadf(alpha + i * W);
+      for (int d = 0; d < is.v; d++) {
+        for (int i = 0; i < V; i++) {
+          float *at = out + (int64_t)d * V * W + i * W;
+          write(at, loadf(at) * by[i]);
+        }
+      }
+    }
+  }
+
+  // One panel over the tile at `first_key`; its rows see `keys` of it at most.
+  template <int V>
+  PA_NOINLINE void attend(int panel, int first_key, int keys, bool masked, Ahead &ahead) {
+    float *out = o_of(panel);
+    Engine::template scores<V>(k, q_of(panel), s, keys, is, ahead);
+    bool changed = softmax_tile<typename Engine::Form>(
+        s, V * W, V, keys, first_key, how, lanes_from(lanes, panel * Engine::VECTORS * W), masked,
+        alpha, pairs);
+    if (changed) rescale<V>(out);
+    Engine::template output<V>(v, s, pairs, out, keys, is, ahead);
+  }
+
+  // Cycles that a tile of `count` keys takes, about: in the units of what `Ahead` is told.
+  int cost_of(int count) const {
+    int vectors = (panels.rows + W - 1) / W;
+    return count * (is.k + is.v) / 8 +
+           (count + Engine::STEP - 1) / Engine::STEP * Engine::cost(is.k, vectors) +
+           is.v / Engine::STEP * Engine::cost(Engine::value_depth(count), vectors);
+  }
+
+  void attend_panel(int panel, int first_key, int count, Ahead &ahead) {
+    const int width = Engine::VECTORS * W, first = panel * width;
+    const int last = pa_min(first + width, panels.rows) - 1;
+    // Positions grow with the rows, and what is seen moves with them: the ends bound all between.
+    int hi = pa_max(lanes.near_hi[last], lanes.sink_hi[last]);
+    int lo = pa_min(lanes.near_lo[first], lanes.sink_hi[last] > lanes.sink_lo[first]
+                                              ? lanes.sink_lo[first] : lanes.near_lo[first]);
+    int keys = pa_min(count, hi - first_key);
+    if (keys <= 0 || first_key + count <= lo) return;
+    bool whole = first_key >= lanes.near_lo[last] && first_key + keys <= lanes.near_hi[first];
+    switch (panels.vectors(panel, Engine::VECTORS)) {
+      case 1: return attend<1>(panel, first_key, keys, !whole, ahead);
+      case 2: return attend<2>(panel, first_key, keys, !whole, ahead);
+      default:
+        if constexpr (Engine::VECTORS >= 3) attend<3>(panel, first_key, keys, !whole, ahead);
+    }
+  }
+
+  PA_NOINLINE void put_outputs() {
+    float *rows = (float *)stage;
+    for (int row0 = 0; row0 < panels.rows; row0 += W) {
+      int panel = row0 / (Engine::VECTORS * W), ld = panels.vectors(panel, Engine::VECTORS) * W;
+      const float *from = o_of(panel);
+      if constexpr (Engine::ROW_OUTPUT) {
+        rows = o_of(panel) + (int64_t)(row0 % (Engine::VECTORS * W)) * is.v;
+      } else {
+        turn_rows(from + row0 % (Engine::VECTORS * W), ld, rows);
+      }
+      for (int r = 0; r < W && row0 + r < panels.rows; r++) {
+        leave(run, item, 0, row0 + r, rows + (int64_t)r * is.v, lanes.m[row0 + r], lanes.l[row0 + r]);
+      }
+    }
+  }
+
+  void turn_rows(const float *from, int ld, float *rows) {
+    for (int d = 0; d < is.v; d += W) {
+      vf block[W];
+      for (int i = 0; i < W; i++) block[i] = loadf(from + (int64_t)(d + i) * ld);
+      transpose(block);
+      for (int r = 0; r < W; r++) write(rows + (int64_t)r * is.v + d, block[r]);
+    }
+  }
+};
+
+template <class T, class Engine>
+static void matrix_item(Run *run, const Item &item, char *scratch) {
+  Arena arena = {scratch};
+  Matrix<Engine> matrix(run, item, arena);
+  const Sizes &is = matrix.is;
+  const pa_layer &layer = matrix.layer;
+  const char **keys[2], **values[2];
+  for (int i = 0; i < 2; i++) {
+    keys[i] = arena.take<const char *>(is.keys);
+    values[i] = arena.take<const char *>(is.keys);
+  }
+  const Source source = source_of(run, item.seq);
+  const int64_t key_offset = item.head0 * source.key_head;
+  const int64_t value_offset = item.head0 * source.value_head;
+  const int size = (int)sizeof(T);
+  __builtin_memset(matrix.k, 0, 4L * is.keys * is.k);
+  __builtin_memset(matrix.v, 0, 4L * is.keys * is.v);
+  Engine::begin();
+  Tiles next = {&item, item.from, is.keys, 0, 0};
+  bool more = next.next(), fine = true;
+  if (more) fine = token_addresses(source, next.first_key, next.count, keys[0], values[0]);
+  Ahead ahead = {keys[0], values[0], key_offset, value_offset, more && fine ? next.count : 0,
+                 layer.head_size * size, layer.v_head_size * size, 0, 0, 0, 0};
+  if (ahead.tokens) {
+    int64_t apart = values[0][0] + value_offset - (keys[0][0] + key_offset);
+    if (apart >= 0 && apart + ahead.value_bytes <= ahead.key_bytes) ahead.value_bytes = 0;
+    while (ahead.token < ahead.tokens) ahead.line();
+  }
+  matrix.take_queries();
+  for (int turn = 0; more && fine; turn ^= 1) {
+    Tiles tile = next;
+    more = next.next();
+    if (more) {
+      fine = token_addresses(source, next.first_key, next.count, keys[turn ^ 1], values[turn ^ 1]);
+      if (!fine) break;
+    }
+    ahead.keys = keys[turn ^ 1];
+    ahead.values = values[turn ^ 1];
+    ahead.tokens = more ? next.count : 0;
+    ahead.pace(matrix.cost_of(tile.count));
+    for (int t = 0; t < tile.count; t++) {
+      ahead(is.k / 8);
+      Engine::pack_key((const T *)(keys[turn][t] + key_offset), matrix.k + (int64_t)t * is.k,
+                       layer.head_size);
+    }
+    Engine::template pack_values<T>(values[turn], value_offset, tile.count, matrix.v,
+                                    layer.v_head_size, is, ahead);
+    for (int panel = 0; panel < matrix.panels.count; panel++) {
+      matrix.attend_panel(panel, tile.first_key, tile.count, ahead);
+    }
+  }
+  Engine::end();
+  if (!fine) {
+    __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  matrix.put_outputs();
+  end_item(run, item, (float *)matrix.stage);
+}

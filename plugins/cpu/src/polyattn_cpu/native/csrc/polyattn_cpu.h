@@ -1,0 +1,90 @@
+// What does Python call? A plain C interface over pointers and strides; it knows no torch.
+//
+// Strides count elements. A function that can fail returns 0 or a pointer; else pa_error() says
+// what was wrong.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define PA_EXPORT __declspec(dllexport)
+#else
+#define PA_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define PA_ABI 1  // library.py refuses a library of another number
+
+enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
+
+// What a layer computes. Zero means none for window, chunk, sink_tokens and soft_cap.
+typedef struct {
+  int32_t num_heads, num_kv_heads, head_size, v_head_size;
+  int32_t dtype, cache_dtype;
+  int32_t causal, window, chunk, sink_tokens;
+  float scale, soft_cap;
+} pa_layer;
+
+// What runs in a step. block_size 0: keys and values lie packed, and sequence i's begin at
+// key_starts[i]; else a block table says where they are.
+typedef struct {
+  int32_t num_seqs, block_size, num_threads;
+  const int32_t *query_starts;  // num_seqs + 1
+  const int32_t *lens;          // num_seqs: keys of each sequence
+  const int32_t *key_starts;    // num_seqs, or NULL
+} pa_batch;
+
+// One call's tensors. num_blocks bounds the block table's entries. lse, sinks, alibi may be NULL.
+typedef struct {
+  const void *query, *key, *value;
+  void *out;
+  float *lse;
+  const int32_t *block_table;
+  const float *sinks, *alibi;
+  int64_t query_token, query_head;
+  int64_t key_block, key_token, key_head;
+  int64_t value_block, value_token, value_head;
+  int64_t out_token, out_head;
+  int64_t lse_token, lse_head;
+  int64_t table_row, num_blocks;
+  float k_scale, v_scale;
+} pa_tensors;
+
+typedef struct pa_plan pa_plan;
+
+PA_EXPORT int pa_abi(void);
+PA_EXPORT const char *pa_error(void);
+
+// The instruction sets that were built and that this processor has, best first, comma-separated.
+PA_EXPORT const char *pa_isas(void);
+
+PA_EXPORT pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *batch);
+PA_EXPORT void pa_plan_free(pa_plan *plan);
+
+// Returns 0, or 1 where a block table's entry points outside the cache (its item is left unwritten).
+PA_EXPORT int pa_attend(const pa_plan *plan, const pa_tensors *tensors);
+
+// A step's new rows into a paged cache: cache[slot] = saturate(row / scale), slot -1 skips.
+typedef struct {
+  const void *source;
+  void *cache;
+  const int64_t *slots;
+  int64_t num_tokens, num_heads, head_size, block_size, num_slots;
+  int64_t source_token, source_head;
+  int64_t cache_block, cache_token, cache_head;
+  int32_t dtype, cache_dtype;
+  float scale;
+} pa_scatter;
+
+// Returns 0, or 1 + the index of the first slot that points outside the cache (nothing is written).
+PA_EXPORT int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count,
+                           int32_t threads);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,168 @@
+#include "pool.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#if !defined(_WIN32)
+#include <pthread.h>
+#endif
+
+namespace {
+
+struct Job {
+  void (*body)(void *, int32_t, char *);
+  void *context;
+  int32_t count;
+  int64_t scratch_bytes;
+  std::atomic<int32_t> next{0};
+};
+
+struct Pool {
+  std::mutex region;  // held while a region runs
+  std::mutex lock;    // guards all below
+  std::condition_variable work, idle;
+  Job *job = nullptr;
+  int32_t wanted = 0;  // workers that may still join
+  int32_t active = 0;  // workers that joined and aren't done
+  int32_t workers = 0;
+};
+
+// Never destroyed: its threads sleep until the process ends. A child of fork() has none of them and
+// starts with a pool of its own.
+Pool *pool = nullptr;
+std::once_flag once;
+std::mutex buffers_lock;
+Buffer *buffers = nullptr;
+
+void start_over() {
+  pool = new Pool;
+  new (&buffers_lock) std::mutex;
+}
+
+Pool *the_pool() {
+  std::call_once(once, [] {
+    start_over();
+#if !defined(_WIN32)
+    pthread_atfork(nullptr, nullptr, start_over);
+#endif
+  });
+  return pool;
+}
+
+struct Scratch {  // a thread's own
+  char *memory = nullptr;
+  int64_t bytes = 0;
+  ~Scratch() { std::free(memory); }
+  char *at_least(int64_t wanted) {
+    if (bytes < wanted) {
+      std::free(memory);
+      bytes = (wanted + 4095) / 4096 * 4096;
+      memory = (char *)std::aligned_alloc(4096, bytes);
+      if (!memory) bytes = 0;
+    }
+    return memory;
+  }
+};
+thread_local Scratch scratch;
+
+void take_items(Job &job) {
+  char *memory = scratch.at_least(job.scratch_bytes);
+  if (!memory) return;
+  for (int32_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
+    job.body(job.context, i, memory);
+  }
+}
+
+void work(Pool *of) {
+  std::unique_lock<std::mutex> lock(of->lock);
+  for (;;) {
+    of->work.wait(lock, [of] { return of->job && of->wanted > 0; });
+    Job *job = of->job;
+    of->wanted--;
+    of->active++;
+    lock.unlock();
+    take_items(*job);
+    lock.lock();
+    if (--of->active == 0) of->idle.notify_one();
+  }
+}
+
+void grow(Pool *of, int32_t workers) {  // under its lock
+  while (of->workers < workers) {
+    try {
+      std::thread(work, of).detach();
+    } catch (const std::system_error &) {
+      return;  // no more threads here: the others do the work
+    }
+    of->workers++;
+  }
+}
+
+}  // namespace
+
+bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
+                 void (*body)(void *, int32_t, char *), void *context) {
+  Job job;
+  job.body = body;
+  job.context = context;
+  job.count = count;
+  job.scratch_bytes = scratch_bytes;
+  if (!scratch.at_least(scratch_bytes)) return false;
+  int32_t helpers = (threads < count ? threads : count) - 1;
+  if (helpers <= 0) {
+    take_items(job);
+    return true;
+  }
+  Pool *of = the_pool();
+  std::unique_lock<std::mutex> region(of->region, std::try_to_lock);
+  if (!region.owns_lock()) {
+    take_items(job);
+    return true;
+  }
+  {
+    std::lock_guard<std::mutex> lock(of->lock);
+    grow(of, helpers);
+    of->job = &job;
+    of->wanted = helpers;
+  }
+  for (int32_t i = 0; i < helpers; i++) of->work.notify_one();
+  take_items(job);
+  std::unique_lock<std::mutex> lock(of->lock);
+  of->job = nullptr;
+  of->wanted = 0;
+  of->idle.wait(lock, [of] { return of->active == 0; });
+  return true;
+}
+
+Buffer *pa_take_buffer(int64_t bytes) {
+  the_pool();
+  {
+    std::lock_guard<std::mutex> lock(buffers_lock);
+    for (Buffer **at = &buffers; *at; at = &(*at)->next) {
+      if ((*at)->bytes < bytes) continue;
+      Buffer *found = *at;
+      *at = found->next;
+      return found;
+    }
+    if (buffers) {  // too small: a larger one takes its place
+      Buffer *small = buffers;
+      buffers = small->next;
+      std::free(small->memory);
+      delete small;
+    }
+  }
+  int64_t rounded = (bytes + 4095) / 4096 * 4096;
+  char *memory = (char *)std::aligned_alloc(4096, rounded);
+  if (!memory) return nullptr;
+  return new Buffer{memory, rounded, nullptr};
+}
+
+void pa_give_buffer(Buffer *buffer) {
+  std::lock_guard<std::mutex> lock(buffers_lock);
+  buffer->next = buffers;
+  buffers = buffer;
+}

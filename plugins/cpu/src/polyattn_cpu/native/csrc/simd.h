@@ -1,0 +1,141 @@
+// One vector of W floats per instruction set, in the compiler's vector extensions; what those can't
+// say is an intrinsic. Included inside an anonymous namespace.
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vf __attribute__((vector_size(W * 4)));
+typedef int32_t vi __attribute__((vector_size(W * 4)));
+typedef uint32_t vu __attribute__((vector_size(W * 4)));
+typedef uint16_t vh __attribute__((vector_size(W * 2)));
+typedef uint8_t vb __attribute__((vector_size(W)));
+typedef int8_t vsb __attribute__((vector_size(W)));
+
+#define PA_INLINE static inline __attribute__((always_inline))
+#define PA_NOINLINE __attribute__((noinline))
+
+template <class V>
+PA_INLINE V read(const void *p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V>
+PA_INLINE void write(void *p, V v) {
+  __builtin_memcpy(p, &v, sizeof v);
+}
+PA_INLINE vf loadf(const float *p) { return read<vf>(p); }
+PA_INLINE vf splat(float x) { return x - vf{}; }
+PA_INLINE vi splati(int32_t x) { return x - vi{}; }
+
+// The larger one; b where either is NaN.
+PA_INLINE vf vmax(vf a, vf b) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return a > b ? a : b;
+#endif
+}
+PA_INLINE vf vmin(vf a, vf b) { return a < b ? a : b; }
+
+PA_INLINE bool any(vi mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  int32_t found = 0;
+  for (int i = 0; i < W; i++) found |= mask[i];
+  return found != 0;
+#endif
+}
+
+PA_INLINE void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+PA_INLINE void prefetch_l2(const void *p) { __builtin_prefetch(p, 0, 2); }
+
+// 2^x for x <= 128, to 2e-7 of it: Cody-Waite by the rounding constant, a polynomial of degree 5
+// (minimax on [-1/2, 1/2]), the exponent added as an integer. Below 2^-126 it is 0, because a
+// denormal costs a hundred cycles in everything that follows. NaN stays NaN.
+PA_INLINE vf exp2v(vf x) {
+  const vf magic = splat(12582912.0f);  // 1.5 * 2^23
+  vf clamped = vmax(splat(-127.0f), x);
+  vf shifted = clamped + magic;
+  vf f = clamped - (shifted - magic);
+  vf p = splat(1.32647e-3f);
+  p = p * f + splat(9.67151e-3f);
+  p = p * f + splat(5.550734e-2f);
+  p = p * f + splat(2.4022242e-1f);
+  p = p * f + splat(6.9314698e-1f);
+  p = p * f + splat(1.0f);
+  vf r = (vf)((vi)p + ((vi)shifted << 23));
+  return clamped < splat(-126.0f) ? vf{} : r;
+}
+
+// tanh(x) to 2e-7 absolute.
+PA_INLINE vf tanhv(vf x) {
+  vf y = vmin(x * splat(2.8853900817779268f), splat(64.0f));
+  return splat(1.0f) - splat(2.0f) / (exp2v(y) + splat(1.0f));
+}
+
+// Lanes of (a, b) taken in blocks of B: `low` the even blocks of both in turn, `high` the odd ones.
+template <int B, bool HIGH>
+constexpr int interleaved(int lane) {
+  int start = lane / (2 * B) * (2 * B), at = lane % (2 * B);
+  return (at < B ? start + at : W + start + at - B) + (HIGH ? B : 0);
+}
+#if defined(__AVX512F__)
+#define PA_LANES(B, H)                                                                         \
+  interleaved<B, H>(0), interleaved<B, H>(1), interleaved<B, H>(2), interleaved<B, H>(3),      \
+      interleaved<B, H>(4), interleaved<B, H>(5), interleaved<B, H>(6), interleaved<B, H>(7),  \
+      interleaved<B, H>(8), interleaved<B, H>(9), interleaved<B, H>(10),                       \
+      interleaved<B, H>(11), interleaved<B, H>(12), interleaved<B, H>(13),                     \
+      interleaved<B, H>(14), interleaved<B, H>(15)
+#elif defined(__AVX2__)
+#define PA_LANES(B, H)                                                                        \
+  interleaved<B, H>(0), interleaved<B, H>(1), interleaved<B, H>(2), interleaved<B, H>(3),     \
+      interleaved<B, H>(4), interleaved<B, H>(5), interleaved<B, H>(6), interleaved<B, H>(7)
+#else
+#define PA_LANES(B, H) \
+  interleaved<B, H>(0), interleaved<B, H>(1), interleaved<B, H>(2), interleaved<B, H>(3)
+#endif
+template <int B>
+PA_INLINE vf low(vf a, vf b) {
+  return __builtin_shufflevector(a, b, PA_LANES(B, false));
+}
+template <int B>
+PA_INLINE vf high(vf a, vf b) {
+  return __builtin_shufflevector(a, b, PA_LANES(B, true));
+}
+
+// The sums of W vectors as one vector: lane i is the sum of v[i]. 45 operations for 16 sums.
+template <int B = 1>
+PA_INLINE vf sums(const vf *v) {
+  vf half[W / B / 2];
+  for (int i = 0; i < W / B / 2; i++) {
+    half[i] = low<B>(v[2 * i], v[2 * i + 1]) + high<B>(v[2 * i], v[2 * i + 1]);
+  }
+  if constexpr (B == W / 2) {
+    return half[0];
+  } else {
+    return sums<2 * B>(half);
+  }
+}
+
+// A W x W matrix of 32-bit elements, turned over its diagonal in place.
+template <int B = 1>
+PA_INLINE void transpose(vf *v) {
+  for (int i = 0; i < W; i++) {
+    if (i & B) continue;
+    vf a = v[i], b = v[i + B];
+    v[i] = low<B>(a, b);
+    v[i + B] = high<B>(a, b);
+  }
+  if constexpr (B < W / 2) transpose<2 * B>(v);
+}

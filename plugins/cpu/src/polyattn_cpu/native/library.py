@@ -1,0 +1,84 @@
+"""Where is the compiled library, and which of its instruction sets runs? Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+ABI = 1
+"""`PA_ABI` of the header that this package was written for."""
+
+ISA_VARIABLE = "POLYATTN_CPU_ISA"
+"""The instruction set to use instead of the best one that the processor has."""
+
+FOLDER = Path(__file__).parent
+LIBRARY = FOLDER / "kernels.lib"
+REPORT = FOLDER / "build.txt"
+"""What the build says of itself: why there is no library, where there is none."""
+
+REBUILD = "run python -m polyattn_cpu.native.build"
+
+
+class NativeError(RuntimeError):
+    """The native library isn't there, doesn't fit this package, or lacks what was asked for."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Load the library. Raises `NativeError` with what is missing and how to get it."""
+    if not LIBRARY.is_file():
+        why = REPORT.read_text().strip() if REPORT.is_file() else "they were never built"
+        raise NativeError(f"no native kernels: {why}; then {REBUILD}")
+    try:
+        lib = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        raise NativeError(f"{LIBRARY} can't be loaded: {error}; {REBUILD}") from error
+    if lib.pa_abi() != ABI:
+        raise NativeError(
+            f"{LIBRARY} has interface {lib.pa_abi()}, this package wants {ABI}; {REBUILD}"
+        )
+    pointer, text, count = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int32
+    for name, result, arguments in (
+        ("pa_error", text, []),
+        ("pa_isas", text, []),
+        ("pa_plan_new", pointer, [text, text, text]),
+        ("pa_plan_free", None, [pointer]),
+        ("pa_attend", ctypes.c_int, [pointer, text]),
+        ("pa_store", ctypes.c_int64, [text, text, count, count]),
+    ):
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    return lib
+
+
+def why_not() -> str | None:
+    """Say why the native kernels can't run here, or None: the backends' probe."""
+    try:
+        isa()
+    except NativeError as error:
+        return str(error)
+    return None
+
+
+@cache
+def isas() -> tuple[str, ...]:
+    """Return the instruction sets that were built and that this processor has, the best first."""
+    return tuple(load().pa_isas().decode().split(","))
+
+
+def isa() -> str:
+    """Return the instruction set that runs: `POLYATTN_CPU_ISA`, or the best one.
+
+    Raises `NativeError` where the variable names one that isn't here, and without the library.
+    """
+    wanted, there = os.environ.get(ISA_VARIABLE), isas()
+    if not wanted:
+        return there[0]
+    if wanted not in there:
+        raise NativeError(
+            f"environment variable {ISA_VARIABLE}={wanted!r}: this machine and build have "
+            f"{', '.join(there)}; name one of these or unset it"
+        )
+    return wanted

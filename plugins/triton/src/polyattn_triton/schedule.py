@@ -1,0 +1,204 @@
+"""Which program attends to which keys? Deals tiles of query rows, and cuts of their keys, to a grid.
+
+The problem is that of FlashInfer's Algorithm 1 (Ye et al., 2025): a tile costs so much for its
+queries and so much for each of its keys, programs shall end together, and the same lengths shall
+always give the same cuts. Its heap is a loop on the host; here the tiles lie on one line, each as
+long as it costs, and each program takes an equal stretch of it, as in Stream-K (Osama et al., 2023):
+what straddles an end is cut there. That is a few operations of NumPy, at most one cut a program, and
+arrays whose sizes depend on the numbers of tiles and programs alone, so that a captured graph reads
+what any later plan wrote. All that a program must know is where its stretch begins.
+
+Where tiles are many, and end together without a cut, each is a program of its own, the longest
+first, and the device deals them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from polyattn import LayerSpec
+
+Ints = NDArray[np.signedinteger[Any]]
+
+HEADER = 4
+"""What the work of programs begins with: share, end of the line, cost of an item, tiles."""
+COLUMNS = 5
+"""Then, each for all programs: first tile, where it begins and ends, its sequence, its first row."""
+EVEN = 1.1
+"""What the fullest program may have of the mean, one key tile beside, for tiles to stay whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What is known of a kernel, in key tiles.
+
+    `item`: what a tile of rows costs beside its keys. `least`: what is worth a program of its own.
+    """
+
+    item: int = 1
+    least: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of query rows: sequence, first row, key tiles; each (tiles,)."""
+
+    seq: Ints
+    row: Ints
+    keys: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Stretches:
+    """Tiles on a line: tile i has [line[i], line[i + 1]), program p [p * share, (p + 1) * share).
+
+    A tile's first `item` units are its queries', the others one key tile each; a tile may have more
+    units than keys. Pieces of a tile are numbered by program (see `part_of`), in the order of its
+    keys: merged in that order, results are the same bits whoever ends first.
+    """
+
+    line: Ints
+    share: int
+    item: int
+    programs: int
+
+    def work(self, tiles: Tiles | None = None) -> NDArray[np.int32]:
+        """Return what the kernels read, int32: header, columns, the line, sequences, first rows.
+
+        Without `tiles` a tile is a sequence, its first row 0, and those are left out.
+        """
+        line, programs, count = self.line, self.programs, len(self.line) - 1
+        begin = HEADER + (COLUMNS if tiles is not None else 3) * programs
+        work = np.empty(begin + count + 1 + (2 * count if tiles is not None else 0), np.int32)
+        work[:HEADER] = self.share, line[-1], self.item, count
+        columns = work[HEADER:begin].reshape(-1, programs)
+        tile = line.searchsorted(_upto(programs) * self.share, "right")
+        tile -= 1
+        np.minimum(tile, count - 1, out=tile)
+        columns[0] = tile
+        columns[1] = line.take(tile)
+        columns[2] = line[1:].take(tile)
+        work[begin : begin + count + 1] = line
+        if tiles is not None:
+            columns[3] = tiles.seq[tile]
+            columns[4] = tiles.row[tile]
+            rest = work[begin + count + 1 :].reshape(2, count)
+            rest[0], rest[1] = tiles.seq, tiles.row
+        return work
+
+
+def max_parts(programs: int) -> int:
+    """Return how many parts there may be: of the tile that a program ends, and of one it begins."""
+    return 2 * programs
+
+
+@lru_cache(maxsize=256)
+def _upto(count: int) -> Ints:
+    return np.arange(count, dtype=np.int32)
+
+
+def stretches(
+    keys: Ints, programs: int, rates: Rates, most: tuple[int, int] | None = None
+) -> Stretches:
+    """Lay tiles with so many key tiles (at least one tile) on a line and give each program a share.
+
+    Tiles of about one length are cut alike, or not at all; others wherever a share ends. `most`: the
+    sum and the largest of `keys`, where they are known.
+    """
+    count, item = len(keys), rates.item
+    total, longest = most or (int(keys.sum()), int(keys.max()))
+    total += item * count
+    share = max(-(-total // programs), item + rates.least)
+    alike = _alike(count, longest + item, programs, share, total)
+    if alike is not None:
+        share, each = alike
+        return Stretches(_upto(count + 1) * each, share, item, programs)
+    line = np.zeros(count + 1, np.int32)
+    keys.cumsum(out=line[1:])
+    if item:
+        line += _upto(count + 1) * item
+    return Stretches(line, share, item, programs)
+
+
+def _alike(
+    count: int, longest: int, programs: int, least: int, total: int
+) -> tuple[int, int] | None:
+    """Return (a program's share, a tile's length on the line) if all tiles are taken for equals.
+
+    Either several programs have one tile, or one program several tiles.
+    """
+    if count <= programs:
+        share = max(-(-longest // (programs // count)), least)
+        each = -(-longest // share) * share
+    else:
+        each = longest
+        share = -(-count // programs) * longest
+    return (share, each) if share <= EVEN * total / programs + 1 else None
+
+
+def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
+    """Return the order, longest first, in which tiles are dealt out uncut, if they end together.
+
+    `slots`: how many run at a time. None: the fullest slot would have more than `EVEN` of the mean.
+    """
+    count = len(keys)
+    most = EVEN * (int(keys.sum()) + rates.item * count) / slots + 1
+    if int(keys.max()) + rates.item > most:
+        return None
+    order = np.argsort(-keys, kind="stable")
+    rounds = -(-count // slots)
+    dealt = np.zeros(rounds * slots, np.int64)
+    dealt[:count] = keys[order] + rates.item
+    rows = dealt.reshape(rounds, slots)
+    rows[1::2] = rows[1::2, ::-1]  # there and back: nobody gets the longest of each round
+    return order if int(rows.sum(0).max()) <= most else None
+
+
+def part_of(program: int, begun: bool) -> int:
+    """Return a piece's number: of the tile that `program` came into, or of the one it began."""
+    return 2 * program + begun
+
+
+def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
+    """Return how many tiles of `block` keys the queries at positions `first` to `last` see.
+
+    As the kernels count them: `lens` are the keys there are, and between sink tokens and the window
+    nothing is counted.
+    """
+    high = lens
+    if spec.causal:
+        high = np.minimum(high, last + 1)
+    low = None
+    if spec.sliding_window:
+        low = np.maximum(first - (spec.sliding_window - 1), 0)
+        if not spec.causal:
+            high = np.minimum(high, last + spec.sliding_window)
+    if spec.chunk_size:
+        chunk = spec.chunk_size
+        begins = np.maximum(first, 0) // chunk * chunk
+        low = begins if low is None else np.maximum(low, begins)
+        high = np.minimum(high, (np.maximum(last, 0) // chunk + 1) * chunk)
+    upper = (high + (block - 1)) // block
+    if low is None:
+        return upper if spec.causal else np.maximum(upper, 0)
+    lower = low // block
+    if spec.sink_tokens:
+        lower = lower - np.minimum(-(-spec.sink_tokens // block), lower)
+    seen: Ints = np.maximum(upper - lower, 0)
+    return seen
+
+
+def rows_of(query_lens: Ints, group: int, height: int) -> tuple[Ints, Ints]:
+    """Return (sequence, first row) of every tile of `height` rows; rows are (token, head of group).
+
+    A sequence without queries has none.
+    """
+    counts = -(-query_lens * group // height)
+    seq = np.repeat(_upto(len(query_lens)), counts)
+    ends = counts.cumsum()
+    row: Ints = (np.arange(len(seq)) - np.repeat(ends - counts, counts)) * height
+    return seq, row

@@ -1,0 +1,150 @@
+"""Which variants of TRITON_ATTN's kernels are there? Constants, tiles and splits of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import triton
+from polyattn.kernel import STORAGE_DTYPES, LayerSpec
+
+from polyattn_triton.configs import Config, pick
+from polyattn_triton.launch import launches_early, parts_at_once, power
+
+MIN_SPLIT_KEYS = 128
+"""A split below this costs more in the merge than it gains."""
+FEW_SPLITS = 16
+MAX_SPLITS = 128
+FEW_ON_ONE = 3
+"""Programs of the configuration for few that fit on a multiprocessor of Hopper's at once."""
+MANY_ON_ONE = 4
+"""And of the other configuration."""
+CHEAP_TO_MERGE = 4
+"""Splits up to which one more costs less than it gains where sequences share keys."""
+MAX_MERGED_BY_ONE = 2048
+"""Outputs of a group above which one program would be too slow to merge their splits."""
+HIGH_ON_ONE = 2
+"""And where its tiles are of more than 16 rows, 128 columns, or of 8-bit keys."""
+MOST_FEW_ROWS = 64
+"""Rows of (token, head of group) up to which the decode kernel serves a sequence's queries."""
+
+
+def even_splits(programs: int, num_sms: int) -> int:
+    """Return how many splits leave the fullest multiprocessor the least to do.
+
+    It has two or three programs: one computes while the others' keys arrive. Of equal numbers a few
+    more splits are faster where sequences share their keys, more than a few slower to merge.
+    """
+    loads = [
+        (on_one / splits, splits)
+        for on_one in (2, FEW_ON_ONE)
+        if (splits := on_one * num_sms // programs)
+    ]
+    if not loads:
+        return 1
+    least = min(loads)[0]
+    equal = [splits for load, splits in loads if load == least]
+    splits = max((s for s in equal if s <= CHEAP_TO_MERGE), default=min(equal))
+    if splits == 1 and 2 * programs <= MANY_ON_ONE * num_sms:
+        splits = 2
+    return splits
+
+
+def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:
+    return (
+        spec.head_size, spec.v_head_size, power(spec.head_size), power(spec.v_head_size),
+        config.block_m, config.block_n, block_size,
+    )  # fmt: skip
+
+
+def _mask_constants(spec: LayerSpec, lse: bool) -> tuple[Any, ...]:
+    return (
+        spec.causal, spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
+        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks, lse,
+    )  # fmt: skip
+
+
+def prefill_constants(
+    spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str
+) -> tuple[Any, ...]:
+    """Return `prefill_kernel`'s constants, in its order."""
+    shape = _shape_constants(spec, config, block_size)
+    early = split and launches_early(arch)
+    return (spec.gqa_ratio, *shape, paged, *_mask_constants(spec, lse), split, early)
+
+
+def decode_constants(
+    spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool
+) -> tuple[Any, ...]:
+    """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
+
+    `alike`: V has K's strides.
+    """
+    listed, split = way in ("listed", "few"), way != "decode"
+    rows = part_rows(spec, config, way == "few")
+    itself = merges_itself(spec, arch, rows)
+    at_once = parts_at_once(rows, spec.v_head_size) if split and itself else 0
+    early = split and not itself and launches_early(arch)
+    return (
+        spec.gqa_ratio, *_shape_constants(spec, config, block_size), *_mask_constants(spec, lse),
+        split, rows, at_once, early, alike, listed, way == "few",
+    )  # fmt: skip
+
+
+def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
+    """Return how many rows a part of a tile of the decode kernel has in the workspace."""
+    return config.block_m if few else triton.next_power_of_2(spec.gqa_ratio)
+
+
+def merges_itself(spec: LayerSpec, arch: str, rows: int) -> bool:
+    """Whether the program that ends last merges a tile's parts, instead of a second kernel.
+
+    Not on AMD, where the order of memory between programs was never seen to hold.
+    """
+    outputs = rows * triton.next_power_of_2(spec.v_head_size)
+    return not arch.startswith("gfx") and outputs <= MAX_MERGED_BY_ONE
+
+
+def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config:
+    """Return the configuration of a phase (prefill, paged, decode, few) on `arch`.
+
+    `rows`: how many a tile must hold at least.
+    """
+    width = power(max(spec.head_size, spec.v_head_size))
+    stored = spec.dtype if phase == "prefill" else spec.stored_dtype
+    plain = not (spec.sliding_window or spec.chunk_size or spec.alibi)
+    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
+    if phase in ("prefill", "paged"):
+        return config
+    rows = max(config.block_m, triton.next_power_of_2(max(rows, spec.gqa_ratio)))
+    return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
+
+
+WAYS = ("decode", "split", "listed", "few", "prefill", "pieces")
+"""What runs: decode of whole sequences, of even splits, of stretches, of stretches with a few query
+tokens a sequence; prefill of whole tiles, of stretches."""
+
+
+def ways_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
+    """Return the ways there are: even splits are merged by the program that ends last, or not made."""
+    itself = merges_itself(spec, arch, part_rows(spec, tile_config(spec, arch, "few"), False))
+    return tuple(way for way in WAYS if itself or way != "split")
+
+
+def on_one(spec: LayerSpec, config: Config, way: str) -> int:
+    """Return how many programs of stretches, or of whole tiles, Hopper's registers allow."""
+    if way in ("prefill", "pieces"):
+        return 1 if config.num_warps > 4 else 2
+    wide = power(max(spec.head_size, spec.v_head_size)) > 128
+    tall = way == "few" and config.block_m > 16
+    small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+    return HIGH_ON_ONE if wide or tall or small else FEW_ON_ONE
+
+
+def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
+    """Return about how much shared memory a program's tiles take."""
+    item = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    keys = config.block_n * (spec.head_size + spec.v_head_size) * item
+    stages = config.num_stages if way in ("prefill", "pieces") else config.num_stages - 1
+    query = config.block_m * spec.head_size * STORAGE_DTYPES[spec.dtype].itemsize
+    return max(1, stages) * keys + query

@@ -1,0 +1,114 @@
+"""A backend that fails or is wrong on this machine: passed over when automatic, raised when named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from polyattn import LayerGroup, LayerSpec, register, select, unregister
+from polyattn.errors import PluginError, SelectionError
+from polyattn.plugin import hookimpl
+from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.info import BackendInfo, Priority
+from polyattn.runtime.backend import AttentionBackend, StoreBackend
+from polyattn.runtime.plan import Plan
+from polyattn_cpu.sdpa import TorchSDPA
+from torch import Tensor
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+
+
+class Wrong(TorchSDPA):
+    """Right in prefill, wrong in decode."""
+
+    def run(self, plan: Plan, query: Tensor, *rest: Any) -> None:
+        super().run(plan, query * 1.05 if plan.batch.all_decode else query, *rest)
+
+
+class Failing(TorchSDPA):
+    def run(self, plan: Plan, *args: Any) -> None:
+        if plan.batch.all_decode:
+            raise RuntimeError("ninja: build stopped: subcommand failed")
+        super().run(plan, *args)
+
+
+class Boasting(AttentionBackend):
+    """Claims attention and has no `run`."""
+
+
+class Unfit(StoreBackend):
+    """Claims attention and is a store."""
+
+    def run(self, *args: Any) -> None: ...
+
+
+def info(name: str, score: int) -> BackendInfo:
+    return BackendInfo(
+        name=name,
+        summary="",
+        path=f"test_verify:{name.title()}",
+        capabilities=Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"})),
+        priorities=(Priority(score=score),),
+    )
+
+
+class Plugin:
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_backends(self) -> list[BackendInfo]:
+        return [info("WRONG", 99), info("FAILING", 98), info("BOASTING", 1), info("UNFIT", 0)]
+
+
+@pytest.fixture(autouse=True)
+def plugin() -> Iterator[None]:
+    register(Plugin(), "verify-test")
+    yield
+    unregister("verify-test")
+
+
+def test_verification_leaves_the_random_state_alone() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    select(SPEC, "cpu", verify=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.initial_seed() == 5
+
+
+def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:
+    assert select(SPEC, "cpu").decision.decode == "WRONG"  # without verification nobody knows
+    decision = select(SPEC, "cpu", verify=True).decision
+    assert decision.decode == decision.prefill == "TORCH_SDPA"
+    reasons = {v.backend: str(v.rejections) for v in decision.verdicts() if v.rejections}
+    assert "its output is wrong" in reasons["WRONG"]
+    assert "ninja: build stopped" in reasons["FAILING"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("WRONG", "is wrong"), ("FAILING", "build stopped")])
+def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
+    with pytest.raises(SelectionError, match=says):
+        select(SPEC, "cpu", backend=name, verify=True)
+
+
+def test_a_claim_without_its_method_is_found_when_the_backend_is_built() -> None:
+    selection = select(SPEC, "cpu", backend="BOASTING", verify=False)
+    with pytest.raises(PluginError, match="backend BOASTING can't be loaded .*abstract method"):
+        LayerGroup(selection)
+    with pytest.raises(PluginError, match="UNFIT: test_verify:Unfit is no AttentionBackend"):
+        LayerGroup(select(SPEC, "cpu", backend="UNFIT", verify=False))
+
+
+def test_a_late_registration_is_never_stale() -> None:
+    assert select(SPEC, "cpu").decision.decode == "WRONG"
+    unregister("verify-test")
+    assert select(SPEC, "cpu").decision.decode == "TORCH_SDPA"
+    with pytest.raises(PluginError, match="no plugin named"):
+        unregister("verify-test")
+    register(Plugin(), "verify-test")
+    assert select(SPEC, "cpu").decision.decode == "WRONG"
+    with pytest.raises(PluginError, match="registered already"):
+        register(Plugin(), "verify-test")

@@ -1,0 +1,110 @@
+"""Which liars are there? Every class of these modules that says which checks must find it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+from liars import latents, masks, plain, recurrences, services, shapes, steps
+from liars.plain import HonestGraph, Plain
+from polyattn.plugin import (
+    BackendInfo,
+    Capabilities,
+    GraphCapture,
+    Priority,
+    Role,
+    hookimpl,
+)
+from polyattn.registry.builtin import TORCH_MERGE, TORCH_STORE
+from polyattn.runtime.merge import TorchMerge
+from polyattn.runtime.store import TorchStore
+from polyattn_cpu.hooks import TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN
+from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
+from polyattn_cpu.recurrent import TorchScan
+
+ATTENTION = Capabilities(
+    platforms={"cpu": ()},
+    roles=frozenset(Role),
+    cached=frozenset({True, False}),
+    dtypes=frozenset({"float32", "bfloat16"}),
+    kv_cache_dtypes=frozenset({"auto", "int8"}),
+    layouts=("NHD", "HND"),
+    features=frozenset(
+        {
+            "causal",
+            "non_causal",
+            "gqa",
+            "sliding_window",
+            "chunked",
+            "sink_tokens",
+            "alibi",
+            "v_head_size",
+            "logit_soft_cap",
+            "learned_sinks",
+            "lse",
+            "deterministic",
+            "batch_invariant",
+        }
+    ),
+)
+GRAPHS = replace(
+    ATTENTION, roles=frozenset({Role.DECODER}), cached=frozenset({True}),
+    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+)  # fmt: skip
+CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
+    (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
+    (HonestGraph, GRAPHS),
+    (Plain, ATTENTION),
+    (TorchMLA, TORCH_MLA.capabilities),
+    (TorchSparseMLA, TORCH_MLA_SPARSE.capabilities),
+    (TorchScan, TORCH_SCAN.capabilities),
+    (TorchStore, TORCH_STORE.capabilities),
+    (TorchMerge, TORCH_MERGE.capabilities),
+)
+MODULES: tuple[ModuleType, ...] = (plain, masks, shapes, steps, latents, recurrences, services)
+BASES = {
+    plain.Plain, masks.Numeric, masks.OtherMask, recurrences.Scan, recurrences.Without,
+    recurrences.OtherForm, services.Store, services.Merge,
+}  # fmt: skip
+
+
+def classes() -> list[type[Any]]:
+    """Return every liar and every honest one, in the order of the modules."""
+    return [
+        found
+        for module in MODULES
+        for found in vars(module).values()
+        if isinstance(found, type)
+        and found.__module__ == module.__name__
+        and hasattr(found, "by")
+        and found not in BASES
+    ]
+
+
+def name_of(kind: type[Any]) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).upper()
+
+
+def info(kind: type[Any]) -> BackendInfo:
+    claims = next(claims for base, claims in CLAIMS if issubclass(kind, base))
+    return BackendInfo(
+        name=name_of(kind),
+        summary="a liar, or what it would be if it were honest",
+        path=f"{kind.__module__}:{kind.__name__}",
+        capabilities=claims,
+        priorities=(Priority(score=-100, why="for tests of the kit"),),
+    )
+
+
+class Plugin:
+    """Declares all of them, below every backend that is meant to be used."""
+
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_backends(self) -> list[BackendInfo]:
+        return [info(kind) for kind in classes()]

@@ -1,0 +1,123 @@
+"""The conformance kit itself: one command, honest about a backend that lies."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from polyattn import LayerSpec, resolve_device
+from polyattn.conformance.checks.search import attention_specs, lengths
+from polyattn.conformance.checks.search import drawn as drawn_
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
+from polyattn.conformance.harness.base import Harness
+from polyattn.conformance.plugin import _Kit
+from polyattn.registry.discovery import discover
+from polyattn.selection.tree import SERVICES
+from polyattn.spec.kinds import AttentionKind
+
+CPU = resolve_device("cpu")
+
+
+def kit(backend: str, *args: str, path: str = "") -> tuple[int, str]:
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
+         "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", "cpu", *args],
+        cwd="/", env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        timeout=600, check=False,
+    )  # fmt: skip
+    return found.returncode, found.stdout + found.stderr
+
+
+def counts(path: Path) -> dict[str, int]:
+    found: dict[str, int] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])
+def test_a_backend_conforms(backend: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    code, text = kit(backend, "--polyattn-report", str(report))
+    assert code == 0, text
+    found = counts(report)
+    assert found["failed"] == found["skipped"] == 0 and found["passed"] > 25
+    assert found["cases"] == found["passed"] + found["refused"]
+    if backend == "EXAMPLE_ATTN":
+        assert found["refused"] > 10
+
+
+def test_flex_conforms_on_its_plain_cases(tmp_path: Path) -> None:
+    """All cases take eight minutes of compiling; these are one layer's batches, and all refusals."""
+    report = tmp_path / "report.json"
+    chosen = "decoder-prefill or decoder-mixed or refusal or isolation-nan or feature_alibi-mixed"
+    code, text = kit("FLEX_ATTENTION", "--polyattn-report", str(report), "-k", chosen)
+    assert code == 0, text
+    assert counts(report)["refused"] >= 15
+
+
+def test_an_unknown_backend_is_a_usage_error() -> None:
+    code, text = kit("TORCH_SPDA")
+    assert code == 4 and "did you mean 'TORCH_SDPA'" in text
+
+
+ATTENTION = AttentionKind.ATTENTION
+
+
+def test_the_kit_leaves_the_random_state_alone() -> None:
+    """Neither its seed nor its search comes from generators that are the user's."""
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    config = SimpleNamespace(
+        getoption=lambda name, default=None: "TORCH_MERGE" if name.endswith("backend") else default,
+        option=SimpleNamespace(),
+    )
+    made = _Kit(config)  # type: ignore[arg-type]
+    assert made.seed >= 0
+    for backend, check in (("TORCH_SDPA", "plans"), ("TORCH_SCAN", "recurrent_search")):
+        case = next(c for c in derive(discover().backends[backend], CPU) if c.check == check)
+        run_case(case, backend, CPU, seed=3, budget=0.1)
+    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 5
+
+
+def test_a_search_is_repeated_by_its_seed() -> None:
+    """The same layers, the same batches: what fails once fails again."""
+    drawn: list[list[str]] = []
+    for _ in range(2):
+        seen: list[str] = []
+
+        def example(data: st.DataObject, seen: list[str] = seen) -> None:
+            seen.append(str(data.draw(attention_specs(CLAIMS, BASE))) + str(data.draw(lengths)))
+
+        harness = Harness("TORCH_SDPA", CPU, 7)
+        harness.budget = 0.0
+        assert drawn_(harness, example) == len(seen) > 0
+        drawn.append(seen)
+    assert drawn[0] == drawn[1]
+
+
+CLAIMS = discover().backends["TORCH_SDPA"].capabilities
+BASE = LayerSpec(num_heads=4, head_size=64)
+
+
+def test_cases_follow_from_the_claims() -> None:
+    """Every claimed value has a numeric case, every unclaimed one a refusal."""
+    for info in discover().backends.values():
+        caps = info.capabilities
+        if "cpu" not in caps.platforms or ATTENTION not in caps.kinds or caps.phases & SERVICES:
+            continue
+        cases = derive(info, CPU)
+        labels = {c.label for c in cases if c.check == "numeric"}
+        refused = {c.label for c in cases if c.check == "refusal"}
+        for feature in ("sliding_window", "alibi", "learned_sinks", "lse", "logit_soft_cap"):
+            claimed = feature in info.capabilities.features
+            assert (f"decoder feature {feature}" in labels) == claimed
+            assert (feature in refused) == (not claimed)
+        ids = [c.id for c in cases]
+        assert len(ids) == len(set(ids))

@@ -1,0 +1,55 @@
+"""The kit catches liars: backends with one lie each, every one found by the checks that are meant to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from liars.declare import Plugin, classes, info
+from polyattn import discover, register, resolve_device, unregister
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
+
+DEVICE = resolve_device("cpu")
+SEED = 20
+LIARS = [kind for kind in classes() if kind.by]
+HONEST = [kind for kind in classes() if not kind.by]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugin() -> Iterator[None]:
+    register(Plugin(), "liars")
+    yield
+    unregister("liars")
+
+
+def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> str | None:
+    """Return the id of the first case that finds something, None where none does."""
+    name = info(kind).name
+    for case in derive(discover().backends[name], DEVICE):
+        if case.check in checks or not checks:
+            try:
+                run_case(case, name, DEVICE, SEED, budget)
+            except Exception as error:  # a backend that dies is caught as well
+                if not checks:
+                    raise AssertionError(f"{case.id}: {error}") from error
+                return case.id
+    return None
+
+
+@pytest.mark.parametrize("kind", LIARS, ids=[kind.__name__ for kind in LIARS])
+def test_a_liar_is_caught(kind: type[Any]) -> None:
+    found = first_failure(kind, kind.by, budget=30.0)
+    assert found, f"{kind.__name__} passed every case of {', '.join(kind.by)}"
+
+
+@pytest.mark.parametrize("kind", HONEST, ids=[kind.__name__ for kind in HONEST])
+def test_the_honest_one_never(kind: type[Any]) -> None:
+    assert first_failure(kind, (), budget=1.0) is None
+
+
+def test_there_are_enough_liars() -> None:
+    assert len(LIARS) >= 60
+    families = {kind.__module__.rpartition(".")[2] for kind in LIARS}
+    assert families == {"masks", "shapes", "steps", "latents", "recurrences", "services"}

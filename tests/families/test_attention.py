@@ -1,0 +1,182 @@
+"""Random layers and ragged batches through every backend that runs here, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from polyattn import AttentionState, Batch, LayerSpec, discover, merge_states, resolve_device
+from polyattn.conformance.harness.attention import AttentionHarness
+from polyattn.errors import SpecError
+from polyattn.families.attention import reference
+from polyattn.registry.capabilities import Capabilities, check
+from polyattn.spec.kinds import AttentionKind
+
+DEVICE = resolve_device("cpu")
+# FLEX_ATTENTION compiles for ten seconds a layer: the conformance kit has it, with fewer cases.
+BACKENDS = [
+    b
+    for b in discover().backends.values()
+    if "cpu" in b.capabilities.platforms
+    and AttentionKind.ATTENTION in b.capabilities.kinds
+    and not b.capabilities.phases & {"store", "merge"}
+    and b.name != "FLEX_ATTENTION"
+]
+
+
+def pick(draw: st.DrawFn, claimed: Sequence[Any]) -> Any:
+    return draw(st.sampled_from(claimed))
+
+
+@st.composite
+def specs(draw: st.DrawFn, caps: Capabilities) -> LayerSpec:
+    """Any attention layer that the claims allow, within small sizes."""
+    kv_heads, ratio = draw(st.integers(1, 3)), pick(draw, caps.gqa_ratios.examples((1, 2, 3, 4)))
+
+    def may(name: str) -> bool:
+        return name in caps.features and draw(st.booleans())
+
+    window = draw(st.integers(1, 40)) if may("sliding_window") else None
+    size = pick(draw, caps.head_sizes.examples((8, 16, 24, 64, 80)))
+    return LayerSpec(
+        num_heads=kv_heads * ratio,
+        num_kv_heads=kv_heads,
+        head_size=size,
+        v_head_size=pick(draw, (16, 32)) if may("v_head_size") else 0,
+        dtype=pick(draw, sorted(caps.dtypes)),
+        kv_cache_dtype=pick(draw, sorted(caps.kv_cache_dtypes)),
+        block_size=pick(draw, caps.block_sizes.examples((1, 3, 16, 32))),
+        causal=not may("non_causal"),
+        sliding_window=window,
+        chunk_size=draw(st.integers(1, 40)) if may("chunked") else None,
+        logit_soft_cap=draw(st.floats(0.5, 20.0)) if may("logit_soft_cap") else None,
+        alibi=may("alibi"),
+        learned_sinks=may("learned_sinks"),
+        sink_tokens=draw(st.integers(0, 5)) if window and may("sink_tokens") else 0,
+        needs_lse=may("lse"),
+    )
+
+
+lengths = st.lists(
+    st.tuples(st.integers(0, 40), st.integers(0, 90)).map(lambda p: (p[0], p[0] + p[1])),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("backend", [b.name for b in BACKENDS])
+def test_any_layer_and_batch(backend: str) -> None:
+    caps, ran = discover().backend(backend).capabilities, 0
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(data=st.data(), step=lengths, seed=st.integers(0, 2**30))
+    def run(data: st.DataObject, step: list[tuple[int, int]], seed: int) -> None:
+        nonlocal ran
+        spec = data.draw(specs(caps))
+        assume(not check(caps, spec, DEVICE) and not check(caps, spec, DEVICE, "decode"))
+        harness = AttentionHarness(backend, DEVICE, seed)
+        layer = harness.layer(spec, data.draw(st.sampled_from(caps.layouts)))
+        decision = layer.group.selection.decision
+        assert {decision.prefill, decision.decode} == {backend}
+        harness.check(layer, harness.inputs(layer, step))
+        ran += 1
+
+    run()
+    assert ran >= 80, f"only {ran} layers of {backend} were run: the others were not claimed"
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    parts=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    seed=st.integers(0, 2**30),
+    order=st.randoms(),
+)
+def test_merge_is_attention_over_all_keys(parts: list[int], seed: int, order: object) -> None:
+    """Associative, commutative, and equal to attending once over everything."""
+    generator = torch.Generator().manual_seed(seed)
+    spec = LayerSpec(num_heads=2, head_size=8, causal=False)
+    query = torch.randn(3, 2, 8, generator=generator, dtype=torch.float64)
+    keys = torch.randn(sum(parts), 2, 8, generator=generator, dtype=torch.float64)
+    values = torch.randn(sum(parts), 2, 8, generator=generator, dtype=torch.float64)
+    states = [
+        AttentionState(*reference.attend(spec, query, k, v))
+        for k, v in zip(keys.split(parts), values.split(parts), strict=True)
+    ]
+    expected = AttentionState(*reference.attend(spec, query, keys, values))
+    shuffled = sorted(states, key=lambda _: order.random())  # type: ignore[attr-defined]
+    left = shuffled[0]
+    for state in shuffled[1:]:
+        left = left.merge(state)
+    for merged in (merge_states(states), left, AttentionState.identity(left).merge(left)):
+        torch.testing.assert_close(merged.output, expected.output)
+        torch.testing.assert_close(merged.lse, expected.lse)
+
+
+def test_reference_against_textbook_softmax() -> None:
+    """The oracle itself, against `softmax(QK^T)V` written in one line."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
+    q, k, v = torch.randn(5, 4, 16), torch.randn(9, 2, 16), torch.randn(9, 2, 16)
+    k4, v4 = (t.double().repeat_interleave(2, 1).transpose(0, 1) for t in (k, v))
+    mask = torch.ones(5, 9).tril(diagonal=4).bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        q.double().transpose(0, 1)[None], k4[None], v4[None], attn_mask=mask
+    )[0].transpose(0, 1)
+    torch.testing.assert_close(reference.attend(spec, q, k, v)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen_by_last_but_one"),
+    [
+        # six keys; the query at position 4 sees…
+        ({}, [0, 1, 2, 3, 4]),
+        ({"causal": False}, [0, 1, 2, 3, 4, 5]),
+        ({"sliding_window": 1}, [4]),
+        ({"sliding_window": 3}, [2, 3, 4]),
+        ({"sliding_window": 2, "causal": False}, [3, 4, 5]),
+        ({"sliding_window": 2, "sink_tokens": 1}, [0, 3, 4]),
+        ({"chunk_size": 4}, [4]),
+        ({"chunk_size": 3}, [3, 4]),
+    ],
+)
+def test_masks(changes: dict[str, object], seen_by_last_but_one: list[int]) -> None:
+    spec = LayerSpec(**({"num_heads": 1, "head_size": 8} | changes))  # type: ignore[arg-type]
+    mask = reference.visible(spec, 2, 6)
+    assert mask[0].nonzero().flatten().tolist() == seen_by_last_but_one
+
+
+def test_a_query_that_sees_nothing() -> None:
+    spec = LayerSpec(num_heads=2, head_size=8)
+    out, lse = reference.attend(
+        spec, torch.randn(1, 2, 8), torch.randn(0, 2, 8), torch.randn(0, 2, 8)
+    )
+    assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
+
+
+def test_alibi_slopes_are_the_papers() -> None:
+    from polyattn.families.attention.alibi import alibi_slopes
+
+    assert alibi_slopes(8).tolist() == [2.0**-i for i in range(1, 9)]
+    assert len(alibi_slopes(12)) == 12 and alibi_slopes(12)[8] == pytest.approx(2**-0.5)
+
+
+def test_decodes_need_not_come_first() -> None:
+    """The order of a batch changes speed, never the result."""
+    harness = AttentionHarness("TORCH_SDPA", DEVICE, 3)
+    layer = harness.layer(LayerSpec(num_heads=4, head_size=16, dtype="float32"))
+    harness.check(layer, harness.inputs(layer, [(5, 9), (1, 30), (0, 3), (1, 1), (7, 7)]))
+
+
+def test_batch_from_tensors_equals_batch_from_lists() -> None:
+    table = torch.zeros(2, 4, dtype=torch.int32)
+    lists = Batch([0, 1, 4], [9, 5], table)
+    tensors = Batch(
+        torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32), table
+    )
+    assert (lists.starts, lists.lens) == (tensors.starts, tensors.lens)
+    assert torch.equal(lists.query_start_loc, tensors.query_start_loc)
+    with pytest.raises(SpecError):
+        LayerSpec(num_heads=1, head_size=0)

@@ -1,0 +1,269 @@
+"""MLA, sparse MLA and the recurrent families: selection, bad input, agreement, reuse of states."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from polyattn import (
+    Attention,
+    AttentionKind,
+    Batch,
+    KVCache,
+    LatentAttention,
+    LayerGroup,
+    LayerSpec,
+    Recurrent,
+    choose_tokens,
+    select,
+)
+from polyattn.checking.compare import output_error
+from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
+from polyattn.families.mla import planning as mla_planning
+from polyattn.families.mla import reference as reference_latent
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.settings import Settings
+from polyattn.spec.decompose import convolution, expanded, group_layers
+from polyattn.spec.layer import LatentSpec, RecurrentSpec
+
+MLA = LayerSpec(
+    kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float64",
+    latent=LatentSpec(rank=32, rope_head_size=8),
+)  # fmt: skip
+MAMBA2 = LayerSpec(
+    kind="mamba2", num_heads=4, num_kv_heads=2, head_size=8, dtype="float64",
+    recurrent=RecurrentSpec(state_size=16, conv_width=4, activation="silu"),
+)  # fmt: skip
+slow = pytest.mark.slow
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("backend", "interpreted", "least"),
+    [
+        ("TORCH_MLA", False, 30),
+        ("TORCH_MLA_SPARSE", False, 30),
+        ("TORCH_STORE", False, 50),
+        ("TORCH_MERGE", False, 25),
+        ("TORCH_SCAN", False, 70),
+        pytest.param("TRITON_MLA", True, 15, marks=slow),
+        pytest.param("TRITON_MLA_SPARSE", True, 15, marks=slow),
+        pytest.param("TRITON_SCAN", True, 60, marks=slow),
+    ],
+)
+def test_conforms(backend: str, interpreted: bool, least: int, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    environment = dict(os.environ) | ({"TRITON_INTERPRET": "1"} if interpreted else {})
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
+         "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", "cpu",
+         "--polyattn-report", str(report)],
+        cwd="/", env=environment, capture_output=True, text=True, timeout=900, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
+    counts = json.loads(report.read_text())
+    assert counts["passed"] >= least and counts["failed"] == counts["skipped"] == 0
+
+
+class Step:
+    """A step of the small MLA layer: two decodes, a chunk after context, a fresh prompt."""
+
+    def __init__(self, spec: LayerSpec = MLA):
+        generator = torch.Generator().manual_seed(11)
+        self.weights = latent_weights(spec, generator)
+        self.layer = LatentAttention(select(spec, "cpu"), *self.weights, checks=True)
+        lens, queries = [30, 1, 50, 20], [1, 1, 17, 20]
+        self.cache = self.layer.group.allocate_cache(32)
+        self.cache.key.normal_()
+        table = torch.randperm(32)[:16].view(4, 4).int()
+        self.batch = Batch.from_lens(queries, lens, table, self.cache.block_size)
+        tokens = sum(queries)
+        self.query = torch.randn(tokens, 4, 24, dtype=torch.float64)
+        self.latent = torch.randn(tokens, 32, dtype=torch.float64)
+        self.rope = torch.randn(tokens, 8, dtype=torch.float64)
+
+    def run(self, **changes: Any) -> torch.Tensor:
+        given = {"query": self.query, "latent": self.latent, "rope_key": self.rope} | changes
+        return self.layer(**given, cache=self.cache, plan=self.batch)
+
+
+def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absorbed decode, expanded prefill and context merged in pieces: to the last digits."""
+    monkeypatch.setattr(mla_planning, "EXPANDED_BYTES", 16 * 4 * 40 * 8)  # 16 tokens a piece
+    step = Step()
+    out = step.run()
+    plan = step.layer.plan(step.batch)
+    assert isinstance(plan, mla_planning.LatentStep)
+    assert len(plan.expansions) >= 3  # its own tokens, and more than one context piece
+    expected, _ = reference_latent.forward(MLA, step.query, step.cache, step.batch, step.weights)
+    assert output_error(out, expected) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latent": torch.zeros(3, 32)}, "latent is"),
+        ({"rope_key": torch.zeros(39, 9, dtype=torch.float64)}, "rope_key is"),
+        ({"query": torch.zeros(39, 4, 24)}, "query is"),
+        ({"topk": torch.zeros(39, 4, dtype=torch.int32)}, "topk was given"),
+    ],
+)
+def test_latent_bad_input(changes: dict[str, Any], message: str) -> None:
+    step = Step()
+    before = step.cache.key.clone()
+    with pytest.raises(BatchError, match=message):
+        step.run(**changes)
+    assert torch.equal(step.cache.key, before)
+
+
+def test_latent_bad_construction() -> None:
+    selection = select(MLA, "cpu")
+    w_uk, w_uv = latent_weights(MLA, torch.Generator())
+    with pytest.raises(SpecError, match="w_uk is"):
+        LatentAttention(selection, w_uv, w_uv)
+    with pytest.raises(SpecError, match="k_scale=0"):
+        LatentAttention(selection, w_uk, w_uv, k_scale=0)
+    with pytest.raises(SpecError, match="use LatentAttention"):
+        Attention(selection)
+    with pytest.raises(SpecError, match="no MLA layer"):
+        LatentAttention(select(MAMBA2, "cpu"), w_uk, w_uv)
+    with pytest.raises(SpecError, match="rope_head_size"):
+        MLA.replace(head_size=8)
+
+
+def test_latent_cache_saves() -> None:
+    """DeepSeek-V3: 576 elements a token instead of 128 heads of 192 + 128."""
+    from polyattn.tools.cli.models import bundled
+
+    spec = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0]
+    cache = select(spec, "cpu").cache_format
+    assert cache is not None and cache.bytes_per_token == 576 * 2
+    made = KVCache.allocate(cache, 1)
+    assert made.value_in_key and made.key.shape[3] == 576 and made.value.shape[3] == 512
+
+
+def test_who_serves_mla() -> None:
+    """Prefill is asked of attention backends, decode of MLA ones; a name counts where it can."""
+    decision = select(MLA, "cpu").decision
+    assert (decision.prefill, decision.decode) == ("TORCH_SDPA", "TORCH_MLA")
+    decision = select(MLA, "cpu", backend="TORCH_MLA").decision
+    assert decision.decode == "TORCH_MLA" and "does not apply to the prefill" in decision.notes[0]
+    with pytest.raises(SelectionError, match="kind"):
+        select(MLA, "cpu", backend="decode=TORCH_SDPA")
+    settings = Settings().with_backend("TORCH_SDPA", "POLYATTN_BACKEND")
+    decision = select(MAMBA2, "cpu", settings=settings).decision
+    assert decision.decode == "TORCH_SCAN" and "does not apply to mamba2" in decision.notes[0]
+
+
+def test_indexer_matches_its_definition() -> None:
+    heads, size, topk = 3, 16, 6
+    lens, queries = [20, 5, 33], [1, 5, 12]
+    keys = torch.randn(12, 16, size)
+    table = torch.randperm(12)[:9].view(3, 3).int()
+    batch = Batch.from_lens(queries, lens, table, 16)
+    query, weights = torch.randn(18, heads, size), torch.randn(18, heads)
+    chosen = choose_tokens(query, weights, keys, batch, topk, 16)
+    for index, length in enumerate(lens):
+        rows = keys[table[index].long()].flatten(0, 1)[:length]
+        for at in range(queries[index]):
+            token = batch.starts[index] + at
+            seen = length - queries[index] + at + 1
+            logits = reference_latent.index_logits(
+                query[token : token + 1], weights[token : token + 1], rows[:seen]
+            )[0]
+            found = chosen[token][chosen[token] >= 0].long()
+            assert len(set(found.tolist())) == len(found) == min(topk, seen)
+            # By logit: where no head fires, many keys tie at 0.
+            expected = logits.topk(len(found)).values
+            torch.testing.assert_close(
+                logits[found].sort(descending=True).values, expected, rtol=1e-4, atol=1e-5
+            )
+    with pytest.raises(BatchError, match="topk=0"):
+        choose_tokens(query, weights, keys, batch, 0, 16)
+    with pytest.raises(BatchError, match="keys"):
+        choose_tokens(query, weights, keys[0], batch, topk, 16)
+
+
+def test_layers_come_in_parts() -> None:
+    conv = convolution(MAMBA2)
+    assert conv is not None and conv.kind is AttentionKind.SHORT_CONV
+    assert conv.num_heads == 4 * 8 + 2 * 2 * 16 and convolution(conv) is None
+    assert list(group_layers([MAMBA2, MAMBA2])) == [conv, MAMBA2]
+    assert expanded(MLA).head_size == 24 and expanded(MLA).needs_lse
+
+
+def recurrent_step(
+    queries: list[int], lens: list[int], slots: list[int]
+) -> tuple[Recurrent, list[torch.Tensor], Batch]:
+    generator = torch.Generator().manual_seed(3)
+    params = recurrent_params(MAMBA2, generator)
+    layer = Recurrent(select(MAMBA2, "cpu"), checks=True, **params)
+    batch = Batch.from_lens(queries, lens, state_slots=torch.tensor(slots))
+    return layer, recurrent_inputs(MAMBA2, sum(queries), generator), batch
+
+
+def test_a_prefix_s_state_is_reused() -> None:
+    """Two sequences that share a prefix: its state is computed once and copied."""
+    layer, inputs, batch = recurrent_step([40], [40], [0])
+    states = layer.group.allocate_states(3)
+    whole = layer(*inputs, states=states, plan=batch)
+    prefix = Batch.from_lens([25], [25], state_slots=torch.tensor([1]))
+    layer(*(x[:25] for x in inputs), states=states, plan=prefix)
+    states.copy(1, 2)
+    rest = Batch.from_lens([15], [40], state_slots=torch.tensor([2]))
+    tail = layer(*(x[25:] for x in inputs), states=states, plan=rest)
+    assert output_error(tail, whole[25:]) < 1e-12
+    with pytest.raises(CacheError, match="target=9"):
+        states.copy(0, 9)
+
+
+@pytest.mark.parametrize(
+    ("slots", "message"),
+    [([0, 0], "sequence 0's too"), ([0, 7], "there are 3 slots"), ([0, -1], "-1 is for padding")],
+)
+def test_state_slots_are_checked(slots: list[int], message: str) -> None:
+    layer, inputs, batch = recurrent_step([2, 3], [2, 9], slots)
+    states = layer.group.allocate_states(3)
+    states.data.zero_()
+    with pytest.raises(BatchError, match=message):
+        layer(*inputs, states=states, plan=batch)
+    assert not states.data.any()
+
+
+def test_recurrent_bad_input() -> None:
+    layer, inputs, batch = recurrent_step([2], [2], [0])
+    states = layer.group.allocate_states(3)
+    with pytest.raises(BatchError, match="takes x, dt, B, C"):
+        layer(*inputs[:3], states=states, plan=batch)
+    with pytest.raises(BatchError, match="B is"):
+        layer(inputs[0], inputs[1], inputs[0], inputs[3], states=states, plan=batch)
+    with pytest.raises(BatchError, match="no state_slots"):
+        layer(*inputs, states=states, plan=Batch.from_lens([2], [2]))
+    with pytest.raises(SpecError, match="no parameter 'decay'"):
+        Recurrent(select(MAMBA2, "cpu"), decay=torch.zeros(4))
+    with pytest.raises(SpecError, match="parameter A of mamba2 is missing"):
+        Recurrent(select(MAMBA2, "cpu"))
+    with pytest.raises(CacheError, match="keeps no state"):
+        LayerGroup(select(MLA, "cpu")).allocate_states(3)
+    with pytest.raises(CacheError, match=r"allocate_states\(n\)"):
+        LayerGroup(select(MAMBA2, "cpu")).allocate_cache(3)
+
+
+@pytest.mark.parametrize("model", ["jamba-v0.1", "qwen3-next-80b-a3b", "deepseek-v3.2"])
+def test_run_serves_every_layer(model: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "polyattn.tools.cli", "run", model, "--requests", "3", "--scale", "0.05",
+         "--max-tokens", "4", "--json"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    report = json.loads(found.stdout)
+    layers = {index for group in report["groups"] for index in group["layers"]}
+    assert layers == set(range(len(layers))) and report["checked_tokens"] > 0
+    assert report["max_error"] < 1.5e-2

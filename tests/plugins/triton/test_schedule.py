@@ -1,0 +1,209 @@
+"""The schedule of Triton's kernels, walked through on the host as a program walks through it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polyattn import LayerSpec
+
+pytest.importorskip("triton")
+from polyattn.families.attention.reference import visible
+from polyattn_triton.schedule import (
+    COLUMNS,
+    EVEN,
+    HEADER,
+    Rates,
+    Tiles,
+    key_tiles,
+    max_parts,
+    part_of,
+    rows_of,
+    stretches,
+    whole,
+)
+
+KEYS = st.lists(st.integers(0, 300) | st.integers(0, 5_000), min_size=1, max_size=80)
+PROGRAMS = st.integers(1, 150)
+RATES = st.builds(Rates, item=st.integers(1, 3), least=st.integers(1, 4))
+
+
+@dataclass
+class Piece:
+    """What a program does of one tile."""
+
+    program: int
+    tile: int
+    begin: int
+    end: int
+    part: int
+    first: int
+    last: int
+
+
+def walk(work: np.ndarray, programs: int) -> Iterator[Piece]:
+    """Follow WORK as `tiles.my_stretch`, `next_tile` and `piece_of` do on the device."""
+    share, total, item, count = (int(x) for x in work[:HEADER])
+    columns = work[HEADER : HEADER + COLUMNS * programs].reshape(COLUMNS, programs)
+    rest = work[HEADER + COLUMNS * programs :]
+    line, seqs, rows = rest[: count + 1], rest[count + 1 : 2 * count + 1], rest[2 * count + 1 :]
+    for program in range(programs):
+        at, stop = program * share, min((program + 1) * share, total)
+        tile, low, high, seq, row = (int(column[program]) for column in columns)
+        while at < stop:
+            assert (line[tile], line[tile + 1]) == (low, high)
+            assert (seqs[tile], rows[tile]) == (seq, row)
+            first, last = low // share, (high - 1) // share
+            yield Piece(
+                program, tile, max(at - low - item, 0), min(stop, high) - low - item,
+                part_of(program, first == program), first, last,
+            )  # fmt: skip
+            at, low = high, high
+            tile = min(tile + 1, count - 1)
+            high, seq, row = int(line[tile + 1]), int(seqs[tile]), int(rows[tile])
+
+
+def tiles_of(keys: list[int]) -> Tiles:
+    count = len(keys)
+    return Tiles(np.arange(count), np.arange(count) * 3, np.array(keys))
+
+
+@settings(max_examples=300, deadline=None)
+@given(KEYS, PROGRAMS, RATES)
+def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates: Rates) -> None:
+    """And pieces of a tile have parts of their own, in the order in which they are merged."""
+    tiles = tiles_of(keys)
+    work = stretches(tiles.keys, programs, rates).work(tiles)
+    pieces: dict[int, list[Piece]] = {tile: [] for tile in range(len(keys))}
+    parts = set()
+    for piece in walk(work, programs):
+        pieces[piece.tile].append(piece)
+    for tile, mine in pieces.items():
+        taken = [k for p in mine for k in range(p.begin, min(p.end, keys[tile]))]
+        assert taken == list(range(keys[tile]))  # in order: once, and none left out
+        first, last = mine[0].first, mine[0].last
+        assert [p.program for p in mine] == list(range(first, last + 1))
+        assert {(p.first, p.last) for p in mine} == {(first, last)}
+        if last > first:
+            merged = [2 * first + (1 if k == 0 else 2 * k) for k in range(last - first + 1)]
+            assert [p.part for p in mine] == merged
+            assert not parts & set(merged) and max(merged) < max_parts(programs)
+            parts |= set(merged)
+
+
+@settings(max_examples=300, deadline=None)
+@given(KEYS, PROGRAMS, RATES)
+def test_the_fullest_program_has_little_more_than_the_mean(
+    keys: list[int], programs: int, rates: Rates
+) -> None:
+    """At most 1.1 times the mean and one tile: each tile costs its queries once, and its keys.
+
+    Queries that cost more than a key tile may be cut too; they are charged to whoever begins them.
+    """
+    tiles = tiles_of(keys)
+    loads = [0] * programs
+    for piece in walk(stretches(tiles.keys, programs, rates).work(tiles), programs):
+        begun = piece.program == piece.first
+        held = max(0, min(piece.end, keys[piece.tile]) - piece.begin)
+        # Queries are loaded by whoever has a piece, but they are charged to the first.
+        loads[piece.program] += begun * rates.item + held
+    mean = (sum(keys) + rates.item * len(keys)) / programs
+    assert max(loads) <= max(EVEN * mean + 1, rates.item + rates.least) + rates.item - 1
+
+
+@settings(max_examples=200, deadline=None)
+@given(KEYS, KEYS, PROGRAMS)
+def test_plans_depend_on_lengths_alone_and_their_sizes_on_no_length(
+    keys: list[int], other: list[int], programs: int
+) -> None:
+    """What a captured graph reads is as large for any lengths of as many sequences."""
+    other = (other * len(keys))[: len(keys)]
+    for tiles in (None, tiles_of(keys)):
+        made = [stretches(np.array(k), programs, Rates()).work(tiles) for k in (keys, keys, other)]
+        assert np.array_equal(made[0], made[1]) and made[0].dtype == np.int32
+        assert len(made[0]) == len(made[2])
+
+
+@settings(max_examples=300, deadline=None)
+@given(KEYS, PROGRAMS, RATES)
+def test_whole_tiles_end_together_or_are_cut(keys: list[int], slots: int, rates: Rates) -> None:
+    """Dealt out in the order given, each to whoever is free first, as the device does."""
+    order = whole(np.array(keys), slots, rates)
+    if order is None:
+        return
+    assert sorted(order) == list(range(len(keys)))
+    loads = [0] * slots
+    for tile in order:
+        heapq.heappush(loads, heapq.heappop(loads) + keys[tile] + rates.item)
+    mean = (sum(keys) + rates.item * len(keys)) / slots
+    assert max(loads) <= EVEN * mean + 1
+
+
+def test_equal_tiles_are_cut_alike_or_not_at_all() -> None:
+    cases = {(64, 132): 1, (128, 132): 0, (128, 64): 0, (3, 132): 42}
+    for (count, programs), cuts in cases.items():
+        keys = np.full(count, 640)
+        tiles = tiles_of(keys.tolist())
+        found = list(walk(stretches(keys, programs, Rates()).work(tiles), programs))
+        assert len(found) == count * (cuts + 1), (count, programs)
+        lengths = {min(p.end, 640) - p.begin for p in found}
+        assert max(lengths) - min(lengths) <= 16
+
+
+def test_one_long_sequence_among_short_ones_is_cut() -> None:
+    """1 x 128k and 63 x 1k over 99 programs: the long one is 66 pieces, no program has 32 tiles."""
+    keys = np.array([2048] + [16] * 63)
+    tiles = tiles_of(keys.tolist())
+    found = list(walk(stretches(keys, 99, Rates()).work(tiles), 99))
+    assert sum(p.tile == 0 for p in found) in range(64, 68)
+    assert max(p.end - p.begin for p in found) <= 32
+
+
+def test_cutting_can_be_seen_to_fail() -> None:
+    """The negative control: work of other lengths is not taken for these."""
+    tiles, other = tiles_of([5, 90, 7]), tiles_of([5, 89, 7])
+    work = stretches(other.keys, 4, Rates()).work(other)
+    held = sum(min(p.end, tiles.keys[p.tile]) - p.begin for p in walk(work, 4))
+    assert held != tiles.keys.sum()
+
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16)
+SPECS = {
+    "plain": SPEC,
+    "all": SPEC.replace(causal=False),
+    "window": SPEC.replace(sliding_window=37),
+    "both sides": SPEC.replace(sliding_window=37, causal=False),
+    "sinks": SPEC.replace(sliding_window=21, sink_tokens=3),
+    "chunks": SPEC.replace(chunk_size=24),
+    "chunks, window": SPEC.replace(chunk_size=48, sliding_window=21),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_key_tiles_hold_what_the_queries_see(name: str) -> None:
+    """Of every tile of queries: no fewer key tiles than it sees any key of."""
+    spec, block, height = SPECS[name], 16, 6
+    for queries, length in ((1, 1), (1, 100), (7, 100), (40, 40), (33, 200), (5, 64)):
+        seq, row = rows_of(np.array([queries]), spec.gqa_ratio, height)
+        assert row.tolist() == list(range(0, queries * spec.gqa_ratio, height)) and not seq.any()
+        first = length - queries + row // spec.gqa_ratio
+        last_row = np.minimum(row + height, queries * spec.gqa_ratio) - 1
+        last = length - queries + last_row // spec.gqa_ratio
+        found = key_tiles(spec, first, last, np.full(len(row), length), block)
+        mask = visible(spec, queries, length).numpy()
+        for tile, (low, high) in enumerate(zip(first, last, strict=True)):
+            seen = (
+                mask[low - (length - queries) : high - (length - queries) + 1].any(0).nonzero()[0]
+            )
+            blocks = set((seen // block).tolist())
+            assert len(blocks) <= found[tile] <= len(blocks) + 2, (queries, length, tile)
+
+
+def test_rows_of_sequences_without_queries() -> None:
+    seq, row = rows_of(np.array([0, 3, 0, 1]), 7, 16)
+    assert seq.tolist() == [1, 1, 3] and row.tolist() == [0, 16, 0]

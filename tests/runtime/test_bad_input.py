@@ -1,0 +1,189 @@
+"""Every malformed batch, tensor or cache gets an error that names it, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
+from polyattn.errors import BatchError, CacheError, PluginError, PolyattnError, SpecError
+from polyattn.runtime.kv_cache import quantize
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
+TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)
+
+
+class Step:
+    """A good step: two sequences, 1 and 5 new tokens, 20 and 33 long."""
+
+    def __init__(self) -> None:
+        self.layer = Attention(select(SPEC, "cpu"), checks=True)
+        self.cache = self.layer.group.allocate_cache(8)
+        self.cache.key.normal_()
+        self.cache.value.normal_()
+        self.batch: dict[str, Any] = {
+            "query_start_loc": [0, 1, 6],
+            "seq_lens": [20, 33],
+            "block_table": TABLE,
+            "slot_mapping": torch.tensor([19, 76, 77, 78, 79, 80]),
+        }
+        self.tensors: dict[str, Any] = {
+            "query": torch.randn(6, 4, 32),
+            "key": torch.randn(6, 2, 32),
+            "value": torch.randn(6, 2, 32),
+        }
+
+    def run(self) -> torch.Tensor:
+        batch = Batch(**self.batch)
+        out = self.layer(**self.tensors, cache=self.cache, plan=batch)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def test_the_good_step_runs() -> None:
+    assert Step().run().isfinite().all()
+
+
+BATCHES: list[tuple[str, dict[str, Any], str]] = [
+    ("decreasing", {"query_start_loc": [0, 7, 6]}, "query_start_loc[2]=6 is less"),
+    ("negative", {"query_start_loc": [0, -1, 6]}, "query_start_loc[1]=-1"),
+    ("not from 0", {"query_start_loc": [1, 2, 6]}, "must start with 0"),
+    ("lengths don't match", {"seq_lens": [20]}, "query_start_loc has 3 entries and seq_lens 1"),
+    ("short seq", {"seq_lens": [20, 4]}, "seq_lens[1]=4 is shorter than its query of 5"),
+    ("negative seq", {"seq_lens": [20, -4]}, "seq_lens[1]=-4 is negative"),
+    ("padding with a slot", {"seq_lens": [0, 33]}, "seq_lens[0]=0 is shorter than its query"),
+    ("narrow table", {"block_table": TABLE[:, :2]}, "sequence 1 of length 33 needs 3"),
+    ("table dtype", {"block_table": TABLE.long()}, "block_table is torch.int64"),
+    ("table rows", {"block_table": TABLE[:1]}, "block_table is torch.int32 of shape (1, 3)"),
+    ("no table", {"block_table": None}, "has no block_table"),
+    ("outside", {"block_table": TABLE + 4}, "block_table[1, 1]=8 points outside"),
+    ("below", {"block_table": TABLE - 1}, "block_table[0, 0]=-1 points outside"),
+    ("slots dtype", {"slot_mapping": torch.zeros(6, dtype=torch.int32)}, "slot_mapping is"),
+    ("slots count", {"slot_mapping": torch.arange(5)}, "slot_mapping is torch.int64 of shape (5,)"),
+    ("slot range", {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 128])}, "slot_mapping[5]=128"),
+    ("slot -2", {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, -2])}, "slot_mapping[5]=-2"),
+    ("slot twice", {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 4])}, "writes slot 4 twice"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), [b[1:] for b in BATCHES], ids=[b[0] for b in BATCHES])
+def test_bad_batches(changes: dict[str, Any], says: str) -> None:
+    step = Step()
+    step.batch |= changes
+    before = step.cache.key.clone()
+    with pytest.raises(BatchError) as caught:
+        step.run()
+    assert says in str(caught.value)
+    assert torch.equal(step.cache.key, before), "a refused step must change nothing"
+
+
+TENSORS: list[tuple[str, dict[str, Any], str]] = [
+    ("query heads", {"query": torch.randn(6, 5, 32)}, "query is (6, 5, 32)"),
+    ("query rank", {"query": torch.randn(6, 128)}, "query is (6, 128)"),
+    ("query dtype", {"query": torch.randn(6, 4, 32).half()}, "torch.float16; it must be"),
+    ("query tokens", {"query": torch.randn(7, 4, 32)}, "query is (7, 4, 32)"),
+    ("key heads", {"key": torch.randn(6, 4, 32)}, "key is (6, 4, 32)"),
+    ("value dtype", {"value": torch.randn(6, 2, 32).double()}, "value is"),
+    ("no value", {"value": None}, "key and value come together"),
+    ("out shape", {"out": torch.randn(6, 4, 31)}, "out is (6, 4, 31)"),
+    ("out dtype", {"out": torch.randn(6, 4, 32).half()}, "out is"),
+]
+
+
+@pytest.mark.parametrize(("changes", "says"), [t[1:] for t in TENSORS], ids=[t[0] for t in TENSORS])
+def test_bad_tensors(changes: dict[str, Any], says: str) -> None:
+    step = Step()
+    step.tensors |= changes
+    before = step.cache.key.clone()
+    with pytest.raises(BatchError) as caught:
+        step.run()
+    assert says in str(caught.value)
+    assert torch.equal(step.cache.key, before)
+
+
+def cache_of(**changes: Any) -> KVCache:
+    num_blocks = changes.pop("num_blocks", 8)
+    base = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "v_head_size": 32}
+    return KVCache.allocate(CacheFormat(**(base | {"dtype": "float32"} | changes)), num_blocks)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: None, "pass cache="),
+        (lambda: "a cache", "cache is a str; it must be a KVCache"),
+        (lambda: cache_of(block_size=32), "the cache's block_size is 32, the selection's 16"),
+        (lambda: cache_of(num_kv_heads=4), "the cache's num_kv_heads is 4"),
+        (lambda: cache_of(v_head_size=64), "the cache's v_head_size is 64"),
+        (lambda: cache_of(layout="HND"), "the cache's layout is HND, the selection's NHD"),
+        (
+            lambda: cache_of(dtype="bfloat16"),
+            "the cache's dtype is bfloat16, the selection's float32",
+        ),
+        (lambda: cache_of(dtype="int8"), "the cache's dtype is int8, the selection's float32"),
+    ],
+)
+def test_bad_caches(make: Callable[[], KVCache | None], says: str) -> None:
+    step = Step()
+    step.cache = make()  # type: ignore[assignment]
+    with pytest.raises(PolyattnError) as caught:
+        step.run()
+    assert says in str(caught.value)
+
+
+def test_caches_that_cannot_be() -> None:
+    with pytest.raises(CacheError, match="num_blocks=0"):
+        cache_of(num_blocks=0)
+    with pytest.raises(CacheError, match="did you mean 'float32'"):
+        cache_of(dtype="float23")
+    with pytest.raises(CacheError, match="must both be"):
+        KVCache(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    with pytest.raises(CacheError, match="contiguous"):
+        KVCache(*(torch.zeros(2, 8, 4, 16).transpose(2, 3),) * 2)
+    with pytest.raises(CacheError, match=r"CacheFormat.layout='hnd' is unknown.*'HND'"):
+        cache_of(layout="hnd")
+    with pytest.raises(CacheError, match="cache torch.float16"):
+        quantize(torch.zeros(1, 2, 32), torch.float16, 1.0)
+
+
+def test_sinks_slopes_and_scales() -> None:
+    selection = select(SPEC, "cpu")
+    with pytest.raises(SpecError, match="sinks was given"):
+        Attention(selection, sinks=torch.zeros(4))
+    with pytest.raises(SpecError, match="sinks is missing"):
+        Attention(select(SPEC.replace(learned_sinks=True), "cpu"))
+    with pytest.raises(SpecError, match=r"alibi_slopes has shape \(3,\)"):
+        Attention(select(SPEC.replace(alibi=True), "cpu"), alibi_slopes=torch.zeros(3))
+    quantised = select(SPEC.replace(kv_cache_dtype="int8"), "cpu")
+    with pytest.raises(SpecError, match=r"k_scale=0\.0"):
+        Attention(quantised, k_scale=0.0)
+    with pytest.raises(SpecError, match=r"v_scale=nan"):
+        Attention(quantised, v_scale=float("nan"))
+    with pytest.raises(
+        SpecError, match=r"k_scale=0\.5 scales a quantised cache, and this one isn't"
+    ):
+        Attention(selection, k_scale=0.5)
+
+
+def test_no_plan_and_profiles() -> None:
+    step = Step()
+    with pytest.raises(BatchError, match="plan=None must be a plan of this layer's group"):
+        step.layer(**step.tensors, cache=step.cache)
+    with pytest.raises(PluginError, match="profile to reason about"):
+        Attention(select(SPEC, "x86-amx"))
+    other = LayerGroup(select(SPEC, "cpu"))
+    with pytest.raises(BatchError, match="the plan is of a group for"):
+        step.layer(**step.tensors, cache=step.cache, plan=other.plan(Batch(**step.batch)))
+
+
+def test_a_failed_plan_is_not_kept() -> None:
+    step = Step()
+    step.run()
+    bad = Batch([0, 1], [100], TABLE[:1])
+    with pytest.raises(BatchError):
+        step.layer.plan(bad)
+    with pytest.raises(BatchError):
+        step.layer(torch.randn(1, 4, 32), None, None, step.cache, bad)
+    assert step.run().isfinite().all()

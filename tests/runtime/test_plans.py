@@ -1,0 +1,167 @@
+"""Plans are values: how many are made, what they hold, and that nothing else remembers a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import polyattn.runtime.group
+import pytest
+import torch
+from polyattn import (
+    Attention,
+    Batch,
+    LatentAttention,
+    LayerGroup,
+    LayerSpec,
+    register,
+    select,
+    unregister,
+)
+from polyattn.checking.compare import output_error
+from polyattn.errors import BatchError
+from polyattn.families.attention import reference
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.kernel import Plan
+from polyattn.plugin import BackendInfo, Capabilities, hookimpl
+from polyattn.spec.layer import LatentSpec
+from polyattn_cpu.sdpa import TorchSDPA
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
+MLA = LayerSpec(
+    kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float32",
+    latent=LatentSpec(rank=32, rope_head_size=8),
+)  # fmt: skip
+
+
+class Counting(TorchSDPA):
+    """Counts its plans and remembers who was asked to run what."""
+
+    plans: ClassVar[int] = 0
+    ran: ClassVar[list[list[int]]] = []
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
+        Counting.plans += 1
+        return super().plan(batch, reuse)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        Counting.ran.append(plan.batch.query_lens)
+        super().run(plan, *args)
+
+
+class Plugin:
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_backends(self) -> list[BackendInfo]:
+        claims = Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"}))
+        path = "test_plans:Counting"
+        return [BackendInfo(name="COUNTING", summary="", path=path, capabilities=claims)]
+
+
+@pytest.fixture
+def group() -> Iterator[LayerGroup]:
+    register(Plugin(), "counting")
+    Counting.plans, Counting.ran = 0, []
+    yield LayerGroup(select(SPEC, "cpu", backend="COUNTING"))
+    unregister("counting")
+
+
+class Step:
+    """A batch over a cache that is full of numbers, and its inputs."""
+
+    def __init__(self, group: LayerGroup, lengths: list[tuple[int, int]]):
+        queries, lens = [q for q, _ in lengths], [n for _, n in lengths]
+        size = 16
+        blocks = [-(-n // size) for n in lens]
+        table = torch.zeros(len(lens), max(blocks), dtype=torch.int32)
+        order = torch.randperm(sum(blocks)).int().split(blocks)
+        for row, found in zip(table, order, strict=True):
+            row[: len(found)] = found
+        self.batch = Batch.from_lens(queries, lens, table, size)
+        tokens = sum(queries)
+        self.query = torch.randn(tokens, 4, 32)
+        self.key, self.value = torch.randn(tokens, 2, 32), torch.randn(tokens, 2, 32)
+        self.cache = group.allocate_cache(sum(blocks))
+        self.cache.key.normal_()
+        self.cache.value.normal_()
+
+    def check(self, layer: Attention, plan: Any) -> None:
+        out = layer(self.query, self.key, self.value, self.cache, plan)
+        assert isinstance(out, torch.Tensor)
+        expected, _ = reference.forward(SPEC, self.query, None, None, self.cache, self.batch)
+        assert output_error(out, expected) < 2e-5
+
+
+def test_two_batches_in_turn_over_four_layers_cost_two_plans(group: LayerGroup) -> None:
+    layers = [Attention(group) for _ in range(4)]
+    steps = [Step(group, [(1, 20), (1, 33)]), Step(group, [(1, 5), (1, 50), (1, 17)])]
+    for layer in layers:
+        for step in steps:
+            step.check(layer, step.batch)  # the batch keeps its plan
+    assert Counting.plans == 2
+
+
+def test_a_plan_runs_as_often_as_one_likes(group: LayerGroup) -> None:
+    layers = [Attention(group) for _ in range(4)]
+    steps = [Step(group, [(1, 20), (1, 33)]), Step(group, [(3, 20), (5, 5)])]
+    plans = [group.plan(step.batch) for step in steps]
+    made = Counting.plans
+    for _ in range(3):
+        for layer in layers:
+            for step, plan in zip(steps, plans, strict=True):
+                step.check(layer, plan)
+    assert Counting.plans == made == 2
+
+
+def test_one_token_rows_reach_decode_wherever_they_stand(group: LayerGroup) -> None:
+    layer = Attention(group)
+    step = Step(group, [(5, 9), (1, 30), (7, 7), (0, 4), (1, 2), (1, 17)])
+    plan = group.plan(step.batch)
+    calls = {call.phase: call.plan.batch for call in plan.calls}
+    assert calls["decode"].all_decode and calls["decode"].lens == [30, 2, 17]
+    assert calls["prefill"].query_lens == [5, 7]
+    step.check(layer, plan)
+    assert sorted(Counting.ran) == [[1, 1, 1], [5, 7]]
+
+
+def test_a_long_mla_prefill_builds_each_backend_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+    real = polyattn.runtime.group.load_backend
+
+    def counted(info: Any, *args: Any) -> Any:
+        built.append(info.name)
+        return real(info, *args)
+
+    monkeypatch.setattr(polyattn.runtime.group, "load_backend", counted)
+    monkeypatch.setattr("polyattn.families.mla.planning.EXPANDED_BYTES", 1 << 20)
+    layer = LatentAttention(select(MLA, "cpu"), *latent_weights(MLA, torch.Generator()))
+    size = layer.group.cache_format.block_size  # type: ignore[union-attr]
+    length = 128 << 10
+    table = torch.arange(length // size, dtype=torch.int32)[None]
+    for _ in range(3):
+        plan = layer.plan(Batch.from_lens([64], [length], table, size))
+        assert len(plan.calls) > 50, "the context comes in pieces"
+    # Decode, store and merge; prefill over the step's own tokens, and over the context.
+    assert len(built) == len({"decode", "store", "merge"}) + 2
+
+
+def test_an_mla_step_of_padding_alone_needs_no_block() -> None:
+    layer = LatentAttention(select(MLA, "cpu"), *latent_weights(MLA, torch.Generator()))
+    none = torch.zeros(2, 0, dtype=torch.int32)
+    for queries, lens in (([1, 1], [0, 0]), ([0, 0], [0, 0])):
+        starts = [0, queries[0], sum(queries)]
+        slots = torch.full((sum(queries),), -1)
+        batch = Batch(starts, lens, none, slots)
+        query = torch.randn(sum(queries), 4, 24)
+        latent, rope = torch.randn(sum(queries), 32), torch.randn(sum(queries), 8)
+        out = layer(query, latent, rope, layer.group.allocate_cache(1), batch)
+        assert isinstance(out, torch.Tensor) and not out.any()
+
+
+def test_a_sequence_without_blocks_is_named() -> None:
+    layer = LatentAttention(select(MLA, "cpu"), *latent_weights(MLA, torch.Generator()))
+    with pytest.raises(BatchError, match="block_table has 0 blocks of .* length 5 needs 1"):
+        layer.plan(Batch([0, 5], [5], torch.zeros(1, 0, dtype=torch.int32)))

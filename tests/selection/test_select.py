@@ -1,0 +1,110 @@
+"""What is remembered of a choice, and for whom: settings, threads, devices."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import polyattn.api
+import pytest
+import two_chips
+from polyattn import Device, LayerSpec, register, resolve_device, select, unregister
+from polyattn.plugin import BackendInfo, Capabilities, Platform, hookimpl
+from polyattn.selection.decision import Decision
+from polyattn.settings import Settings, parse_overrides
+
+SPEC = LayerSpec(num_heads=4, head_size=64, dtype="float32")
+
+
+def named(backend: str) -> Settings:
+    return Settings(sources=(parse_overrides(backend, "POLYATTN_BACKEND"),))
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The choices that were computed, not remembered."""
+    found: list[str] = []
+    real = polyattn.api._select
+
+    def counted(spec: LayerSpec, device: Device, settings: Settings, verify: bool):  # type: ignore[no-untyped-def]
+        selection = real(spec, device, settings, verify)
+        found.append(selection.decision.prefill)
+        return selection
+
+    monkeypatch.setattr(polyattn.api, "_select", counted)
+    polyattn.api._remembered.clear()
+    return found
+
+
+def test_settings_in_turn_are_remembered_side_by_side(computed: list[str]) -> None:
+    for _ in range(10):
+        for name in ("TORCH_SDPA", "EXAMPLE_ATTN"):
+            assert select(SPEC, "cpu", settings=named(name)).decision.prefill == name
+    assert computed == ["TORCH_SDPA", "EXAMPLE_ATTN"]
+
+
+def test_threads_with_settings_of_their_own() -> None:
+    polyattn.api._remembered.clear()
+    wrong: list[Decision] = []
+    start = threading.Barrier(2)
+
+    def run(name: str) -> None:
+        start.wait()
+        for heads in range(1, 60):
+            spec = SPEC.replace(num_heads=heads)
+            decision = select(spec, "cpu", settings=named(name)).decision
+            if decision.prefill != name:
+                wrong.append(decision)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in ("TORCH_SDPA", "EXAMPLE_ATTN")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+class TwoChips:
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_platforms(self) -> list[Platform]:
+        return [
+            Platform(
+                name="fakechip", detect="two_chips:detect", rank=100, current="two_chips:current"
+            )
+        ]
+
+    @hookimpl
+    def polyattn_backends(self) -> list[BackendInfo]:
+        claims = Capabilities(platforms={"fakechip": ()}, dtypes=frozenset({"float32"}))
+        return [
+            BackendInfo(
+                name="FAKE_ATTN",
+                summary="",
+                path="polyattn_cpu.sdpa:TorchSDPA",
+                capabilities=claims,
+            )
+        ]
+
+
+@pytest.fixture
+def chips(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    register(TwoChips(), "two-chips")
+    monkeypatch.setattr(two_chips, "current_index", 0)
+    yield
+    unregister("two-chips")
+
+
+def test_the_current_device_is_asked_anew(chips: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch.cuda.set_device(1)` changes it."""
+    first = select(SPEC)
+    assert first.device.torch_device == "fakechip:0"
+    monkeypatch.setattr(two_chips, "current_index", 1)
+    second = select(SPEC)
+    assert second.device.torch_device == "fakechip:1"
+    assert resolve_device().torch_device == "fakechip:1"
+    monkeypatch.setattr(two_chips, "current_index", 0)
+    assert select(SPEC) is first

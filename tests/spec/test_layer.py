@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from polyattn import LayerSpec
+from polyattn.errors import ConfigError, SpecError
+from polyattn.spec.decompose import group_layers
+from polyattn.spec.features import features
+from polyattn.spec.layer import RecurrentSpec
+from polyattn.tools.cli.models import bundled, bundled_models
+
+# model -> the groups of its layers: (count, what str(spec) says)
+MODELS = {
+    "bert-base-uncased": [(12, "attention, 12 heads of 64, bfloat16, encoder_only, non_causal")],
+    "bloom-7b1": [(30, "attention, 32 heads of 128, float16, alibi")],
+    "deepseek-v2-lite": [(27, "mla, 16 heads of 192/128, bfloat16, v_head_size")],
+    "deepseek-v3": [(61, "mla, 128 heads of 192/128, bfloat16, v_head_size")],
+    "deepseek-v3.2": [(61, "sparse_mla, 128 heads of 192/128, bfloat16, v_head_size")],
+    "falcon-7b": [(32, "attention, 71/1 heads of 64, bfloat16")],
+    "gemma-2-9b": [
+        (21, "attention, 16/8 heads of 256, bfloat16, logit_soft_cap, window 4096"),
+        (21, "attention, 16/8 heads of 256, bfloat16, logit_soft_cap"),
+    ],
+    "gemma-3-12b": [
+        (40, "attention, 16/8 heads of 256, bfloat16, window 1024"),
+        (8, "attention, 16/8 heads of 256, bfloat16"),
+    ],
+    "gpt-oss-20b": [
+        (12, "attention, 64/8 heads of 64, bfloat16, learned_sinks, window 128"),
+        (12, "attention, 64/8 heads of 64, bfloat16, learned_sinks"),
+    ],
+    "jamba-v0.1": [
+        (28, "short_conv, 8192 channels, bfloat16"),
+        (28, "mamba1, 8192 channels, bfloat16"),
+        (4, "attention, 32/8 heads of 128, bfloat16"),
+    ],
+    "lfm2-1.2b": [
+        (10, "short_conv, 2048 channels, bfloat16"),
+        (6, "attention, 32/8 heads of 64, bfloat16"),
+    ],
+    "llama-3.1-70b": [(80, "attention, 64/8 heads of 128, bfloat16")],
+    "llama-3.1-8b": [(32, "attention, 32/8 heads of 128, bfloat16")],
+    "mamba-2.8b": [
+        (64, "short_conv, 5120 channels, float32"),
+        (64, "mamba1, 5120 channels, float32"),
+    ],
+    "mamba2-2.7b": [
+        (64, "short_conv, 5376 channels, bfloat16"),
+        (64, "mamba2, 80/1 heads of 64, bfloat16"),
+    ],
+    "minimax-text-01": [
+        (70, "linear, 64 heads of 128, bfloat16"),
+        (10, "attention, 64/8 heads of 128, bfloat16"),
+    ],
+    "mistral-7b-v0.1": [(32, "attention, 32/8 heads of 128, bfloat16, window 4096")],
+    "phi-3-mini-4k": [(32, "attention, 32 heads of 96, bfloat16, window 2047")],
+    "qwen3-8b": [(36, "attention, 32/8 heads of 128, bfloat16")],
+    "qwen3-next-80b-a3b": [
+        (36, "short_conv, 8192 channels, bfloat16"),
+        (36, "gdn, 32/16 heads of 128, bfloat16"),
+        (12, "attention, 16/2 heads of 256, bfloat16"),
+    ],
+    "whisper-large-v3": [
+        (32, "attention, 20 heads of 64, float16, encoder, non_causal"),
+        (32, "attention, 20 heads of 64, float16"),
+        (32, "attention, 20 heads of 64, float16, cross, non_causal"),
+    ],
+}
+
+
+def test_every_bundled_model_is_in_the_table() -> None:
+    assert bundled_models() == sorted(MODELS)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_layers_of_a_real_model(model: str) -> None:
+    groups = group_layers(LayerSpec.from_hf_config(bundled("models", f"{model}.json")))
+    assert [(len(layers), str(spec)) for spec, layers in groups.items()] == MODELS[model]
+    for spec in groups:
+        assert LayerSpec.from_json(spec.to_json()) == spec
+        assert hash(LayerSpec.from_json(spec.to_json())) == hash(spec)
+
+
+def test_gemma_scales_by_its_query_scalar() -> None:
+    spec = LayerSpec.from_hf_config(bundled("models", "gemma-2-9b.json"))[0]
+    assert spec.scale == 256**-0.5 and spec.logit_soft_cap == 50.0
+
+
+def test_config_object_and_nested_text_config() -> None:
+    class Config:
+        def to_dict(self) -> dict[str, object]:
+            text = json.loads(bundled("models", "qwen3-8b.json").read_text())
+            return {"model_type": "llava", "text_config": text}
+
+    assert len(LayerSpec.from_hf_config(Config())) == 36
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"num_heads": 0}, "num_heads=0"),
+        ({"head_size": -1}, "head_size=-1"),
+        ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not divisible by num_kv_heads=4"),
+        ({"dtype": "bf16"}, "dtype='bf16'"),
+        ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"sliding_window": 0}, "use None for none"),
+        ({"logit_soft_cap": -1.0}, "logit_soft_cap=-1.0"),
+        ({"sink_tokens": 4}, "needs a sliding_window"),
+        ({"role": "cross"}, "causal=False"),
+        ({"role": "decodr"}, "did you mean 'decoder'"),
+        ({"kind": "mla"}, "latent=None"),
+        ({"graph_capture": "always"}, "graph_capture='always'"),
+        ({"scale": float("nan")}, "scale=nan"),
+    ],
+)
+def test_impossible_layers(changes: dict[str, object], names: str) -> None:
+    with pytest.raises(SpecError, match=".") as caught:
+        LayerSpec(**({"num_heads": 4, "head_size": 64} | changes))  # type: ignore[arg-type]
+    assert names in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("not json", "not JSON"),
+        ('{"num_hidden_layers": 2', "truncated"),
+        ("[]", "must be a JSON object"),
+        ('{"num_hidden_layers": 2, "num_attention_heads": 4}', "lacks the field 'model_type'"),
+        ('{"model_type": 3}', "model_type=3"),
+        ('{"model_type": "nemotron_h", "hidden_size": 64}', "hybrid_override_pattern is needed"),
+        ('{"model_type": "llama", "num_attention_heads": "4"}', "'4'"),
+        (
+            '{"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["magic"]}',
+            "layer_types[0]='magic'",
+        ),
+        ('{"model_type": "t5", "num_layers": 1}', "relative position bias"),
+    ],
+)
+def test_bad_config_files(tmp_path: Path, text: str, names: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        LayerSpec.from_hf_config(tmp_path)
+    assert names in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_missing_config_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        LayerSpec.from_hf_config(tmp_path / "config.json")
+
+
+def test_unknown_field_in_json() -> None:
+    with pytest.raises(SpecError, match="did you mean 'num_heads'"):
+        LayerSpec.from_json('{"num_head": 4, "head_size": 64}')
+
+
+def test_replace_keeps_what_was_derived_derived() -> None:
+    spec = LayerSpec(num_heads=4, head_size=64)
+    assert spec.replace(head_size=16).scale == 0.25
+    assert spec.replace(head_size=16).v_head_size == 16
+    assert spec.replace(v_head_size=32).replace(head_size=16).v_head_size == 32
+
+
+def test_features_are_complete() -> None:
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
+        logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
+        deterministic=True, batch_invariant=True,
+    )  # fmt: skip
+    from polyattn.spec.features import FEATURES
+
+    assert features(spec) == set(FEATURES) - {"non_causal", "window_right"}
+    assert "window_right" in features(spec.replace(causal=False, window_right=0))
+
+
+def test_kv_heads_that_were_left_out_follow_the_heads() -> None:
+    plain = LayerSpec(num_heads=4, head_size=64)
+    assert plain.replace(num_heads=8) == LayerSpec(num_heads=8, head_size=64)
+    grouped = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    assert grouped.replace(num_heads=8).num_kv_heads == 2
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "linear", "gdn"])
+def test_heads_are_a_multiple_of_a_recurrence_s_groups(kind: str) -> None:
+    with pytest.raises(SpecError, match="num_heads=6 is not divisible by num_kv_heads=4"):
+        LayerSpec(
+            kind=kind, num_heads=6, num_kv_heads=4, head_size=16,
+            recurrent=RecurrentSpec(state_size=16),
+        )  # fmt: skip
+
+
+HASH_IN_ANOTHER_PROCESS = """
+import pickle, sys
+from polyattn import LayerSpec
+read = pickle.load(open(sys.argv[1], "rb"))
+fresh = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9)
+assert read == fresh and hash(read) == hash(fresh) and {fresh: 1}[read] == 1
+"""
+
+
+def test_a_pickled_spec_is_found_by_another_process(tmp_path: Path) -> None:
+    """Strings hash otherwise there."""
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9)
+    path = tmp_path / "spec.pickle"
+    path.write_bytes(pickle.dumps(spec))
+    for seed in ("1", "2"):
+        command = [sys.executable, "-c", HASH_IN_ANOTHER_PROCESS, str(path)]
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        found = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=False
+        )
+        assert found.returncode == 0, found.stderr

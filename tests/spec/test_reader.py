@@ -1,0 +1,201 @@
+"""Is a config that can't be read refused by field, value and remedy, and never misread?"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+from polyattn import AttentionKind, LayerSpec, Role
+from polyattn.errors import ConfigError, nearest
+from polyattn.spec.huggingface import READERS, layer_specs, model_layers
+from polyattn.spec.huggingface.rotary import KNOWN
+from polyattn.tools.cli.models import bundled, bundled_models
+from tiny import CONFIG_MAPPING, tiny_values
+
+LLAMA = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}
+ODD: list[Any] = [
+    "x",
+    -1,
+    0,
+    1.5,
+    True,
+    10**30,
+    math.nan,
+    math.inf,
+    [],
+    {},
+    [1],
+    {"a": 1},
+    None,
+    "12",
+]
+
+
+def refused(values: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        layer_specs(values, **options)
+    return str(caught.value)
+
+
+def test_unknown_type_says_what_it_looks_like_and_how_to_say_so() -> None:
+    values = LLAMA | {"model_type": "my_llama", "num_key_value_heads": 2}
+    text = refused(values)
+    assert "model_type='my_llama' is unknown" in text and "assume='llama'" in text
+    assert layer_specs(values, assume="llama") == layer_specs(values | {"model_type": "llama"})
+    assert "did you mean 'llama'" in refused(values, assume="llma")
+
+
+def test_an_unread_field_is_refused_unless_it_is_said_to_be_harmless() -> None:
+    values = LLAMA | {"sliding_window": 8}
+    assert "sliding_window=8" in refused(values) and "ignore=('sliding_window',)" in refused(values)
+    assert layer_specs(values, ignore=["sliding_window"]) == layer_specs(LLAMA)
+    assert layer_specs(LLAMA | {"sliding_window": None}) == layer_specs(LLAMA)
+    assert "attn_window=4" in refused(
+        {"model_type": "llava", "text_config": LLAMA | {"attn_window": 4}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"hidden_size": 97}, "hidden_size=97 isn't divisible by num_attention_heads=4"),
+        ({"num_attention_heads": "4"}, "num_attention_heads='4' must be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_heads=4 is not divisible by num_kv_heads=3"),
+        ({"rope_scaling": {"type": "yran", "factor": 2.0}}, "did you mean 'yarn'"),
+        ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": "4k"}, "'4k'"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor=None"),
+        ({"rope_scaling": {"type": "linear", "factr": 2.0}}, "rope_parameters.factr=2.0"),
+        ({"rope_scaling": 3}, "rope_parameters=3 must be a JSON object"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0 must be a positive number"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"torch_dtype": "int3"}, "dtype='int3'"),
+        ({"head_dim": 7}, "rotary_size=7"),
+    ],
+)
+def test_bad_fields(changes: dict[str, Any], names: str) -> None:
+    assert names in refused(LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        ({"model_type": "gemma2", "layer_types": ["full_attention"]}, "has 1 entries for 26 layers"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"rope_type": "default"}}, "full_attention"),
+        ({"model_type": "gpt2", "n_head": 12, "num_attention_heads": 6}, "contradicts"),
+        ({"model_type": "bert", "position_embedding_type": "relative_key"}, "'relative_key'"),
+        ({"model_type": "mamba2", "num_heads": 3, "head_dim": 64}, "isn't expand x hidden_size"),
+        ({"model_type": "jamba", "attn_layer_offset": 9}, "must be below attn_layer_period=8"),
+        ({"model_type": "bamba", "time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
+        ({"model_type": "falcon", "alibi": True}, "text layers 0-31 need ALiBi that is scaled"),
+        ({"model_type": "rwkv7", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-7"),
+        ({"model_type": "recurrent_gemma", "num_hidden_layers": 6},
+         "text layers 0-1, 3-4 need the RG-LRU"),
+        ({"model_type": "t5", "num_layers": 2},
+         "encoder layers 0-1 need a learned relative position bias; decoder layers 0-1 need"),
+        ({"model_type": "kimi_linear", "num_hidden_layers": 5}, "text layers 0-3 need Kimi delta"),
+    ],
+)  # fmt: skip
+def test_what_cant_be_served(values: dict[str, Any], names: str) -> None:
+    assert names in refused(values)
+
+
+def test_the_layers_that_can_be_served_are_there_by_themselves() -> None:
+    model = model_layers({"model_type": "kimi_linear", "num_hidden_layers": 5})
+    (mla,) = (layer for layer in model.layers if layer.specs)
+    assert mla.index == 4 and mla.specs[0].kind is AttentionKind.MLA and mla.specs[0].rope is None
+    assert [layer.index for layer in model.unserved] == [0, 1, 2, 3]
+
+
+def test_towers_are_models_by_themselves() -> None:
+    model = model_layers(bundled("models", "gemma-3-12b.json"))
+    assert model.towers == ("text", "vision") and len(model.specs) == 48
+    assert {layer.specs[0].role for layer in model.tower("vision")} == {Role.ENCODER_ONLY}
+    whisper = model_layers(bundled("models", "whisper-large-v3.json"))
+    assert whisper.towers == ("encoder", "decoder") and len(whisper.specs) == 96
+    mllama = model_layers({"model_type": "mllama"}).specs
+    assert [i for i, s in enumerate(mllama) if s.role is Role.CROSS] == [
+        3,
+        8,
+        13,
+        18,
+        23,
+        28,
+        33,
+        38,
+    ]
+    clip = model_layers({"model_type": "clip"})
+    assert clip.towers == ("text_model", "vision_model")
+    assert [clip.tower(name)[0].specs[0].causal for name in clip.towers] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("model", "scale"),
+    [("deepseek-v3", 0.1352337788608801), ("deepseek-v3.2", 0.1352337788608801),
+     ("deepseek-v2-lite", 0.1147213867929261)],
+)  # fmt: skip
+def test_mla_scales_have_yarns_magnitude(model: str, scale: float) -> None:
+    assert layer_specs(bundled("models", f"{model}.json"))[0].scale == pytest.approx(scale)
+
+
+def test_scales_of_the_modelling_code() -> None:
+    def scale(**values: Any) -> float:
+        return layer_specs(values)[0].scale
+
+    assert scale(model_type="granite", attention_multiplier=0.0078125) == 0.0078125
+    assert scale(model_type="gpt_neo") == 1.0 and scale(model_type="gemma3n_text") == 1.0
+    assert scale(model_type="gemma2", query_pre_attn_scalar=144) == 144**-0.5
+
+
+@pytest.mark.parametrize("model", bundled_models())
+def test_bundled_configs_are_read_as_transformers_reads_them(model: str) -> None:
+    """As a file, and as the object that transformers makes of it."""
+    values = json.loads(bundled("models", f"{model}.json").read_text())
+    specs = layer_specs(values)
+    if values["model_type"] in CONFIG_MAPPING:
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
+        ignored = set(config.to_dict()) - set(values)
+        assert layer_specs(config, ignore=ignored) == specs
+    for spec in specs:
+        assert LayerSpec.from_json(spec.to_json()) == spec
+
+
+@pytest.mark.parametrize("model_type", sorted(READERS))
+def test_odd_values_are_refused_and_nothing_else(model_type: str) -> None:
+    """Whatever stands in a field: specs, or a `ConfigError`."""
+    values: dict[str, Any] = {"model_type": model_type}
+    if model_type in CONFIG_MAPPING:
+        values |= tiny_values(CONFIG_MAPPING[model_type])
+    paths = [(name,) for name in {*values, "rope_scaling", "rope_parameters", "layer_types"}]
+    paths += [(n, m) for n, part in values.items() if isinstance(part, dict) for m in part]
+    for path in paths:
+        for odd in ODD:
+            changed = copy.deepcopy(values)
+            at = changed[path[0]] if len(path) == 2 else changed
+            at[path[-1]] = odd
+            try:
+                assert isinstance(model_layers(changed).layers, tuple)
+            except ConfigError as error:
+                assert str(error).startswith("config")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "deepseek_v3", "ministral3", "phi3", "qwen3_vl_text"]
+)
+@pytest.mark.parametrize("kind", ["yarn", "llama3", "longrope", "linear", "dynamic", "default"])
+def test_odd_rope_parameters(model_type: str, kind: str) -> None:
+    full: dict[str, Any] = dict.fromkeys(sorted(KNOWN), 2.0) | {"rope_type": kind}
+    full |= {"short_factor": [1.0], "long_factor": [1.0], "mrope_section": [24, 20, 20]}
+    for name in full:
+        for odd in ODD:
+            values = {"model_type": model_type, "rope_scaling": full | {name: odd}}
+            try:
+                assert model_layers(values).layers
+            except ConfigError as error:
+                assert str(error).startswith("config")
+
+
+def test_no_type_is_near_another_by_accident() -> None:
+    assert nearest("llama", READERS) == "; did you mean 'llama'?"

@@ -1,0 +1,138 @@
+"""Is every model read as its own code computes? Tiny models of transformers are the oracle."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from typing import Any
+
+import oracle
+import pytest
+import torch
+import transformers
+from polyattn import LayerSpec
+from polyattn.errors import ConfigError
+from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
+from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config, tiny_values
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from variations import variations
+
+transformers.logging.set_verbosity_error()
+torch.set_num_threads(1)
+
+PUBLISHERS_CODE = {"kimi_k2", "minimax_text_01", "rwkv5", "rwkv6", "rwkv7"}
+"""Types that transformers has no code for."""
+BY_THEIR_TOWERS = {"gemma3n", "llama4_vision_model", "mllama"}
+"""Needs a library for images, or images; the towers are compared by themselves."""
+BY_ATTRIBUTES = {"bloom", "mpt"}
+"""Models that add ALiBi outside any attention interface: compared below."""
+BIASED = {"t5", "mt5", "umt5"}
+
+
+def parts(model: ModelLayers) -> list[LayerSpec | None]:
+    """Return the specs in the order in which the model's forward runs them."""
+    layers = model.layers
+    if model.model_type in ("clip", "siglip"):
+        layers = model.tower("vision_model") + model.tower("text_model")
+    elif "vision" in model.towers and "text" in model.towers:
+        layers = model.tower("text")
+    out: list[LayerSpec | None] = []
+    for layer in layers:
+        out += [None] * (len(layer.missing) if model.model_type in BIASED else 0)
+        out += layer.specs
+    return out
+
+
+@functools.cache
+def accepted() -> list[str]:
+    """Return the types whose tiny model can be compared."""
+    return sorted(set(READERS) - PUBLISHERS_CODE - BY_THEIR_TOWERS - BY_ATTRIBUTES)
+
+
+def compare(config: Any, values: dict[str, Any] | None = None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        read = model_layers(config if values is None else values)
+        if not any(layer.specs for layer in read.layers):
+            assert all(layer.missing for layer in read.layers)
+            return
+        model = build(config)
+        specs = parts(read)
+        if not specs:
+            return
+        assert oracle.differences(model, specs, **inputs_of(model, config)) == []
+
+
+@pytest.mark.parametrize("model_type", accepted())
+def test_specs_are_what_the_modules_do(model_type: str) -> None:
+    """As an object, which lists what it derives, and as a hub file, which doesn't."""
+    config = tiny_config(model_type)
+    compare(config)
+    values = {"model_type": model_type, "dtype": "float32"} | tiny_values(
+        CONFIG_MAPPING[model_type]
+    )
+    by_object, by_file = model_layers(config), model_layers(values)
+    if config.dtype is None:
+        by_file = model_layers(values | {"dtype": "bfloat16"})
+    assert by_file.layers == by_object.layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", accepted())
+def test_no_field_is_misread(model_type: str) -> None:
+    """Every field renamed, dropped, added and changed: equal to the modules, or refused."""
+    equal = 0
+    for what, values in variations(model_type):
+        try:
+            model_layers({"model_type": model_type} | copy.deepcopy(values))
+            config = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
+        except Exception as error:
+            # Refused by us, or by the config class itself: neither is a misreading.
+            assert type(error) is ConfigError or "polyattn" not in type(error).__module__, what
+            continue
+        try:
+            build(config)(**inputs_of(build(config), config))
+        except Exception:
+            continue  # no such model runs
+        compare(config, {"model_type": model_type} | copy.deepcopy(values))
+        equal += 1
+    assert equal
+
+
+@pytest.mark.parametrize("model_type", sorted(BY_ATTRIBUTES))
+def test_alibi_models(model_type: str) -> None:
+    config = tiny_config(model_type)
+    (spec,) = set(model_layers(config).specs)
+    module = next(m for m in build(config).modules() if type(m).__name__.endswith("Attention"))
+    heads = module.num_heads if model_type == "bloom" else module.n_heads
+    scale = module.inv_norm_factor if model_type == "bloom" else module.softmax_scale
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_size) == (heads, heads, module.head_dim)
+    assert math.isclose(spec.scale, scale) and spec.alibi and spec.causal and spec.rope is None
+    if model_type == "bloom":
+        from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+        bias = build_alibi_tensor(torch.ones(1, 5), heads, torch.float32)
+        torch.testing.assert_close(bias[:, 0, 1] - bias[:, 0, 0], alibi_slopes(heads).float())
+    else:
+        from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+
+        bias = build_mpt_alibi_tensor(heads, 5)
+        slopes = bias[:, 0, 1] - bias[:, 0, 0]
+        torch.testing.assert_close(slopes, alibi_slopes(heads).float())
+
+
+def test_every_causal_model_is_equal_or_refused_by_name() -> None:
+    refused = [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in READERS]
+    assert refused
+    for name in refused:
+        with pytest.raises(ConfigError, match=f"model_type='{name}' is unknown"):
+            model_layers({"model_type": name, "num_attention_heads": 4})
+    for name in sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(READERS)):
+        assert name in {*accepted(), *BY_ATTRIBUTES, *BY_THEIR_TOWERS}
+
+
+def test_every_type_is_in_transformers_or_said_not_to_be() -> None:
+    assert {name for name in READERS if name not in CONFIG_MAPPING} == PUBLISHERS_CODE

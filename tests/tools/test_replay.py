@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polyattn.errors import CacheError, SettingsError, TraceError
+from polyattn.families.attention.reference import visible
+from polyattn.families.attention.roofline import visible_pairs
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.grammar import parse_batch
+from polyattn.tools.replay.blocks import BlockAllocator
+from polyattn.tools.replay.scheduler import Pool, Scheduler
+from polyattn.tools.replay.trace import Request, read_trace
+
+
+def run(requests: list[Request], blocks: int, size: int = 4, budget: int = 16, seqs: int = 8):  # type: ignore[no-untyped-def]
+    pools = [Pool(size, BlockAllocator(blocks)), Pool(2 * size, BlockAllocator(blocks))]
+    scheduler = Scheduler(requests, pools, budget, seqs)
+    generated, shared = 0, 0
+    while plan := scheduler.step():
+        assert sum(item.count for item in plan) <= budget
+        held = [b for item in scheduler.running for b in item.blocks[0]]
+        if not requests[0].hash_ids:
+            assert len(held) == len(set(held)), "a block belongs to one sequence"
+        for item in plan:
+            for pool, blocks_ in zip(pools, item.sequence.blocks, strict=True):
+                assert len(blocks_) * pool.block_size >= item.start + item.count
+            if item.start == item.sequence.shared:
+                shared += item.sequence.shared
+        kinds = [item.count == 1 and item.start > 0 for item in plan]
+        assert kinds == sorted(kinds, reverse=True), "decodes come first"
+        generated += scheduler.finish(plan)
+    assert all(pool.allocator.num_used == 0 for pool in pools), "every block came back"
+    return scheduler, generated, shared
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 12)), min_size=1, max_size=12))
+def test_every_request_is_served(lengths: list[tuple[int, int]]) -> None:
+    _, generated, _ = run([Request(*pair) for pair in lengths], blocks=20)
+    assert generated == sum(output for _, output in lengths)
+
+
+def test_a_full_cache_preempts_and_recovers() -> None:
+    scheduler, generated, _ = run([Request(20, 30)] * 4, blocks=14)
+    assert generated == 120 and scheduler.preemptions > 0
+
+
+def test_equal_prefixes_are_shared() -> None:
+    requests = [Request(40, 2, (1, 2, 3, 4, 5), 8) for _ in range(3)]
+    _, generated, shared = run(requests, blocks=64, seqs=1)
+    assert generated == 6
+    assert shared == 2 * 32  # 39 tokens may be shared, in whole blocks of 8
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
+    with pytest.raises(CacheError, match="request 1 needs 101 tokens and the cache holds 40"):
+        run([Request(4, 1), Request(100, 1)], blocks=10)
+
+
+def test_allocator_evicts_the_longest_unused() -> None:
+    blocks = BlockAllocator(2)
+    first, second = blocks.allocate(), blocks.allocate()
+    blocks.publish(first, "a")
+    blocks.publish(second, "b")
+    blocks.release(first)
+    blocks.release(second)
+    assert blocks.num_free == 2 and blocks.find("a") == first
+    blocks.share(first)
+    blocks.release(first)  # used again: now "b" is the older one
+    assert blocks.allocate() == second and blocks.find("b") is None and blocks.find("a") == first
+    with pytest.raises(CacheError, match="more often"):
+        blocks.release(first)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("t.csv", "A,B\n1,2\n", "line 1: the header"),
+        ("t.csv", "ContextTokens,GeneratedTokens\n5,6\n5,x\n", "line 3: '5,x'"),
+        ("t.csv", "ContextTokens,GeneratedTokens\n0,6\n", "line 2: 0 prompt"),
+        ("t.csv", "ContextTokens,GeneratedTokens\n", "holds no request"),
+        ("t.jsonl", '{"input_length": 3, "output_length": 4}\n{"inp', "line 2: not JSON"),
+        ("t.jsonl", '{"input_length": 3}', "line 1: output_length=None"),
+        ("t.jsonl", '{"input_length": 3, "output_length": 4, "hash_ids": "x"}', "hash_ids"),
+        ("t.jsonl", "[]", "must be a JSON object"),
+    ],
+)
+def test_bad_traces_name_the_line(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path)
+    assert says in str(caught.value) and str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expect"),
+    [
+        ("8q1s2k", [(1, 2048)] * 8),
+        ("q2k", [(2048, 2048)]),
+        ("2q2k_3q1s1k", [(2048, 2048)] * 2 + [(1, 1024)] * 3),
+        ("q100s300", [(100, 300)]),
+    ],
+)
+def test_batch_grammar(text: str, expect: list[tuple[int, int]]) -> None:
+    assert parse_batch(text) == expect
+
+
+@pytest.mark.parametrize("text", ["", "8", "q", "q5s3", "0q1s2", "q1k_", "q1m"])
+def test_bad_batches_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="batch"):
+        parse_batch(text)
+
+
+@given(
+    queries=st.integers(0, 30),
+    context=st.integers(0, 40),
+    window=st.none() | st.integers(1, 50),
+    sinks=st.integers(0, 4),
+    chunk=st.none() | st.integers(1, 50),
+)
+def test_counted_operations_are_those_the_mask_leaves(
+    queries: int, context: int, window: int | None, sinks: int, chunk: int | None
+) -> None:
+    if chunk is not None:
+        window, sinks = None, 0
+    spec = LayerSpec(
+        num_heads=1, head_size=8, sliding_window=window, sink_tokens=sinks if window else 0,
+        chunk_size=chunk,
+    )  # fmt: skip
+    keys = queries + context
+    assert visible_pairs(spec, queries, keys) == int(visible(spec, queries, keys).sum())
