@@ -1,6 +1,7 @@
 """TPUs: ragged paged attention in Pallas, recurrences in XLA; for torch tensors in JAX, and for JAX.
 
-The names below are the door of JAX itself: pure functions over plans, which import no torch.
+The names below are the door of JAX itself: pure functions over plans, which import no torch. `torchax()`
+alone is of the other door: it imports torchax, in whose environment torch's tensors live in JAX.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from polyattn_tpu.planning import AttentionPlan, RecurrentPlan, pad, plan
     from polyattn_tpu.recurrence import recur
     from polyattn_tpu.step import Step
+    from polyattn_tpu.torchax_env import torchax
 
 _HOME = {
     "AttentionPlan": "planning", "Buckets": "buckets", "Cache": "functions", "BatchError": "planning",
@@ -22,6 +24,7 @@ _HOME = {
     "attend_expanded": "latent", "attend_given": "functions", "attend_latent": "latent",
     "attend_rows": "latent", "merge": "functions", "pad": "planning", "plan": "planning",
     "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
+    "torchax": "torchax_env",
 }  # fmt: skip
 
 __all__ = [
@@ -42,6 +45,7 @@ __all__ = [
     "plan_expanded",
     "recur",
     "store",
+    "torchax",
 ]
 
 

@@ -33,6 +33,15 @@ def named_overloads() -> Iterator[None]:
         OpOverloadPacket.__getattr__ = real  # type: ignore[method-assign]
 
 
+def complete_views() -> None:
+    """Give torchax's views what its own functions ask of every tensor, and views of 0.0.13 lack."""
+    from torchax.view import View
+
+    if not hasattr(View, "_elem"):
+        View._elem = property(View.jax, View.update)
+        View.tolist = lambda view: view.jax().tolist()
+
+
 def torchax() -> Any:
     """Return torchax, imported, with its environment made: `with polyattn_tpu.torchax().default_env()`.
 
@@ -42,4 +51,5 @@ def torchax() -> Any:
         import torchax as module
 
         module.default_env()
+    complete_views()
     return module
