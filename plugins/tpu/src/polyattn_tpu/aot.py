@@ -12,10 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from polyattn.plugin import LayerSpec
+from polyattn.plugin import AttentionKind, LayerSpec, absorbed
 
-from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given
-from polyattn_tpu.planning import AttentionPlan, Buckets, Step, plan_dense, plan_paged
+from polyattn_tpu.buckets import Buckets
+from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, store
+from polyattn_tpu.latent import attend_rows
+from polyattn_tpu.planning import AttentionPlan, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.recurrence import recur
+from polyattn_tpu.step import Step
 
 CHIPS = {
     "v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4"},
@@ -114,6 +118,53 @@ def compile_attention(spec: LayerSpec, arch: str, phase: str, **sizes: Any) -> A
     """Compile a layer's prefill or decode for one chip; returns JAX's compiled function."""
     run, arguments = attention_case(spec, phase, **sizes)
     return compile_for(arch, run, *arguments)
+
+
+def latent_case(
+    spec: LayerSpec, *, block_size: int = 64, seqs: int = 8, length: int = 2048, num_blocks: int = 512
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the absorbed decode of an MLA layer, or the attention to chosen rows of a sparse one."""
+    assert spec.latent is not None
+    dtype = DTYPES[spec.dtype]
+    query = jax.ShapeDtypeStruct((seqs, spec.num_heads, spec.latent.size), dtype)
+    cache = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
+    if spec.kind is AttentionKind.SPARSE_MLA:
+        rank, chosen = spec.latent.rank, jax.ShapeDtypeStruct((seqs, spec.latent.topk), jnp.int32)
+        return lambda q, s, c: attend_rows(q, s, c, spec.scale, rank), (query, chosen, cache)
+    inner = absorbed(spec)
+    buckets = Buckets(tokens=seqs, seqs=seqs, pages=seqs * length // block_size)
+    plan = plan_paged(step_of("decode", seqs, seqs, length, block_size), spec.num_heads, block_size, buckets)
+    return lambda p, q, c: attend(p, inner, q, c, interpret=False), (plan, query, cache)
+
+
+def recurrent_case(
+    spec: LayerSpec, phase: str, forms: Any, *, seqs: int = 8, tokens: int = 512, slots: int = 64
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a recurrence and its arguments; `forms(spec)` says shapes: (inputs, params, state)."""
+    step = step_of(phase, seqs, tokens, 2048, 64)
+    step = Step.of(step.query_lens, step.seq_lens, state_slots=np.arange(seqs))
+    plan = plan_chunks(step, Buckets(tokens=tokens, seqs=seqs, pages=1))
+    inputs, params, state = forms(spec, plan.num_tokens)
+    dtype = DTYPES[spec.dtype]
+    kept = dtype if spec.kind is AttentionKind.SHORT_CONV else jnp.float32
+    given = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inputs.items()}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    states = jax.ShapeDtypeStruct((slots, *state), kept)
+    return lambda p, i, w, s: recur(p, spec, i, w, s), (plan, given, weights, states)
+
+
+def store_case(
+    spec: LayerSpec, *, block_size: int = 64, tokens: int = 512, num_blocks: int = 512
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the storing of a prefill's keys and values and its arguments; donate the fourth."""
+    step = step_of("prefill", 8, tokens, 2048, block_size)
+    plan = plan_paged(step, spec.gqa_ratio, block_size, Buckets(tokens=tokens, seqs=8, pages=512))
+    rows = [
+        jax.ShapeDtypeStruct((tokens, spec.num_kv_heads, size), DTYPES[spec.dtype])
+        for size in (spec.head_size, spec.v_head_size)
+    ]
+    cache = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
+    return store, (plan, *rows, cache)
 
 
 def compile_sharded(spec: LayerSpec, arch: str, phase: str, devices: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 
@@ -33,15 +34,28 @@ def named_overloads() -> Iterator[None]:
         OpOverloadPacket.__getattr__ = real  # type: ignore[method-assign]
 
 
-def complete_views() -> None:
-    """Give torchax's views what its own functions ask of every tensor, and views of 0.0.13 lack."""
+def complete(module: Any) -> None:
+    """Give torchax 0.0.13 what its own functions, and polyattn's on its tensors, find missing."""
+    import jax
+    import torch
+    from torchax import tensor
+    from torchax.ops import mappings
     from torchax.view import View
 
-    if not hasattr(View, "_elem"):
-        View._elem = property(View.jax, View.update)
-        View.tolist = lambda view: view.jax().tolist()
+    def as_dtype(array: Any, dtype: Any) -> Any:
+        word = mappings.t2j_dtype(dtype)
+        return array.apply_jax(lambda found: jax.lax.bitcast_convert_type(found, word))
+
+    # Its functions read `_elem` of what may be a view, and torch's method knows no subclass.
+    View._elem = property(View.jax, View.update)
+    View.tolist = lambda view: view.jax().tolist()
+    # Made without a device it is on the CPU, like torch.arange.
+    tensor.TENSOR_CONSTRUCTORS.add(torch.randperm)
+    # Its view knows shapes alone; this one reads the same bits as another dtype.
+    module.default_env().override_op_definition(torch.ops.aten.view.dtype, as_dtype)
 
 
+@cache
 def torchax() -> Any:
     """Return torchax, imported, with its environment made: `with polyattn_tpu.torchax().default_env()`.
 
@@ -51,5 +65,5 @@ def torchax() -> Any:
         import torchax as module
 
         module.default_env()
-    complete_views()
+    complete(module)
     return module
