@@ -39,20 +39,30 @@ def complete(module: Any) -> None:
     import jax
     import torch
     from torchax import tensor
-    from torchax.ops import mappings
+    from torchax.ops import mappings, ops_registry
     from torchax.view import View
 
     def as_dtype(array: Any, dtype: Any) -> Any:
         word = mappings.t2j_dtype(dtype)
         return array.apply_jax(lambda found: jax.lax.bitcast_convert_type(found, word))
 
+    environment = module.default_env()
+    here = ops_registry.all_torch_functions[torch.Tensor.__getitem__].func
+
+    def item(array: Any, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        moved = tuple(environment.to_xla(p) if isinstance(p, torch.Tensor) else p for p in parts)
+        return here(array, moved if isinstance(index, tuple) else moved[0])
+
+    # An index may be on the CPU, as on any device.
+    environment.override_op_definition(torch.Tensor.__getitem__, item, is_view_op=True)
     # Its functions read `_elem` of what may be a view, and torch's method knows no subclass.
     View._elem = property(View.jax, View.update)
     View.tolist = lambda view: view.jax().tolist()
     # Made without a device it is on the CPU, like torch.arange.
     tensor.TENSOR_CONSTRUCTORS.add(torch.randperm)
     # Its view knows shapes alone; this one reads the same bits as another dtype.
-    module.default_env().override_op_definition(torch.ops.aten.view.dtype, as_dtype)
+    environment.override_op_definition(torch.ops.aten.view.dtype, as_dtype)
 
 
 @cache
