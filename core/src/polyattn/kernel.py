@@ -21,7 +21,7 @@ from polyattn.runtime.conventions import (
     store_lse,
     window_sizes,
 )
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize, raw
+from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.uniform_rows import UniformRows
@@ -31,6 +31,7 @@ from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 
 __all__ = [
+    "ALLOCATORS",
     "STORAGE_DTYPES",
     "AttentionBackend",
     "AttentionKind",

@@ -1,6 +1,7 @@
 """All that a plugin's hook module imports. Light: neither torch nor any vendor's library."""
 
 from polyattn.device import Device
+from polyattn.errors import BatchError
 from polyattn.registry.capabilities import (
     ANY_PLATFORM,
     ANY_SIZE,
@@ -11,6 +12,7 @@ from polyattn.registry.capabilities import (
 )
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
+from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -20,6 +22,7 @@ __all__ = [
     "API_VERSION",
     "AttentionKind",
     "BackendInfo",
+    "BatchError",
     "Capabilities",
     "Device",
     "GraphCapture",
@@ -30,6 +33,8 @@ __all__ = [
     "Role",
     "Sizes",
     "Variant",
+    "absorbed",
+    "expanded",
     "hookimpl",
     "multiples",
     "one_of",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -88,7 +89,9 @@ def _current_accelerator() -> Callable[[], None]:
     accelerator: Any = getattr(sys.modules.get("torch"), "accelerator", None)
     index = 0
     if accelerator is not None and accelerator.is_available():
-        index = accelerator.current_device_index()
+        # A device that torch was only told of, by its name (torchax's), has no current one.
+        with suppress(RuntimeError):
+            index = accelerator.current_device_index()
     # A new thread begins with 0; setting it would open a context on a device that nobody used.
     return (lambda: accelerator.set_device_index(index)) if index else (lambda: None)
 

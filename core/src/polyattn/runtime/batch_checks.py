@@ -43,7 +43,7 @@ def check_tensors(batch: Batch) -> None:
         if tensor is None:
             continue
         fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
-        if tensor.dtype != dtype or not fits:
+        if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
             wanted = ", ".join("max_blocks" if n is None else str(n) for n in shape)
             raise BatchError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
@@ -51,6 +51,13 @@ def check_tensors(batch: Batch) -> None:
             )
         if tensor.device != batch.device and tensor.device.type != batch.device.type:
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+
+
+def _as_wide(tensor: torch.Tensor) -> bool:
+    """Whether int32 is all that the tensor's device has: widened, it stays what it is."""
+    if tensor.dtype != torch.int32 or tensor.device.type in ("cpu", "cuda"):
+        return False
+    return tensor[:0].long().dtype == torch.int32
 
 
 def check_queries(batch: Batch) -> None:

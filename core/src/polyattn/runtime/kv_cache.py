@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -30,12 +31,13 @@ class KVCache:
 
     `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
     logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous. Raises `CacheError`.
+    dimension must be contiguous. `form`: where strides don't say it, because the device's tensors have
+    none. Raises `CacheError`.
     """
 
     __slots__ = ("__dict__", "key", "value")
 
-    def __init__(self, key: Tensor, value: Tensor):
+    def __init__(self, key: Tensor, value: Tensor, form: CacheFormat | None = None):
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise CacheError(
                 f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (num_blocks, "
@@ -49,6 +51,8 @@ class KVCache:
         if key.stride(3) != 1 or value.stride(3) != 1:
             raise CacheError("the head-size dimension of key and value must be contiguous")
         self.key, self.value = key, value
+        if form is not None:
+            self.__dict__["format"] = form
 
     @classmethod
     def allocate(
@@ -57,6 +61,9 @@ class KVCache:
         """Return an uninitialised cache of `num_blocks` blocks of this form."""
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
             raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
+        special = ALLOCATORS.get(torch.device(device).type)
+        if special is not None:
+            return special(form, num_blocks)
         dtype, n, b, h = STORAGE_DTYPES[form.dtype], num_blocks, form.block_size, form.num_kv_heads
 
         def empty(*shape: int) -> Tensor:
@@ -99,6 +106,8 @@ class KVCache:
     @cached_property
     def value_in_key(self) -> bool:
         """Whether a value is the first part of its key: an MLA latent."""
+        if "format" in self.__dict__:
+            return self.format.value_in_key
         return self.value.data_ptr() == self.key.data_ptr()
 
     @cached_property
@@ -123,6 +132,8 @@ class KVCache:
     @cached_property
     def layout(self) -> str:
         """The physical order within a block: NHD or HND (NHD where both fit)."""
+        if "format" in self.__dict__:
+            return self.format.layout
         token, head = self.key.stride(1), self.key.stride(2)
         return "NHD" if token >= head or self.key.shape[2] == 1 else "HND"
 
@@ -151,6 +162,10 @@ class KVCache:
     def __repr__(self) -> str:
         n, b, h, d = self.key.shape
         return f"<KVCache: {n} blocks of {b}, {h} KV heads of {d}, {self.key.dtype}, {self.layout}>"
+
+
+ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
+"""Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
 
 
 def quantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:

@@ -1,67 +1,188 @@
-"""Compiles the kernel for a TPU that need not be here, with libtpu's own compiler."""
+"""Compiles for a TPU that need not be here, with libtpu's own compiler."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from polyattn.plugin import LayerSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from polyattn.plugin import AttentionKind, LayerSpec, absorbed
 
-from polyattn_tpu.configs import pages_per_step, tile_tokens
-from polyattn_tpu.kernel import Form, paged_attention
+from polyattn_tpu.buckets import Buckets
+from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, store
+from polyattn_tpu.latent import attend_rows
+from polyattn_tpu.planning import AttentionPlan, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.recurrence import recur
+from polyattn_tpu.step import Step
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "v7x": "tpu7x:2x2x1"}
-CACHES = {"int8": jnp.int8, "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
+CHIPS = {
+    "v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4"},
+    "v5p": {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"},
+    "v6e": {1: "v6e:2x2", 4: "v6e:2x2", 8: "v6e:2x4"},
+    "v7x": {1: "tpu7x:2x2x1", 4: "tpu7x:2x2x1"},
+}
+"""The topology that a mesh of so many devices is taken from. TPU7x has two devices a chip: its 2 x 2
+topology holds 8, of which 1 or 4 are taken here."""
+AXIS = "heads"
 
 
 @cache
-def sharding(arch: str) -> Any:
-    """Return a sharding on one chip of `arch`. Needs libtpu; no TPU, and none is looked for."""
+def mesh(arch: str, devices: int = 1) -> Mesh:
+    """Return a mesh of devices of `arch`. Needs libtpu; no TPU, and none is looked for."""
     import libtpu
     from jax.experimental import topologies
 
     os.environ.setdefault("TPU_LIBRARY_PATH", libtpu.get_library_path())
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    topology = topologies.get_topology_desc(TOPOLOGIES[arch], platform="tpu")
-    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
-    return NamedSharding(mesh, PartitionSpec())
+    topology = topologies.get_topology_desc(CHIPS[arch][devices], platform="tpu")
+    return Mesh(np.array(topology.devices[:devices]), (AXIS,))
 
 
-def compile_phase(
-    spec: LayerSpec, arch: str, phase: str, block_size: int, seqs: int = 8, tokens: int = 512
+def shapes(tree: Any, place: Any) -> Any:
+    """Return the shapes of a tree's arrays on `place`, a sharding or a tree of them."""
+    if isinstance(place, NamedSharding):
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree
+        )
+    return jax.tree.map(
+        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, place
+    )
+
+
+def compile_for(
+    arch: str, function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
 ) -> Any:
-    """Compile PALLAS_ATTN for prefill or decode of `spec`; returns JAX's compiled function.
-
-    Raises what the compiler raises, where VMEM doesn't hold a step.
-    """
-    place = sharding(arch)
-
-    def array(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-
-    dtype = jnp.dtype(spec.dtype)
-    cached = CACHES.get(spec.kv_cache_dtype, dtype)
-    decode = phase == "decode"
-    per_tile = 1 if decode else tile_tokens(spec)
-    count = seqs if decode else tokens
-    tiles = count // per_tile + (0 if decode else seqs)
-    form = Form(
-        spec.scale, spec.causal, spec.sliding_window, spec.chunk_size, spec.logit_soft_cap, 0.5,
-        0.5, per_tile, spec.gqa_ratio, pages_per_step(block_size), 1,
-        spec.needs_lse or spec.learned_sinks,
-    )  # fmt: skip
-    pages = (64, spec.num_kv_heads, block_size)
-    ints = jnp.int32
-    lowered = paged_attention.lower(
-        array(dtype, count, spec.num_heads, spec.head_size), array(cached, *pages, spec.head_size),
-        array(cached, *pages, spec.v_head_size), array(ints, tiles * per_tile), array(ints, count),
-        array(ints, tiles), array(ints, tiles), array(ints, seqs), array(ints, seqs),
-        array(ints, seqs, 64), array(jnp.float32, spec.num_heads) if spec.learned_sinks else None,
-        form=form, interpret=False,
-    )  # fmt: skip
+    """Compile a function for one chip at these arguments' shapes; raises what the compiler raises."""
+    place = NamedSharding(mesh(arch), P())
+    lowered = jax.jit(function, donate_argnums=donate).lower(
+        *(shapes(argument, place) for argument in arguments)
+    )
     return lowered.compile()
+
+
+def step_of(phase: str, seqs: int, tokens: int, length: int, block_size: int) -> Step:
+    """Return a step of a phase: `seqs` single tokens, or rows of `tokens` together."""
+    queries = [1] * seqs if phase == "decode" else [tokens // seqs] * seqs
+    width = -(-length // block_size)
+    table = np.arange(seqs * width).reshape(seqs, width)
+    return Step.of(queries, [length] * seqs, table, np.arange(sum(queries)))
+
+
+def attention_case(
+    spec: LayerSpec,
+    phase: str,
+    *,
+    block_size: int = 64,
+    seqs: int = 8,
+    tokens: int = 512,
+    length: int = 2048,
+    num_blocks: int = 512,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a function of (plan, query, cache or keys, parameters) and arguments for one layer."""
+    buckets = Buckets(tokens=tokens, seqs=seqs, pages=seqs * -(-length // min(block_size, 128)))
+    step = step_of(phase, seqs, tokens, length, block_size)
+    dtype = DTYPES[spec.dtype]
+    group = spec.gqa_ratio
+    params = [
+        jnp.zeros(spec.num_heads) if asked else None for asked in (spec.learned_sinks, spec.alibi)
+    ]
+    plan: AttentionPlan
+    if spec.cached:
+        plan = plan_paged(step, group, block_size, buckets)
+        kept = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
+    else:
+        plan = plan_dense(step, group, buckets)
+        keys = (seqs * length, spec.num_kv_heads)
+        kept = tuple(
+            jax.ShapeDtypeStruct((*keys, size), dtype)
+            for size in (spec.head_size, spec.v_head_size)
+        )
+    query = jax.ShapeDtypeStruct((plan.num_tokens, spec.num_heads, spec.head_size), dtype)
+
+    def run(plan: Any, query: Any, kept: Any, params: Any) -> Any:
+        options = {"sinks": params[0], "alibi_slopes": params[1], "lse": spec.needs_lse}
+        if spec.cached:
+            return attend(plan, spec, query, kept, interpret=False, **options)
+        return attend_given(plan, spec, query, *kept, interpret=False, **options)
+
+    return run, (plan, query, kept, params)
+
+
+def compile_attention(spec: LayerSpec, arch: str, phase: str, **sizes: Any) -> Any:
+    """Compile a layer's prefill or decode for one chip; returns JAX's compiled function."""
+    run, arguments = attention_case(spec, phase, **sizes)
+    return compile_for(arch, run, *arguments)
+
+
+def latent_case(
+    spec: LayerSpec, *, block_size: int = 64, seqs: int = 8, length: int = 2048, num_blocks: int = 512
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the absorbed decode of an MLA layer, or the attention to chosen rows of a sparse one."""
+    assert spec.latent is not None
+    dtype = DTYPES[spec.dtype]
+    query = jax.ShapeDtypeStruct((seqs, spec.num_heads, spec.latent.size), dtype)
+    cache = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
+    if spec.kind is AttentionKind.SPARSE_MLA:
+        rank, chosen = spec.latent.rank, jax.ShapeDtypeStruct((seqs, spec.latent.topk), jnp.int32)
+        return lambda q, s, c: attend_rows(q, s, c, spec.scale, rank), (query, chosen, cache)
+    inner = absorbed(spec)
+    buckets = Buckets(tokens=seqs, seqs=seqs, pages=seqs * length // block_size)
+    plan = plan_paged(step_of("decode", seqs, seqs, length, block_size), spec.num_heads, block_size, buckets)
+    return lambda p, q, c: attend(p, inner, q, c, interpret=False), (plan, query, cache)
+
+
+def recurrent_case(
+    spec: LayerSpec, phase: str, forms: Any, *, seqs: int = 8, tokens: int = 512, slots: int = 64
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return a recurrence and its arguments; `forms(spec)` says shapes: (inputs, params, state)."""
+    step = step_of(phase, seqs, tokens, 2048, 64)
+    step = Step.of(step.query_lens, step.seq_lens, state_slots=np.arange(seqs))
+    plan = plan_chunks(step, Buckets(tokens=tokens, seqs=seqs, pages=1))
+    inputs, params, state = forms(spec, plan.num_tokens)
+    dtype = DTYPES[spec.dtype]
+    kept = dtype if spec.kind is AttentionKind.SHORT_CONV else jnp.float32
+    given = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inputs.items()}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in params.items()}
+    states = jax.ShapeDtypeStruct((slots, *state), kept)
+    return lambda p, i, w, s: recur(p, spec, i, w, s), (plan, given, weights, states)
+
+
+def store_case(
+    spec: LayerSpec, *, block_size: int = 64, tokens: int = 512, num_blocks: int = 512
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the storing of a prefill's keys and values and its arguments; donate the fourth."""
+    step = step_of("prefill", 8, tokens, 2048, block_size)
+    plan = plan_paged(step, spec.gqa_ratio, block_size, Buckets(tokens=tokens, seqs=8, pages=512))
+    rows = [
+        jax.ShapeDtypeStruct((tokens, spec.num_kv_heads, size), DTYPES[spec.dtype])
+        for size in (spec.head_size, spec.v_head_size)
+    ]
+    cache = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
+    return store, (plan, *rows, cache)
+
+
+def compile_sharded(spec: LayerSpec, arch: str, phase: str, devices: int) -> Any:
+    """Compile a cached layer with its heads spread over several chips: no traffic between them."""
+    chips = mesh(arch, devices)
+    part = spec.replace(
+        num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices
+    )
+    whole, arguments = attention_case(spec, phase)
+    _, query, cache, params = arguments
+    run, (plan, *_rest) = attention_case(part, phase)
+    heads, none = P(None, AXIS), P()
+    spread = jax.tree.map(lambda _: none, plan), heads, jax.tree.map(lambda _: heads, cache), [
+        None if p is None else P(AXIS) for p in params
+    ]
+    function = jax.shard_map(run, mesh=chips, in_specs=spread, out_specs=heads, check_vma=False)
+    places = jax.tree.map(
+        lambda s: NamedSharding(chips, s), spread, is_leaf=lambda s: isinstance(s, P)
+    )
+    given = (plan, query, cache, params)
+    return jax.jit(function).lower(*(shapes(g, p) for g, p in zip(given, places, strict=True))).compile()

@@ -1,32 +1,174 @@
-"""torch tensors as JAX arrays and back, by DLPack, without copying where both share a device."""
+"""torch tensors that live in JAX, as arrays and back: unwrapped, never shared with the host's memory.
+
+A tensor of torchax is a name for a JAX array, and a write to it gives it another array. What is on the
+CPU (the interpreter's tests) is copied both ways.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import torch
+from polyattn.kernel import ALLOCATORS, BatchError, CacheFormat, KVCache
 from torch import Tensor
 
-FP8: dict[torch.dtype, Any] = {
-    torch.float8_e4m3fn: jnp.float8_e4m3fn,
-    torch.float8_e5m2: jnp.float8_e5m2,
+from polyattn_tpu.functions import DTYPES, Cache, whole_lanes, widened
+from polyattn_tpu.torchax_env import torchax
+
+Array = Any
+RAW = {
+    torch.bfloat16: (torch.int16, ml_dtypes.bfloat16),
+    torch.float8_e4m3fn: (torch.int8, ml_dtypes.float8_e4m3fn),
+    torch.float8_e5m2: (torch.int8, ml_dtypes.float8_e5m2),
 }
-"""DLPack carries no fp8 between these two: such a tensor travels as bytes and is read as fp8."""
+"""What NumPy has no word for travels as integers of its width."""
 
 
-def to_jax(tensor: Tensor) -> Any:
-    """Return a JAX array over the same memory.
+def in_jax(tensor: Tensor) -> bool:
+    """Whether a tensor is torchax's."""
+    return tensor.device.type == "jax"
 
-    The array must not outlive the next write to the tensor: JAX takes arrays for immutable.
+
+def to_jax(tensor: Tensor) -> Array:
+    """Return the array behind a tensor, or a copy of one on the CPU."""
+    if in_jax(tensor):
+        return tensor.jax()  # type: ignore[attr-defined]
+    if tensor.device.type != "cpu":
+        raise BatchError(f"a tensor is on {tensor.device}; this backend takes jax, or cpu in tests")
+    plain, kind = tensor.detach().contiguous(), None
+    if tensor.dtype in RAW:
+        word, kind = RAW[tensor.dtype]
+        plain = plain.view(word)
+    found = plain.numpy()
+    return jnp.array(found if kind is None else found.view(kind), copy=True)
+
+
+def to_torch(array: Array, like: Tensor) -> Tensor:
+    """Return an array as a tensor on the CPU, of the dtype of `like`."""
+    host = jax.device_get(array)
+    if like.dtype in RAW:
+        word, _ = RAW[like.dtype]
+        host = host.view({2: "int16", 1: "int8"}[host.dtype.itemsize])
+        return torch.from_numpy(host.copy()).view(like.dtype)
+    return torch.from_numpy(host.copy())
+
+
+def assign(tensor: Tensor, array: Array) -> None:
+    """Write an array to a tensor: it becomes what a tensor of JAX is a name for."""
+    if tensor.shape != array.shape:
+        raise BatchError(f"a result of shape {array.shape} for a tensor of {tuple(tensor.shape)}")
+    if not in_jax(tensor):
+        tensor.copy_(to_torch(array, tensor))
+        return
+    given: Any = tensor
+    array = array.astype(given.jax().dtype)
+    if hasattr(given, "update"):  # a view writes to what it is a part of
+        given.update(array)
+    else:
+        given.apply_jax_(lambda _: array)
+
+
+def root(tensor: Any) -> Any:
+    """Return the tensor that a view of torchax is a part of."""
+    while hasattr(tensor, "parent"):
+        tensor = tensor.parent
+    return tensor
+
+
+def pages(cache: KVCache) -> Cache:
+    """Return a cache's pages: those that are there, or of a cache on the CPU a copy."""
+    if in_jax(cache.key):
+        owners = _owners(cache)
+        return Cache(*(owner.jax() for owner in owners))
+    stored = [cache.key] if cache.value_in_key else [cache.key, cache.value]
+    copied = (to_jax(tensor.transpose(1, 2)) for tensor in stored)
+    return Cache(*(widened(array, whole_lanes(array.shape[3])) for array in copied))
+
+
+def update_pages(cache: KVCache, change: Callable[[Cache, bool], Cache]) -> None:
+    """Give a cache in JAX its next pages: `change(pages, donated)`.
+
+    Pages are donated where no other tensor is a name for them (torchax's `clone` makes one).
     """
-    if tensor.dtype in FP8:
-        raw = jax.dlpack.from_dlpack(tensor.view(torch.uint8))
-        return jax.lax.bitcast_convert_type(raw, FP8[tensor.dtype])
-    return jax.dlpack.from_dlpack(tensor.detach())
+    owners = _owners(cache)
+    alone = all(map(unshared, owners))
+    made = change(Cache(*(owner.jax() for owner in owners)), alone)
+    for owner, array in zip(owners, made, strict=False):
+        owner.apply_jax_(lambda _, array=array: array)
 
 
-def to_torch(array: Any) -> Tensor:
-    """Return a torch tensor over the same memory, once the array is computed."""
-    return torch.from_dlpack(array)
+def unshared(tensor: Any) -> bool:
+    """Whether a torchax tensor is its array's only name."""
+    return _holders(tensor) <= _ALONE
+
+
+def _holders(tensor: Any) -> int:
+    return sys.getrefcount(tensor._elem)
+
+
+class _Holder:
+    def __init__(self) -> None:
+        self._elem = object()
+
+
+_ALONE = _holders(_Holder())
+"""What `_holders` says of an array that one tensor holds; it depends on the interpreter."""
+
+
+def _owners(cache: KVCache) -> list[Any]:
+    views = [cache.key] if cache.value_in_key else [cache.key, cache.value]
+    owners = [root(view) for view in views]
+    for view, owner in zip(views, owners, strict=True):
+        blocks, size, heads, width = view.shape
+        if tuple(owner.shape) != (blocks, heads, size, whole_lanes(width)):
+            raise BatchError(
+                f"the cache's storage is {tuple(owner.shape)}; a TPU's holds whole pages of a head, "
+                f"{(blocks, heads, size, whole_lanes(width))}: allocate it with group.allocate_cache(n)"
+            )
+    return owners
+
+
+def allocate(form: CacheFormat, num_blocks: int) -> KVCache:
+    """Return a cache in JAX: pages in the chip's layout, and logical views of them."""
+    if form.interleaved:
+        raise BatchError("a cache in JAX has K and V apart; leave interleaved out")
+    environment = torchax().default_env()
+    shape = (num_blocks, form.num_kv_heads, form.block_size)
+    sizes = [form.head_size] if form.value_in_key else [form.head_size, form.v_head_size]
+    views = []
+    for size in sizes:
+        array = jnp.zeros((*shape, whole_lanes(size)), DTYPES[form.dtype])
+        views.append(_logical(environment.j2t_iso(array), size))
+    if form.value_in_key:
+        views.append(_logical(root(views[0]), form.v_head_size))
+    return KVCache(views[0], views[1], form)
+
+
+def _logical(owner: Any, size: int) -> Tensor:
+    """Return (blocks, block size, heads, size) as a view of (blocks, heads, block size, lanes)."""
+    from torchax.view import NarrowInfo, View, ViewInfo
+
+    class Swapped(ViewInfo):  # type: ignore[misc]
+        """A block's tokens and heads, exchanged."""
+
+        def transform_tensor(self, jax_array: Array) -> Array:
+            return jnp.swapaxes(jax_array, 1, 2)
+
+        def update_tensor(self, new_value: Array, jax_array: Array) -> Array:
+            return jnp.swapaxes(new_value, 1, 2)
+
+        def calculate_output_shape(self, source: Array) -> list[int]:
+            blocks, heads, block, lanes = source.shape
+            return [blocks, block, heads, lanes]
+
+    swapped = View(owner, Swapped(), owner._env)
+    view: Tensor = View(swapped, NarrowInfo((..., slice(0, size))), owner._env)
+    return view
+
+
+ALLOCATORS["jax"] = allocate

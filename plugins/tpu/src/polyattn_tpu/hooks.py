@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from polyattn.plugin import (
     AttentionKind,
@@ -19,29 +20,44 @@ from polyattn.plugin import (
 from polyattn_tpu.profiles import PROFILES
 
 INTERPRETED = os.environ.get("PALLAS_INTERPRET") == "1"
-"""Then the kernel also serves CPU tensors, in Pallas' TPU interpreter: that is how CI checks it."""
+"""Then the kernels also serve CPU tensors, in Pallas' interpreter: that is how CI checks them."""
+
+PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": ()} | ({"cpu": ()} if INTERPRETED else {})
+DTYPES = frozenset({"bfloat16", "float32"})
+CACHE_DTYPES = frozenset({"auto", "int8", "fp8_e4m3", "fp8_e5m2"})
+COMMON: dict[str, Any] = {
+    "probe": "polyattn_tpu.probes:ready",
+    "requires": ("jax>=0.10",),
+    "install": 'pip install "polyattn[tpu]"',
+}
+COMPILED = {"tpu": Proof.COMPILED, "cpu": Proof.INTERPRETED}
+PAGES = Sizes(
+    low=8,
+    high=2048,
+    multiple=8,
+    why="a tile has 8 sublanes, and two steps of K and V must fit the core's VMEM",
+)
+EXCLUDES = (
+    (
+        frozenset({"float32", "int8"}),
+        "8-bit values are widened to bf16's mantissa on the way to the matrix unit",
+    ),
+)
+TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 
 PALLAS_ATTN = BackendInfo(
     name="PALLAS_ATTN",
     summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
-    path="polyattn_tpu.attention:PallasAttention",
-    probe="polyattn_tpu.probes:ready",
-    requires=("jax>=0.10",),
-    install='pip install "polyattn[tpu]" libtpu',
+    path="polyattn_tpu.backends:PallasAttention",
     capabilities=Capabilities(
-        platforms={"tpu": ()} | ({"cpu": ()} if INTERPRETED else {}),
-        roles=frozenset({Role.DECODER, Role.CROSS}),
-        dtypes=frozenset({"bfloat16", "float32"}),
-        kv_cache_dtypes=frozenset({"auto", "int8", "fp8_e4m3", "fp8_e5m2"}),
-        head_sizes=Sizes(
-            low=32, high=320, multiple=8, why="compiled for these; lanes come in groups of 8"
-        ),
-        block_sizes=Sizes(
-            low=8,
-            high=2048,
-            multiple=8,
-            why="a tile has 8 sublanes, and two steps of K and V must fit the core's VMEM",
-        ),
+        platforms=PLATFORMS,
+        roles=frozenset(Role),
+        cached=frozenset({True, False}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        head_sizes=Sizes(low=8, high=320, why="two steps of K and V must fit the core's VMEM"),
+        v_head_sizes=Sizes(low=8, high=320, why="two steps of K and V must fit the core's VMEM"),
+        block_sizes=PAGES,
         preferred_block_size=64,
         layouts=("HND",),
         phases=frozenset({"prefill", "decode", "mixed"}),
@@ -50,28 +66,110 @@ PALLAS_ATTN = BackendInfo(
                 "causal",
                 "non_causal",
                 "gqa",
+                "v_head_size",
                 "sliding_window",
+                "sink_tokens",
                 "chunked",
+                "alibi",
                 "learned_sinks",
                 "logit_soft_cap",
                 "lse",
                 "deterministic",
             }
         ),
-        excludes=(
-            (
-                frozenset({"float32", "int8"}),
-                "8-bit values are widened to bf16's mantissa on the way to the matrix unit",
-            ),
-        ),
+        excludes=EXCLUDES,
     ),
-    priorities=(
-        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-        Priority(
-            score=80, kind=AttentionKind.ATTENTION, why="pages by DMA, one ragged kernel a step"
-        ),
+    priorities=(TESTS, Priority(score=80, why="pages by DMA, one ragged kernel a step")),
+    proof=COMPILED,
+    **COMMON,
+)
+
+PALLAS_MLA = BackendInfo(
+    name="PALLAS_MLA",
+    summary="absorbed MLA decode in Pallas: each latent read once for all heads",
+    path="polyattn_tpu.backends:PallasMLA",
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset({AttentionKind.MLA}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        latent_ranks=Sizes(low=16, high=512, why="compiled up to this"),
+        block_sizes=PAGES,
+        preferred_block_size=64,
+        layouts=("HND",),
+        phases=frozenset({"decode"}),
+        decode_query_lens=4,
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        excludes=EXCLUDES,
     ),
-    proof={"tpu": Proof.COMPILED, "cpu": Proof.INTERPRETED},
+    priorities=(TESTS, Priority(score=80, why="the latents by DMA, the value a part of the key")),
+    proof=COMPILED,
+    **COMMON,
+)
+
+XLA_MLA_SPARSE = BackendInfo(
+    name="XLA_MLA_SPARSE",
+    summary="attention to chosen latents, gathered and multiplied by XLA",
+    path="polyattn_tpu.backends:XlaSparse",
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset({AttentionKind.SPARSE_MLA}),
+        dtypes=DTYPES,
+        kv_cache_dtypes=CACHE_DTYPES,
+        block_sizes=PAGES,
+        preferred_block_size=64,
+        layouts=("HND",),
+        features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+        excludes=EXCLUDES,
+    ),
+    priorities=(TESTS, Priority(score=40, why="what is gathered goes through HBM once more")),
+    proof=COMPILED,
+    **COMMON,
+)
+
+XLA_SCAN = BackendInfo(
+    name="XLA_SCAN",
+    summary="recurrences by chunks in XLA: Mamba-1 and -2, delta rule, linear, short convolution",
+    path="polyattn_tpu.backends:XlaScan",
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
+        dtypes=DTYPES,
+        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+    ),
+    priorities=(TESTS, Priority(score=50, why="products of chunks; one chunk after another")),
+    proof=COMPILED,
+    **COMMON,
+)
+
+SERVED: dict[str, Any] = {
+    "platforms": {"tpu": ()},
+    "dtypes": DTYPES,
+    "kv_cache_dtypes": CACHE_DTYPES,
+    "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
+    "layouts": ("HND",),
+}
+
+JAX_STORE = BackendInfo(
+    name="JAX_STORE",
+    summary="keys and values scattered into donated pages",
+    path="polyattn_tpu.backends:JaxStore",
+    capabilities=Capabilities(
+        phases=frozenset({"store"}), block_sizes=PAGES, preferred_block_size=64, **SERVED
+    ),
+    priorities=(Priority(score=50, why="in place: torch's indexing would copy the cache"),),
+    proof={"tpu": Proof.COMPILED},
+    **COMMON,
+)
+
+JAX_MERGE = BackendInfo(
+    name="JAX_MERGE",
+    summary="attention states merged in one program",
+    path="polyattn_tpu.backends:JaxMerge",
+    capabilities=Capabilities(phases=frozenset({"merge"}), **SERVED),
+    priorities=(Priority(score=50, why="one program instead of five"),),
+    proof={"tpu": Proof.COMPILED},
+    **COMMON,
 )
 
 
@@ -82,9 +180,17 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_platforms() -> list[Platform]:
-    return [Platform(name="tpu", detect="polyattn_tpu.platform:detect", rank=30, profiles=PROFILES)]
+    return [
+        Platform(
+            name="tpu",
+            detect="polyattn_tpu.platform:detect",
+            rank=30,
+            device_types=("jax",),
+            profiles=PROFILES,
+        )
+    ]
 
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [PALLAS_ATTN]
+    return [PALLAS_ATTN, PALLAS_MLA, XLA_MLA_SPARSE, XLA_SCAN, JAX_STORE, JAX_MERGE]

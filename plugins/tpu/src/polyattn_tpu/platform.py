@@ -1,7 +1,8 @@
-"""Detects TPUs, through torch's own support for them: without it no tensor could be there."""
+"""Detects TPUs: by JAX's devices, with torch in front of them through torchax."""
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 from polyattn.plugin import Device
@@ -12,16 +13,27 @@ ARCHS = {"v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6 lite": "
 
 
 def detect(torch_device: str | None = None) -> Device | None:
-    """Return this host's TPU; None where there is none. Unproven: no TPU was at hand."""
-    if torch_device is not None and torch_device.split(":")[0] != "xla":
+    """Return this host's TPU; None where there is none. Unproven: no TPU was at hand.
+
+    With `PALLAS_INTERPRET=1`, asked for `jax`: JAX's CPU in the place of a TPU, for tests.
+    """
+    if torch_device is not None and torch_device.split(":")[0] != "jax":
         return None
-    if find_spec("torch_xla") is None or find_spec("libtpu") is None:
+    if find_spec("jax") is None or find_spec("torchax") is None:
+        return None
+    interpreted = os.environ.get("PALLAS_INTERPRET") == "1" and torch_device is not None
+    if not interpreted and find_spec("libtpu") is None:
         return None
     import jax
 
+    from polyattn_tpu.torchax_env import torchax
+
     devices = [device for device in jax.local_devices() if device.platform == "tpu"]
-    if not devices:
+    if not devices and not interpreted:
         return None
+    torchax()  # torch knows the device "jax" from then on
+    if not devices:
+        return Device("tpu", "v6e", "TPU v6e, interpreted on the CPU", torch_device="jax:0")
     kind = devices[0].device_kind.removeprefix("TPU ").removeprefix("TPU")
     arch = ARCHS.get(kind.lower(), kind.lower())
     return Device(
@@ -29,5 +41,5 @@ def detect(torch_device: str | None = None) -> Device | None:
         arch=arch,
         name=devices[0].device_kind,
         fp8="ocp" if arch == "v7x" else None,
-        torch_device=torch_device or "xla:0",
+        torch_device="jax:0",
     )

@@ -12,6 +12,6 @@ def ready() -> str | None:
         return None
     if find_spec("libtpu") is None:
         return "libtpu is not installed; pip install libtpu, on a TPU VM"
-    if find_spec("torch_xla") is None:
-        return "torch_xla is not installed: torch needs it to hold tensors on a TPU"
+    if find_spec("torchax") is None:
+        return "torchax is not installed: torch needs it to hold tensors in JAX; pip install torchax"
     return None

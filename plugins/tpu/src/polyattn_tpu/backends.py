@@ -1,0 +1,245 @@
+"""The backends behind polyattn's interface: plans on the host, jitted functions over torchax's arrays."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    BatchError,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    MergeBackend,
+    Plan,
+    RecurrentBackend,
+    SparseBackend,
+    StoreBackend,
+    StorePlan,
+    absorbed,
+)
+from torch import Tensor
+
+from polyattn_tpu import functions, latent, recurrence
+from polyattn_tpu.bridge import assign, in_jax, pages, to_jax, unshared, update_pages
+from polyattn_tpu.buckets import Buckets
+from polyattn_tpu.functions import Cache, Scales
+from polyattn_tpu.planning import pad, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.step import Step
+
+
+def buckets() -> Buckets:
+    """Return the buckets that steps are padded to: `PALLAS_BUCKETS="tokens=4096,seqs=64"`."""
+    text = os.environ.get("PALLAS_BUCKETS", "")
+    given = {}
+    for part in filter(None, text.split(",")):
+        name, _, number = part.partition("=")
+        if name not in ("tokens", "seqs", "pages") or not number.isdigit():
+            raise BatchError(
+                f"PALLAS_BUCKETS={text!r}: {part!r} must be tokens=, seqs= or pages= and a number"
+            )
+        given[name] = int(number)
+    return Buckets(**given)
+
+
+attend = jax.jit(functions.attend, static_argnames=("spec", "lse", "interpret"))
+attend_given = jax.jit(functions.attend_given, static_argnames=("spec", "lse", "interpret"))
+attend_rows = jax.jit(latent.attend_rows, static_argnames=("scale", "rank"))
+merge = jax.jit(functions.merge)
+recur = {
+    donated: jax.jit(
+        recurrence.recur, static_argnames=("spec",), donate_argnames=("states",) * donated
+    )
+    for donated in (False, True)
+}
+
+
+def write(cache: Cache, key: Any, value: Any, slots: Any, scales: Scales) -> Cache:
+    """Return the cache with rows (tokens, heads, size) at `slots`, -1 for none."""
+    made = functions.scatter(cache.key, key, slots, scales.key)
+    if cache.value is None:
+        return Cache(made)
+    return Cache(made, functions.scatter(cache.value, value, slots, scales.value))
+
+
+stored = {
+    donated: jax.jit(write, donate_argnames=("cache",) * donated) for donated in (False, True)
+}
+
+
+class JaxPlan(Plan):
+    """A step's pytree."""
+
+    __slots__ = ("arrays",)
+
+    def __init__(self, batch: Batch, arrays: Any):
+        super().__init__(batch)
+        self.arrays = jax.device_put(arrays)
+
+
+class PallasAttention(AttentionBackend):
+    """One ragged kernel for prefill, decode and mixed batches, over a cache or keys given whole."""
+
+    name: ClassVar[str] = "PALLAS_ATTN"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.buckets = buckets()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
+        step = Step.from_batch(batch)
+        if not self.spec.cached:
+            return JaxPlan(batch, plan_dense(step, self.spec.gqa_ratio, self.buckets))
+        assert self.cache is not None
+        size = self.cache.block_size
+        return JaxPlan(batch, plan_paged(step, self.spec.gqa_ratio, size, self.buckets))
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert isinstance(plan, JaxPlan)
+        count = query.shape[0]
+        if not count:
+            return
+        rows = pad(plan.arrays, to_jax(query))
+        options = {
+            "sinks": None if params.sinks is None else to_jax(params.sinks),
+            "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
+            "scales": Scales(params.k_scale, params.v_scale),
+            "lse": lse is not None,
+        }
+        if cache is None:
+            assert key is not None and value is not None
+            given = (to_jax(key), to_jax(value))
+            found, logs = attend_given(plan.arrays, self.spec, rows, *given, **options)
+        else:
+            found, logs = attend(plan.arrays, self.spec, rows, pages(cache), **options)
+        assign(out, found[:count])
+        if lse is not None:
+            assign(lse, logs[:count])
+
+
+class PallasMLA(PallasAttention):
+    """Absorbed MLA decode: MQA whose one key is a latent, and whose value is the key's first part."""
+
+    name: ClassVar[str] = "PALLAS_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)
+
+
+class XlaSparse(SparseBackend):
+    """Chosen rows are gathered a few tokens at a time, and attended to in plain XLA."""
+
+    name: ClassVar[str] = "XLA_MLA_SPARSE"
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        slots: Tensor,
+        cache: KVCache,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        count, spec = query.shape[0], self.spec
+        assert spec.latent is not None
+        if not count:
+            return
+        size = _bucket(count)
+        found, logs = attend_rows(
+            _padded(to_jax(query), size), _padded(to_jax(slots), size), pages(cache),
+            scale=spec.scale, rank=spec.latent.rank, k_scale=params.k_scale,
+        )  # fmt: skip
+        assign(out, found[:count])
+        if lse is not None:
+            assign(lse, logs[:count])
+
+
+class XlaScan(RecurrentBackend):
+    """Recurrences by chunks."""
+
+    name: ClassVar[str] = "XLA_SCAN"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.buckets = buckets()
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
+        return JaxPlan(batch, plan_chunks(Step.from_batch(batch), self.buckets))
+
+    def run(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(plan, JaxPlan)
+        count = out.shape[0]
+        if not count:
+            return
+        rows = {name: pad(plan.arrays, to_jax(tensor)) for name, tensor in inputs.items()}
+        weights = {name: to_jax(tensor) for name, tensor in params.items()}
+        own = in_jax(states) and not hasattr(states, "parent")
+        run = recur[own and unshared(states)]
+        found, after = run(plan.arrays, self.spec, rows, weights, to_jax(states))
+        assign(states, after)
+        assign(out, found[:count])
+
+
+class JaxStore(StoreBackend):
+    """Keys and values scattered to their slots of pages that are donated."""
+
+    name: ClassVar[str] = "JAX_STORE"
+
+    def run(
+        self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
+    ) -> None:
+        count = key.shape[0]
+        if not count:
+            return
+        size = _bucket(count)
+        slots = _padded(to_jax(plan.slots), size, -1)
+        rows = [_padded(to_jax(tensor), size) for tensor in (key, value)]
+        scales = Scales(params.k_scale, params.v_scale)
+        update_pages(cache, lambda pages, alone: stored[alone](pages, *rows, slots, scales))
+
+
+class JaxMerge(MergeBackend):
+    """Attention states merged in one program."""
+
+    name: ClassVar[str] = "JAX_MERGE"
+
+    def run(self, total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+        found, lse = merge(*map(to_jax, (total, total_lse, part, part_lse)))
+        assign(total, found)
+        assign(total_lse, lse)
+
+
+def _bucket(count: int) -> int:
+    return max(8, 1 << (count - 1).bit_length())
+
+
+@functools.partial(jax.jit, static_argnames=("size", "rest"))
+def _padded(array: Any, size: int, rest: int = 0) -> Any:
+    widths = ((0, size - array.shape[0]), *((0, 0),) * (array.ndim - 1))
+    return jnp.pad(array, widths, constant_values=rest)

@@ -1,0 +1,207 @@
+"""What can JAX call? Pure functions over plans: attend, store, merge; caches are donated by the caller.
+
+All are to be traced: call them inside `jax.jit`, with the cache among `donate_argnums`. Nothing is
+transposed or padded outside of what is compiled.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from polyattn.plugin import BatchError, LayerSpec
+
+from polyattn_tpu.kernel import LANES, Form, paged_attention
+from polyattn_tpu.planning import AttentionPlan
+
+Array = Any
+DTYPES = {
+    "float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "int8": jnp.int8,
+    "fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2,
+}  # fmt: skip
+
+
+class Cache(NamedTuple):
+    """One layer's pages as the chip wants them: a page of one head lies in one piece, in whole lanes.
+
+    `key` (pages, KV heads, page, head size), `value` (…, V head size); for MLA `key` holds the latents
+    and rope keys, (pages, 1, page, rank + rope size), and `value` is None: a part of it. Head sizes are
+    rounded up to 128, zeros behind: of another size XLA puts the pages innermost, and a kernel that
+    takes pages would have the whole cache copied at each call.
+    """
+
+    key: Array
+    value: Array | None = None
+
+    @classmethod
+    def zeros(cls, spec: LayerSpec, num_blocks: int, block_size: int) -> Cache:
+        """Return an empty cache of a layer."""
+        dtype = DTYPES[spec.stored_dtype]
+        if spec.latent is not None:
+            return cls(jnp.zeros((num_blocks, 1, block_size, whole_lanes(spec.latent.size)), dtype))
+        shape = (num_blocks, spec.num_kv_heads, block_size)
+        sizes = (whole_lanes(spec.head_size), whole_lanes(spec.v_head_size))
+        return cls(*(jnp.zeros((*shape, size), dtype) for size in sizes))
+
+
+def whole_lanes(size: int) -> int:
+    """Return a size rounded up to whole registers of 128 lanes."""
+    return -(-size // LANES) * LANES
+
+
+def widened(array: Array, size: int) -> Array:
+    """Return an array with zeros behind its last axis, up to `size`."""
+    missing = size - array.shape[-1]
+    return jnp.pad(array, (*((0, 0),) * (array.ndim - 1), (0, missing))) if missing else array
+
+
+class Scales(NamedTuple):
+    """A quantised cache holds `value / scale`; numbers or f32 arrays (), so that layers share a program."""
+
+    key: Any = 1.0
+    value: Any = 1.0
+
+
+def interpreted() -> bool:
+    """Whether there is no TPU: then Pallas' TPU interpreter runs the kernel on the CPU."""
+    return jax.default_backend() != "tpu"
+
+
+def form_of(
+    spec: LayerSpec, lse: bool, value_in_key: bool = False, interpret: bool | None = None
+) -> Form:
+    """Return what the kernel is compiled for."""
+    return Form(
+        scale=spec.scale,
+        causal=spec.causal,
+        window=spec.sliding_window,
+        sinks=spec.sink_tokens,
+        chunk=spec.chunk_size,
+        soft_cap=spec.logit_soft_cap,
+        alibi=spec.alibi,
+        lse=lse or spec.learned_sinks,
+        v_size=whole_lanes(spec.v_head_size),
+        value_in_key=value_in_key,
+        interpret=interpreted() if interpret is None else interpret,
+    )
+
+
+def attend(
+    plan: AttentionPlan,
+    spec: LayerSpec,
+    query: Array,
+    cache: Cache,
+    *,
+    sinks: Array | None = None,
+    alibi_slopes: Array | None = None,
+    scales: Scales | None = None,
+    lse: bool = False,
+    interpret: bool | None = None,
+) -> tuple[Array, Array | None]:
+    """Attend over a paged cache that holds the step's keys already: prefill, decode or mixed.
+
+    `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
+    anything. `spec` and `lse` are static. For MLA: the absorbed query, over the
+    latents, with `absorbed(spec)`. Returns (plan.num_tokens, heads, V head size) and the LSE, float32
+    (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
+    """
+    _check(plan, spec, query, sinks, alibi_slopes)
+    if plan.cached != (plan.pack is None):
+        raise BatchError("the plan is for keys that are given whole; use attend_given")
+    scales = scales or Scales()
+    quantised = cache.key.dtype != query.dtype
+    both = (scales.key, scales.value if cache.value is not None else scales.key)
+    pair = jnp.asarray(both if quantised else (1.0, 1.0), jnp.float32)
+    form = form_of(spec, lse, cache.value is None, interpret)
+    wide = widened(query, cache.key.shape[3])
+    found, total = paged_attention(
+        wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form
+    )
+    found = found[..., : spec.v_head_size]
+    if sinks is not None:  # a sink joins the denominator after the fact
+        found = (found * jax.nn.sigmoid(total - sinks)[..., None]).astype(query.dtype)
+        # But nothing joins a sequence without keys, which is a padding row.
+        length = plan.pages.seq_lens[plan.tiles.seq[plan.tiles.put // plan.tiles.step]]
+        total = jnp.where(length[:, None] > 0, jnp.logaddexp(total, sinks), total)
+    return found, total if lse else None
+
+
+def attend_given(
+    plan: AttentionPlan, spec: LayerSpec, query: Array, key: Array, value: Array, **options: Any
+) -> tuple[Array, Array | None]:
+    """Attend to keys (keys, KV heads, size) that are given whole, `plan` of an uncached spec.
+
+    They are cut into pages by one gather, which the same kernel walks. As `attend` otherwise.
+    """
+    if plan.pack is None:
+        raise BatchError("the plan is over a paged cache; use attend")
+    cut = (
+        widened(array[plan.pack].transpose(0, 2, 1, 3), whole_lanes(array.shape[2]))
+        for array in (key, value)
+    )
+    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True)
+    return attend(whole, spec, query, Cache(*cut), **options)
+
+
+def store(
+    plan: AttentionPlan, key: Array, value: Array | None, cache: Cache, scales: Scales | None = None
+) -> Cache:
+    """Return the cache with the step's keys and values (plan.num_tokens, KV heads, size) in it.
+
+    Donate the cache: then it is written in place. For MLA `key` is (…, 1, rank + rope), `value` None.
+    """
+    if plan.slots is None:
+        raise BatchError("the plan has no slots: its step said none, so nothing is stored")
+    scales = scales or Scales()
+    rows = scatter(cache.key, key, plan.slots, scales.key)
+    if cache.value is None:
+        return Cache(rows)
+    assert value is not None
+    return Cache(rows, scatter(cache.value, value, plan.slots, scales.value))
+
+
+def scatter(pages: Array, rows: Array, slots: Array, scale: Any) -> Array:
+    """Write rows (tokens, heads, size) to their slots of pages (blocks, heads, page, size)."""
+    blocks, page = pages.shape[0], pages.shape[2]
+    # A slot of -1 is taken for a block past the end, which is dropped.
+    block = jnp.where(slots < 0, blocks, slots // page)
+    new = widened(quantised(rows, pages.dtype, scale), pages.shape[3])
+    return pages.at[block, :, slots % page].set(new, mode="drop", unique_indices=False)
+
+
+def quantised(rows: Array, dtype: Any, scale: Any) -> Array:
+    """Return `rows / scale` in `dtype`, rounded and saturated where that is an 8-bit one."""
+    if rows.dtype == dtype:
+        return rows
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(rows.astype(jnp.float32) / scale), -127, 127).astype(dtype)
+    if jnp.dtype(dtype).itemsize > 1:
+        raise BatchError(f"rows are {rows.dtype}, the cache {dtype}; cast one")
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(rows.astype(jnp.float32) / scale, -most, most).astype(dtype)
+
+
+def merge(total: Array, total_lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:
+    """Merge attention over more keys into a total: outputs (tokens, heads, size), LSEs float32."""
+    # Where neither saw a key, -inf - -inf is NaN, and there is nothing to weigh.
+    weight = jnp.nan_to_num(jax.nn.sigmoid(part_lse - total_lse), nan=0.0)[..., None]
+    merged = total * (1.0 - weight) + part.astype(total.dtype) * weight
+    return merged.astype(total.dtype), jnp.logaddexp(total_lse, part_lse)
+
+
+def _check(
+    plan: AttentionPlan, spec: LayerSpec, query: Array, sinks: Array | None, slopes: Array | None
+) -> None:
+    wanted = (plan.num_tokens, spec.num_heads, spec.head_size)
+    if query.shape != wanted:
+        raise BatchError(f"query has shape {query.shape}; the plan takes {wanted}: see pad()")
+    for name, given, asked in (
+        ("sinks", sinks, spec.learned_sinks),
+        ("alibi_slopes", slopes, spec.alibi),
+    ):
+        if (given is not None) != asked:
+            raise BatchError(
+                f"{name} {'is missing' if asked else 'was given'}: the spec "
+                f"{'asks for it' if asked else 'does not ask for it'} ({spec})"
+            )

@@ -1,0 +1,132 @@
+"""MLA in JAX: queries absorbed into the latents' space, prefills expanded, chosen rows attended to.
+
+Multi-head latent attention (DeepSeek-AI, 2024): `k = [W_UK c, k_rope]`, `v = W_UV c` of one latent a
+token. The absorbed form is MQA over the latents, and its kernel is the attention's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from polyattn.plugin import BatchError, LayerSpec, absorbed, expanded
+
+from polyattn_tpu.buckets import Buckets
+from polyattn_tpu.functions import Cache, Scales, attend, attend_given
+from polyattn_tpu.planning import AttentionPlan, plan_dense
+from polyattn_tpu.step import Step
+
+Array = Any
+ROW_BYTES = 64 << 20
+"""Latents that sparse attention gathers at a time, in float32."""
+
+
+def attend_latent(
+    plan: AttentionPlan,
+    spec: LayerSpec,
+    query: Array,
+    cache: Cache,
+    w_uk: Array,
+    w_uv: Array,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """Attend over a latent cache in the absorbed form: decode, and prefills that are short.
+
+    `query` (plan.num_tokens, heads, nope + rope), `w_uk` (heads, nope, rank), `w_uv` (heads, rank, V
+    head size). Returns what `attend` returns, (…, V head size).
+    """
+    nope = w_uk.shape[1]
+    inner = jnp.einsum("thn,hnr->thr", query[..., :nope], w_uk)
+    taken = jnp.concatenate([inner.astype(query.dtype), query[..., nope:]], axis=-1)
+    found, lse = attend(plan, absorbed(spec), taken, cache, **options)
+    return jnp.einsum("thr,hrv->thv", found, w_uv).astype(query.dtype), lse
+
+
+def plan_expanded(
+    step: Step, spec: LayerSpec, block_size: int, buckets: Buckets | None = None
+) -> tuple[AttentionPlan, Array]:
+    """Plan a prefill in the expanded form: its dense plan, and i32 slots of all keys that it makes.
+
+    All contexts are expanded at once: give as many sequences as there is memory for.
+    """
+    if step.block_table is None:
+        raise BatchError("the step has no block_table, and the layer attends over a cache")
+    buckets = buckets or Buckets()
+    packed = Step.of(step.query_lens, step.seq_lens)
+    plan = plan_dense(packed, 1, buckets)
+    assert plan.pack is not None
+    slots = np.zeros(plan.pack.size, np.int32)
+    at = 0
+    for row, length in zip(step.block_table, step.seq_lens, strict=True):
+        position = np.arange(length)
+        slots[at : at + length] = row[position // block_size] * block_size + position % block_size
+        at += length
+    made: tuple[AttentionPlan, Array] = jax.device_put((plan, slots))
+    return made
+
+
+def attend_expanded(
+    plan: AttentionPlan,
+    slots: Array,
+    spec: LayerSpec,
+    query: Array,
+    cache: Cache,
+    w_uk: Array,
+    w_uv: Array,
+    *,
+    scales: Scales | None = None,
+    **options: Any,
+) -> tuple[Array, Array | None]:
+    """Attend over a latent cache with all heads' keys and values made first: long prefills."""
+    assert spec.latent is not None
+    scale = (scales or Scales()).key
+    rows = gathered(cache.key, slots, scale, query.dtype)
+    rank = spec.latent.rank
+    latent, rope = rows[:, :rank], rows[:, rank : spec.latent.size]
+    key = jnp.einsum("tr,hnr->thn", latent, w_uk).astype(query.dtype)
+    wide = jnp.broadcast_to(rope[:, None], (*key.shape[:2], rope.shape[1]))
+    value = jnp.einsum("tr,hrv->thv", latent, w_uv).astype(query.dtype)
+    full = jnp.concatenate([key, wide], axis=-1)
+    return attend_given(plan, expanded(spec), query, full, value, **options)
+
+
+def attend_rows(
+    query: Array, slots: Array, cache: Cache, scale: float, rank: int, k_scale: Any = 1.0
+) -> tuple[Array, Array]:
+    """Attend each token to chosen rows of a latent cache, in XLA: sparse MLA.
+
+    `query` (tokens, heads, rank + rope), `slots` i32 (tokens, topk), -1 for none. Returns (tokens,
+    heads, rank) and the LSE. A few tokens at a time, so that what is gathered stays small.
+    """
+    tokens, topk = slots.shape
+    size = query.shape[2]
+    each = max(1, min(tokens, ROW_BYTES // max(1, topk * size * 4)))
+    exact = lax.Precision.HIGHEST if query.dtype == jnp.float32 else None
+
+    def one(given: tuple[Array, Array]) -> tuple[Array, Array]:
+        q, chosen = given
+        seen = chosen >= 0
+        rows = gathered(cache.key, jnp.maximum(chosen, 0), k_scale, query.dtype)[:, :size]
+        # A row that isn't chosen may hold NaN, and 0 times NaN is NaN.
+        rows = jnp.where(seen[:, None], rows, 0)
+        dot = {"precision": exact, "preferred_element_type": jnp.float32}
+        scores = jnp.einsum("hd,kd->hk", q, rows, **dot) * scale
+        scores = jnp.where(seen, scores, -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=1)
+        weights = jnp.exp(scores - jnp.where(jnp.isinf(lse), 0.0, lse)[:, None])
+        out = jnp.einsum("hk,kr->hr", weights.astype(q.dtype), rows[:, :rank], **dot)
+        return out.astype(q.dtype), lse
+
+    return lax.map(one, (query, slots), batch_size=each)
+
+
+def gathered(cache: Array, slots: Array, scale: Any, dtype: Any) -> Array:
+    """Return rows (…, size) of a latent cache (pages, 1, page, size) at slots, in `dtype`."""
+    page = cache.shape[2]
+    rows = cache[slots // page, 0, slots % page]
+    if cache.dtype == dtype:
+        return rows
+    return (rows.astype(jnp.float32) * scale).astype(dtype)

@@ -1,0 +1,244 @@
+"""What does a step look like to a TPU? `plan` lays its tokens out in tiles, in the shapes of a bucket.
+
+Plans are pytrees: arrays that a jitted function takes, and beside them what it is compiled for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from polyattn.plugin import AttentionKind, BatchError, LayerSpec
+
+from polyattn_tpu.buckets import Buckets
+from polyattn_tpu.configs import CHUNK, DENSE_PAGE, tile_tokens
+from polyattn_tpu.step import Step
+
+Array = Any
+
+
+def _pytree(*static: str) -> Any:
+    """Register a dataclass as a pytree; fields named here are part of what is compiled for."""
+
+    def decorate(cls: type[Any]) -> type[Any]:
+        made = dataclass(frozen=True, eq=False)(cls)
+        arrays = [name for name in made.__dataclass_fields__ if name not in static]
+        jax.tree_util.register_dataclass(made, data_fields=arrays, meta_fields=list(static))
+        return made
+
+    return decorate
+
+
+@_pytree("step")
+class Tiles:
+    """The queries in tiles of `step` tokens of one sequence each.
+
+    `take` i32 (tiles * step,): which token each place of a tile holds; `put` i32 (tokens,): which place
+    each token is at. `seq`, `start` i32 (tiles,): a tile's sequence and its first token within it. Tiles
+    of padding belong to a sequence of no tokens, which is put behind the real ones.
+    """
+
+    take: Array
+    put: Array
+    seq: Array
+    start: Array
+    step: int
+
+
+@_pytree()
+class Pages:
+    """Where each sequence's keys are: `first` i32 (seqs,) into `table` i32 (pages,), and the lengths."""
+
+    query_lens: Array
+    seq_lens: Array
+    first: Array
+    table: Array
+
+
+@_pytree("cached")
+class AttentionPlan:
+    """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
+
+    `slots` i32 (tokens,): where each new token is stored, -1 for none; None where nothing is.
+    """
+
+    tiles: Tiles
+    pages: Pages
+    pack: Array | None
+    slots: Array | None
+    cached: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that queries, keys and values are padded to (`pad`)."""
+        return int(self.tiles.put.shape[0])
+
+
+@_pytree()
+class RecurrentPlan:
+    """A step of a recurrence: chunks in the order of their sequences.
+
+    `take` i32 (chunks, chunk), `put` i32 (tokens,) as in `Tiles`; `count` i32 (chunks,): real tokens;
+    `slot` i32 (chunks,): the sequence's state; `first`, `last`, `fresh` bool (chunks,): whether it
+    begins or ends its sequence, and whether that starts from zero.
+    """
+
+    take: Array
+    put: Array
+    count: Array
+    slot: Array
+    first: Array
+    last: Array
+    fresh: Array
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that the inputs are padded to (`pad`)."""
+        return int(self.put.shape[0])
+
+
+def plan(
+    step: Any,
+    spec: LayerSpec,
+    *,
+    block_size: int | None = None,
+    buckets: Buckets | None = None,
+) -> Any:
+    """Plan one step for every layer of a spec: a pytree of arrays on JAX's default device.
+
+    `step`: a `Step`, or a `polyattn.Batch`. `block_size`: tokens of a block of the cache, for a layer
+    that has one (default: the spec's). Returns an `AttentionPlan`, or for a recurrence a
+    `RecurrentPlan`. MLA is planned over its latents. Raises `BatchError`.
+    """
+    if not isinstance(step, Step):
+        step = Step.from_batch(step)
+    buckets = buckets or Buckets()
+    if spec.kind.is_recurrent:
+        return jax.device_put(plan_chunks(step, buckets))
+    group = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
+    if not spec.cached:
+        return jax.device_put(plan_dense(step, group, buckets))
+    size = block_size or spec.block_size
+    if size is None:
+        raise BatchError("block_size is missing: give plan() the tokens of a block of the cache")
+    single = spec.kind is AttentionKind.SPARSE_MLA
+    return jax.device_put(plan_paged(step, 1 if single else group, size, buckets))
+
+
+def plan_paged(step: Step, group: int, block_size: int, buckets: Buckets) -> AttentionPlan:
+    """Plan attention over a paged cache."""
+    if step.block_table is None:
+        raise BatchError("the step has no block_table, and the layer attends over a cache")
+    counts = [-(-length // block_size) for length in step.seq_lens]
+    if max(counts, default=0) > step.block_table.shape[1]:
+        raise BatchError(
+            f"block_table has {step.block_table.shape[1]} blocks of {block_size} a sequence; a sequence "
+            f"of {max(step.seq_lens)} tokens needs {max(counts)}"
+        )
+    rows = [row[:count] for row, count in zip(step.block_table, counts, strict=True)]
+    table = np.concatenate(rows) if rows else np.zeros(0, np.int32)
+    tiles, tokens = _tiles(step, group, buckets)
+    slots = None
+    if step.slots is not None:
+        slots = _filled(tokens, step.slots, -1)
+    return AttentionPlan(tiles, _pages(step, counts, table, tiles, buckets), None, slots, True)
+
+
+def plan_dense(step: Step, group: int, buckets: Buckets) -> AttentionPlan:
+    """Plan attention to keys that are given whole: they are cut into pages, in one gather."""
+    counts = [-(-length // DENSE_PAGE) for length in step.seq_lens]
+    starts = step.key_starts
+    if starts is None:
+        starts = tuple(np.cumsum((0, *step.seq_lens))[:-1].tolist())
+    table = np.arange(sum(counts), dtype=np.int32)
+    tiles, _ = _tiles(step, group, buckets)
+    pages = _pages(step, counts, table, tiles, buckets)
+    pack = np.zeros((len(pages.table), DENSE_PAGE), np.int32)
+    flat, at = pack.reshape(-1), 0
+    for count, start, length in zip(counts, starts, step.seq_lens, strict=True):
+        flat[at : at + length] = np.arange(start, start + length)
+        at += count * DENSE_PAGE
+    return AttentionPlan(tiles, pages, pack, None, False)
+
+
+def plan_chunks(step: Step, buckets: Buckets) -> RecurrentPlan:
+    """Plan a recurrence: single tokens as chunks of one, else chunks of `CHUNK` tokens."""
+    if step.state_slots is None:
+        raise BatchError("the step has no state_slots, and the layer keeps a state")
+    size = 1 if step.all_decode else CHUNK
+    slots = step.state_slots.tolist()
+    if step.all_decode:
+        tokens = chunks = buckets.of_decodes(step.num_tokens)
+    else:
+        tokens = buckets.of_tokens(step.num_tokens)
+        chunks = -(-tokens // size) + buckets.of_seqs(step.num_seqs)
+    take, put = np.zeros((chunks, size), np.int32), np.zeros(tokens, np.int32)
+    numbers = np.zeros((2, chunks), np.int32)
+    numbers[1] = -1
+    flags = np.ones((3, chunks), bool)
+    at = 0
+    for start, count, length, slot in zip(
+        step.starts, step.query_lens, step.seq_lens, slots, strict=True
+    ):
+        for first in range(0, count, size):
+            real = min(size, count - first)
+            take[at, :real] = np.arange(start + first, start + first + real)
+            put[start + first : start + first + real] = at * size + np.arange(real)
+            numbers[:, at] = real, slot
+            flags[:, at] = first == 0, first + real == count, length <= count
+            at += 1
+    return RecurrentPlan(take, put, *numbers, *flags)
+
+
+def pad(plan: AttentionPlan | RecurrentPlan, array: Array) -> Array:
+    """Return an array (tokens, …) with rows of zeros behind, as many as the plan's functions take."""
+    missing = plan.num_tokens - array.shape[0]
+    if missing < 0:
+        raise BatchError(f"an array of {array.shape[0]} rows for a plan of {plan.num_tokens} tokens")
+    if not missing:
+        return array
+    return jax.numpy.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
+
+
+def _tiles(step: Step, group: int, buckets: Buckets) -> tuple[Tiles, int]:
+    if step.all_decode:
+        size, tokens = 1, buckets.of_decodes(step.num_tokens)
+        count = tokens
+    else:
+        size, tokens = tile_tokens(group), buckets.of_tokens(step.num_tokens)
+        count = min(-(-tokens // size) + buckets.of_seqs(step.num_seqs), tokens)
+    take, put = np.zeros(count * size, np.int32), np.zeros(tokens, np.int32)
+    tile = np.zeros((2, count), np.int32)
+    tile[0] = step.num_seqs
+    at = 0
+    for seq, (start, queries) in enumerate(zip(step.starts, step.query_lens, strict=True)):
+        for first in range(0, queries, size):
+            real = min(size, queries - first)
+            where = at * size + np.arange(real)
+            take[where] = np.arange(start + first, start + first + real)
+            put[start + first : start + first + real] = where
+            tile[:, at] = seq, first
+            at += 1
+    return Tiles(take, put, *tile, size), tokens
+
+
+def _pages(
+    step: Step, counts: list[int], table: Any, tiles: Tiles, buckets: Buckets
+) -> Pages:
+    # One place more, for the sequence of no tokens that padding belongs to.
+    places = 1 + (
+        buckets.of_decodes(step.num_seqs) if step.all_decode else buckets.of_seqs(step.num_seqs)
+    )
+    first = np.concatenate([[0], np.cumsum(counts)])[:-1] if counts else np.zeros(0)
+    return Pages(
+        _filled(places, step.query_lens, 0), _filled(places, step.seq_lens, 0),
+        _filled(places, first, 0), _filled(buckets.of_pages(len(table)), table, 0),
+    )  # fmt: skip
+
+
+def _filled(size: int, values: Any, rest: int) -> Any:
+    found = np.full(size, rest, np.int32)
+    found[: len(values)] = values
+    return found

@@ -1,0 +1,212 @@
+"""Recurrences in XLA: chunks of tokens in matrix products, the state carried from chunk to chunk.
+
+Mamba-2's and linear attention's chunks are after Dao and Gu (2024), the gated delta rule's after Yang et
+al. (2024): within a chunk one triangular system, between chunks the state alone. Mamba-1 scans its
+chunk associatively (Gu and Dao, 2023). All in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from polyattn.plugin import AttentionKind, BatchError, LayerSpec
+
+from polyattn_tpu.planning import RecurrentPlan
+
+Array = Any
+Arrays = Mapping[str, Array]
+
+
+def recur(
+    plan: RecurrentPlan, spec: LayerSpec, inputs: Arrays, params: Arrays, states: Array
+) -> tuple[Array, Array]:
+    """Run a step of a recurrence; returns the outputs and the states, each sequence's slot renewed.
+
+    `inputs` (plan.num_tokens, …), `params` and `states` (slots, …) by the names and shapes of
+    `polyattn.spec.recurrence`; donate the states: then they are written in place. Rows of padding come
+    back as anything. To be traced: call it inside `jax.jit`. Raises `BatchError`.
+    """
+    tokens = next(iter(inputs.values())).shape[0]
+    if tokens != plan.num_tokens:
+        raise BatchError(f"inputs have {tokens} rows; the plan takes {plan.num_tokens}: see pad()")
+    chunk = CHUNKS[spec.kind]
+    size = plan.take.shape[1]
+    keeps = spec.kind is AttentionKind.SHORT_CONV
+    wide = states.dtype if keeps else jnp.float32
+    cut = {name: array[plan.take] for name, array in inputs.items()}
+    slots = states.shape[0]
+    # A slot of -1 is taken for one past the end: it reads nothing and its write is dropped.
+    slot = jnp.where(plan.slot < 0, slots, plan.slot)
+
+    def begin(fresh: Array, at: Array, states: Array) -> Array:
+        return jnp.where(fresh | (at >= slots), 0, states[jnp.minimum(at, slots - 1)]).astype(wide)
+
+    if size == 1:  # single tokens: every chunk is a sequence of its own
+        before = jax.vmap(begin, (0, 0, None))(plan.fresh, slot, states)
+        run = jax.vmap(lambda i, n, s: chunk(spec, i, params, n, s))
+        out, after = run(cut, plan.count, before)
+        # A padding row's slot is past the end; a chunk of padding has none either.
+        states = states.at[slot].set(after.astype(states.dtype), mode="drop")
+    else:
+
+        def one(carry: tuple[Array, Array], x: Any) -> tuple[tuple[Array, Array], Array]:
+            state, states = carry
+            given, count, at, first, last, fresh = x
+            state = jnp.where(first, begin(fresh, at, states), state)
+            out, state = chunk(spec, given, params, count, state)
+            where = jnp.where(last, at, slots)
+            return (state, states.at[where].set(state.astype(states.dtype), mode="drop")), out
+
+        state = jnp.zeros(states.shape[1:], wide)
+        rows = (cut, plan.count, slot, plan.first, plan.last, plan.fresh)
+        (_, states), out = lax.scan(one, (state, states), rows)
+    dtype = jnp.dtype(spec.dtype)
+    return out.reshape(-1, *out.shape[2:])[plan.put].astype(dtype), states
+
+
+def einsum(form: str, *arrays: Array) -> Array:
+    """Multiply in float32, as such."""
+    return jnp.einsum(form, *arrays, precision=lax.Precision.HIGHEST)
+
+
+def _real(count: Array, size: int) -> Array:
+    return jnp.arange(size) < count
+
+
+def _spread(array: Array, heads: int) -> Array:
+    """Repeat groups (tokens, groups, size) to heads, in float32."""
+    return jnp.repeat(array.astype(jnp.float32), heads // array.shape[1], axis=1)
+
+
+def _masked(array: Array, count: Array) -> Array:
+    """Return an array in float32 with zeros for tokens that aren't real, which may be anything."""
+    real = _real(count, array.shape[0]).reshape(-1, *(1,) * (array.ndim - 1))
+    return jnp.where(real, array.astype(jnp.float32), 0.0)
+
+
+def _decays(log: Array) -> tuple[Array, Array]:
+    """Return cumulated logarithms (tokens, heads), and exp(L_i - L_j) for j <= i, else 0."""
+    total = jnp.cumsum(log, axis=0)
+    apart = total[:, None] - total[None]
+    size = log.shape[0]
+    below = (jnp.arange(size)[:, None] >= jnp.arange(size)[None])[..., None]
+    return total, jnp.where(below, jnp.exp(jnp.where(below, apart, 0.0)), 0.0)
+
+
+def _decayed(q: Array, k: Array, v: Array, log: Array, state: Array) -> tuple[Array, Array]:
+    """h_t = exp(log_t) h + k_t v_t'; o_t = q_t h_t. `state` (heads, K, V); the rest (tokens, heads, …)."""
+    total, decay = _decays(log)
+    scores = einsum("ihk,jhk->ijh", q, k) * decay
+    out = einsum("ijh,jhv->ihv", scores, v)
+    out = out + jnp.exp(total)[..., None] * einsum("ihk,hkv->ihv", q, state)
+    rest = jnp.exp(total[-1] - total)
+    state = jnp.exp(total[-1])[:, None, None] * state
+    return out, state + einsum("jhk,jhv->hkv", k * rest[..., None], v)
+
+
+def _step_size(spec: LayerSpec, dt: Array, params: Arrays, count: Array) -> Array:
+    assert spec.recurrent is not None
+    dt = _masked(dt, count)
+    if "dt_bias" in params:
+        dt = dt + params["dt_bias"]
+    dt = jax.nn.softplus(dt) if spec.recurrent.dt_softplus else dt
+    return _masked(dt, count)
+
+
+def _short_conv(
+    spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
+) -> tuple[Array, Array]:
+    assert spec.recurrent is not None
+    width = spec.recurrent.conv_width
+    given = x["x"]
+    given = jnp.where(_real(count, given.shape[0])[:, None], given, 0)
+    window = jnp.concatenate([state.T.astype(given.dtype), given])
+    taps = [window[w : w + given.shape[0]].astype(jnp.float32) for w in range(width)]
+    out = sum(tap * params["weight"][:, w] for w, tap in enumerate(taps))
+    if "bias" in params:
+        out = out + params["bias"]
+    out = jax.nn.silu(out) if spec.recurrent.activation == "silu" else out
+    # The last of the real tokens, which what is padded doesn't shift out.
+    kept = lax.dynamic_slice_in_dim(window, count, width - 1)
+    return out, kept.T.astype(state.dtype)
+
+
+def _mamba1(
+    spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
+) -> tuple[Array, Array]:
+    dt = _step_size(spec, x["dt"], params, count)
+    given, b, c = (_masked(x[name], count) for name in ("x", "B", "C"))
+    decay = jnp.exp(dt[..., None] * params["A"])
+    added = (dt * given)[..., None] * b[:, None]
+
+    def both(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+        return one[0] * two[0], one[1] * two[0] + two[1]
+
+    decay, added = lax.associative_scan(both, (decay, added))
+    states = decay * state + added
+    out = einsum("tcn,tn->tc", states, c)
+    return (out + params["D"] * given if "D" in params else out), states[-1]
+
+
+def _mamba2(
+    spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
+) -> tuple[Array, Array]:
+    dt = _step_size(spec, x["dt"], params, count)
+    given = _masked(x["x"], count)
+    b, c = (_spread(_masked(x[name], count), spec.num_heads) for name in ("B", "C"))
+    out, state = _decayed(
+        c, b, dt[..., None] * given, dt * params["A"], state.transpose(0, 2, 1)
+    )
+    out = out + params["D"][:, None] * given if "D" in params else out
+    return out, state.transpose(0, 2, 1)
+
+
+def _linear(
+    spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
+) -> tuple[Array, Array]:
+    q, k = (_spread(_masked(x[name], count), spec.num_heads) for name in ("q", "k"))
+    v = _masked(x["v"], count)
+    log = _masked(jnp.broadcast_to(params["decay"], v.shape[:2]), count)
+    out, state = _decayed(q, k, v, log, state)
+    return spec.scale * out, state
+
+
+def _gdn(
+    spec: LayerSpec, x: Arrays, params: Arrays, count: Array, state: Array
+) -> tuple[Array, Array]:
+    assert spec.recurrent is not None
+    q, k = (_spread(_masked(x[name], count), spec.num_heads) for name in ("q", "k"))
+    if spec.recurrent.qk_norm:
+        q, k = (t * lax.rsqrt((t * t).sum(-1, keepdims=True) + 1e-6) for t in (q, k))
+    v, g, beta = (_masked(x[name], count) for name in ("v", "g", "beta"))
+    total, decay = _decays(g)
+    size = v.shape[0]
+    # What each token adds, u, depends on what those before it added: (I + M) u = beta (v - read).
+    inner = einsum("ihk,jhk->ijh", k, k) * decay * beta[:, None]
+    inner = jnp.where(jnp.eye(size, dtype=bool)[..., None], 0.0, inner)
+    read = jnp.exp(total)[..., None] * einsum("ihk,hkv->ihv", k, state)
+    right = beta[..., None] * (v - read)
+    system = jnp.eye(size) + inner.transpose(2, 0, 1)
+    solve = jax.scipy.linalg.solve_triangular
+    added = solve(system, right.transpose(1, 0, 2), lower=True, unit_diagonal=True)
+    added = added.transpose(1, 0, 2)
+    scores = einsum("ihk,jhk->ijh", q, k) * decay
+    out = einsum("ijh,jhv->ihv", scores, added)
+    out = out + jnp.exp(total)[..., None] * einsum("ihk,hkv->ihv", q, state)
+    rest = jnp.exp(total[-1] - total)
+    state = jnp.exp(total[-1])[:, None, None] * state
+    return spec.scale * out, state + einsum("jhk,jhv->hkv", k * rest[..., None], added)
+
+
+CHUNKS = {
+    AttentionKind.SHORT_CONV: _short_conv,
+    AttentionKind.MAMBA1: _mamba1,
+    AttentionKind.MAMBA2: _mamba2,
+    AttentionKind.LINEAR: _linear,
+    AttentionKind.GDN: _gdn,
+}
+"""What one chunk of a sequence does: (spec, inputs, params, real tokens, state) to (output, state)."""

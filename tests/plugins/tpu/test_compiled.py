@@ -1,0 +1,179 @@
+"""Every variant compiled by libtpu, down to TPU code, for chips that aren't here; and what bounds it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from polyattn import LayerSpec, select
+from polyattn.errors import SelectionError
+from polyattn.spec.recurrence import form_of, shape_of
+from polyattn.tools.cli.models import bundled, bundled_models
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # two workers of pytest-xdist compile
+pytest.importorskip("jax")
+pytest.importorskip("libtpu")
+
+from polyattn_tpu import aot  # noqa: E402
+from polyattn_tpu.functions import whole_lanes  # noqa: E402
+
+slow = pytest.mark.slow
+ARCHS = [pytest.param(a, marks=[] if a == "v6e" else [slow]) for a in ("v6e", "v5e", "v5p", "v7x")]
+
+
+def model_specs() -> dict[str, LayerSpec]:
+    """Every distinct layer of the bundled models; fp16, which no TPU multiplies, as bf16."""
+    from polyattn.spec.decompose import expanded, group_layers
+
+    found: dict[Any, tuple[str, LayerSpec]] = {}
+    for model in bundled_models():
+        layers = group_layers(LayerSpec.from_hf_config(bundled("models", f"{model}.json")))
+        for spec in layers:
+            if spec.dtype == "float16":
+                spec = spec.replace(dtype="bfloat16")
+            both = [spec, expanded(spec)] if spec.kind.value == "mla" else [spec]
+            for one in both:
+                found.setdefault(
+                    one, (f"{model} {one.kind.value} {one.role.value} {len(found)}", one)
+                )
+    return dict(found.values())
+
+
+BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+VARIANTS = model_specs() | {
+    "int8 cache": BASE.replace(kv_cache_dtype="int8"),
+    "e4m3 cache": BASE.replace(kv_cache_dtype="fp8_e4m3"),
+    "e5m2 cache": BASE.replace(kv_cache_dtype="fp8_e5m2"),
+    "fp32": BASE.replace(dtype="float32"),
+    "chunked": BASE.replace(chunk_size=8192),
+    "lse": BASE.replace(needs_lse=True),
+    "kept first tokens": BASE.replace(sliding_window=1024, sink_tokens=4),
+    "alibi": BASE.replace(alibi=True),
+    "192/128": BASE.replace(head_size=192, v_head_size=128),
+    "MHA of 256": BASE.replace(num_kv_heads=32, head_size=256),
+    "MLA, int8": LayerSpec.from_hf_config(bundled("models", "deepseek-v2-lite.json"))[0].replace(
+        kv_cache_dtype="int8"
+    ),
+}
+
+
+def recurrent_shapes(spec: LayerSpec, tokens: int) -> Any:
+    form = form_of(spec)
+    return (
+        {name: shape_of(spec, letters, tokens) for name, letters in form.inputs.items()},
+        {name: shape_of(spec, letters) for name, letters in form.params.items()},
+        shape_of(spec, form.state),
+    )
+
+
+def compiled(spec: LayerSpec, arch: str, phase: str) -> Any:
+    if spec.kind.is_recurrent:
+        run, given = aot.recurrent_case(spec, phase, recurrent_shapes)
+        return aot.compile_for(arch, run, *given, donate=(3,))
+    if spec.kind.is_latent:
+        run, given = aot.latent_case(spec)
+        return aot.compile_for(arch, run, *given)
+    return aot.compile_attention(spec, arch, phase)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_compiles_for_the_real_chip(arch: str, name: str) -> None:
+    spec = VARIANTS[name]
+    for phase in ("decode",) if spec.kind.is_latent else ("prefill", "decode"):
+        found = compiled(spec, arch, phase)
+        assert found.memory_analysis().generated_code_size_in_bytes > 10_000
+
+
+@pytest.mark.parametrize("size", [64, 80, 128, 192])
+def test_no_step_copies_the_cache(size: int) -> None:
+    """Temporary memory stays below a hundredth of the cache; in its own width XLA copies it."""
+    import jax
+    from polyattn_tpu.functions import Cache
+
+    spec = BASE.replace(head_size=size)
+    run, given = aot.attention_case(spec, "decode", num_blocks=2048)
+    found = aot.compile_for("v6e", run, *given)
+    cache = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(given[2]))
+    assert found.memory_analysis().temp_size_in_bytes < cache / 100
+    if whole_lanes(size) != size:  # the control: pages as narrow as the heads
+        plan, query, kept, params = given
+        narrow = Cache(*(jax.ShapeDtypeStruct((*a.shape[:3], size), a.dtype) for a in kept))
+        found = aot.compile_for("v6e", _narrow(spec), plan, query, narrow, params)
+        assert found.memory_analysis().temp_size_in_bytes > cache / 4
+
+
+def _narrow(spec: LayerSpec) -> Any:
+    import dataclasses
+
+    import jax.numpy as jnp
+    from polyattn_tpu.functions import form_of
+    from polyattn_tpu.kernel import paged_attention
+
+    form = dataclasses.replace(form_of(spec, False, interpret=False), v_size=spec.v_head_size)
+    return lambda plan, query, cache, params: paged_attention(
+        query, *cache, plan.tiles, plan.pages, jnp.ones(2), None, form
+    )
+
+
+def test_a_donated_cache_is_stored_into_in_place() -> None:
+    run, given = aot.store_case(BASE)
+    kept = aot.compile_for("v6e", run, *given, donate=(3,)).memory_analysis()
+    copied = aot.compile_for("v6e", run, *given).memory_analysis()
+    assert kept.alias_size_in_bytes >= 2 * 512 * 8 * 64 * 128 * 2
+    assert copied.alias_size_in_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("arch", "chips"),
+    [("v6e", 4), ("v6e", 8), *(pytest.param(a, n, marks=slow) for a, n in
+     (("v5e", 4), ("v5e", 8), ("v5p", 4), ("v5p", 8), ("v7x", 4)))],
+)  # fmt: skip
+def test_heads_spread_over_chips(arch: str, chips: int) -> None:
+    """Each chip has its heads' pages, and none speaks with another."""
+    for phase in ("prefill", "decode"):
+        text = aot.compile_sharded(BASE, arch, phase, chips).as_text()
+        assert f"num_partitions={chips}" in text
+        for word in ("all-gather(", "all-reduce(", "collective-permute(", "all-to-all("):
+            assert word not in text
+
+
+def test_vmem_bounds_the_pages() -> None:
+    """The largest page that is claimed compiles on the smallest VMEM, and a larger one does not."""
+    from polyattn_tpu.hooks import PALLAS_ATTN
+
+    caps = PALLAS_ATTN.capabilities
+    most, widest = caps.block_sizes.high, caps.head_sizes.high
+    assert most is not None and widest is not None
+    spec = BASE.replace(dtype="float32", head_size=widest)
+    sizes = {"seqs": 1, "num_blocks": 4}
+    assert aot.compile_attention(spec, "v5e", "decode", block_size=most, length=2 * most, **sizes)
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
+        size = 4 * most
+        aot.compile_attention(spec, "v5e", "decode", block_size=size, length=2 * size, **sizes)
+
+
+def test_sublanes_bound_the_pages() -> None:
+    """Pages of 8 tokens, a tile's sublanes, compile; of one token, less than a packed row, don't."""
+    assert aot.compile_attention(BASE, "v6e", "decode", block_size=8)
+    with pytest.raises(Exception, match="must be aligned to tiles"):
+        aot.compile_attention(BASE, "v6e", "decode", block_size=1)
+
+
+def test_no_tpu_multiplies_fp16() -> None:
+    with pytest.raises(Exception, match="Mosaic"):
+        aot.compile_attention(BASE.replace(dtype="float16"), "v6e", "decode")
+    with pytest.raises(SelectionError, match="cast the model"):
+        select(BASE.replace(dtype="float16"), "tpu-v6e")
+
+
+def test_rejections_speak_the_chip_s_language() -> None:
+    with pytest.raises(SelectionError, match="sublanes.*VMEM"):
+        select(BASE.replace(block_size=12), "tpu-v5e")
+    with pytest.raises(SelectionError, match="8 to 320"):
+        select(BASE.replace(head_size=384), "tpu-v5e")
+    decision = select(BASE, "tpu-v6e").decision
+    assert (decision.prefill, decision.decode, decision.layout) == ("PALLAS_ATTN",) * 2 + ("HND",)

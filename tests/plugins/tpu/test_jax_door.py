@@ -1,0 +1,340 @@
+"""The door of JAX itself: pure functions over plans, against float64, and without torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from polyattn import Batch, LayerSpec
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.errors import BatchError
+from polyattn.families.attention import reference
+from polyattn.families.mla import reference as reference_latent
+from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.spec.recurrence import form_of, shape_of
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it takes seconds
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import polyattn_tpu as pt  # noqa: E402
+
+SMALL = pt.Buckets(tokens=32, seqs=4, pages=64)
+ROWS = [(1, 30), (9, 21), (1, 0), (1, 1)]
+"""(query tokens, length): a decode, a prefill with context, a padding row, a first token."""
+BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=8)
+slow = pytest.mark.slow
+
+
+def spec(**changes: Any) -> LayerSpec:
+    return BASE.replace(**changes)
+
+
+def to_jax(tensor: torch.Tensor) -> Any:
+    if tensor.dtype == torch.bfloat16:
+        return jnp.asarray(tensor.float().numpy()).astype(jnp.bfloat16)
+    return jnp.asarray(tensor.numpy())
+
+
+def to_torch(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.array(array.astype(jnp.float32)))
+
+
+def table(lens: list[int], block: int, blocks: int) -> torch.Tensor:
+    counts = [-(-n // block) for n in lens]
+    order = torch.randperm(blocks - 1, generator=torch.Generator().manual_seed(5)) + 1
+    found = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    at = 0
+    for row, count in zip(found, counts, strict=True):
+        row[:count] = order[at : at + count].int()
+        at += count
+    return found
+
+
+@pytest.fixture
+def generator() -> Iterator[torch.Generator]:
+    yield torch.Generator().manual_seed(17)
+
+
+FEATURES = {
+    "plain": spec(),
+    "window and sinks": spec(sliding_window=7, sink_tokens=3),
+    "alibi, learned sinks": spec(alibi=True, learned_sinks=True),
+    "v_head_size": spec(v_head_size=24, logit_soft_cap=3.0),
+    "two-sided": spec(causal=False, sliding_window=6),
+    "chunks in bf16": spec(chunk_size=8, dtype="bfloat16"),
+    "int8": spec(dtype="bfloat16", kv_cache_dtype="int8"),
+    "e4m3": spec(kv_cache_dtype="fp8_e4m3"),
+    "e5m2": spec(kv_cache_dtype="fp8_e5m2"),
+}
+FAST = ("plain", "window and sinks", "int8")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in FAST else [slow]) for n in FEATURES]
+)
+def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
+    """A mixed step: the new tokens stored by the plan's slots, then every row against float64."""
+    layer = FEATURES[name]
+    queries, lens = [q for q, _ in ROWS], [n for _, n in ROWS]
+    block, blocks = 8, 16
+    rows = table(lens, block, blocks)
+    old = Batch.from_lens(lens, lens, rows, block)
+    step = Batch.from_lens(queries, lens, rows, block)
+    dtype = STORAGE_DTYPES[layer.dtype]
+    kept = STORAGE_DTYPES[layer.stored_dtype]
+    sizes = (layer.head_size, layer.v_head_size)
+    scale = 0.04 if kept == torch.int8 else 0.5 if kept.itemsize == 1 else 1.0
+    mine = pt.Cache.zeros(layer, blocks, block)
+    theirs = KVCache(*(torch.zeros(blocks, block, 2, size, dtype=kept) for size in sizes))
+    whole = [torch.randn(sum(lens), 2, size, generator=generator).to(dtype) for size in sizes]
+    assert old.slot_mapping is not None and step.slot_mapping is not None
+    for stored, values in zip((theirs.key, theirs.value), whole, strict=True):
+        flat = stored.view(torch.uint8) if kept.itemsize == 1 else stored
+        packed = quantize(values, kept, scale)
+        packed = packed.view(torch.uint8) if kept.itemsize == 1 else packed
+        flat[old.slot_mapping // block, old.slot_mapping % block] = packed
+    query = torch.randn(sum(queries), 4, layer.head_size, generator=generator).to(dtype)
+    params = LayerParams(
+        torch.randn(4, generator=generator) if layer.learned_sinks else None,
+        torch.rand(4, generator=generator) if layer.alibi else None,
+        *(scale, scale),
+    )
+    scales = pt.Scales(scale, scale)
+
+    @jax.jit
+    def run(old_plan: Any, plan: Any, rows: Any, query: Any, cache: Any) -> Any:
+        cache = pt.store(old_plan, *rows, cache, scales)
+        options = {
+            "sinks": None if params.sinks is None else to_jax(params.sinks),
+            "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
+        }
+        return cache, pt.attend(plan, layer, query, cache, scales=scales, lse=True, **options)
+
+    first = pt.plan(old, layer, buckets=pt.Buckets(tokens=64, seqs=4, pages=64))
+    plan = pt.plan(step, layer, buckets=SMALL)
+    given = [pt.pad(first, to_jax(t)) for t in whole]
+    cache, (out, lse) = run(first, plan, given, pt.pad(plan, to_jax(query)), mine)
+    for ours, right in zip(cache, (theirs.key, theirs.value), strict=True):
+        size = right.shape[3]
+        same = to_torch(ours)[..., :size].transpose(1, 2)
+        assert torch.equal(same, right.float()), "what is stored differs"
+        assert not to_torch(ours)[..., size:].any()
+    expected, logs = reference.forward(layer, query, None, None, theirs, step, params)
+    limit = 1.5e-2 if dtype == torch.bfloat16 else 2e-5
+    count = len(query)
+    assert output_error(to_torch(out)[:count], expected) < limit
+    assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if dtype == torch.bfloat16 else 1e-4)
+
+
+@slow
+def test_dense_keys_may_have_gaps(generator: torch.Generator) -> None:
+    layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=40, dtype="float32", cached=False)
+    step = Batch([0, 3, 4, 9], [5, 150, 5], key_starts=[160, 2, 170])
+    query, key, value = (
+        torch.randn(n, h, 40, generator=generator) for n, h in ((9, 4), (180, 2), (180, 2))
+    )
+    key[:2] = value[:2] = key[165:170] = value[165:170] = torch.nan
+    plan = pt.plan(step, layer, buckets=SMALL)
+    run = jax.jit(lambda p, q, k, v: pt.attend_given(p, layer, q, k, v)[0])
+    out = run(plan, pt.pad(plan, to_jax(query)), to_jax(key), to_jax(value))
+    expected, _ = reference.forward(layer, query, key, value, None, step)
+    assert output_error(to_torch(out)[:9], expected) < 2e-5
+
+
+MLA = LayerSpec(
+    kind="mla", num_heads=4, head_size=48, v_head_size=32, dtype="float32", block_size=8,
+    latent=LatentSpec(rank=64, rope_head_size=16),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=slow), "chosen"])
+def test_latents(form: str, generator: torch.Generator) -> None:
+    queries, lens = ([1, 1, 1], [30, 9, 2]) if form != "expanded" else ([4, 1, 2], [30, 9, 2])
+    rows = table(lens, 8, 8)
+    step = Batch.from_lens(queries, lens, rows, 8)
+    stored = torch.randn(8, 8, 1, 80, generator=generator)
+    stored[0] = torch.nan
+    for index, length in enumerate(lens):
+        if length % 8:
+            stored[rows[index, length // 8], length % 8 :] = torch.nan
+    latents = KVCache(stored, stored[..., :64])
+    weights = latent_weights(MLA, generator)
+    query = torch.randn(sum(queries), 4, 48, generator=generator)
+    cache = pt.Cache(jnp.pad(to_jax(stored).swapaxes(1, 2), ((0, 0), (0, 0), (0, 0), (0, 48))))
+    up = [to_jax(w) for w in weights]
+    topk = None
+    if form == "absorbed":
+        plan = pt.plan(step, MLA, buckets=SMALL)
+        run = jax.jit(lambda p, q, c, a, b: pt.attend_latent(p, MLA, q, c, a, b)[0])
+        out = run(plan, pt.pad(plan, to_jax(query)), cache, *up)
+    elif form == "expanded":
+        plan, slots = pt.plan_expanded(pt.Step.from_batch(step), MLA, 8, SMALL)
+        run = jax.jit(lambda p, s, q, c, a, b: pt.attend_expanded(p, s, MLA, q, c, a, b)[0])
+        out = run(plan, slots, pt.pad(plan, to_jax(query)), cache, *up)
+    else:
+        topk = torch.tensor([[29, 3, -1], [8, 0, 4], [1, -1, -1]], dtype=torch.int32)
+        slots = torch.stack([rows[i][topk[i].clamp(min=0) // 8] * 8 for i in range(3)]) + topk % 8
+        slots = slots.masked_fill(topk < 0, -1)
+        inner = torch.einsum("thn,hnr->thr", query[..., :32], weights[0])
+        taken = torch.cat([inner, query[..., 32:]], -1)
+        run = jax.jit(lambda q, s, c: pt.attend_rows(q, s, c, MLA.scale, 64)[0])
+        found = run(to_jax(taken), to_jax(slots.int()), cache)
+        out = jnp.einsum("thr,hrv->thv", found, up[1])
+    expected, _ = reference_latent.forward(MLA, query, latents, step, weights, topk=topk)
+    assert output_error(to_torch(out)[: len(query)], expected) < 4e-5
+
+
+def recurrent(kind: str, **fields: Any) -> LayerSpec:
+    sizes = {"num_heads": 4, "num_kv_heads": 2, "head_size": 16, "dtype": "float32"}
+    form = fields.pop("recurrent", RecurrentSpec())
+    return LayerSpec(kind=kind, **(sizes | fields), recurrent=form)  # type: ignore[arg-type]
+
+
+KINDS = [
+    recurrent("short_conv", num_kv_heads=4, head_size=1, recurrent=RecurrentSpec(conv_width=4)),
+    recurrent("mamba1", num_kv_heads=4, head_size=1, recurrent=RecurrentSpec(state_size=8)),
+    recurrent("mamba2", recurrent=RecurrentSpec(state_size=24)),
+    recurrent("linear", v_head_size=24),
+    recurrent("gdn", v_head_size=24, recurrent=RecurrentSpec(qk_norm=True)),
+]
+
+
+@pytest.mark.parametrize("decode", [False, True], ids=["mixed", "decode"])
+@pytest.mark.parametrize("layer", KINDS, ids=lambda s: s.kind.value)
+def test_recurrences(layer: LayerSpec, decode: bool, generator: torch.Generator) -> None:
+    rows = [(1, 9), (1, 1), (1, 0), (1, 30)]
+    if not decode:
+        rows += [(0, 7), (5, 5), (70, 70), (129, 140), (3, 80)]
+    queries, lens = [q for q, _ in rows], [n for _, n in rows]
+    order = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)].tolist()
+    slots = [-1 if row == (1, 0) else slot for row, slot in zip(rows, order, strict=True)]
+    before = torch.full((len(rows) + 2, *shape_of(layer, form_of(layer).state)), torch.nan)
+    for (query, length), slot in zip(rows, slots, strict=True):
+        if length > query:
+            before[slot] = torch.randn(before.shape[1:], generator=generator) * 0.5
+    step = Batch.from_lens(queries, lens, state_slots=torch.tensor(slots))
+    inputs = dict(
+        zip(
+            form_of(layer).inputs, recurrent_inputs(layer, sum(queries), generator), strict=True
+        )
+    )
+    params = recurrent_params(layer, generator)
+    right, after = reference_recurrent.forward(layer, inputs, params, before, step)
+    plan = pt.plan(step, layer, buckets=pt.Buckets(tokens=256, seqs=16, pages=1))
+    run = jax.jit(lambda p, i, w, s: pt.recur(p, layer, i, w, s), donate_argnums=3)
+    given = {name: pt.pad(plan, to_jax(tensor)) for name, tensor in inputs.items()}
+    states = to_jax(before.clone())
+    out, now = run(plan, given, {k: to_jax(v) for k, v in params.items()}, states)
+    assert states.is_deleted(), "the states were donated, and copied all the same"
+    real = torch.repeat_interleave(torch.tensor(slots) >= 0, torch.tensor(queries))
+    found = to_torch(out)[: sum(queries)]
+    assert output_error(found[real].flatten(1), right[real].flatten(1)) < 2e-5
+    used = [s for s, q in zip(slots, queries, strict=True) if s >= 0 and q]
+    assert output_error(to_torch(now)[used].flatten(1), after[used].flatten(1)) < 2e-5
+    kept = [s for s in range(len(before)) if s not in used]
+    assert torch.equal(to_torch(now)[kept].nan_to_num(7.0), before[kept].nan_to_num(7.0))
+
+
+def test_merging_is_the_whole() -> None:
+    parts = [(jnp.full((2, 1, 3), v), jnp.full((2, 1), float(lse))) for v, lse in ((1.0, 0), (3.0, 0))]
+    out, lse = pt.merge(*parts[0], *parts[1])
+    assert np.allclose(out, 2.0) and np.allclose(lse, np.log(2.0))
+    nothing = jnp.full((2, 1), -jnp.inf)
+    out, lse = pt.merge(jnp.zeros((2, 1, 3)), nothing, jnp.zeros((2, 1, 3)), nothing)
+    assert not out.any() and bool((lse == -jnp.inf).all())
+
+
+def test_a_donated_cache_is_written_in_place() -> None:
+    """And a slot of -1 leaves it alone."""
+    cache = pt.Cache.zeros(BASE, 4, 8)
+    step = pt.Step.of([2], [2], [[1]], [8, -1])
+    plan = pt.plan(step, BASE, buckets=pt.Buckets(tokens=4, seqs=1, pages=4))
+    rows = jnp.ones((plan.num_tokens, 2, 64))
+    stored = jax.jit(pt.store, donate_argnums=3)(plan, rows, rows, cache)
+    assert cache.key.is_deleted() and cache.value.is_deleted()
+    assert float(stored.key.sum()) == 2 * 64 and float(stored.key[1, :, 0, :64].sum()) == 2 * 64
+
+
+def test_no_torch_is_imported() -> None:
+    """A layer runs, and torch is nowhere: a process of its own says so."""
+    code = """
+import sys
+import jax, jax.numpy as jnp
+import polyattn_tpu as pt
+from polyattn.plugin import LayerSpec
+spec = LayerSpec(num_heads=2, num_kv_heads=1, head_size=64, dtype="float32", block_size=8)
+step = pt.Step.of([1, 1], [3, 9], [[1, 0], [2, 3]], [10, 24])
+plan = pt.plan(step, spec, buckets=pt.Buckets(tokens=8, seqs=2, pages=8))
+def layer(plan, query, key, value, cache):
+    cache = pt.store(plan, key, value, cache)
+    return cache, pt.attend(plan, spec, query, cache)[0]
+cache = pt.Cache.zeros(spec, 4, 8)
+one = lambda heads: jnp.ones((plan.num_tokens, heads, 64))
+cache, out = jax.jit(layer, donate_argnums=4)(plan, one(2), one(1), one(1), cache)
+assert abs(float(out[0, 0, 0]) - 1 / (1 + 2 * 2.718281828 ** -8)) < 1e-5, out[0, 0, 0]
+assert not any(name.split(".")[0] in ("torch", "torchax") for name in sys.modules)
+"""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=300)
+
+
+def test_a_trace_compiles_a_stated_number_of_programs() -> None:
+    """600 requests of a trace of conversations, served continuously: each shape counted by jit."""
+    buckets = pt.Buckets(tokens=2048, seqs=64, pages=4096)
+    compiled = jax.jit(lambda plan: plan.tiles.put.sum())
+    rng = np.random.default_rng(3)
+    waiting = [
+        (int(rng.lognormal(6.0, 1.0)) % 4000 + 1, int(rng.lognormal(4.0, 0.7)) % 100 + 1)
+        for _ in range(600)
+    ]
+    running: list[list[int]] = []  # context, tokens of the prompt to go, of the answer to go
+    steps = 0
+    while waiting or running:
+        while waiting and len(running) < 64:
+            prompt, answer = waiting.pop()
+            running.append([0, prompt, answer])
+        room, queries, lens = 2048 - len(running), [], []
+        for request in running:
+            new = min(request[1], room) if request[1] else 1
+            new = new or (1 if request[1] == 0 else 0)
+            room -= new if request[1] else 0
+            request[0] += new
+            if request[1]:
+                request[1] -= new
+            else:
+                request[2] -= 1
+            queries.append(new)
+            lens.append(request[0])
+        width = max(-(-n // 64) for n in lens)
+        step = pt.Step.of(queries, lens, np.zeros((len(lens), width), np.int32), np.zeros(sum(queries)).astype(int))
+        compiled(pt.plan(step, BASE, block_size=64, buckets=buckets))
+        running = [r for r in running if r[2] > 0]
+        steps += 1
+    count = compiled._cache_size()
+    assert steps > 300 and 3 < count <= buckets.programs() == 48, (steps, count)
+
+
+def test_bad_input_names_field_value_and_remedy() -> None:
+    with pytest.raises(BatchError, match="query_lens has 1 entries and seq_lens 2"):
+        pt.Step.of([1], [1, 2])
+    with pytest.raises(BatchError, match="no block_table"):
+        pt.plan(pt.Step.of([1], [1]), BASE)
+    with pytest.raises(BatchError, match="9 sequences, the buckets end at 4"):
+        pt.plan(pt.Step.of([1] * 9, [1] * 9, np.zeros((9, 1), int)), BASE, buckets=SMALL)
+    plan = pt.plan(pt.Step.of([1], [1], [[0]]), BASE, buckets=SMALL)
+    with pytest.raises(BatchError, match=r"query has shape \(1, 4, 64\); the plan takes"):
+        pt.attend(plan, BASE, jnp.zeros((1, 4, 64)), pt.Cache.zeros(BASE, 4, 8))
+    with pytest.raises(BatchError, match="plan has no slots"):
+        pt.store(plan, jnp.zeros((4, 2, 64)), None, pt.Cache.zeros(BASE, 4, 8))

@@ -1,0 +1,126 @@
+"""torch tensors that live in JAX, through LayerGroup and Attention like any other device's.
+
+In a process of its own: torchax's environment stands before all of torch while it is entered.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
+
+HEAD = """
+import warnings
+warnings.filterwarnings("ignore")  # JAX says at each int64 that it is an int32
+import torch
+import polyattn_tpu
+torchax = polyattn_tpu.torchax()
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
+from polyattn.checking.compare import output_error
+from polyattn.families.attention import reference
+environment = torchax.default_env()
+spec = LayerSpec(num_heads=2, num_kv_heads=1, head_size=64, dtype="float32", block_size=8)
+def layer_of(spec):
+    selection = select(spec, "jax")
+    return Attention(LayerGroup(selection), checks=True)
+def step(layer, queries, lens, fill=None):
+    cache = layer.group.allocate_cache(6)
+    for stored in (cache.key, cache.value):
+        stored.copy_(torch.randn(stored.shape).to("jax"))
+    table = torch.tensor([[1, 4, 0], [3, 5, 2]], dtype=torch.int32, device="jax")
+    batch = Batch.from_lens(queries, lens, table, 8)
+    tokens = sum(queries)
+    given = [torch.randn(tokens, heads, 64).to("jax") for heads in (2, 1, 1)]
+    return cache, batch, given
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    found = subprocess.run(
+        [sys.executable, "-c", HEAD + code],
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "PALLAS_INTERPRET": "1", "OMP_NUM_THREADS": "1",
+           "PALLAS_BUCKETS": "tokens=32,seqs=4,pages=64"} | environment,
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-1000:] + found.stderr[-3000:]
+    return found.stdout
+
+
+WITHOUT_SHARING = """
+import jax, torch.utils.dlpack
+def never(*_, **__):
+    raise AssertionError("memory was shared between torch and JAX")
+jax.dlpack.from_dlpack = torch.from_dlpack = torch.utils.dlpack.from_dlpack = never
+torch.utils.dlpack.to_dlpack = torch.Tensor.__dlpack__ = never
+elsewhere = jax.devices()[1]
+with environment:
+    layer = layer_of(spec)
+    print(layer.group.selection.decision.summary())
+    cache, batch, (query, key, value) = step(layer, [1, 7], [12, 20])
+    # All on a second device: what went by way of the host would come back on the first.
+    from polyattn_tpu.bridge import root
+    for tensor in (query, key, value, root(cache.key), root(cache.value)):
+        tensor.apply_jax_(jax.device_put, elsewhere)
+    out = layer(query, key, value, cache, batch)
+    assert out.jax().devices() == {elsewhere} and root(cache.key).jax().devices() == {elsewhere}
+    right, _ = reference.forward(spec, query, None, None, cache, batch)
+    error = output_error(out, right)
+    assert error < 2e-5, error
+"""
+
+
+def test_nothing_is_tied_to_the_host_s_memory() -> None:
+    """DLPack forbidden in both directions, and all tensors on a second device of JAX."""
+    said = run(WITHOUT_SHARING, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    assert "PALLAS_ATTN" in said and "JAX_STORE" in said
+
+
+def test_a_cache_is_written_in_place_and_a_clone_of_it_survives() -> None:
+    run("""
+from polyattn_tpu.bridge import root, unshared
+with environment:
+    layer = layer_of(spec)
+    store = layer.group.backend("store", __import__("polyattn.kernel").kernel.StoreBackend,
+                                cache=layer.group.cache_format)
+    cache = layer.group.allocate_cache(4)
+    rows = torch.ones(2, 1, 64, device="jax")
+    slots = torch.tensor([9, -1], dtype=torch.int64, device="jax")
+    before = root(cache.key).jax()
+    assert not unshared(root(cache.key))
+    store.run(store.plan(slots), rows, rows, cache, layer.params)
+    assert not before.is_deleted() and not bool(before.any()), "a name that is held lost its array"
+    del before
+    assert unshared(root(cache.key)) and unshared(root(cache.value))
+    import weakref
+    held = root(cache.value).jax().unsafe_buffer_pointer()
+    store.run(store.plan(slots + 1), rows, rows, cache, layer.params)
+    assert root(cache.value).jax().unsafe_buffer_pointer() == held, "the cache was copied"
+    found = cache.key.cpu()
+    assert found.shape == (4, 8, 1, 64) and float(found[1, 1].sum()) == 64.0
+    assert float(found.sum()) == 2 * 64.0 and float(found[0, 0].sum()) == 64.0
+    cache.key[2].fill_(3.0)
+    assert float(root(cache.key).jax()[2, 0, :, :64].min()) == 3.0
+    assert float(root(cache.key).jax()[..., 64:].max()) == 0.0
+""")
+
+
+def test_a_cache_of_another_layout_is_refused() -> None:
+    run("""
+from polyattn import KVCache
+from polyattn.errors import PolyattnError
+from polyattn_tpu.bridge import pages
+with environment:
+    plain = torch.zeros(4, 8, 2, 64, device="jax")
+    try:
+        pages(KVCache(plain, plain))
+    except PolyattnError as error:
+        assert "allocate it with group.allocate_cache(n)" in str(error)
+    else:
+        raise AssertionError("a cache that the chip would have to copy was taken")
+""")
