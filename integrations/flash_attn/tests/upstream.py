@@ -115,7 +115,11 @@ def main(checkout: str, most: str, *args: str) -> int:
     torch.cuda.get_device_properties = lambda *_: type("H100", (), {"total_memory": 80 << 30})
     torch.cuda.synchronize = lambda *_: None
     test = str(Path(checkout) / "tests" / "test_flash_attn.py")
-    return int(pytest.main(["-p", "no:cacheprovider", "--rootdir", "/tmp", test, *args], [Plugin(int(most))]))
+    return int(
+        pytest.main(
+            ["-p", "no:cacheprovider", "--rootdir", "/tmp", test, *args], [Plugin(int(most))]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -42,7 +42,9 @@ def refuse(**given: object) -> None:
     """Refuse arguments that change the result and have no counterpart. Raises `PolyattnError`."""
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
-            raise PolyattnError(f"{name} is given, which polyattn_flash_attn doesn't serve; leave it out")
+            raise PolyattnError(
+                f"{name} is given, which polyattn_flash_attn doesn't serve; leave it out"
+            )
 
 
 def lens_of(cumulative: Tensor) -> list[int]:
@@ -72,9 +74,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> tuple[Tens
     return out.view(rows, count, *out.shape[1:]), lse.view(-1, rows, count).transpose(0, 1)
 
 
-def attend(
-    query: Tensor, query_lens: list[int], keys: Keys, asked: Asked
-) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, query_lens: list[int], keys: Keys, asked: Asked) -> tuple[Tensor, Tensor]:
     """Attend for packed queries. Returns the output and the LSE (heads, tokens), float32."""
     if asked.alibi_slopes is not None and asked.alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked)

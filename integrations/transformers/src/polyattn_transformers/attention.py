@@ -57,7 +57,9 @@ def attention(
         return out, None
     if why is None:
         try:
-            return _attend(query, key, value, attention_mask, sinks, is_causal, scaling, softcap), None
+            return _attend(
+                query, key, value, attention_mask, sinks, is_causal, scaling, softcap
+            ), None
         except (UnreadableMask, PolyattnError) as error:
             why = str(error)
     if not torch.compiler.is_compiling():

@@ -101,7 +101,9 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
         first = bits.argmax(-1)
         last = keys - bits.flip(-1).argmax(-1)
         found.append(torch.stack([first * (count > 0), last * (count > 0), count]))
-    low, high, count_ = torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
+    low, high, count_ = (
+        torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
+    )
     if (high - low != count_).any():
         raise UnreadableMask("a mask with holes")
     return low, high
@@ -194,6 +196,8 @@ def _band(low: np.ndarray, high: np.ndarray, first: int, after: int) -> Run | No
         return None
     at = np.arange(start, stop)
     left, right = int(stop - 1 - low[stop - 1]), int(high[start] - 1 - start)
-    same = (low[at] == np.maximum(start, at - left)) & (high[at] == np.minimum(stop, at + right + 1))
+    same = (low[at] == np.maximum(start, at - left)) & (
+        high[at] == np.minimum(stop, at + right + 1)
+    )
     kind = (False, left + 1, None if left == right else right)
     return (start, stop - start, start, stop, kind) if same.all() else None
