@@ -3,9 +3,10 @@
     python integrations/flash_attn/tests/upstream.py CHECKOUT 2000 [pytest's arguments]
 
 `CHECKOUT` is a clone of https://github.com/Dao-AILab/flash-attention (the tests of commit 0251105a were
-run); nothing of it is built or copied here. 2000 is how many tests to choose, at random. Tensors that a test asks for on "cuda" are made on the CPU.
-Left out: dropout, whose random numbers are the kernel's own, ALiBi without a causal mask, sizes that a
-CPU takes minutes for, and what tests the CUDA extension itself.
+run); nothing of it is built or copied here. 2000 is how many tests to choose, at random, as many of each
+function. Tensors that a test asks for on "cuda" are made on the CPU. Left out: dropout, whose random
+numbers are the kernel's own, ALiBi without a causal mask, sizes that a CPU takes minutes for, and what
+tests the CUDA extension itself.
 """
 
 from __future__ import annotations
@@ -115,7 +116,11 @@ def main(checkout: str, most: str, *args: str) -> int:
     torch.cuda.get_device_properties = lambda *_: type("H100", (), {"total_memory": 80 << 30})
     torch.cuda.synchronize = lambda *_: None
     test = str(Path(checkout) / "tests" / "test_flash_attn.py")
-    return int(pytest.main(["-p", "no:cacheprovider", "--rootdir", "/tmp", test, *args], [Plugin(int(most))]))
+    return int(
+        pytest.main(
+            ["-p", "no:cacheprovider", "--rootdir", "/tmp", test, *args], [Plugin(int(most))]
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -34,7 +34,13 @@ def unpad_input(
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices, cu_seqlens, longest = _packed(kept != 0)
     used = attention_mask.sum(-1, dtype=torch.int32)
-    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, longest, used
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        cu_seqlens,
+        longest,
+        used,
+    )
 
 
 def unpad_input_for_concatenated_sequences(
@@ -53,7 +59,9 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return packed tokens as (batch, seqlen, …), zeros where there is none."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
+        0, (batch, seqlen)
+    )
 
 
 def _packed(kept: Tensor) -> tuple[Tensor, Tensor, int]:

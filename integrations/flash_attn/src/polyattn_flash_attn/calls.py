@@ -42,7 +42,9 @@ def refuse(**given: object) -> None:
     """Refuse arguments that change the result and have no counterpart. Raises `PolyattnError`."""
     for name, value in given.items():
         if value is not None and (isinstance(value, Tensor) or value != 0):
-            raise PolyattnError(f"{name} is given, which polyattn_flash_attn doesn't serve; leave it out")
+            raise PolyattnError(
+                f"{name} is given, which polyattn_flash_attn doesn't serve; leave it out"
+            )
 
 
 def lens_of(cumulative: Tensor) -> list[int]:
@@ -72,9 +74,7 @@ def dense(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> tuple[Tens
     return out.view(rows, count, *out.shape[1:]), lse.view(-1, rows, count).transpose(0, 1)
 
 
-def attend(
-    query: Tensor, query_lens: list[int], keys: Keys, asked: Asked
-) -> tuple[Tensor, Tensor]:
+def attend(query: Tensor, query_lens: list[int], keys: Keys, asked: Asked) -> tuple[Tensor, Tensor]:
     """Attend for packed queries. Returns the output and the LSE (heads, tokens), float32."""
     if asked.alibi_slopes is not None and asked.alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked)
@@ -88,14 +88,14 @@ def attend(
     after: int | None = None
     if not causal and (left >= 0 or right >= 0):
         after = right if right >= 0 else UNBOUNDED
-    fields: dict[str, Any] = dict(
-        num_heads=query.shape[1], num_kv_heads=keys.key.shape[-2], head_size=query.shape[2],
-        v_head_size=keys.value.shape[-1], scale=float(asked.softmax_scale or 0.0),
-        dtype=query.dtype, causal=causal, sliding_window=left + 1 if left >= 0 else None,
-        window_right=after, logit_soft_cap=asked.softcap if asked.softcap > 0 else None,
-        alibi=asked.alibi_slopes is not None, needs_lse=True,
-        chunk_size=asked.attention_chunk or None,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "num_heads": query.shape[1], "num_kv_heads": keys.key.shape[-2], "head_size": query.shape[2],
+        "v_head_size": keys.value.shape[-1], "scale": float(asked.softmax_scale or 0.0),
+        "dtype": query.dtype, "causal": causal, "sliding_window": left + 1 if left >= 0 else None,
+        "window_right": after, "logit_soft_cap": asked.softcap if asked.softcap > 0 else None,
+        "alibi": asked.alibi_slopes is not None, "needs_lse": True,
+        "chunk_size": asked.attention_chunk or None,
+    }  # fmt: skip
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     fewer = causal and any(k < q for q, k in zip(query_lens, keys.lens, strict=True))
     if keys.block_table is None or fewer or training:

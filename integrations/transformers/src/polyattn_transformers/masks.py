@@ -8,6 +8,7 @@ kernels serve: all keys, causal, a window. A mask is read once and remembered by
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,9 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
         first = bits.argmax(-1)
         last = keys - bits.flip(-1).argmax(-1)
         found.append(torch.stack([first * (count > 0), last * (count > 0), count]))
-    low, high, count_ = torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
+    low, high, count_ = (
+        torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
+    )
     if (high - low != count_).any():
         raise UnreadableMask("a mask with holes")
     return low, high
@@ -147,7 +150,7 @@ def _runs(low: np.ndarray, high: np.ndarray) -> list[Run]:
         step[(down == a) & (up == b)] = kind
     cuts = [0, *(np.flatnonzero(step == OTHER) + 1), len(low)]
     found: list[Run] = []
-    for first, after in zip(cuts, cuts[1:], strict=False):
+    for first, after in pairwise(cuts):
         band = None
         if (step[first : after - 1] == SHRINK).any():
             band = _band(low, high, first, after)
@@ -194,6 +197,8 @@ def _band(low: np.ndarray, high: np.ndarray, first: int, after: int) -> Run | No
         return None
     at = np.arange(start, stop)
     left, right = int(stop - 1 - low[stop - 1]), int(high[start] - 1 - start)
-    same = (low[at] == np.maximum(start, at - left)) & (high[at] == np.minimum(stop, at + right + 1))
+    same = (low[at] == np.maximum(start, at - left)) & (
+        high[at] == np.minimum(stop, at + right + 1)
+    )
     kind = (False, left + 1, None if left == right else right)
     return (start, stop - start, start, stop, kind) if same.all() else None
