@@ -27,7 +27,7 @@ LARGEST = 300 * 300
 """Query times key tokens of a test that is run."""
 HEAD_SIZES = (32, 59, 128)
 KERNELS_OWN = (
-    "generator_arg", "race_condition", "deterministic", "bwd_overflow", "bwd_transpose", "overflow",
+    "generator_arg", "num_splits", "race_condition", "deterministic", "bwd_transpose", "overflow",
 )  # fmt: skip
 
 

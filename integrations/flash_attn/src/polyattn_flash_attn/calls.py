@@ -59,7 +59,7 @@ def host(tensor: Tensor) -> list[int]:
     if known is None or known[0] != version or version is None:
         known = (version, tensor.tolist())
         tensor._polyattn_host = known  # type: ignore[attr-defined]
-    return known[1]  # type: ignore[no-any-return]
+    return known[1]
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -104,7 +104,7 @@ def attend(query: Tensor, query_lens: list[int], keys: Keys, asked: Asked) -> tu
         step = plan_for(group, tuple(query_lens), tuple(keys.lens), keys.starts)
         if training:
             slopes = asked.alibi_slopes
-            out, lse = Recomputed.apply(
+            out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
                 query, *keys[:2], slopes, group.spec, _sequences(query_lens, keys),
                 lambda *given: run(step, *given, alibi_slopes=slopes),
             )  # fmt: skip
