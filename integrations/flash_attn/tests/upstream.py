@@ -3,9 +3,10 @@
     python integrations/flash_attn/tests/upstream.py CHECKOUT 2000 [pytest's arguments]
 
 `CHECKOUT` is a clone of https://github.com/Dao-AILab/flash-attention (the tests of commit 0251105a were
-run); nothing of it is built or copied here. 2000 is how many tests to choose, at random. Tensors that a test asks for on "cuda" are made on the CPU.
-Left out: dropout, whose random numbers are the kernel's own, ALiBi without a causal mask, sizes that a
-CPU takes minutes for, and what tests the CUDA extension itself.
+run); nothing of it is built or copied here. 2000 is how many tests to choose, at random, as many of each
+function. Tensors that a test asks for on "cuda" are made on the CPU. Left out: dropout, whose random
+numbers are the kernel's own, ALiBi without a causal mask, sizes that a CPU takes minutes for, and what
+tests the CUDA extension itself.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LARGEST = 300 * 300
 """Query times key tokens of a test that is run."""
 HEAD_SIZES = (32, 59, 128)
 KERNELS_OWN = (
-    "generator_arg", "race_condition", "deterministic", "bwd_overflow", "bwd_transpose", "overflow",
+    "generator_arg", "num_splits", "race_condition", "deterministic", "bwd_transpose", "overflow",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What is no plain decoder: encoders, vision, encoder-decoders, packed rows, image blocks; and fallbacks."""
+"""What is no plain decoder: encoders, vision, encoder-decoders, packed rows, blocks, fallbacks."""
 
 from __future__ import annotations
 
@@ -126,10 +126,12 @@ def test_image_blocks_and_prefixes() -> None:
     prefix, image = seen.clone(), seen.clone()
     prefix[:6, :6] = True
     image[4:9, 4:9] = True
-    for mask in (prefix, image):
+    packed = seen.clone()
+    packed[7:, :7] = False
+    for mask in (prefix, image, packed):
         expected, found = both(
             decoder("llama"),
-            lambda m, s=mask: m(ids, attention_mask=_additive(s.expand(2, 1, -1, -1))).logits,
+            lambda m, s=mask: m(ids, attention_mask=_additive(s[None, None])).logits,
         )
         close(expected, found)
     served()

@@ -59,9 +59,8 @@ def unpad_input_for_concatenated_sequences(
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Return packed tokens as (batch, seqlen, …), zeros where there is none."""
-    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(
-        0, (batch, seqlen)
-    )
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def _packed(kept: Tensor) -> tuple[Tensor, Tensor, int]:

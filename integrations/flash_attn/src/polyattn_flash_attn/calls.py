@@ -59,7 +59,7 @@ def host(tensor: Tensor) -> list[int]:
     if known is None or known[0] != version or version is None:
         known = (version, tensor.tolist())
         tensor._polyattn_host = known  # type: ignore[attr-defined]
-    return known[1]  # type: ignore[no-any-return]
+    return known[1]
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -88,14 +88,14 @@ def attend(query: Tensor, query_lens: list[int], keys: Keys, asked: Asked) -> tu
     after: int | None = None
     if not causal and (left >= 0 or right >= 0):
         after = right if right >= 0 else UNBOUNDED
-    fields: dict[str, Any] = dict(
-        num_heads=query.shape[1], num_kv_heads=keys.key.shape[-2], head_size=query.shape[2],
-        v_head_size=keys.value.shape[-1], scale=float(asked.softmax_scale or 0.0),
-        dtype=query.dtype, causal=causal, sliding_window=left + 1 if left >= 0 else None,
-        window_right=after, logit_soft_cap=asked.softcap if asked.softcap > 0 else None,
-        alibi=asked.alibi_slopes is not None, needs_lse=True,
-        chunk_size=asked.attention_chunk or None,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "num_heads": query.shape[1], "num_kv_heads": keys.key.shape[-2], "head_size": query.shape[2],
+        "v_head_size": keys.value.shape[-1], "scale": float(asked.softmax_scale or 0.0),
+        "dtype": query.dtype, "causal": causal, "sliding_window": left + 1 if left >= 0 else None,
+        "window_right": after, "logit_soft_cap": asked.softcap if asked.softcap > 0 else None,
+        "alibi": asked.alibi_slopes is not None, "needs_lse": True,
+        "chunk_size": asked.attention_chunk or None,
+    }  # fmt: skip
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
     fewer = causal and any(k < q for q, k in zip(query_lens, keys.lens, strict=True))
     if keys.block_table is None or fewer or training:
@@ -104,7 +104,7 @@ def attend(query: Tensor, query_lens: list[int], keys: Keys, asked: Asked) -> tu
         step = plan_for(group, tuple(query_lens), tuple(keys.lens), keys.starts)
         if training:
             slopes = asked.alibi_slopes
-            out, lse = Recomputed.apply(
+            out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
                 query, *keys[:2], slopes, group.spec, _sequences(query_lens, keys),
                 lambda *given: run(step, *given, alibi_slopes=slopes),
             )  # fmt: skip

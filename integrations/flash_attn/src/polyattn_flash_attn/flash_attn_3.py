@@ -91,10 +91,12 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of (batch, seqlen, 3, heads, size), or of all heads side by side."""
     if qkv.dim() == 5:
-        return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
-    assert num_heads_q is not None, "num_heads_q says how many of the heads are queries'"
-    others = (qkv.shape[2] - num_heads_q) // 2
-    return flash_attn_func(*qkv.split([num_heads_q, others, others], dim=2), *args, **kwargs)
+        q, k, v = qkv.unbind(2)
+    else:
+        assert num_heads_q is not None, "num_heads_q says how many of the heads are queries'"
+        others = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, others, others], dim=2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_with_kvcache(

@@ -36,7 +36,8 @@ class Recomputed(torch.autograd.Function):
             own = [t[s].detach().requires_grad_() for t, s in
                    ((query, rows), (key, seen), (value, seen))]  # fmt: skip
             with torch.enable_grad():
-                out = formula(ctx.spec, *own, ctx.slopes)
+                q, k, v = own
+                out = formula(ctx.spec, q, k, v, ctx.slopes)
             for total, at, grad in zip(
                 found, (rows, seen, seen), torch.autograd.grad(out, own, d_out[rows]), strict=True
             ):

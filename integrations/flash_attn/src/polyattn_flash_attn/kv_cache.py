@@ -54,6 +54,7 @@ def with_kvcache(
     rows = list(range(count)) if cache_batch_idx is None else host(cache_batch_idx)
     if block_table is not None and any(pads):
         raise PolyattnError("cache_leftpad goes with a dense cache; paged sequences start at 0")
+    _check_room(k_cache, block_table, lens, [0] * count if new is None else new[2])
     if rotary is not None:
         local = asked.causal or asked.window_size != (-1, -1)
         query = rotary(query, _positions(lens, query_lens, device, 1 if local else 0))
@@ -76,6 +77,20 @@ def with_kvcache(
     starts = tuple(row * apart + pad for row, pad in zip(rows, pads, strict=True))
     used = [a - b for a, b in zip(lens, pads, strict=True)]
     return attend(query, query_lens, Keys(keys, values, used, starts), asked)
+
+
+def _check_room(
+    k_cache: Tensor, block_table: Tensor | None, lens: list[int], new_lens: list[int]
+) -> None:
+    """Check, before anything changes, that each sequence fits. Raises `RuntimeError`, as flash-attn."""
+    pages = 1 if block_table is None else block_table.shape[1]
+    room = pages * k_cache.shape[1]
+    for row, (length, new) in enumerate(zip(lens, new_lens, strict=True)):
+        if length + new > room:
+            where = "the cache has" if block_table is None else f"block_table has {pages} pages, so"
+            raise RuntimeError(
+                f"cache_seqlens[{row}]={length} and {new} new tokens: {where} room for {room} tokens"
+            )
 
 
 def _positions(lens: list[int], counts: list[int], device: torch.device, step: int = 1) -> Tensor:

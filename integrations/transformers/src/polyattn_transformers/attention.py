@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import LayerGroup, PolyattnError
-from polyattn.families.attention.dense import group_for, keys_as_tokens, plan_for, run
+from polyattn.families.attention.dense import as_tokens, group_for, keys_as_tokens, plan_for, run
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -43,7 +43,8 @@ def attention(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     sinks = kwargs.get("s_aux")
-    sinks = getattr(module, "sinks", None) if sinks is None else sinks
+    if sinks is None and "sinks" in module._parameters:
+        sinks = module._parameters["sinks"]
     own = _own_attention(type(module).__module__)
     why = _refused(module, own, (query, key, value, sinks), dropout, kwargs)
     if isinstance(kwargs.get("cache"), PagedAttentionCache):
@@ -129,19 +130,20 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     rows, _, queries, _ = query.shape
-    keys, values, apart = keys_as_tokens(key.transpose(1, 2), value.transpose(1, 2))
+    keys, values, apart = keys_as_tokens(key, value, heads_first=True)
+    flat, between = as_tokens(query, heads_first=True)
+    if between != queries:
+        flat = query.transpose(1, 2).flatten(0, 1)
     causal = is_causal and queries > 1
     if mask is None:
         group = _group(query, key, value, (causal, None, None), scaling, softcap, sinks)
         lens = (min(key.shape[2], queries) if causal else key.shape[2],) * rows
         step = plan_for(group, (queries,) * rows, lens, apart)
-        flat = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
         out = run(step, flat, keys, values, sinks=sinks)[0]
         count(group)
         return out.view(rows, queries, *out.shape[1:])
     if mask.shape[3] != key.shape[2] or mask.shape[2] not in (1, queries):
         raise UnreadableMask(f"a mask of {tuple(mask.shape)} over {key.shape[2]} keys")
-    flat = query.transpose(1, 2).reshape(-1, query.shape[1], query.shape[3])
     out = flat.new_empty(*flat.shape[:2], value.shape[3])
     for part in read(mask.expand(-1, -1, queries, -1) if mask.shape[2] != queries else mask, rows):
         group = _group(query, key, value, part.kind, scaling, softcap, sinks)

@@ -8,6 +8,7 @@ kernels serve: all keys, causal, a window. A mask is read once and remembered by
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,7 @@ def _runs(low: np.ndarray, high: np.ndarray) -> list[Run]:
         step[(down == a) & (up == b)] = kind
     cuts = [0, *(np.flatnonzero(step == OTHER) + 1), len(low)]
     found: list[Run] = []
-    for first, after in zip(cuts, cuts[1:], strict=False):
+    for first, after in pairwise(cuts):
         band = None
         if (step[first : after - 1] == SHRINK).any():
             band = _band(low, high, first, after)

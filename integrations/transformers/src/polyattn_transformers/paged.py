@@ -22,9 +22,10 @@ def continuous_batching_manager(
     transformers' own method takes only the attention names that it knows, so the manager is made under
     one of those and the model's name set afterwards.
     """
-    model.set_attn_implementation("paged|eager")
-    manager = model.init_continuous_batching(generation_config=generation_config, **kwargs)
-    model.set_attn_implementation("polyattn")
+    host: Any = model
+    host.set_attn_implementation("paged|eager")
+    manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
+    host.set_attn_implementation("polyattn")
     return manager
 
 
@@ -46,11 +47,11 @@ def attend(
     layer, cache = int(module.layer_idx), kwargs["cache"]  # type: ignore[arg-type]
     allocator = cache.layer_to_allocator[layer]
     lens = [_lens(kwargs["cu_seq_lens_q"]), _lens(kwargs["cu_seq_lens_k"][allocator.layer_type])]
-    fields = dict(
-        num_heads=query.shape[1], num_kv_heads=key.shape[1], head_size=query.shape[3],
-        v_head_size=value.shape[3], scale=float(scaling), dtype=query.dtype,
-        logit_soft_cap=softcap, learned_sinks=sinks is not None,
-    )  # fmt: skip
+    fields: dict[str, Any] = {
+        "num_heads": query.shape[1], "num_kv_heads": key.shape[1], "head_size": query.shape[3],
+        "v_head_size": value.shape[3], "scale": float(scaling), "dtype": query.dtype,
+        "logit_soft_cap": softcap, "learned_sinks": sinks is not None,
+    }  # fmt: skip
     flat = query[0].transpose(0, 1)
     tokens = sum(lens[0])
     read_index = kwargs["read_index"][allocator.index]
