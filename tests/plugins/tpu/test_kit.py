@@ -24,9 +24,7 @@ slow = pytest.mark.slow
         pytest.param("PALLAS_ATTN", "", 100, marks=slow),
     ],
 )
-def test_conforms_in_the_interpreter(
-    backend: str, chosen: str, least: int, tmp_path: Path
-) -> None:
+def test_conforms_in_the_interpreter(backend: str, chosen: str, least: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
