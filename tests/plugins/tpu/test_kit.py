@@ -32,7 +32,7 @@ def test_conforms_in_the_interpreter(backend: str, chosen: str, least: int, tmp_
          "--polyattn-budget", "0.1", "--polyattn-report", str(report), "-k", chosen],
         cwd="/",
         env=os.environ | {"PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
-                          "PALLAS_BUCKETS": "tokens=1024,seqs=16,pages=1024"},
+                          "PALLAS_BUCKETS": "tokens=1024,seqs=64,pages=1024"},
         capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]

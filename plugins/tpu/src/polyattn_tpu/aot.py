@@ -178,7 +178,7 @@ def compile_sharded(spec: LayerSpec, arch: str, phase: str, devices: int) -> Any
     part = spec.replace(
         num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices
     )
-    whole, arguments = attention_case(spec, phase)
+    _, arguments = attention_case(spec, phase)
     _, query, cache, params = arguments
     run, (plan, *_rest) = attention_case(part, phase)
     heads, none = P(None, AXIS), P()
