@@ -82,13 +82,17 @@ def paged_case(seqs: int) -> Case:
 
 def flash_case(seqs: int) -> Case:
     one = array(seqs, 32, LENGTH, 128)
-    return lambda q, k, v: flash.flash_attention(q, k, v, causal=True, sm_scale=MHA.scale), (one,) * 3
+    return lambda q, k, v: flash.flash_attention(q, k, v, causal=True, sm_scale=MHA.scale), (
+        one,
+    ) * 3
 
 
 def splash_case(seqs: int) -> Case:
     mask = masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * 32)
     kernel = splash.make_splash_mha_single_device(mask)
-    return lambda q, k, v: jax.vmap(kernel)(q * MHA.scale, k, v), (array(seqs, 32, LENGTH, 128),) * 3
+    return lambda q, k, v: jax.vmap(kernel)(q * MHA.scale, k, v), (
+        array(seqs, 32, LENGTH, 128),
+    ) * 3
 
 
 def dense_case(seqs: int) -> Case:

@@ -17,8 +17,8 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # two workers of pytes
 pytest.importorskip("jax")
 pytest.importorskip("libtpu")
 
-from polyattn_tpu import aot  # noqa: E402
-from polyattn_tpu.functions import whole_lanes  # noqa: E402
+from polyattn_tpu import aot
+from polyattn_tpu.functions import whole_lanes
 
 slow = pytest.mark.slow
 ARCHS = [pytest.param(a, marks=[] if a == "v6e" else [slow]) for a in ("v6e", "v5e", "v5p", "v7x")]

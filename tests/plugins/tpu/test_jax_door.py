@@ -226,9 +226,7 @@ def test_recurrences(layer: LayerSpec, decode: bool, generator: torch.Generator)
             before[slot] = torch.randn(before.shape[1:], generator=generator) * 0.5
     step = Batch.from_lens(queries, lens, state_slots=torch.tensor(slots))
     inputs = dict(
-        zip(
-            form_of(layer).inputs, recurrent_inputs(layer, sum(queries), generator), strict=True
-        )
+        zip(form_of(layer).inputs, recurrent_inputs(layer, sum(queries), generator), strict=True)
     )
     params = recurrent_params(layer, generator)
     right, after = reference_recurrent.forward(layer, inputs, params, before, step)
@@ -248,7 +246,9 @@ def test_recurrences(layer: LayerSpec, decode: bool, generator: torch.Generator)
 
 
 def test_merging_is_the_whole() -> None:
-    parts = [(jnp.full((2, 1, 3), v), jnp.full((2, 1), float(lse))) for v, lse in ((1.0, 0), (3.0, 0))]
+    parts = [
+        (jnp.full((2, 1, 3), v), jnp.full((2, 1), float(lse))) for v, lse in ((1.0, 0), (3.0, 0))
+    ]
     out, lse = pt.merge(*parts[0], *parts[1])
     assert np.allclose(out, 2.0) and np.allclose(lse, np.log(2.0))
     nothing = jnp.full((2, 1), -jnp.inf)
@@ -318,7 +318,12 @@ def test_a_trace_compiles_a_stated_number_of_programs() -> None:
             queries.append(new)
             lens.append(request[0])
         width = max(-(-n // 64) for n in lens)
-        step = pt.Step.of(queries, lens, np.zeros((len(lens), width), np.int32), np.zeros(sum(queries)).astype(int))
+        step = pt.Step.of(
+            queries,
+            lens,
+            np.zeros((len(lens), width), np.int32),
+            np.zeros(sum(queries)).astype(int),
+        )
         compiled(pt.plan(step, BASE, block_size=64, buckets=buckets))
         running = [r for r in running if r[2] > 0]
         steps += 1

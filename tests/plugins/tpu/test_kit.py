@@ -24,9 +24,7 @@ slow = pytest.mark.slow
         pytest.param("PALLAS_ATTN", "", 100, marks=slow),
     ],
 )
-def test_conforms_in_the_interpreter(
-    backend: str, chosen: str, least: int, tmp_path: Path
-) -> None:
+def test_conforms_in_the_interpreter(backend: str, chosen: str, least: int, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     found = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
@@ -34,7 +32,7 @@ def test_conforms_in_the_interpreter(
          "--polyattn-budget", "0.1", "--polyattn-report", str(report), "-k", chosen],
         cwd="/",
         env=os.environ | {"PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
-                          "PALLAS_BUCKETS": "tokens=1024,seqs=16,pages=1024"},
+                          "PALLAS_BUCKETS": "tokens=1024,seqs=64,pages=1024"},
         capture_output=True, text=True, timeout=1800, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]

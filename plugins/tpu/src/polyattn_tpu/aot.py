@@ -47,9 +47,7 @@ def mesh(arch: str, devices: int = 1) -> Mesh:
 def shapes(tree: Any, place: Any) -> Any:
     """Return the shapes of a tree's arrays on `place`, a sharding or a tree of them."""
     if isinstance(place, NamedSharding):
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree
-        )
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), tree, place
     )
@@ -121,7 +119,12 @@ def compile_attention(spec: LayerSpec, arch: str, phase: str, **sizes: Any) -> A
 
 
 def latent_case(
-    spec: LayerSpec, *, block_size: int = 64, seqs: int = 8, length: int = 2048, num_blocks: int = 512
+    spec: LayerSpec,
+    *,
+    block_size: int = 64,
+    seqs: int = 8,
+    length: int = 2048,
+    num_blocks: int = 512,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the absorbed decode of an MLA layer, or the attention to chosen rows of a sparse one."""
     assert spec.latent is not None
@@ -133,7 +136,9 @@ def latent_case(
         return lambda q, s, c: attend_rows(q, s, c, spec.scale, rank), (query, chosen, cache)
     inner = absorbed(spec)
     buckets = Buckets(tokens=seqs, seqs=seqs, pages=seqs * length // block_size)
-    plan = plan_paged(step_of("decode", seqs, seqs, length, block_size), spec.num_heads, block_size, buckets)
+    plan = plan_paged(
+        step_of("decode", seqs, seqs, length, block_size), spec.num_heads, block_size, buckets
+    )
     return lambda p, q, c: attend(p, inner, q, c, interpret=False), (plan, query, cache)
 
 
@@ -173,16 +178,23 @@ def compile_sharded(spec: LayerSpec, arch: str, phase: str, devices: int) -> Any
     part = spec.replace(
         num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices
     )
-    whole, arguments = attention_case(spec, phase)
+    _, arguments = attention_case(spec, phase)
     _, query, cache, params = arguments
     run, (plan, *_rest) = attention_case(part, phase)
     heads, none = P(None, AXIS), P()
-    spread = jax.tree.map(lambda _: none, plan), heads, jax.tree.map(lambda _: heads, cache), [
-        None if p is None else P(AXIS) for p in params
-    ]
+    spread = (
+        jax.tree.map(lambda _: none, plan),
+        heads,
+        jax.tree.map(lambda _: heads, cache),
+        [None if p is None else P(AXIS) for p in params],
+    )
     function = jax.shard_map(run, mesh=chips, in_specs=spread, out_specs=heads, check_vma=False)
     places = jax.tree.map(
         lambda s: NamedSharding(chips, s), spread, is_leaf=lambda s: isinstance(s, P)
     )
     given = (plan, query, cache, params)
-    return jax.jit(function).lower(*(shapes(g, p) for g, p in zip(given, places, strict=True))).compile()
+    return (
+        jax.jit(function)
+        .lower(*(shapes(g, p) for g, p in zip(given, places, strict=True)))
+        .compile()
+    )

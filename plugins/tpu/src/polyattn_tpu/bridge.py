@@ -52,7 +52,6 @@ def to_torch(array: Array, like: Tensor) -> Tensor:
     """Return an array as a tensor on the CPU, of the dtype of `like`."""
     host = jax.device_get(array)
     if like.dtype in RAW:
-        word, _ = RAW[like.dtype]
         host = host.view({2: "int16", 1: "int8"}[host.dtype.itemsize])
         return torch.from_numpy(host.copy()).view(like.dtype)
     return torch.from_numpy(host.copy())

@@ -62,4 +62,6 @@ def _rung(what: str, count: int, most: int, least: int, factor: int) -> int:
     for rung in _ladder(most, least, factor):
         if count <= rung:
             return rung
-    raise BatchError(f"the step has {count} {what}, the buckets end at {most}; plan with larger Buckets")
+    raise BatchError(
+        f"the step has {count} {what}, the buckets end at {most}; plan with larger Buckets"
+    )

@@ -57,7 +57,7 @@ def widened(array: Array, size: int) -> Array:
 
 
 class Scales(NamedTuple):
-    """A quantised cache holds `value / scale`; numbers or f32 arrays (), so that layers share a program."""
+    """A quantised cache holds `value / scale`; numbers or f32 arrays (), not compiled in."""
 
     key: Any = 1.0
     value: Any = 1.0

@@ -196,7 +196,9 @@ def pad(plan: AttentionPlan | RecurrentPlan, array: Array) -> Array:
     """Return an array (tokens, …) with rows of zeros behind, as many as the plan's functions take."""
     missing = plan.num_tokens - array.shape[0]
     if missing < 0:
-        raise BatchError(f"an array of {array.shape[0]} rows for a plan of {plan.num_tokens} tokens")
+        raise BatchError(
+            f"an array of {array.shape[0]} rows for a plan of {plan.num_tokens} tokens"
+        )
     if not missing:
         return array
     return jax.numpy.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
@@ -224,9 +226,7 @@ def _tiles(step: Step, group: int, buckets: Buckets) -> tuple[Tiles, int]:
     return Tiles(take, put, *tile, size), tokens
 
 
-def _pages(
-    step: Step, counts: list[int], table: Any, tiles: Tiles, buckets: Buckets
-) -> Pages:
+def _pages(step: Step, counts: list[int], table: Any, tiles: Tiles, buckets: Buckets) -> Pages:
     # One place more, for the sequence of no tokens that padding belongs to.
     places = 1 + (
         buckets.of_decodes(step.num_seqs) if step.all_decode else buckets.of_seqs(step.num_seqs)

@@ -13,5 +13,7 @@ def ready() -> str | None:
     if find_spec("libtpu") is None:
         return "libtpu is not installed; pip install libtpu, on a TPU VM"
     if find_spec("torchax") is None:
-        return "torchax is not installed: torch needs it to hold tensors in JAX; pip install torchax"
+        return (
+            "torchax is not installed: torch needs it to hold tensors in JAX; pip install torchax"
+        )
     return None

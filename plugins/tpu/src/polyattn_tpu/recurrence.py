@@ -98,7 +98,7 @@ def _decays(log: Array) -> tuple[Array, Array]:
 
 
 def _decayed(q: Array, k: Array, v: Array, log: Array, state: Array) -> tuple[Array, Array]:
-    """h_t = exp(log_t) h + k_t v_t'; o_t = q_t h_t. `state` (heads, K, V); the rest (tokens, heads, …)."""
+    """h_t = exp(log_t) h + k_t v_t'; o_t = q_t h_t. `state` (heads, K, V), the rest by token."""
     total, decay = _decays(log)
     scores = einsum("ihk,jhk->ijh", q, k) * decay
     out = einsum("ijh,jhv->ihv", scores, v)
@@ -158,9 +158,7 @@ def _mamba2(
     dt = _step_size(spec, x["dt"], params, count)
     given = _masked(x["x"], count)
     b, c = (_spread(_masked(x[name], count), spec.num_heads) for name in ("B", "C"))
-    out, state = _decayed(
-        c, b, dt[..., None] * given, dt * params["A"], state.transpose(0, 2, 1)
-    )
+    out, state = _decayed(c, b, dt[..., None] * given, dt * params["A"], state.transpose(0, 2, 1))
     out = out + params["D"][:, None] * given if "D" in params else out
     return out, state.transpose(0, 2, 1)
 

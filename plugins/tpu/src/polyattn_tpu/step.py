@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-
 from polyattn.plugin import BatchError
 
 Ints = NDArray[np.int32]
@@ -55,7 +54,9 @@ class Step:
                 raise BatchError(f"{name}={values[:4]}… must be 0 or more each")
         starts = None if key_starts is None else tuple(map(int, key_starts))
         if starts is not None and (len(starts) != len(lens) or min(starts, default=0) < 0):
-            raise BatchError(f"key_starts={starts[:4]}… must name one place for each of {len(lens)}")
+            raise BatchError(
+                f"key_starts={starts[:4]}… must name one place for each of {len(lens)}"
+            )
         return cls(
             queries, lens,
             _ints("block_table", block_table, (len(lens), None)),
