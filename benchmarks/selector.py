@@ -28,7 +28,6 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import TimingModel
 from polyattn.tools.cli.models import bundled
 from polyattn.tools.lengths import DISTRIBUTIONS, of_trace
 from polyattn.tools.tune.clock import Clock
@@ -101,9 +100,10 @@ def sample_of(kind: str, rows: Rows) -> StepSample:
 
 def pair(selection: Selection, decode: str, prefill: str) -> Selection:
     """Return the selection with one backend for the decodes and one for the rest."""
-    once = (1.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-    named = (TimingModel(decode, "decode", once), TimingModel(prefill, "prefill", once))
-    return replace(selection, timings=named)
+    served = {phase: {i.name: i for i in infos} for phase, infos in selection.candidates}
+    named = {"decode": served["decode"][decode], "prefill": served["prefill"][prefill]}
+    backends = tuple((phase, named.get(phase, info)) for phase, info in selection.backends)
+    return replace(selection, backends=backends, timings=())
 
 
 class Judge:

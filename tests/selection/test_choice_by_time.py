@@ -14,6 +14,7 @@ from polyattn.errors import SettingsError
 from polyattn.families.attention import reference
 from polyattn.plugin import hookimpl
 from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover, refresh, register, unregister
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.timings import FORMAT, Timings, read_table, timings
@@ -110,6 +111,10 @@ def test_what_nothing_was_measured_of_stays_with_the_selection() -> None:
     assert (call.name, call.times) == ("A", {})
     (call,) = choice.calls([4], [64])
     assert call.name == "A"
+    # Nor does B take decodes from A, whose time nobody knows.
+    assert choice.decode([64]) == "A"
+    (call,) = choice.calls([1], [64])
+    assert (call.name, set(call.times)) == ("A", {"B"})
 
 
 # Tables
@@ -156,13 +161,15 @@ def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 SHORT_KEYS = [
     model("TORCH_SDPA", "decode", launch=1, byte=1e-3),
     model("HPU_ATTN", "decode", launch=500, byte=1e-5),
+    # The choice by priority, where it was built.
+    model("NATIVE_ATTN", "decode", launch=1e6),
 ]
 
 
 def test_a_group_chooses_for_each_step_and_computes_the_same(table: Any) -> None:
     table(SHORT_KEYS)
     selection = select(SPEC.replace(block_size=16), "cpu")
-    assert {m.backend for m in selection.timings} == {"TORCH_SDPA", "HPU_ATTN"}
+    assert {m.backend for m in selection.timings} >= {"TORCH_SDPA", "HPU_ATTN"}
     assert any("chosen for each step" in note for note in selection.decision.notes)
     group = LayerGroup(selection)
     layer = Attention(group)
@@ -216,7 +223,9 @@ def test_stale_models_are_named_and_ignored(table: Any) -> None:
     selection = select(SPEC, "cpu")
     assert selection.timings == ()
     (note,) = [n for n in selection.decision.notes if str(path) in n]
-    assert "HPU_ATTN, TORCH_SDPA: measured with torch 1.0.0" in note and _torch() in note
+    assert (
+        "HPU_ATTN, NATIVE_ATTN, TORCH_SDPA: measured with torch 1.0.0" in note and _torch() in note
+    )
 
 
 def test_a_broken_table_is_named_and_ignored(table: Any, tmp_path: Path) -> None:
@@ -253,7 +262,7 @@ def test_a_bad_model_is_named_and_the_rest_counts(said: str, tmp_path: Path) -> 
     data["models"][0] |= BAD_MODELS[said]
     path.write_text(json.dumps(data))
     found = read_table(path)
-    assert [e.model.backend for e in found.entries] == ["HPU_ATTN"]
+    assert [e.model.backend for e in found.entries] == ["HPU_ATTN", "NATIVE_ATTN"]
     assert len(found.problems) == 1 and said in found.problems[0]
 
 
@@ -272,7 +281,7 @@ def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> Non
     )  # fmt: skip
     found = Timings((read_table(path),))
     # A profile assumes what was measured with; a device has what is installed there.
-    assert len(found.models(SPEC, Device.profile("h200"))) == 2
+    assert len(found.models(SPEC, resolve_device("h200"))) == 3
     real = Device("cuda", "sm_90", "NVIDIA H200", torch_device="cuda:0")
     assert found.models(SPEC, real) == () and len(found.notes(real)) == 1
     assert found.models(SPEC, H100) == () and found.notes(H100) == []

@@ -238,7 +238,7 @@ def test_tune_writes_a_table_that_a_group_chooses_by(
               "hidden_size": 128, "num_hidden_layers": 1, "torch_dtype": "float32"}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(tuning, "size_for", lambda *_: Size(1500, 10_000, 1000, 6))
-    path, names = tmp_path / "t.json", ["TORCH_SDPA", "HPU_ATTN"]
+    path, names = tmp_path / "t.json", ["TORCH_SDPA", "HPU_ATTN", "NATIVE_ATTN"]
 
     def tune(seconds: float) -> dict[str, Any]:
         assert show([str(tmp_path)], "cpu", names, None, path, seconds, True, True) == 0

@@ -47,9 +47,16 @@ class Selection:
         return dict(self.backends).get(phase)
 
     def alone(self, name: str) -> Selection:
-        """Return the selection with one candidate only for the steps that it can serve at all."""
+        """Return the selection with one candidate for all the steps that it can serve."""
+        serves = {p: {i.name: i for i in infos} for p, infos in self.candidates}
+        attending = ("prefill", "decode")
+        backends = tuple(
+            (phase, serves.get(phase, {}).get(name, info) if phase in attending else info)
+            for phase, info in self.backends
+        )
         once = tuple(float(term == "launch") for term in TERMS)
-        return replace(self, timings=tuple(TimingModel(name, kind, once) for kind in KINDS))
+        models = tuple(TimingModel(name, kind, once) for kind in KINDS)
+        return replace(self, backends=backends, timings=models)
 
     def explain(self) -> str:
         """Return the decision tree with every candidate's verdict, as text."""

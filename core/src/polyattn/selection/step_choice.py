@@ -28,8 +28,8 @@ ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 class CallChoice:
     """One call of a step: which rows, in which phase, by whom, and what was predicted of whom.
 
-    `times` are microseconds of every candidate that has a model for this `kind` of call; where there
-    is none, `name` is the selection's.
+    `times` are microseconds of every candidate that has a model for this `kind` of call; where the
+    selection's own choice has none, it stays.
     """
 
     phase: str
@@ -61,6 +61,8 @@ class StepChoice:
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
         # Decodes are most steps of an engine, and the same few may run each of them.
         self._decoding = self.predictor.among("decode", decode)
+        if chosen.get("decode") not in [name for name, _, _ in self._decoding]:
+            self._decoding = []  # without its own time nobody outruns the selection's choice
 
     def decode(self, lens: Sequence[int], longest: int | None = None) -> str:
         """Return who runs a step of single-token rows of so many keys. A few microseconds.
@@ -89,11 +91,14 @@ class StepChoice:
             self._call("decode", "decode", DECODES, decodes, self.phases["decode"]),
             self._call("prefill", "prefill", REST, rest, self.phases["prefill"]),
         )
-        together = self._call("prefill", "mixed", ALL, whole, self._mixing)
-        if not (together.times and all(call.times for call in apart)):
-            return apart  # they compare only where all of it was measured
+        if any(call.name not in call.times for call in apart):
+            return apart  # what was not measured can't be compared
+        mixing = self.predictor.evaluate(self.predictor.among("mixed", self._mixing), whole)
         pair = sum(call.times[call.name] for call in apart)
-        return (together,) if together.times[together.name] < pair else apart
+        if min(mixing.values(), default=pair) >= pair:
+            return apart
+        fastest = min(mixing, key=mixing.__getitem__)
+        return (CallChoice("prefill", "mixed", ALL, whole, fastest, mixing),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decode's business where somebody takes them as decodes."""
@@ -102,16 +107,20 @@ class StepChoice:
             for n, info in self.phases["decode"].items()
             if info.capabilities.decode_query_lens >= longest
         ]
-        call = self._call("prefill", "short", ALL, shape, [*takes, *self.phases["prefill"]])
-        if call.name not in takes or (not call.times and call.name in self.phases["prefill"]):
-            return call
-        return CallChoice("decode", "short", ALL, shape, call.name, call.times)
+        usual = "decode" if self.chosen["decode"] in takes else "prefill"
+        call = self._call(usual, "short", ALL, shape, [*takes, *self.phases["prefill"]])
+        phase = usual if call.name == self.chosen[usual] else "decode"
+        phase = phase if call.name in takes else "prefill"
+        return CallChoice(phase, "short", ALL, shape, call.name, call.times)
 
     def _call(
         self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str]
     ) -> CallChoice:
+        """Weigh the candidates; without a time of the selection's own choice nobody outruns it."""
         times = self.predictor.evaluate(self.predictor.among(kind, among), shape)
-        name = min(times, key=times.__getitem__) if times else self.chosen[phase]
+        name = self.chosen[phase]
+        if name in times:
+            name = min(times, key=times.__getitem__)
         return CallChoice(phase, kind, rows, shape, name, times)
 
 

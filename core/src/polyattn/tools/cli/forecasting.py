@@ -38,8 +38,8 @@ def forecast(selection: Selection, rows: list[tuple[int, int]]) -> dict[str, Any
 
 def _why(call: CallChoice) -> str:
     others = sorted((us, name) for name, us in call.times.items() if name != call.name)
-    if not call.times:
-        return f"{call.name} by priority: nothing was measured of {call.kind} steps"
+    if call.name not in call.times:
+        return f"{call.name} by priority: its {call.kind} steps were not measured"
     if not others:
         return f"{call.name} alone was measured at {call.kind} steps"
     us, name = others[0]

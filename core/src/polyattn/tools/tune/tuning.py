@@ -19,6 +19,7 @@ from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.lengths import Lengths
 from polyattn.tools.tune.clock import Clock
+from polyattn.tools.tune.fitting import LEAST_POINTS
 from polyattn.tools.tune.measuring import Measured, attending, pool_bytes, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import Size, StepSample, samples
@@ -29,8 +30,9 @@ LEAVE_OUT = ("FLEX_ATTENTION",)
 """Compiles for minutes; measured where it is named."""
 MOST_FAILURES = 4
 """Steps of a kind that a backend may fail, none done, before it is asked no more of that kind."""
-HOPELESS, ENOUGH = 5, 10
-"""A backend that took over 5 times the best's at each of its first 10 steps isn't asked again."""
+HOPELESS, ENOUGH = 5, 2 * LEAST_POINTS
+"""A backend that took over 5 times the best's at each of so many steps isn't asked again: enough
+for a model of its own, by which it loses."""
 Progress = Callable[[str, int, int], None]
 """(what is measured, steps done, steps in all)."""
 
