@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from defaults import CPU_DEFAULT
 import pytest
 import torch
+from defaults import CPU_DEFAULT
 from polyattn import LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
 from polyattn.plugin import hookimpl

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from defaults import CPU_DEFAULT
 import pytest
+from defaults import CPU_DEFAULT
 from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
 from polyattn.errors import SettingsError

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
-from defaults import CPU_DEFAULT
 import pytest
 import torch  # before the clock of a detector runs that imports it
+from defaults import CPU_DEFAULT
 from polyattn import LayerSpec, select
 from polyattn.errors import PolyattnError
 from polyattn.registry import discovery

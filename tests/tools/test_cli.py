@@ -11,8 +11,8 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
-from defaults import CPU_DEFAULT
 import pytest
+from defaults import CPU_DEFAULT
 from polyattn.registry.devices import profiles
 from polyattn.registry.discovery import discover
 from polyattn.registry.extras import install_advice

@@ -72,6 +72,10 @@ class _Kit:
             if taken_for:
                 self.device = resolve_device(taken_for).on(str(self.device.torch_device))
             problem = availability(self.info, current().probe_timeout)
+            for build in map(self.info.as_built, self.info.variants):  # the one that is tested
+                if availability(build, current().probe_timeout) is None:
+                    self.info = build
+                    break
         except PolyattnError as error:
             raise pytest.UsageError(str(error)) from error
         if problem:

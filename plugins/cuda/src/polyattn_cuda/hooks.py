@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
@@ -311,3 +313,8 @@ def polyattn_backends() -> list[BackendInfo]:
         XFORMERS,
         *FAMILIES,
     ]
+
+
+@hookimpl
+def polyattn_timings() -> list[str]:
+    return [str(Path(__file__).with_name("timings_h200.json"))]
