@@ -6,17 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
-
-
-def empty_l2(scratch: torch.Tensor) -> None:
-    """Write and read a buffer much larger than the L2.
-
-    Read last, since lines that were written are stored while the next kernel runs: up to 8 us of its
-    time on an H200.
-    """
-    scratch.zero_()
-    scratch.fill_(1)
-    scratch.sum()
+from polyattn.tools.tune.clock import between_events, empty_l2
 
 
 def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:
@@ -29,19 +19,8 @@ def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 
     for _ in range(3):
         call()
     return statistics.median(
-        _between_events(call, lambda: empty_l2(scratch)) for _ in range(repeats)
+        between_events(call, lambda: empty_l2(scratch)) for _ in range(repeats)
     )
-
-
-def _between_events(call: Callable[[], object], before: Callable[[], None]) -> float:
-    """Return the microseconds between events around `call`, after `before`."""
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    before()
-    start.record()
-    call()
-    stop.record()
-    stop.synchronize()
-    return start.elapsed_time(stop) * 1e3
 
 
 def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 15) -> float:
@@ -74,7 +53,7 @@ def latencies_us(calls: Mapping[str, Callable[[], object]], repeats: int = 50) -
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            times[name].append(_between_events(call, before))
+            times[name].append(between_events(call, before))
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from defaults import CPU_DEFAULT
 import pytest
 import torch
 from polyattn import LayerGroup, LayerSpec, register, select, unregister
@@ -61,7 +62,7 @@ class Plugin:
 
     @hookimpl
     def polyattn_backends(self) -> list[BackendInfo]:
-        return [info("WRONG", 99), info("FAILING", 98), info("BOASTING", 1), info("UNFIT", 0)]
+        return [info("WRONG", 999), info("FAILING", 998), info("BOASTING", 1), info("UNFIT", 0)]
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +83,7 @@ def test_verification_leaves_the_random_state_alone() -> None:
 def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:
     assert select(SPEC, "cpu").decision.decode == "WRONG"  # without verification nobody knows
     decision = select(SPEC, "cpu", verify=True).decision
-    assert decision.decode == decision.prefill == "TORCH_SDPA"
+    assert decision.decode == decision.prefill == CPU_DEFAULT
     reasons = {v.backend: str(v.rejections) for v in decision.verdicts() if v.rejections}
     assert "its output is wrong" in reasons["WRONG"]
     assert "ninja: build stopped" in reasons["FAILING"]
@@ -105,7 +106,7 @@ def test_a_claim_without_its_method_is_found_when_the_backend_is_built() -> None
 def test_a_late_registration_is_never_stale() -> None:
     assert select(SPEC, "cpu").decision.decode == "WRONG"
     unregister("verify-test")
-    assert select(SPEC, "cpu").decision.decode == "TORCH_SDPA"
+    assert select(SPEC, "cpu").decision.decode == CPU_DEFAULT
     with pytest.raises(PluginError, match="no plugin named"):
         unregister("verify-test")
     register(Plugin(), "verify-test")

@@ -106,6 +106,14 @@ CLAIMS = discover().backends["TORCH_SDPA"].capabilities
 BASE = LayerSpec(num_heads=4, head_size=64)
 
 
+@pytest.mark.parametrize("device", ["cpu", "h200", "mi300x", "tpu-v6e"])
+def test_every_backend_gives_cases(device: str) -> None:
+    """Whatever a backend claims, and whatever is new to claim: every combination is a layer."""
+    for info in discover().backends.values():
+        ids = [case.id for case in derive(info, resolve_device(device))]
+        assert ids and len(ids) == len(set(ids)), info.name
+
+
 def test_cases_follow_from_the_claims() -> None:
     """Every claimed value has a numeric case, every unclaimed one a refusal."""
     for info in discover().backends.values():

@@ -125,7 +125,7 @@ def test_any_declaration_is_taken_or_named(make: Any) -> None:
                 assert info.name in str(error)
         named = {b.name for b in record.backends}
         chosen = select(SPEC, "x86-amx").decision
-        assert chosen.prefill == "TORCH_SDPA" or chosen.prefill in named
+        assert chosen.prefill == "NATIVE_ATTN" or chosen.prefill in named
     finally:
         unregister("drawn")
 

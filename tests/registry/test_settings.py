@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from defaults import CPU_DEFAULT
 import pytest
 from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
@@ -117,11 +118,11 @@ def test_odd_configuration_files(
 
 
 def test_a_changed_variable_is_never_stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert select(LLAMA, "cpu").decision.decode == "TORCH_SDPA"
+    assert select(LLAMA, "cpu").decision.decode == CPU_DEFAULT
     monkeypatch.setenv("POLYATTN_BACKEND", "FLEX_ATTENTION")
     assert select(LLAMA, "cpu").decision.decode == "FLEX_ATTENTION"
     monkeypatch.delenv("POLYATTN_BACKEND")
-    assert select(LLAMA, "cpu").decision.decode == "TORCH_SDPA"
+    assert select(LLAMA, "cpu").decision.decode == CPU_DEFAULT
 
 
 def test_configuration_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +143,10 @@ def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolyattnError, match="did you mean 'cpu'"):
         select(LLAMA, "x86-amx")
     monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpu,hpu")
-    with pytest.raises(PolyattnError, match="EXAMPLE_ATTN"):
-        select(LLAMA.replace(alibi=True), "x86-amx")
+    with pytest.raises(PolyattnError, match="'x86-amx' is unknown"):
+        select(LLAMA, "x86-amx")
+    with pytest.raises(PolyattnError, match="no installed plugin finds device 'cpu'"):
+        select(LLAMA, "cpu")
 
 
 @pytest.mark.parametrize(

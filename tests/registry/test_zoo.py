@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
+from defaults import CPU_DEFAULT
 import pytest
 import torch  # before the clock of a detector runs that imports it
 from polyattn import LayerSpec, select
@@ -94,7 +95,7 @@ def test_corrupt_metadata_is_named(inside: dict[str, Any]) -> None:
 
 def test_everybody_else_is_served(inside: dict[str, Any]) -> None:
     decision = inside["selection"].decision
-    assert (decision.prefill, decision.decode) == ("TORCH_SDPA", "TORCH_SDPA")
+    assert (decision.prefill, decision.decode) == (CPU_DEFAULT, CPU_DEFAULT)
     assert inside["doctor"]["devices"] and "cpu" in inside["doctor"]["devices"][0]
     for animal in HEALTHY.values():
         named = f"zoo-{animal.name} 1.2"
@@ -160,7 +161,7 @@ def test_a_run_in_the_zoo(zoo: Path) -> None:
     """Detection imports torch here, within its own time."""
     run = ("run", "--requests", "2", "--scale", "0.02", "--max-tokens", "2", "--json")
     data = json.loads(command(zoo, *run, POLYATTN_PLUGIN_TIMEOUT="20")[0])
-    assert data["groups"][0]["decode"] == "TORCH_SDPA" and data["checked_tokens"] > 0
+    assert data["groups"][0]["chosen"]["decode"] == CPU_DEFAULT and data["checked_tokens"] > 0
 
 
 def test_a_backend_is_named_in_any_case(zoo: Path, inside: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ VALUES = (
     "h200", "x86-amx", "gaudi3", "cpu:9", "meta", "TORCH_SDPA", "torch_sdpa", "prefill=TORCH_SDPA",
     "prefill.decode=X", "decode=", "=", ",", "mla=NOPE", "EXAMPLE_ATTN,prefill=FLEX_ATTENTION",
     "llama-3.1-8b", "bert-base-uncased", "mamba-2.8b", "deepseek-v2-lite", "auto", "int8", "fp8",
+    "zipf", "one-long", "trace:/dev/null",
     "8q1s2k", "q2k", "2q1s64", "q" * 9, "0q1", "999999999q1s1", "999999999999q1s1k", "q999999999k",
     "/", "/dev/null", "/nowhere/x", "/dev/full", "/proc/self/mem", ".", "..", "~", "x" * 300,
     "{}", "[]", "null", "{", "[" * 10_000, '{"a":' * 10_000, '{"num_heads": %s}' % ("9" * 5000),
@@ -23,12 +24,12 @@ VALUES = (
 )  # fmt: skip
 OPTIONS: dict[str, tuple[str, ...]] = {
     "list": ("--json", "--help", "--jsn"),
-    "explain": ("--json", "--device=", "--backend=", "--spec=", "MODEL"),
+    "explain": ("--json", "--device=", "--backend=", "--spec=", "--batch=", "MODEL"),
     "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
             "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
             "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
-              "--seconds=", "--plot="),
+              "--seconds=", "--lengths=", "--seed=", "--plot="),
 }  # fmt: skip
 QUICK = {
     "run": ["--requests=1", "--scale=0.01", "--max-tokens=1", "--cache-gb=0.05"],

@@ -11,6 +11,7 @@ from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
+from defaults import CPU_DEFAULT
 import pytest
 from polyattn.registry.devices import profiles
 from polyattn.registry.discovery import discover
@@ -49,9 +50,9 @@ def test_a_reader_that_leaves_is_no_error(args: list[str]) -> None:
 
 def test_explain_draws_every_verdict() -> None:
     text = polyattn("explain", "gemma-2-9b", "--device", "x86-amx").stdout
-    assert "21 layers" in text and "=> prefill TORCH_SDPA" in text and "FLEX_ATTENTION" in text
+    assert "21 layers" in text and "=> prefill NATIVE_ATTN" in text and "FLEX_ATTENTION" in text
     data = json.loads(polyattn("explain", "gpt-oss-20b", "--device", "cpu", "--json").stdout)
-    assert [g["decode"] for g in data["groups"]] == ["TORCH_SDPA", "TORCH_SDPA"]
+    assert [g["chosen"]["decode"] for g in data["groups"]] == [CPU_DEFAULT, CPU_DEFAULT]
     flex = [c for s in data["groups"][0]["steps"] for c in s["candidates"]
             if c["backend"] == "FLEX_ATTENTION"]  # fmt: skip
     assert flex[0]["rejections"][0]["field"] == "learned_sinks"
@@ -161,5 +162,5 @@ def test_bench(tmp_path: Path) -> None:
     assert {(r["batch"], r["backend"]) for r in rows} == {
         (b, n) for b in ("2q1s64", "q32_q1s40") for n in ("TORCH_SDPA", "EXAMPLE_ATTN")
     }
-    assert all(r["selected"] == (r["backend"] == "TORCH_SDPA") for r in rows)
+    assert all(r["selected"] == (r["backend"] == CPU_DEFAULT) for r in rows)
     assert plot.read_bytes().startswith(b"\x89PNG")

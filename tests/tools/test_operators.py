@@ -146,12 +146,17 @@ def test_ctrl_c_in_list(tmp_path: Path) -> None:
     install(tmp_path, ANIMALS["import-hangs"])
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "POLYATTN_PLUGIN_TIMEOUT": "60"}
     pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*COMMAND, "list"], env=env, stdout=pipe, stderr=pipe, text=True
-    ) as child:
-        time.sleep(2)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=30)
+    # Where tests run in the background the shell has them, and their children, ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with subprocess.Popen(
+            [*COMMAND, "list"], env=env, stdout=pipe, stderr=pipe, text=True
+        ) as child:
+            time.sleep(2)
+            child.send_signal(signal.SIGINT)
+            out, err = child.communicate(timeout=30)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (child.returncode, out, err) == (130, "", "polyattn: interrupted\n")
 
 

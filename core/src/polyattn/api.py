@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from polyattn.device import Device
@@ -12,6 +13,7 @@ from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.machine import availability
 from polyattn.registry.policy import rerank
+from polyattn.registry.timings import Timings, timings
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
 from polyattn.selection.selection import SelectedLayers, Selection
@@ -110,25 +112,32 @@ def _select(spec: LayerSpec, device: Device, settings: Settings, verify: bool) -
     while True:
         facts = _facts(spec, device, registry, settings, failed)
         decision = decide(spec, device, facts, settings)
-        selection = _selection(decision, facts)
+        selection = _selection(decision, facts, timings(settings))
         wrong = load_object(VERIFIER)(selection) if verify and device.is_real else {}
         if not wrong:
             break
         for name, reason in wrong.items():
             log.warning("backend %s is passed over for %s: %s", name, spec, reason)
         failed |= wrong
-    if decision.notes:
-        log.info("%s", "; ".join(decision.notes))
+    for note in selection.decision.notes:
+        log.info("%s", note)
     log.info("selected %s for %s on %s", decision.summary(), spec, device)
     return selection
 
 
-def _selection(decision: Decision, facts: Facts) -> Selection:
-    infos = facts.backends
+def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection:
+    infos, spec, device = facts.backends, decision.spec, decision.device
+    candidates = {n for _, names in decision.candidates for n in names}
+    models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
+    notes = measured.notes(device)
+    if models:
+        sources = ", ".join(sorted({m.source for m in models}))
+        notes.append(f"who runs is chosen for each step, by times measured in {sources}")
     return Selection(
-        decision,
+        replace(decision, notes=(*decision.notes, *notes)),
         tuple((phase, infos[name]) for phase, name in decision.chosen),
         tuple((phase, tuple(infos[n] for n in names)) for phase, names in decision.candidates),
+        models,
     )
 
 

@@ -14,7 +14,8 @@ class Device:
     `fp8` says which e4m3 the hardware computes: `"ocp"`, `"fnuz"` (a different format of the
     same name) or None. `bandwidth` (GB/s) and `matmul` (dense bf16 TFLOP/s) are datasheet
     figures, 0 where none is stated. `torch_device` is None for a profile: such a device can be
-    reasoned about, not run on.
+    reasoned about, not run on. `reported`: of a profile, what the driver of such a device calls it,
+    which is the name of what is measured there.
     """
 
     platform: str
@@ -25,6 +26,7 @@ class Device:
     bandwidth: float = 0.0
     matmul: float = 0.0
     torch_device: str | None = None
+    reported: str = ""
 
     @property
     def is_real(self) -> bool:

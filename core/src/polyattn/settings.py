@@ -31,6 +31,8 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
     "POLYATTN_CPU_ISA": "instruction set of the native CPU kernels, instead of the best one here",
+    "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "
+    "then the plugins' tables), or 0: choose by priority alone",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""
@@ -41,9 +43,10 @@ FOREIGN_VARIABLES: dict[str, str] = {
 }
 FILE_KEYS = (
     "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
-    "plugin_timeout",
+    "plugin_timeout", "timings",
 )  # fmt: skip
 LONGEST_WAIT = 3600
+NO_TIMINGS = "0"
 PHASE_SCOPES = ("prefill", "decode", "store", "merge")
 KIND_SCOPES = tuple(k.value for k in AttentionKind)
 ROLE_SCOPES = tuple(r.value for r in Role)
@@ -71,6 +74,7 @@ class Override:
 class Settings:
     """What the user set, resolved. `sources` are override lists, the strongest first.
 
+    `timings` is the file of a timing table, `"0"` for none at all, None for what is found.
     `plugins_source` and `disabled_source` say where the two lists of plugins stand, for errors.
     """
 
@@ -82,6 +86,7 @@ class Settings:
     checks: bool = False
     probe_timeout: float = 2.0
     plugin_timeout: float = 30.0
+    timings: str | None = None
     plugins_source: str = "POLYATTN_PLUGINS"
     disabled_source: str = "POLYATTN_DISABLE_PLUGINS"
     notes: tuple[str, ...] = ()
@@ -93,6 +98,10 @@ class Settings:
             if matching:
                 return max(matching, key=lambda o: len(o.scope))
         return None
+
+    def without_timings(self) -> Settings:
+        """Return the settings with every timing table ignored: who runs is chosen by priority."""
+        return replace(self, timings=NO_TIMINGS)
 
     def with_backend(self, text: str | None, source: str) -> Settings:
         """Return the settings with a stronger source in front."""
@@ -169,6 +178,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
         checks=bool(_flag(*value("checks"))),
         probe_timeout=_seconds(*value("probe_timeout"), 2.0),
         plugin_timeout=_seconds(*value("plugin_timeout"), 30.0),
+        timings=_timings(*value("timings")),
         plugins_source=plugins_source,
         disabled_source=disabled_source,
         notes=tuple(notes),
@@ -285,6 +295,17 @@ def _flag(value: Any, source: str) -> bool | None:
     if word in ("0", "false", "no", "off"):
         return False
     raise SettingsError(f"{source}={value!r} must be 1 or 0")
+
+
+def _timings(value: Any, source: str) -> str | None:
+    """A file, or a word that says no; whether it is a table is seen where it is read."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    if value is False or str(value).strip().lower() in ("0", "false", "no", "off"):
+        return NO_TIMINGS
+    if not isinstance(value, str) or not os.path.isfile(value):  # noqa: PTH113 - as above
+        raise SettingsError(f"{source}={value!r} must be the file of a timing table, or 0")
+    return value
 
 
 def _seconds(value: Any, source: str, default: float) -> float:

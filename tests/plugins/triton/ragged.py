@@ -83,7 +83,10 @@ def check(name: str, step: str, sms: int) -> str:
     form = cache.format
     query = torch.randn(sum(queries), spec.num_heads, form.head_size, generator=chance)
     backend: Any = (TritonMLA if spec.latent else TritonAttention)(spec, form, DEVICE)
-    (backend.kernels if spec.latent else backend).num_sms = sms
+    if spec.latent:
+        backend.kernels.programs = sms
+    else:
+        backend.num_sms = sms
     starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
     batch = Batch(starts, lens, table)
     plan = backend.plan(batch)

@@ -27,9 +27,12 @@ fp16 4.9e-4, and a kernel rounds the weights and the output. The LSE is float32 
 the dtype."""
 
 
-FP8_COMPUTE = Tolerance(1e-1, 1e-1)
+FP8_COMPUTE = Tolerance(2.5e-1, 1e-1)
 """Where queries and weights are rounded to e4m3 too: half a unit in its last place is 6.25e-2. The
-query's rounding moves a logit, the weight's the output, and the two add up in the worst row."""
+query's rounding moves a logit, the weight's the output, and the two add up in the worst row. A row over
+many random values is as small as its error: of the kit's random steps the worst was off by 0.127 on an
+H200 (1 query over 418 keys, 5/1 heads of 96), and by 0.197 in exact arithmetic on the rounded query (9
+over 170, 4/1 heads of 128)."""
 
 
 LATENT = 2.0

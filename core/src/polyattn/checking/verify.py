@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
@@ -17,13 +18,21 @@ from polyattn.spec.layer import LayerSpec
 
 
 def verify_decision(selection: Selection) -> dict[str, str]:
-    """Return, for each chosen backend that fails or is wrong on this machine, what happened."""
+    """Return, for each backend that may run and fails or is wrong here, what happened.
+
+    Who may run are the chosen ones, and where times were measured every candidate that has some.
+    """
     wrong: dict[str, str] = {}
-    for phase, info in selection.backends:
-        if phase in ("prefill", "decode") and info.name not in wrong:
-            problem = _problem(selection, phase)
-            if problem:
-                wrong[info.name] = f"{phase}: {problem}"
+    chosen, candidates = dict(selection.backends), dict(selection.candidates)
+    timed = {model.backend for model in selection.timings}
+    pair = replace(selection, timings=())
+    for phase in ("prefill", "decode"):
+        for info in dict.fromkeys((*filter(None, [chosen.get(phase)]), *candidates.get(phase, ()))):
+            mine = chosen.get(phase) == info
+            if info.name not in wrong and (mine or info.name in timed):
+                problem = _problem(pair if mine else selection.alone(info.name), phase)
+                if problem:
+                    wrong[info.name] = f"{phase}: {problem}"
     return wrong
 
 

@@ -62,6 +62,8 @@ class _Kit:
         from polyattn.errors import PolyattnError
         from polyattn.registry.devices import resolve_device
         from polyattn.registry.discovery import discover
+        from polyattn.registry.machine import availability
+        from polyattn.settings import current
 
         try:
             self.info: BackendInfo = discover().backend(config.getoption("--polyattn-backend"))
@@ -69,8 +71,11 @@ class _Kit:
             taken_for = config.getoption("--polyattn-as")
             if taken_for:
                 self.device = resolve_device(taken_for).on(str(self.device.torch_device))
+            problem = availability(self.info, current().probe_timeout)
         except PolyattnError as error:
             raise pytest.UsageError(str(error)) from error
+        if problem:
+            raise pytest.UsageError(f"{self.info.name} can't run here: {problem}")
         seed = config.getoption("--polyattn-seed")
         # Not torch.seed(), which would seed the user's generators anew.
         self.seed = random.SystemRandom().randrange(2**31) if seed is None else seed

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from polyattn.registry.capabilities import Capabilities, Sizes
 
 PLATFORM_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
-_ARCH_WORD = re.compile(r"x86_64|[a-z]+_?[0-9]+[a-z]*")
+_CPU_ARCHS = re.compile("x86_64|aarch64")
+_ARCH_WORD = re.compile("[a-z]+_?[0-9]+[a-z]*")
 """What an arch looks like, where a platform names none: a feature's name has no number in it."""
 _ARCH = re.compile(r"[A-Za-z0-9_.]{1,32}")
 _ARCHS = re.compile(r"([a-z_]+)(\d+)(?:\+|-\1(\d+))")
@@ -82,6 +83,7 @@ def _is_claimed_arch(word: str, platforms: Mapping[str, tuple[str, ...]], anywhe
     for platform, patterns in platforms.items():
         if any(arch_matches(pattern, word) for pattern in patterns):
             return True
-        if not patterns and platform != anywhere and _ARCH_WORD.fullmatch(word):
+        words = _CPU_ARCHS if platform == "cpu" else _ARCH_WORD
+        if not patterns and platform != anywhere and words.fullmatch(word):
             return True
     return False

@@ -19,7 +19,12 @@ from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.machine import forget_probes
-from polyattn.registry.validate import accepted, check_api_versions, plugin_name_problem
+from polyattn.registry.validate import (
+    accepted,
+    accepted_timings,
+    check_api_versions,
+    plugin_name_problem,
+)
 from polyattn.settings import Settings, current
 
 
@@ -35,6 +40,7 @@ class PluginRecord:
     problem: str = ""
     backends: tuple[BackendInfo, ...] = ()
     platforms: tuple[Platform, ...] = ()
+    timings: tuple[str, ...] = ()
 
     @property
     def origin(self) -> str:
@@ -229,23 +235,25 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
     """Import, register and question one plugin; whatever it raises becomes its problem."""
     record, loaded = item.record, []
 
-    def question() -> tuple[list[Platform], list[BackendInfo]]:
+    def question() -> dict[str, Any]:
         plugin = item.load()
         loaded.append(plugin)
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
-        return (
-            accepted("polyattn_platforms", ask(manager, plugin, "polyattn_platforms"), Platform),
-            accepted("polyattn_backends", ask(manager, plugin, "polyattn_backends"), BackendInfo),
-        )
+        declared = {"platforms": Platform, "backends": BackendInfo}
+        said: dict[str, Any] = {
+            what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
+            for what, kind in declared.items()
+        }
+        return said | {"timings": accepted_timings(ask(manager, plugin, "polyattn_timings"))}
 
     try:
         if _is_being_imported(record.target):
-            platforms, backends = question()
+            said = question()
         else:
             setting = "POLYATTN_PLUGIN_TIMEOUT"
-            platforms, backends = within(seconds, setting, "its import or a hook", question)
-        return replace(record, platforms=tuple(platforms), backends=tuple(backends))
+            said = within(seconds, setting, "its import or a hook", question)
+        return replace(record, **said)
     except (Exception, SystemExit) as error:
         for plugin in loaded:
             if manager.is_registered(plugin):

@@ -55,6 +55,13 @@ class HookSpecs:
         """Return the backends that the plugin brings. A name belongs to one plugin."""
 
     @hookspec
+    def polyattn_timings(self) -> Sequence[str]:  # type: ignore[empty-body]
+        """Return the timing tables that the plugin carries: absolute paths of files in its package.
+
+        `polyattn tune` writes such a table. It speaks of one device; elsewhere it is not looked at.
+        """
+
+    @hookspec
     def polyattn_rank(
         self, spec: LayerSpec, device: Device, phase: str, ranking: tuple[str, ...]
     ) -> Sequence[str] | None:

@@ -30,6 +30,19 @@ def requirement_syntax_problem(text: str) -> str | None:
     return None
 
 
+def requirement_name(text: str) -> str | None:
+    """Return the package that a requirement names, None where its marker rules it out here."""
+    simple = _PLAIN.fullmatch(text)
+    if simple:
+        return simple[1]
+    from packaging.requirements import Requirement
+
+    requirement = Requirement(text)
+    if requirement.marker is not None and not requirement.marker.evaluate():
+        return None
+    return requirement.name
+
+
 @cache
 def requirement_problem(text: str) -> str | None:
     """Say why a requirement isn't met on this machine, or None."""

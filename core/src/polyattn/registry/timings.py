@@ -2,118 +2,227 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import SettingsError
+from polyattn.errors import SettingsError, describe, plain, shown
+from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
+MOST_SOURCES = 64
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A model, the layers that it speaks of, and why it is stale on this machine, if it is."""
+
+    layer: tuple[tuple[str, Any], ...]
+    model: TimingModel
+    stale: str = ""
+
+    def speaks_of(self, spec: LayerSpec) -> bool:
+        """Whether the model is for layers like this: of its class, whatever their heads."""
+        theirs = layer_class(spec)
+        return all(theirs[name] == value for name, value in self.layer)
 
 
 @dataclass(frozen=True)
 class TimingTable:
-    """The models that were fitted on one device: `entries` are (what they are for, model).
-
-    `problems` says what of the file is ignored, and why.
-    """
+    """The models that were fitted on one device. `problems` says which entries can't be read."""
 
     path: str
     platform: str
     device: str
     measured: str
-    entries: tuple[tuple[tuple[tuple[str, Any], ...], TimingModel], ...]
+    entries: tuple[Entry, ...]
     problems: tuple[str, ...] = ()
 
+    def is_for(self, device: Device) -> bool:
+        """Whether the table was measured on such a device: a profile goes by its driver's name."""
+        return self.platform == device.platform and self.device in (device.name, device.reported)
+
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
-        """Return the models that speak of `spec` on `device`."""
-        if (self.platform, self.device) != (device.platform, device.name):
+        """Return the models that speak of `spec` on `device`.
+
+        A profile assumes what was measured with; on a device what is stale there is left out.
+        """
+        if not self.is_for(device):
             return ()
-        return tuple(model for layer, model in self.entries if _speaks_of(dict(layer), spec))
+        return tuple(
+            e.model for e in self.entries if e.speaks_of(spec) and not (e.stale and device.is_real)
+        )
+
+    def notes(self, device: Device) -> list[str]:
+        """Return what of the table is ignored on `device`, and why, a line each."""
+        if not self.is_for(device):
+            return []
+        stale: dict[str, set[str]] = {}
+        for entry in self.entries if device.is_real else ():
+            if entry.stale:
+                stale.setdefault(entry.stale, set()).add(entry.model.backend)
+        reasons = [f"{', '.join(sorted(names))}: {why}" for why, names in stale.items()]
+        return [f"timing table {self.path}: ignored: {r}" for r in (*self.problems, *reasons)]
 
 
-def _speaks_of(layer: Mapping[str, Any], spec: LayerSpec) -> bool:
-    """A model holds for layers of its kind, dtypes and head size, whatever their heads."""
-    theirs = {
+@dataclass(frozen=True)
+class Timings:
+    """The tables that count, the strongest first; `broken` names the files that are no tables."""
+
+    tables: tuple[TimingTable, ...] = ()
+    broken: tuple[str, ...] = ()
+
+    def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
+        """Return the models of the first table that speaks of a spec on a device.
+
+        What is measured is attention over a cache.
+        """
+        if not spec.cached:
+            return ()
+        return next((m for table in self.tables if (m := table.models(spec, device))), ())
+
+    def notes(self, device: Device) -> list[str]:
+        """Return what is ignored of the tables for `device`, a line each."""
+        return [*self.broken, *(note for table in self.tables for note in table.notes(device))]
+
+
+def layer_class(spec: LayerSpec) -> dict[str, Any]:
+    """Return what a model's layers have in common."""
+    return {
         "kind": spec.kind.value,
         "dtype": spec.dtype,
         "stored": spec.stored_dtype,
         "head_size": spec.head_size,
         "v_head_size": spec.v_head_size,
     }
-    return all(theirs[name] == value for name, value in layer.items())
+
+
+_read: dict[Any, Timings] = {}
+
+
+def timings(settings: Settings) -> Timings:
+    """Return the tables of the user and of the plugins, read once; `refresh()` forgets them."""
+    if settings.timings == NO_TIMINGS:
+        return Timings()
+    own = Path(settings.timings) if settings.timings is not None else default_path()
+    key = (own, settings.plugins, settings.disabled_plugins, generation())
+    found = _read.get(key)
+    if found is None:
+        if len(_read) >= MOST_SOURCES:
+            _read.clear()
+        there = settings.timings is not None or (own is not None and own.is_file())
+        paths = _paths(own if there else None, discover(settings))
+        found = _read[key] = _read_all(paths)
+    return found
+
+
+def default_path() -> Path | None:
+    """Return where `polyattn tune` writes and everybody reads; None where nobody has a home.
+
+    `$XDG_CACHE_HOME` counts where it is set, as the XDG base directory specification has it.
+    """
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    with contextlib.suppress(RuntimeError):
+        folder = Path(named) if Path(named).is_absolute() else Path.home() / ".cache"
+        return folder / "polyattn" / "timings.json"
+    return None
+
+
+def _paths(own: Path | None, registry: Registry) -> Iterator[Path]:
+    if own is not None:
+        yield own
+    for plugin in registry.plugins:
+        if plugin.status == "ok":
+            yield from map(Path, plugin.timings)
+
+
+def _read_all(paths: Iterator[Path]) -> Timings:
+    tables, broken = [], []
+    for path in paths:
+        try:
+            tables.append(read_table(path))
+        except SettingsError as error:
+            broken.append(str(error))
+    return Timings(tuple(tables), tuple(broken))
 
 
 def read_table(path: Path) -> TimingTable:
-    """Read a table; what of it doesn't fit this machine is named and left out.
+    """Read a table; entries that can't be read are named and left out.
 
     Raises `SettingsError` where the file is no table at all.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SettingsError(f"timing table {path}: can't be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise SettingsError(f"timing table {path}: can't be read: {describe(error)}") from error
+    remedy = "measure anew: polyattn tune"
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise SettingsError(f"timing table {path}: format {shown(found)} is not {FORMAT}; {remedy}")
+    device, versions = data.get("device"), data.get("versions", {})
+    models = data.get("models")
+    if not (isinstance(device, dict) and isinstance(versions, dict) and isinstance(models, list)):
         raise SettingsError(
-            f"timing table {path}: format {found!r} is not {FORMAT}; measure anew: polyattn tune"
+            f"timing table {path}: device and versions must be objects and models a list; {remedy}"
         )
     problems: list[str] = []
-    stale = _stale(data.get("versions", {}))
+    stale = _stale(versions)
     entries = []
-    for index, entry in enumerate(data.get("models", [])):
+    for index, entry in enumerate(models):
         try:
-            model = _model(entry, str(path))
+            model, layer, of = _model(entry, str(path))
         except (KeyError, TypeError, ValueError) as error:
-            problems.append(f"models[{index}] is ignored: {error}")
+            problems.append(f"models[{index}]: {describe(error)}")
             continue
-        reason = next((stale[name] for name in entry.get("of", ()) if name in stale), None)
-        if reason:
-            problems.append(f"{model.backend} for {model.kind} is ignored: {reason}")
-            continue
-        entries.append((tuple(sorted(entry["layer"].items())), model))
-    device = data.get("device", {})
+        reason = next((stale[name] for name in of if name in stale), "")
+        entries.append(Entry(layer, model, reason))
     return TimingTable(
         str(path), str(device.get("platform")), str(device.get("name")),
-        str(data.get("measured", "")), tuple(entries), tuple(problems),
+        plain(str(data.get("measured", ""))), tuple(entries), tuple(problems),
     )  # fmt: skip
 
 
-def _model(entry: Any, source: str) -> TimingModel:
+def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any], ...], list[str]]:
     backend, kind, coefficients = entry["backend"], entry["kind"], entry["coefficients"]
     if not isinstance(backend, str) or kind not in KINDS:
         raise ValueError(f"backend={backend!r}, kind={kind!r}; a kind is one of {', '.join(KINDS)}")
-    if not isinstance(entry["layer"], dict) or set(coefficients) != set(TERMS):
+    layer, of, overlap = entry["layer"], entry.get("of", []), entry.get("overlap", False)
+    if not isinstance(layer, dict) or not layer.keys() <= _CLASS:
+        raise ValueError(f"layer={layer!r} must say of layers some of {', '.join(sorted(_CLASS))}")
+    if not isinstance(of, list) or not isinstance(overlap, bool):
+        raise ValueError(f"of={of!r} must be a list of packages, overlap={overlap!r} true or false")
+    if not isinstance(coefficients, dict) or set(coefficients) != set(TERMS):
         raise ValueError(f"coefficients must be exactly {', '.join(TERMS)}")
     values = tuple(float(coefficients[term]) for term in TERMS)
     if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
         raise ValueError(f"coefficients={values} must be finite, not negative, and not all zero")
-    return TimingModel(backend, kind, values, float(entry.get("error", 0.0)), source)
+    error = float(entry.get("error", 0.0))
+    model = TimingModel(backend.upper(), kind, values, overlap, error, source)
+    return model, tuple(sorted(layer.items())), of
 
 
-def _stale(versions: Mapping[str, str]) -> dict[str, str]:
+_CLASS = {"kind", "dtype", "stored", "head_size", "v_head_size"}
+
+
+def _stale(versions: Mapping[str, Any]) -> dict[str, str]:
     """Return what is installed in another version than the one that was measured."""
     found = {}
     for name, version in versions.items():
         try:
             here = metadata.version(name)
-        except metadata.PackageNotFoundError:
+        except (metadata.PackageNotFoundError, ValueError):
             found[name] = f"measured with {name} {version}, which is not installed"
             continue
         if here.split("+")[0] != str(version).split("+")[0]:
             found[name] = f"measured with {name} {version}; {here} is installed"
     return found
-
-
-def models_for(
-    tables: Iterable[TimingTable], spec: LayerSpec, device: Device
-) -> tuple[TimingModel, ...]:
-    """Return the models of the first table that speaks of a spec on a device."""
-    return next((found for table in tables if (found := table.models(spec, device))), ())

@@ -7,6 +7,7 @@ line each.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -46,6 +47,21 @@ def accepted(hook: str, answer: Any, kind: type) -> list[Any]:
     if twice:
         raise PluginError(f"{hook}() declares {', '.join(twice)} twice; rename one")
     return found
+
+
+def accepted_timings(answer: Any) -> tuple[str, ...]:
+    """Return the tables in a hook's answer; who reads them sees what they hold. Raises `PluginError`."""
+    if answer is None:
+        return ()
+    if type(answer) not in (list, tuple):
+        raise PluginError(f"polyattn_timings() returned {shown(answer)}, not a list of paths")
+    for path in answer:
+        if type(path) is not str or plain(path) != path or not os.path.isabs(path):  # noqa: PTH117
+            raise PluginError(
+                f"polyattn_timings() returned {shown(path)}, which is not an absolute path as text; "
+                'write str(Path(__file__).with_name("timings.json"))'
+            )
+    return tuple(answer)
 
 
 def check_api_versions(answer: Any, version: int) -> None:

@@ -172,11 +172,13 @@ def quantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one."""
     if tensor.dtype == dtype:
         return tensor
+    # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
+    divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
     if dtype == torch.int8:
-        return (tensor.float() / scale).round_().clamp_(-127, 127).to(dtype)
+        return (tensor.float() / divisor).round_().clamp_(-127, 127).to(dtype)
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
-        return (tensor.float() / scale).clamp_(-limit, limit).to(dtype)
+        return (tensor.float() / divisor).clamp_(-limit, limit).to(dtype)
     raise CacheError(
         f"key or value is {tensor.dtype}, the cache {dtype}; cast one, or set kv_cache_dtype"
     )

@@ -1,22 +1,28 @@
 """How long will a step take on each candidate? A few features, weighed by measured coefficients.
 
-A time is modelled as a sum of six terms, each a cost that one can name: a launch, work
-items, bytes of keys and values, the longest row, products, and bytes of queries and outputs. The
-coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is right, only
-who runs.
+A time is modelled by six terms, each a cost that one can name: a launch, work items, bytes of
+queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
+row, products. These three add up, or where a kernel hides them behind one another, the largest
+counts. The coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is
+right, only who runs.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import KINDS, TimingModel
+from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
+
+Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class StepShape:
+class StepShape(NamedTuple):
     """What a prediction knows of a call: sums over its rows, and its longest one."""
 
     rows: int
@@ -26,20 +32,47 @@ class StepShape:
     pairs: int
 
 
-def shape_of_step(spec: LayerSpec, queries: Sequence[int], lens: Sequence[int]) -> StepShape:
+def counts(shape: StepShape) -> tuple[int, ...]:
+    """Return what each of `TERMS` counts in a call."""
+    return (1, shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries)
+
+
+def shape_of_decodes(spec: LayerSpec, lens: Sequence[int], longest: int | None = None) -> StepShape:
+    """Return the shape of a call over rows of one query token and so many keys.
+
+    `longest`: the largest of `lens`, where it is known.
+    """
+    rows, seen = len(lens), _seen(spec, 1)
+    longest = max(lens, default=0) if longest is None else longest
+    if longest > seen:
+        lens, longest = [n if n < seen else seen for n in lens], seen
+    keys = sum(lens)
+    return StepShape(rows, rows, keys, longest, keys)
+
+
+def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
     """Return the shape of a call over rows of so many query tokens and keys."""
+    q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+    seen = _seen(spec, 0)
+    if seen < sys.maxsize:
+        n = np.minimum(n, q + seen)
+    pairs = q @ n
+    if spec.causal:
+        pairs -= (q @ q - q.sum()) // 2
+    longest = n.max() if len(n) else 0
+    return StepShape(len(n), int(q.sum()), int(n.sum()), int(longest), int(pairs))
+
+
+def _seen(spec: LayerSpec, queries: int) -> int:
+    """Return how many keys a row of so many query tokens can see at most."""
     window = spec.sliding_window or spec.chunk_size
-    total = sum(queries)
-    if window is not None and spec.causal:
-        lens = [
-            min(n, q + window - 1 + spec.sink_tokens) for q, n in zip(queries, lens, strict=True)
-        ]
-    keys, longest = sum(lens), max(lens, default=0)
-    if total == len(queries):
-        return StepShape(len(lens), total, keys, longest, keys)
-    hidden = 1 if spec.causal else 0
-    pairs = sum(q * n - hidden * (q * (q - 1) // 2) for q, n in zip(queries, lens, strict=True))
-    return StepShape(len(lens), total, keys, longest, pairs)
+    if window is None or not spec.causal:
+        return sys.maxsize
+    return queries + window - 1 + spec.sink_tokens
+
+
+Weighed = tuple[str, tuple[float, ...], bool]
+"""A backend, what each term weighs for a layer, and whether its terms overlap."""
 
 
 class Predictor:
@@ -47,38 +80,65 @@ class Predictor:
 
     def __init__(self, spec: LayerSpec, models: Iterable[TimingModel]):
         self.spec = spec
-        self._weights: dict[str, dict[str, tuple[float, ...]]] = {kind: {} for kind in KINDS}
+        self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
-            self._weights[model.kind][model.backend] = model.weights(spec)
+            weighed = (model.backend, model.weights(spec), model.overlap)
+            self._weights[model.kind][model.backend] = weighed
 
-    def times(self, kind: str, shape: StepShape) -> dict[str, float]:
-        """Return each modelled backend's microseconds for a call of this kind and shape."""
-        rows, keys, longest, pairs, queries = (
-            shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries,
-        )  # fmt: skip
-        return {
-            name: w[0] + w[1] * rows + w[2] * keys + w[3] * longest + w[4] * pairs + w[5] * queries
-            for name, w in self._weights[kind].items()
+    def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
+        """Return those of some backends that have a model for a kind of call."""
+        known = self._weights[kind]
+        return [known[name] for name in dict.fromkeys(names) if name in known]
+
+    @staticmethod
+    def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
+        """Return each candidate's microseconds for a call of this shape."""
+        rows, queries, keys, longest, pairs = shape
+        found = {}
+        for name, (launch, item, byte, chain, product, token), overlap in candidates:
+            a, b, c = byte * keys, chain * longest, product * pairs
+            busy = max(a, b, c) if overlap else a + b + c
+            found[name] = launch + item * rows + token * queries + busy
+        return found
+
+    @staticmethod
+    def fastest(candidates: Iterable[Weighed], shape: StepShape) -> str:
+        """Return whose time `evaluate` predicts to be the least: each decode of an engine asks."""
+        rows, queries, keys, longest, pairs = shape
+        least, fastest = float("inf"), ""
+        for name, (launch, item, byte, chain, product, token), overlap in candidates:
+            busy, b, c = byte * keys, chain * longest, product * pairs
+            if not overlap:
+                busy += b + c
+            else:
+                busy = b if b > busy else busy
+                busy = c if c > busy else busy
+            us = launch + item * rows + token * queries + busy
+            if us < least:
+                least, fastest = us, name
+        return fastest
+
+    def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
+        """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
+        _, weights, overlap = self._weights[kind][name]
+        found = {
+            term: weight * count
+            for term, weight, count in zip(TERMS, weights, counts(shape), strict=True)
         }
-
-    def knows(self, kind: str, name: str) -> bool:
-        """Whether a backend has a model for a kind of call."""
-        return name in self._weights[kind]
-
-    def best(self, kind: str, shape: StepShape) -> tuple[str, float] | None:
-        """Return the fastest modelled backend and its microseconds; None where there is none."""
-        found = self.times(kind, shape)
-        if not found:
-            return None
-        name = min(found, key=found.__getitem__)
-        return name, found[name]
+        if overlap:
+            counted = max(OVERLAPPING, key=found.__getitem__)
+            found |= {term: 0.0 for term in OVERLAPPING if term != counted}
+        return found
 
 
-def kind_of_step(queries: Sequence[int], longest_short: int = 16) -> str:
+def kind_of_step(queries: Ints, longest_short: int) -> str:
     """Return which kind of call rows of so many tokens are."""
-    most, least = max(queries, default=1), min(queries, default=1)
+    if not len(queries):
+        return "decode"
+    q = np.asarray(queries)
+    most = q.max()
     if most <= 1:
         return "decode"
     if most <= longest_short:
         return "short"
-    return "mixed" if least <= 1 else "prefill"
+    return "mixed" if q.min() <= 1 else "prefill"

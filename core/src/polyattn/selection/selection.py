@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.decision import Decision
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.timing import TimingModel
+from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,18 @@ class Selection:
     def backend(self, phase: str) -> BackendInfo | None:
         """Return what was declared of the backend for `phase`; None where there is no such phase."""
         return dict(self.backends).get(phase)
+
+    def alone(self, name: str) -> Selection:
+        """Return the selection with one candidate for all the steps that it can serve."""
+        serves = {p: {i.name: i for i in infos} for p, infos in self.candidates}
+        attending = ("prefill", "decode")
+        backends = tuple(
+            (phase, serves.get(phase, {}).get(name, info) if phase in attending else info)
+            for phase, info in self.backends
+        )
+        once = tuple(float(term == "launch") for term in TERMS)
+        models = tuple(TimingModel(name, kind, once) for kind in KINDS)
+        return replace(self, backends=backends, timings=models)
 
     def explain(self) -> str:
         """Return the decision tree with every candidate's verdict, as text."""

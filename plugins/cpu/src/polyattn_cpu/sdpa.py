@@ -23,6 +23,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_cpu.alike import Alike
 from polyattn_cpu.gather import PagedReader, Span, seen
 
 QUERY_BLOCK = 256
@@ -36,11 +37,11 @@ SCORES = 1 << 26
 class SdpaPlan(Plan):
     """Which blocks lie side by side is found once, by whichever layer reads them first."""
 
-    __slots__ = ("reader",)
+    __slots__ = ("alike", "reader")
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: Batch, alike: Alike | None):
         super().__init__(batch)
-        self.reader = PagedReader(batch)
+        self.reader, self.alike = PagedReader(batch), alike
 
 
 class TorchSDPA(AttentionBackend):
@@ -49,7 +50,7 @@ class TorchSDPA(AttentionBackend):
     name: ClassVar[str] = "TORCH_SDPA"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
-        return SdpaPlan(batch)
+        return SdpaPlan(batch, Alike.of(self.spec, batch) if self._fused else None)
 
     def run(
         self,
@@ -63,6 +64,9 @@ class TorchSDPA(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, SdpaPlan)
+        if plan.alike is not None:
+            plan.alike.run(self.spec, query, key, value, params, out, lse)
+            return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype

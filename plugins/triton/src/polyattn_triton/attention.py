@@ -382,7 +382,9 @@ class TritonAttention(AttentionBackend):
         lse: Tensor | None,
         v_scale: float,
     ) -> None:
-        spec, space = self.spec, self.workspace
+        spec = self.spec
+        # The plan's own buffers: a later plan may have made the workspace grow.
+        parts, part_lse = plan.kept.tensors[:2]
         key = ("merge", plan.way, plan.rows, out.stride(), lse is None)
         site = self._sites.get(key)
         if site is None:
@@ -397,8 +399,8 @@ class TritonAttention(AttentionBackend):
         site(
             (plan.grid[0], -(-plan.rows // rows), spec.num_kv_heads),
             (
-                space.parts, space.part_lse, out, out if lse is None else lse,
-                space.part_lse if params.sinks is None else params.sinks,
+                parts, part_lse, out, out if lse is None else lse,
+                part_lse if params.sinks is None else params.sinks,
                 plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),

@@ -75,7 +75,9 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
     """Return how many programs, at most `most`, of so many bytes of shared memory run on one."""
     if device.type != "cuda":
         return min(most, 2)
-    held: int = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    facts = torch.cuda.get_device_properties(device)
+    # torch for ROCm names the block's alone: there it is the multiprocessor's.
+    held: int = getattr(facts, "shared_memory_per_multiprocessor", facts.shared_memory_per_block)
     return max(1, min(most, held // (needed + 1024)))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import triton
 from polyattn.kernel import (
+    STORAGE_DTYPES,
     AttentionBackend,
     Batch,
     CacheFormat,
@@ -26,6 +27,7 @@ from polyattn_triton.decode import merge_kernel
 from polyattn_triton.launch import (
     Launcher,
     Workspace,
+    fitting,
     launches_early,
     merge_constants,
     merge_rows,
@@ -81,6 +83,9 @@ class Way(NamedTuple):
     split: bool
     few: bool
 
+    def __str__(self) -> str:
+        return ("pieces" if self.split else "whole") + (", few" if self.few else "")
+
 
 class LatentPlan(Plan):
     """One step: the way it runs, its grid, and the tiles' work."""
@@ -101,10 +106,20 @@ class Kernels:
         self.config = mla_config(spec, device.arch)
         self.kernel = _mla_hopper if self.config.hopper else _mla
         self.torch_device = torch.device(str(device.torch_device))
-        self.num_sms = multiprocessors(self.torch_device)
+        self.programs = multiprocessors(self.torch_device) * self._on_one()
         self.early, self.rates = launches_early(device.arch), RATES
         self.workspace = Workspace(self.torch_device)
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+
+    def _on_one(self) -> int:
+        """Return how many programs run on a multiprocessor: one of high tiles takes it whole."""
+        config, spec = self.config, self.spec
+        if config.block_h > 16:
+            return 1
+        assert spec.latent is not None
+        item = STORAGE_DTYPES[spec.dtype].itemsize
+        rows = config.block_h + config.num_stages * config.block_n
+        return fitting(self.torch_device, rows * spec.latent.size * item, 2)
 
     def plan(self, batch: Batch, tiles: Tiles, few: bool, reuse: Plan | None) -> LatentPlan:
         """Deal tiles out whole where they end together, else a stretch of them to each program.
@@ -112,7 +127,7 @@ class Kernels:
         A captured graph's programs always take stretches: lengths that come later may need it.
         """
         before = reuse.work if isinstance(reuse, LatentPlan) else None
-        count, programs = len(tiles.keys), self.num_sms
+        count, programs = len(tiles.keys), self.programs
         if not count:
             return LatentPlan(batch, Way(False, few), 0, self._none)
         order = None if self.spec.graph_capture else whole(tiles.keys, programs, self.rates)

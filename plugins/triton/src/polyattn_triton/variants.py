@@ -115,7 +115,8 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     plain = not (spec.sliding_window or spec.chunk_size or spec.alibi)
     config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
     if phase in ("prefill", "paged"):
-        return config
+        # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
+        return replace(config, num_stages=1) if spec.sink_tokens else config
     rows = max(config.block_m, triton.next_power_of_2(max(rows, spec.gqa_ratio)))
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
 

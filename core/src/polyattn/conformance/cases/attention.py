@@ -37,7 +37,7 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "batch_invariant": {"batch_invariant": True},
 }
 """What each optional feature sets on the base spec."""
-UNLIKE_CROSS = frozenset({"sliding_window", "chunked", "alibi", "sink_tokens"})
+UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
 
 

@@ -23,6 +23,7 @@ from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.plan import StepPlan
 from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
 
@@ -132,7 +133,7 @@ def plan_for(
 
 
 def run(
-    step: AttentionStep,
+    step: StepPlan,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
@@ -145,6 +146,7 @@ def run(
 
     Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
     """
+    assert isinstance(step, AttentionStep)
     params = _PLAIN
     spec = step.group.spec
     if spec.learned_sinks or spec.alibi:
@@ -172,27 +174,32 @@ def _per_head(
     return None if given is None else given.detach().to(like.device, torch.float32).contiguous()
 
 
-def keys_as_tokens(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
+def keys_as_tokens(
+    key: Tensor, value: Tensor, heads_first: bool = False
+) -> tuple[Tensor, Tensor, int]:
     """View dense keys and values (batch, seqlen, heads, size) as tokens (tokens, heads, size).
 
     Any order of batch, seqlen and heads in memory is viewed without a copy. Also returns how many
-    tokens lie from one row's first key to the next one's.
+    tokens lie from one row's first key to the next one's. `heads_first`: they are (batch, heads,
+    seqlen, size).
     """
-    keys, apart = _as_tokens(key)
-    values, others = _as_tokens(value)
+    keys, apart = as_tokens(key, heads_first)
+    values, others = as_tokens(value, heads_first)
     if apart != others:
-        (keys, apart), (values, _) = (_as_tokens(t.contiguous()) for t in (key, value))
+        (keys, apart), (values, _) = (as_tokens(t.contiguous(), heads_first) for t in (key, value))
     return keys, values, apart
 
 
-def _as_tokens(tensor: Tensor) -> tuple[Tensor, int]:
+def as_tokens(tensor: Tensor, heads_first: bool = False) -> tuple[Tensor, int]:
+    """View one dense tensor as tokens; a copy only where its strides allow no view."""
     rows, count, heads, size = tensor.shape
     row, token, head, element = tensor.stride()
-    if rows == 1:
-        return (tensor if element == 1 else tensor.contiguous())[0], count
-    if element != 1 or token <= 0 or row % token or not tensor.numel():
-        return tensor.reshape(rows * count, heads, size).contiguous(), count
-    apart = row // token
+    if heads_first:
+        count, heads, token, head = heads, count, head, token
+    apart = count if rows == 1 else row // (token or 1)
+    if element != 1 or token <= 0 or (rows > 1 and row % token) or not tensor.numel():
+        ordered = tensor.transpose(1, 2) if heads_first else tensor
+        return ordered.reshape(rows * count, heads, size).contiguous(), count
     return tensor.as_strided(((rows - 1) * apart + count, heads, size), (token, head, 1)), apart
 
 

@@ -32,6 +32,7 @@ from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
+from polyattn.tools.lengths import redrawn
 
 LONGEST = 3600
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
@@ -45,6 +46,8 @@ def show(
     backends: Sequence[str],
     block_size: int | None,
     seconds: float,
+    lengths: str | None,
+    seed: int,
     as_json: bool,
     plot: Path | None,
 ) -> int:
@@ -57,16 +60,20 @@ def show(
     if plot:
         check_plot(plot)
     batches = {text: parse_batch(text) for text in texts or DEFAULT_BATCHES}
+    if lengths is not None:
+        batches = {
+            f"{text} {lengths}": redrawn(rows, lengths, seed) for text, rows in batches.items()
+        }
     spec = _spec(model, spec_json).replace(block_size=block_size)
     names = [discover().backend(name).name for name in backends]
     resolved = resolve_device(device)
-    for text, lengths in batches.items():
-        check_room(_bytes(spec, lengths), f"batch {text}", resolved)
+    for text, rows_of in batches.items():
+        check_room(_bytes(spec, rows_of), f"batch {text}", resolved)
     bench = Bench(spec, resolved, seconds)
     rows: list[dict[str, Any]] = []
     with said_plainly("name a smaller batch"):
-        for text, lengths in batches.items():
-            rows += bench.measure(text, lengths, names)
+        for text, rows_of in batches.items():
+            rows += bench.measure(text, rows_of, names)
     if as_json:
         print_json(
             {"spec": spec.to_dict(), "device": str(resolved), "limits": bench.limits, "rows": rows}

@@ -15,7 +15,8 @@ from polyattn.errors import PluginError, PolyattnError, describe, plain
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.machine import Fault, ask_detector, load_problem
-from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, current, read_config_file
+from polyattn.registry.timings import timings
+from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
 from polyattn.tools.cli.output import add_row, console, print_json, table
 
@@ -45,6 +46,7 @@ def examine() -> dict[str, Any]:
             if name in os.environ
         },
         "devices": [],
+        "timings": [],
         "plugins": [],
         "backends": [],
     }
@@ -61,6 +63,7 @@ def examine() -> dict[str, Any]:
         report["plugins"] = plugin_rows(registry)
         problems += registry.problems
         report["backends"] = _backends(registry, devices, problems)
+        report["timings"] = _timings(settings, devices, problems)
     report["problems"] = problems
     return report
 
@@ -113,6 +116,26 @@ def _backends(
     return rows
 
 
+def _timings(
+    settings: Settings, devices: dict[str, Device], problems: list[str]
+) -> list[dict[str, Any]]:
+    """Return each timing table and whom it is for; what is ignored of those for devices here.
+
+    A table of another device is no problem, and neither is one that is out of date: who runs is
+    chosen by priority then. A file that is no table is.
+    """
+    found = timings(settings)
+    problems += found.broken
+    return [
+        {
+            "path": table.path, "device": table.device, "measured": table.measured,
+            "models": len(table.entries), "here": any(table.is_for(d) for d in devices.values()),
+            "ignored": [note for d in devices.values() for note in table.notes(d)],
+        }
+        for table in found.tables
+    ]  # fmt: skip
+
+
 def _print(report: dict[str, Any]) -> None:
     facts = table("", "")
     facts.show_header = False
@@ -121,6 +144,12 @@ def _print(report: dict[str, Any]) -> None:
             add_row(facts, name, str(report[name]))
     for device in report["devices"]:
         add_row(facts, "device", device)
+    for row in report["timings"]:
+        where = "" if row["here"] else "; no such device here"
+        add_row(
+            facts, "timings",
+            f"{row['path']}: {row['device']}, {row['models']} models of {row['measured']}{where}",
+        )  # fmt: skip
     for name, text in report["variables"].items():
         add_row(facts, "set", f"{name}={text}")
     console.print(facts, "")
@@ -136,7 +165,8 @@ def _print(report: dict[str, Any]) -> None:
     for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
         add_row(variables, name, meaning)
     console.print(variables, "")
-    for note in report.get("notes", []):
+    ignored = [note for row in report["timings"] for note in row["ignored"]]
+    for note in [*report.get("notes", []), *ignored]:
         console.print(f"note: {note}", markup=False)
     for problem in report["problems"]:
         console.print(f"[red]problem[/]: {escape(problem)}", highlight=False)

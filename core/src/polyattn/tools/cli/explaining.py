@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -10,51 +11,72 @@ from rich.tree import Tree
 from polyattn.api import select, unmatched_overrides
 from polyattn.errors import SelectionError
 from polyattn.registry.devices import resolve_device
-from polyattn.selection.decision import Decision, verdict_line
+from polyattn.selection.decision import verdict_line
+from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.forecasting import forecast, print_forecast
+from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import read_specs
 from polyattn.tools.cli.output import console, print_json
 
 
 def show(
-    model: str | None, spec_json: str | None, device: str | None, backend: str | None, as_json: bool
+    model: str | None,
+    spec_json: str | None,
+    device: str | None,
+    backend: str | None,
+    batches: Sequence[str],
+    as_json: bool,
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
+    steps = {text: parse_batch(text) for text in batches}
     settings = current().with_backend(backend, "flag --backend")
     groups = group_layers(read_specs(model, spec_json)[1])
     resolved = resolve_device(device)
-    found: list[tuple[LayerSpec, list[int], Decision | SelectionError]] = []
+    found: list[tuple[LayerSpec, list[int], Selection | SelectionError]] = []
     for spec, layers in groups.items():
         try:
-            found.append((spec, layers, select(spec, resolved, settings=settings).decision))
+            found.append((spec, layers, select(spec, resolved, settings=settings)))
         except SelectionError as error:
             found.append((spec, layers, error))
     notes = unmatched_overrides(list(groups), settings)
     if as_json:
-        print_json({"device": str(resolved), "groups": [_json(*g) for g in found], "notes": notes})
+        print_json(
+            {"device": str(resolved), "groups": [_json(*g, steps) for g in found], "notes": notes}
+        )
     else:
         console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
         for spec, layers, result in found:
             console.print(_tree(spec, layers, result), highlight=False)
+            if isinstance(result, Selection):
+                for text, rows in steps.items():
+                    print_forecast(text, forecast(result, rows))
         for note in notes:
             console.print(f"note: {note}", markup=False)
     return int(any(isinstance(result, SelectionError) for _, _, result in found))
 
 
-def _json(spec: LayerSpec, layers: list[int], result: Decision | SelectionError) -> dict[str, Any]:
+def _json(
+    spec: LayerSpec,
+    layers: list[int],
+    result: Selection | SelectionError,
+    steps: Mapping[str, list[tuple[int, int]]],
+) -> dict[str, Any]:
     base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers}
-    if isinstance(result, Decision):
-        return base | result.to_dict()
-    return base | {"error": str(result)}
-
-
-def _tree(spec: LayerSpec, layers: list[int], result: Decision | SelectionError) -> Tree:
-    tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
     if isinstance(result, SelectionError):
-        tree.add(f"[red]{escape(str(result))}[/]")
+        return base | {"error": str(result)}
+    predicted = {text: forecast(result, rows) for text, rows in steps.items()}
+    return base | result.decision.to_dict() | ({"batches": predicted} if steps else {})
+
+
+def _tree(spec: LayerSpec, layers: list[int], found: Selection | SelectionError) -> Tree:
+    tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
+    if isinstance(found, SelectionError):
+        tree.add(f"[red]{escape(str(found))}[/]")
         return tree
+    result = found.decision
     for number, step in enumerate(result.steps, 1):
         node = tree.add(f"{number}. {escape(step.question)} [bold]{escape(step.answer)}[/]")
         for verdict in step.verdicts:

@@ -90,12 +90,16 @@ def explain(
         Optional[str],  # noqa: UP045
         typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
     ] = None,
+    batch: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show which backend each layer gets, with every candidate's verdict."""
     from polyattn.tools.cli.explaining import show
 
-    _finish(lambda: show(model, spec, device, backend, json))
+    _finish(lambda: show(model, spec, device, backend, batch or [], json))
 
 
 @app.command()
@@ -188,6 +192,16 @@ def bench(
         typer.Option(min=1, max=LARGEST_COUNT, help="Cache block size."),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
+    lengths: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Draw each batch's lengths anew: uniform, zipf or one-long, of the same mean, or "
+            "trace:FILE."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the lengths that are drawn.")
+    ] = 0,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -196,6 +210,49 @@ def bench(
 
     _finish(
         lambda: show(
-            batches or [], model, spec, device, backend or [], block_size, seconds, json, plot
+            batches or [],
+            model,
+            spec,
+            device,
+            backend or [],
+            block_size,
+            seconds,
+            lengths,
+            seed,
+            json,
+            plot,
         )
     )
+
+
+@app.command()
+def tune(
+    model: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--model", help="Measure this model's layers (repeatable; default: a range)."),
+    ] = None,
+    device: DeviceOption = None,
+    backend: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option("--backend", help="Only these backends (repeatable)."),
+    ] = None,
+    trace: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--trace", help="A request trace to take lengths from, among others."),
+    ] = None,
+    out: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option("--out", help="The table (default: ~/.cache/polyattn/timings.json)."),
+    ] = None,
+    seconds: Annotated[
+        float, typer.Option(help="Time for measuring; 0 fits what was measured before.")
+    ] = 300.0,
+    quantized: Annotated[
+        bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
+    ] = True,
+    json: Json = False,
+) -> None:
+    """Measure the backends on this machine, so that each step goes to the fastest one."""
+    from polyattn.tools.cli.tuning import show
+
+    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, quantized, json))

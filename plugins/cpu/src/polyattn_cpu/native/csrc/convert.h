@@ -131,7 +131,7 @@ PA_INLINE void narrow_half(const float *from, uint16_t *to, int count) {
   for (; i < count; i++) to[i] = round_half(from[i]);
 }
 
-PA_INLINE void narrow(const float *from, void *to, int dtype, int count) {
+PA_ONCE void narrow(const float *from, void *to, int dtype, int count) {
   if (dtype == PA_F32) {
     __builtin_memcpy(to, from, count * sizeof(float));
   } else if (dtype == PA_BF16) {
@@ -143,7 +143,7 @@ PA_INLINE void narrow(const float *from, void *to, int dtype, int count) {
 
 PA_INLINE int itemsize(int dtype) { return dtype == PA_F32 ? 4 : dtype <= PA_F16 ? 2 : 1; }
 
-PA_INLINE void widen_any(const void *from, int dtype, float *to, int count) {
+PA_ONCE void widen_any(const void *from, int dtype, float *to, int count) {
   switch (dtype) {
     case PA_F32: return widen((const float *)from, to, count);
     case PA_BF16: return widen((const bf16 *)from, to, count);

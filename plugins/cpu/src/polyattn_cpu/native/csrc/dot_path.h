@@ -9,7 +9,7 @@ constexpr int DOT_TILE = 64;             // keys whose scores are kept
 
 // Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
 template <class T, int ROWS>
-PA_INLINE vf dots(const char *const *keys, const char *const *next, int64_t offset,
+PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t offset,
                   int64_t next_offset, const float *q, int ldq, int size) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
   vf acc[W];
@@ -41,7 +41,7 @@ PA_INLINE vf dots(const char *const *keys, const char *const *next, int64_t offs
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of
 // a value, of which there are so many.
 template <class T, int ROWS, int C>
-PA_INLINE void add_values(const char *const *values, int64_t offset, const char *const *next,
+PA_NOINLINE void add_values(const char *const *values, int64_t offset, const char *const *next,
                           int64_t next_offset, int count, const float *p, int ldp, float *o,
                           int ldo, int some) {
   vf acc[ROWS][C];
@@ -113,7 +113,9 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
   clear_lanes(lanes, is.lanes);
   __builtin_memset(q, 0, sizeof(float) * heads * ROWS * is.ldq);
   __builtin_memset(o, 0, sizeof(float) * heads * ROWS * is.ldo);
-  for (int i = 0; i < (DOT_TILE + W) * is.lanes; i++) s[i] = 0;
+  if (is.lanes > heads * ROWS) {  // lanes of no row: nothing else writes them
+    __builtin_memset(s, 0, sizeof(float) * (DOT_TILE + W) * is.lanes);
+  }
   const int64_t query_row = plan->query_starts[item.seq] + item.token0;
   for (int h = 0; h < heads; h++) {
     for (int r = 0; r < rows; r++) {

@@ -9,7 +9,7 @@ struct Source {  // of one sequence's keys and values
   int64_t num_blocks;
 };
 
-PA_INLINE Source source_of(const Run *run, int seq) {
+PA_ONCE Source source_of(const Run *run, int seq) {
   const pa_plan *plan = run->plan;
   const pa_tensors &t = run->t;
   int64_t size = itemsize(plan->layer.cache_dtype);
@@ -28,7 +28,7 @@ PA_INLINE Source source_of(const Run *run, int seq) {
 
 // Writes the addresses of `count` tokens' first key and value head, from position `first` on.
 // False where the block table points outside the cache.
-PA_INLINE bool token_addresses(const Source &s, int first, int count, const char **keys,
+PA_ONCE bool token_addresses(const Source &s, int first, int count, const char **keys,
                                const char **values) {
   if (!s.table) {
     for (int i = 0; i < count; i++) {
@@ -73,7 +73,7 @@ struct Tiles {
   }
 };
 
-PA_INLINE Logits logits_of(const Run *run) {
+PA_ONCE Logits logits_of(const Run *run) {
   const pa_layer &layer = run->plan->layer;
   int dtype = layer.cache_dtype;
   float scale = layer.scale * (dtype >= PA_E4M3 ? run->t.k_scale : 1.0f);
@@ -84,7 +84,7 @@ PA_INLINE Logits logits_of(const Run *run) {
 }
 
 // What the row of query token `token` (of its sequence) and query head `head` knows of itself.
-PA_INLINE void set_lane(const Run *run, const Item &item, const Lanes &rows, int lane, int token,
+PA_ONCE void set_lane(const Run *run, const Item &item, const Lanes &rows, int lane, int token,
                         int head) {
   const pa_plan *plan = run->plan;
   int len = plan->lens[item.seq];
@@ -105,7 +105,7 @@ PA_INLINE float v_scale_of(const Run *run) {
 }
 
 // Divides one row by its sum, joins a learned sink, and writes output and LSE. Scales `o` in place.
-PA_INLINE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
+PA_ONCE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
   const pa_layer &layer = run->plan->layer;
   const pa_tensors &t = run->t;
   const bool seen = l > 0 || l != l;  // else it has no key, and a learned sink alone is nothing
@@ -143,7 +143,7 @@ PA_INLINE Part part_at(const Run *run, int part, int rows) {
 
 // The parts of one group into its output, in the order of their keys: the same bits whoever comes
 // last.
-static void merge_parts(const Run *run, const Item &item, float *o) {
+PA_ONCE void merge_parts(const Run *run, const Item &item, float *o) {
   const pa_layer &layer = run->plan->layer;
   const Group &group = run->plan->groups[item.group];
   int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
@@ -170,7 +170,7 @@ static void merge_parts(const Run *run, const Item &item, float *o) {
 }
 
 // One row's result leaves its item: to the output, or to the item's partial result.
-PA_INLINE void leave(const Run *run, const Item &item, int head, int row, float *o, float m, float l) {
+PA_ONCE void leave(const Run *run, const Item &item, int head, int row, float *o, float m, float l) {
   const pa_layer &layer = run->plan->layer;
   int ratio = layer.num_heads / layer.num_kv_heads, per_head = item.tokens * ratio;
   if (item.part < 0) {
@@ -185,7 +185,7 @@ PA_INLINE void leave(const Run *run, const Item &item, int head, int row, float 
 }
 
 // The last part of a group to finish merges all of it.
-PA_INLINE void end_item(Run *run, const Item &item, float *o) {
+PA_ONCE void end_item(Run *run, const Item &item, float *o) {
   if (item.part < 0) return;
   int parts = run->plan->groups[item.group].parts;
   if (__atomic_add_fetch(&run->done[item.group], 1, __ATOMIC_ACQ_REL) == parts) {

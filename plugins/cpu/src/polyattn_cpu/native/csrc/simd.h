@@ -18,6 +18,7 @@ typedef int8_t vsb __attribute__((vector_size(W)));
 
 #define PA_INLINE static inline __attribute__((always_inline))
 #define PA_NOINLINE __attribute__((noinline))
+#define PA_ONCE static __attribute__((noinline, unused))  // too large to be copied into each caller
 
 template <class V>
 PA_INLINE V read(const void *p) {

@@ -22,7 +22,7 @@ PA_INLINE Lanes lanes_from(const Lanes &a, int at) {
   return {a.m + at,       a.l + at,       a.slope + at,   a.position + at,
           a.near_lo + at, a.near_hi + at, a.sink_lo + at, a.sink_hi + at};
 }
-PA_INLINE void clear_lanes(const Lanes &a, int count) {
+PA_ONCE void clear_lanes(const Lanes &a, int count) {
   for (int i = 0; i < count; i++) {
     a.m[i] = LOWEST;
     a.l[i] = a.slope[i] = a.position[i] = 0;
@@ -49,7 +49,7 @@ PA_INLINE vf logit(vf dot, const Logits &how, vf slope, vf distance) {
 // Turns dot products into logits in place; returns the largest. `masked`: some row doesn't see some
 // key of the tile.
 template <bool EXTRAS>
-PA_INLINE vf to_logits(float *s, int ld, int keys, int first_key, const Logits &how,
+PA_NOINLINE vf to_logits(float *s, int ld, int keys, int first_key, const Logits &how,
                        const Lanes &rows, bool masked) {
   vf best[4] = {splat(MASKED), splat(MASKED), splat(MASKED), splat(MASKED)};
   vf slope = loadf(rows.slope), position = loadf(rows.position);

@@ -1,0 +1,99 @@
+"""What does a call cost the host? Each way into polyattn over `scaled_dot_product_attention`.
+
+    python benchmarks/bridges.py
+
+Tiny tensors, one thread, CPU time (so that what else runs on the machine counts less), the least of many
+rounds. `nothing` replaces the kernel by one that returns at once: what is left is polyattn's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import polyattn
+import polyattn_flash_attn.flash_attn_2 as fa
+import polyattn_transformers  # noqa: F401  (registers the name)
+import torch
+from polyattn.families.attention.dense import plan_for
+from polyattn.registry.info import load_object
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+ROUNDS, CALLS = 30, 200
+HEADS, SIZE, TOKENS = 4, 16, 4
+
+
+def least_us(call: Callable[[], object]) -> float:
+    """Return the least CPU time of a call, in microseconds, over rounds of many."""
+    best = float("inf")
+    for _ in range(ROUNDS):
+        start = time.process_time()
+        for _ in range(CALLS):
+            call()
+        best = min(best, time.process_time() - start)
+    return best / CALLS * 1e6
+
+
+@contextlib.contextmanager
+def nothing() -> Iterator[None]:
+    """Make the kernel that serves these calls return at once."""
+    spec = polyattn.LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32", cached=False)
+    backend: Any = polyattn.select(spec).backend("prefill")
+    kernel: Any = load_object(backend.path)
+    run = kernel.run
+    kernel.run = lambda *args: None
+    try:
+        yield
+    finally:
+        kernel.run = run
+
+
+def ways(rows: int) -> dict[str, Callable[[], object]]:
+    """Return each way of calling for `rows` sequences."""
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(*shape)
+
+    q, k, v = (tensor(rows, HEADS, TOKENS, SIZE) for _ in range(3))
+    qs, ks, vs = (t.transpose(1, 2).contiguous() for t in (q, k, v))
+    flat = [t.flatten(0, 1) for t in (qs, ks, vs)]
+    layer = polyattn.Attention(polyattn.LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32",
+                                                  cached=False))  # fmt: skip
+    plan = plan_for(layer.group, (TOKENS,) * rows, (TOKENS,) * rows)
+    attend = AttentionInterface()["polyattn"]
+    module = Module().eval()
+    cu = torch.arange(rows + 1, dtype=torch.int32) * TOKENS
+    return {
+        "Attention(plan)": lambda: layer(*flat, None, plan),
+        "polyattn.attention": lambda: polyattn.attention(qs, ks, vs, causal=True),
+        "transformers": lambda: attend(module, q, k, v, None, is_causal=True),
+        "flash_attn_func": lambda: fa.flash_attn_func(qs, ks, vs, causal=True),
+        "flash_attn_varlen_func": lambda: fa.flash_attn_varlen_func(
+            *flat, cu, cu, TOKENS, TOKENS, causal=True
+        ),
+    }
+
+
+@torch.no_grad()
+def main() -> None:
+    """Print a table."""
+    torch.set_num_threads(1)
+    for rows in (1, 8):
+        q, k, v = (torch.randn(rows, HEADS, TOKENS, SIZE) for _ in range(3))
+        base = least_us(lambda: scaled_dot_product_attention(q, k, v, is_causal=True))  # noqa: B023
+        print(f"{rows} x {TOKENS} tokens: scaled_dot_product_attention {base:.1f} us")
+        for name, call in ways(rows).items():
+            whole = least_us(call)
+            with nothing():
+                own = least_us(call)
+            print(f"  {name:24} {whole:6.1f} us, {whole / base:4.1f}x; nothing {own:5.1f} us, "
+                  f"{own / base:4.2f}x")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

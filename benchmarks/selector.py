@@ -1,0 +1,236 @@
+"""What does choosing by a timing table cost? Chosen over best, on steps that it was not fitted to.
+
+    python benchmarks/selector.py --table FILE --out FILE [--device cuda] [--backends NAME ...]
+
+Models with other heads than `polyattn tune` measures, and batches with other lengths: long ones
+among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend alone,
+the fastest pair of a mixed step, the choice by priority and the choice by the table are timed (see
+`polyattn.tools.tune.clock`). A single backend's choice counts with that backend's own time, so that
+noise is no regret. Points that the output file holds already are not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn.api import select
+from polyattn.families.attention.layer import Attention
+from polyattn.registry.devices import resolve_device
+from polyattn.runtime.group import LayerGroup
+from polyattn.selection.selection import Selection
+from polyattn.settings import current
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.models import bundled
+from polyattn.tools.lengths import DISTRIBUTIONS, of_trace
+from polyattn.tools.tune.clock import Clock
+from polyattn.tools.tune.measuring import Measured, pool_bytes, size_for
+from polyattn.tools.tune.shapes import Size, StepSample
+from polyattn.tools.tune.tuning import left_out
+
+MODELS = {
+    "Qwen2.5-7B": (28, 4, 128),
+    "Llama-3.2-3B": (24, 8, 128),
+    "Qwen2.5-14B": (40, 8, 128),
+    "Llama-3.1-70B, TP 4": (16, 2, 128),
+    "Llama-2-7B, TP 2": (16, 16, 128),
+    "Llama-3.2-1B": (32, 8, 64),
+    "Qwen2.5-0.5B": (14, 2, 64),
+}
+"""Query heads, KV heads, head size: none of them among those that are tuned on."""
+ALONE = ("FLASH_ATTN_V3", "FLASHINFER", "TRITON_ATTN")
+Rows = list[tuple[int, int]]
+SEED = 20_260
+
+
+def batches() -> dict[str, tuple[str, Rows]]:
+    """Return the steps by name: (kind, (queries, keys) of each row)."""
+    source = random.Random(SEED)
+    chat = of_trace(bundled("azure_conversation.csv"))
+    long = of_trace(bundled("mooncake_conversation.jsonl"))
+
+    def of(lens: Sequence[int], query: int = 1) -> Rows:
+        return [(min(query, n), n) for n in lens]
+
+    zipf, uniform = DISTRIBUTIONS["zipf"], DISTRIBUTIONS["uniform"]
+    return {
+        "decode 1 x 128k + 63 x 1k": ("decode", of([131_072, *[1024] * 63])),
+        "decode 64 x 3k": ("decode", of([3056] * 64)),
+        "decode 12 of a long-context trace": ("decode", of(long(12, 0, source))),
+        "decode 24 of a chat trace": ("decode", of(chat(24, 0, source))),
+        "decode 200 of a chat trace": ("decode", of(chat(200, 0, source))),
+        "decode 32, Zipf of mean 4k": ("decode", of(zipf(32, 4096, source))),
+        "decode 100, uniform of mean 2k": ("decode", of(uniform(100, 2048, source))),
+        "decode 1 x 20k": ("decode", of([20_000])),
+        "decode 5 of a long-context trace": ("decode", of(long(5, 0, source))),
+        "16 new after 128k": ("short", [(16, 131_072)]),
+        "64 rows of 4 after 4k": ("short", [(4, 4096)] * 64),
+        "24 rows of 5, chat trace": ("short", of([n + 5 for n in chat(24, 0, source)], 5)),
+        "prompts of a chat trace": ("prefill", [(n, n) for n in chat(6, 0, source) if n > 16]),
+        "prompt of 6,758": ("prefill", [(6758, 6758)]),
+        "chunks of 512 after a trace's": ("prefill", of([n + 512 for n in long(4, 0, source)], 512)),
+        "chunk of 2,048 after 30k": ("prefill", [(2048, 32_768)]),
+        "40 decodes of 2k + 2 x 1,024": ("mixed", [(1, 2048)] * 40 + [(1024, 1024)] * 2),
+        "80 decodes of a chat trace + 1 x 1,500": (
+            "mixed", [*of(chat(80, 0, source)), (1500, 1500)],
+        ),
+        "10 decodes of a long trace + chunk of 512": (
+            "mixed", [*of(long(10, 0, source)), (512, 9000)],
+        ),
+    }  # fmt: skip
+
+
+def small(rows: Rows) -> Rows:
+    """Return the step as a CPU can run it in a moment: a sixteenth of it."""
+    return [
+        (q if q <= 16 else max(17, q // 16), max(q if q <= 16 else 17, n // 16)) for q, n in rows
+    ]
+
+
+def sample_of(kind: str, rows: Rows) -> StepSample:
+    return StepSample(kind, "judged", tuple(q for q, _ in rows), tuple(n for _, n in rows))
+
+
+def pair(selection: Selection, decode: str, prefill: str) -> Selection:
+    """Return the selection with one backend for the decodes and one for the rest."""
+    served = {phase: {i.name: i for i in infos} for phase, infos in selection.candidates}
+    named = {"decode": served["decode"][decode], "prefill": served["prefill"][prefill]}
+    backends = tuple((phase, named.get(phase, info)) for phase, info in selection.backends)
+    return replace(selection, backends=backends, timings=())
+
+
+class Judge:
+    """One model's backends, the choice by priority and the choice by the table, over one cache."""
+
+    def __init__(self, spec: LayerSpec, device: Any, clock: Clock, size: Size, options: Any):
+        plain = select(spec, device, settings=current().without_timings())
+        table = select(spec, device, settings=replace(current(), timings=str(options.table)))
+        self.measured = Measured(plain, clock, size, options.leave_out)
+        self.selection, self.modelled = plain, {m.backend for m in table.timings}
+        # What is left out here isn't to be chosen either.
+        kept = tuple(m for m in table.timings if m.backend in self.measured.layers)
+        self.by_table = Attention(LayerGroup(replace(table, timings=kept)), checks=False)
+        self.by_priority = Attention(LayerGroup(plain), checks=False)
+
+    def row(self, sample: StepSample) -> dict[str, Any]:
+        times: dict[str, float] = {}
+        cannot: dict[str, str] = {}
+        names = list(self.measured.layers)
+        for name, found in self.measured.times(sample, names, one_call=False):
+            if isinstance(found, str):
+                cannot[name] = found
+            else:
+                times[name] = found
+        inputs = self.measured.inputs(sample)
+        if sample.kind == "mixed":
+            self._add_pair(sample, times)
+        row: dict[str, Any] = {"times": times, "cannot": cannot}
+        for what, layer in (("table", self.by_table), ("priority", self.by_priority)):
+            who = list(dict.fromkeys(call.name for call in layer.plan(inputs.batch.copy()).calls))
+            name = "+".join(who)
+            if name not in times:
+                times[name] = self.measured.us(layer, inputs)
+            row[what] = name
+        return row
+
+    def _add_pair(self, sample: StepSample, times: dict[str, float]) -> None:
+        """Time the pair of whoever is fastest at each part."""
+        rows = list(zip(sample.queries, sample.lens, strict=True))
+        fastest = []
+        for kind, part in (
+            ("decode", [r for r in rows if r[0] == 1]), ("prefill", [r for r in rows if r[0] > 1]),
+        ):  # fmt: skip
+            found = dict(self.measured.times(sample_of(kind, part), list(self.measured.layers)))
+            able = {name: us for name, us in found.items() if not isinstance(us, str)}
+            fastest.append(min(able, key=able.__getitem__))
+        if fastest[0] != fastest[1]:
+            layer = Attention(LayerGroup(pair(self.selection, *fastest)), checks=False)
+            times["+".join(fastest)] = self.measured.us(layer, self.measured.inputs(sample))
+
+
+def judge(options: Any) -> list[dict[str, Any]]:
+    device = resolve_device(options.device)
+    clock = Clock(torch.device(str(device.torch_device)))
+    steps = batches()
+    if not device.is_accelerator:
+        steps = {name: (kind, small(rows)) for name, (kind, rows) in steps.items()}
+    most = max(sum(n for _, n in rows) for _, rows in steps.values())
+    out: Path = options.out
+    rows = json.loads(out.read_text())["points"] if out.exists() else []
+    done = {(row["model"], row["step"]) for row in rows}
+    for model, (heads, kv_heads, head_size) in MODELS.items():
+        missing = [name for name in steps if (model, name) not in done]
+        if not missing:
+            continue
+        spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=head_size)
+        size = replace(size_for(spec, device, pool_bytes(device)), keys=most)
+        judged = Judge(spec, device, clock, size, options)
+        for name in missing:
+            kind, lengths = steps[name]
+            row = {"model": model, "step": name, "kind": kind}
+            row |= judged.row(sample_of(kind, lengths))
+            rows.append(row)
+            data = {"device": str(device), "table": str(options.table), "points": rows}
+            out.write_text(json.dumps(data | {"summary": summary(rows)}, indent=1) + "\n")
+        del judged
+        print(model, "judged", flush=True)
+    return rows
+
+
+def ratios(rows: Sequence[dict[str, Any]], who: str) -> list[float]:
+    """Return chosen over best, or a backend alone over best, at each point that has both."""
+    found = []
+    for row in rows:
+        name = row.get(who, who)
+        if name in row["times"]:
+            found.append(row["times"][name] / min(row["times"].values()))
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    made: dict[str, dict[str, Any]] = {}
+    for who in ("table", "priority", *ALONE):
+        for kind in ("all", "decode", "short", "prefill", "mixed"):
+            costs = ratios([r for r in rows if kind in ("all", r["kind"])], who)
+            if costs:
+                mean = math.exp(sum(map(math.log, costs)) / len(costs))
+                made[f"{who}, {kind}"] = {"points": len(costs), "mean": mean, "worst": max(costs)}
+    return made
+
+
+def show(rows: Sequence[dict[str, Any]]) -> None:
+    costly = sorted(rows, key=lambda r: -r["times"][r["table"]] / min(r["times"].values()))
+    print("\nThe costliest choices by the table:")
+    for row in costly[:12]:
+        best = min(row["times"], key=row["times"].__getitem__)
+        chosen = row["times"][row["table"]]
+        print(
+            f"  {chosen / row['times'][best]:.2f}  {row['model']}, {row['step']}: {row['table']} "
+            f"{chosen:.0f} us; best {best} {row['times'][best]:.0f} us"
+        )
+    print(f"\n{'over the best':24} {'points':>6} {'mean':>7} {'worst':>7}")
+    for who, line in summary(rows).items():
+        print(f"{who:24} {line['points']:6} {line['mean']:7.3f} {line['worst']:7.2f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--backends", nargs="+", default=[])
+    options = parser.parse_args()
+    options.leave_out = left_out(options.backends)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    show(judge(options))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Who should run a step? Each candidate's predicted time for it, and the fastest. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from polyattn.registry.info import BackendInfo
+from polyattn.selection.prediction import (
+    Predictor,
+    StepShape,
+    kind_of_step,
+    shape_of_decodes,
+    shape_of_step,
+)
+from polyattn.selection.selection import Selection
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.timing import TimingModel
+
+LONGEST_SHORT = 16
+"""Query tokens up to which rows are looked at as short ones."""
+ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
+
+
+@dataclass(frozen=True)
+class CallChoice:
+    """One call of a step: which rows, in which phase, by whom, and what was predicted of whom.
+
+    `times` are microseconds of every candidate that has a model for this `kind` of call; where the
+    selection's own choice has none, it stays.
+    """
+
+    phase: str
+    kind: str
+    rows: str
+    shape: StepShape
+    name: str
+    times: Mapping[str, float]
+
+
+class StepChoice:
+    """Chooses for layers of one spec among the candidates of each phase.
+
+    `phases`: by phase the candidates by name; `chosen`: by phase the selection's, who serves what no
+    model speaks of.
+    """
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        models: Iterable[TimingModel],
+        phases: Mapping[str, Mapping[str, BackendInfo]],
+        chosen: Mapping[str, str],
+    ):
+        self.spec, self.phases, self.chosen = spec, phases, chosen
+        self.predictor = Predictor(spec, models)
+        decode, prefill = phases["decode"], phases["prefill"]
+        # Who was named for one phase keeps it: one call for all is for who may serve both.
+        self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
+        # Decodes are most steps of an engine, and the same few may run each of them.
+        self._decoding = self.predictor.among("decode", decode)
+        if chosen.get("decode") not in [name for name, _, _ in self._decoding]:
+            self._decoding = []  # without its own time nobody outruns the selection's choice
+
+    def decode(self, lens: Sequence[int], longest: int | None = None) -> str:
+        """Return who runs a step of single-token rows of so many keys. A few microseconds.
+
+        `longest`: the largest of `lens`, where it is known.
+        """
+        if len(self._decoding) < 2:
+            return self._decoding[0][0] if self._decoding else self.chosen["decode"]
+        return self.predictor.fastest(self._decoding, shape_of_decodes(self.spec, lens, longest))
+
+    def calls(self, queries: Sequence[int], lens: Sequence[int]) -> tuple[CallChoice, ...]:
+        """Return the calls of a step of these rows: the fastest way to run it that is known."""
+        q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
+        kind = kind_of_step(q, LONGEST_SHORT)
+        whole = shape_of_step(self.spec, q, n)
+        if kind == "decode":
+            return (self._call("decode", kind, ALL, whole, self.phases["decode"]),)
+        if kind == "short":
+            return (self._short(int(q.max()), whole),)
+        one, more = q == 1, q > 1
+        if kind == "prefill" or not one.any():
+            return (self._call("prefill", "prefill", ALL, whole, self.phases["prefill"]),)
+        decodes = shape_of_step(self.spec, q[one], n[one])
+        rest = shape_of_step(self.spec, q[more], n[more])
+        apart = (
+            self._call("decode", "decode", DECODES, decodes, self.phases["decode"]),
+            self._call("prefill", "prefill", REST, rest, self.phases["prefill"]),
+        )
+        if any(call.name not in call.times for call in apart):
+            return apart  # what was not measured can't be compared
+        mixing = self.predictor.evaluate(self.predictor.among("mixed", self._mixing), whole)
+        pair = sum(call.times[call.name] for call in apart)
+        if min(mixing.values(), default=pair) >= pair:
+            return apart
+        fastest = min(mixing, key=mixing.__getitem__)
+        return (CallChoice("prefill", "mixed", ALL, whole, fastest, mixing),)
+
+    def _short(self, longest: int, shape: StepShape) -> CallChoice:
+        """Rows of a few tokens: decode's business where somebody takes them as decodes."""
+        takes = [
+            n
+            for n, info in self.phases["decode"].items()
+            if info.capabilities.decode_query_lens >= longest
+        ]
+        usual = "decode" if self.chosen["decode"] in takes else "prefill"
+        call = self._call(usual, "short", ALL, shape, [*takes, *self.phases["prefill"]])
+        phase = usual if call.name == self.chosen[usual] else "decode"
+        phase = phase if call.name in takes else "prefill"
+        return CallChoice(phase, "short", ALL, shape, call.name, call.times)
+
+    def _call(
+        self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str]
+    ) -> CallChoice:
+        """Weigh the candidates; without a time of the selection's own choice nobody outruns it."""
+        times = self.predictor.evaluate(self.predictor.among(kind, among), shape)
+        name = self.chosen[phase]
+        if name in times:
+            name = min(times, key=times.__getitem__)
+        return CallChoice(phase, kind, rows, shape, name, times)
+
+
+def _mixes(info: BackendInfo) -> bool:
+    """Whether a backend takes a whole step in one call."""
+    return "mixed" in info.capabilities.phases
+
+
+def step_choice(selection: Selection) -> StepChoice | None:
+    """Return the choice of a selection's steps as it stands, nothing loaded; None without times."""
+    if not selection.timings:
+        return None
+    known = {model.backend for model in selection.timings}
+    chosen = {p: i.name for p, i in selection.backends if p in ("decode", "prefill")}
+    phases = {
+        phase: {i.name: i for i in infos if i.name in known or i.name == chosen.get(phase)}
+        for phase, infos in selection.candidates
+        if phase in ("decode", "prefill")
+    }
+    return StepChoice(selection.spec, selection.timings, phases, chosen)

@@ -1,0 +1,67 @@
+"""What would a step take on each backend? `explain --batch`: predicted times, and what they are of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.selection.selection import Selection
+from polyattn.selection.step_choice import CallChoice, step_choice
+from polyattn.spec.timing import TERMS
+from polyattn.tools.cli.output import add_row, console, table
+
+UNMEASURED = "no timing table speaks of this layer on this device: who runs is chosen by priority"
+
+
+def forecast(selection: Selection, rows: list[tuple[int, int]]) -> dict[str, Any]:
+    """Return the calls of a step with each candidate's predicted microseconds by term."""
+    choice = step_choice(selection)
+    if choice is None:
+        chosen = {p: n for p, n in selection.decision.chosen if p in ("prefill", "decode")}
+        return {"calls": [], "chosen": chosen, "why": UNMEASURED}
+    calls = choice.calls([q for q, _ in rows], [n for _, n in rows])
+
+    def candidates(call: CallChoice) -> list[dict[str, Any]]:
+        return [
+            {"backend": n, "us": us, "terms": choice.predictor.terms(call.kind, n, call.shape)}
+            for n, us in sorted(call.times.items(), key=lambda item: item[1])
+        ]
+
+    made = [
+        {
+            "rows": call.rows, "phase": call.phase, "kind": call.kind, "backend": call.name,
+            "shape": call.shape._asdict(), "candidates": candidates(call), "why": _why(call),
+        }
+        for call in calls
+    ]  # fmt: skip
+    return {"calls": made, "chosen": {c.rows: c.name for c in calls}, "why": ""}
+
+
+def _why(call: CallChoice) -> str:
+    others = sorted((us, name) for name, us in call.times.items() if name != call.name)
+    if call.name not in call.times:
+        return f"{call.name} by priority: its {call.kind} steps were not measured"
+    if not others:
+        return f"{call.name} alone was measured at {call.kind} steps"
+    us, name = others[0]
+    return f"{call.name}: {name} would take {us / call.times[call.name]:.2f} times as long"
+
+
+def print_forecast(text: str, found: dict[str, Any]) -> None:
+    """Print a step's calls, the fastest backend of each first."""
+    console.print(f"batch {text}:", markup=False, highlight=False)
+    if found["why"]:
+        console.print(f"  {found['why']}", markup=False, highlight=False)
+    for call in found["calls"]:
+        shape = call["shape"]
+        console.print(
+            f"  {call['kind']}, {call['rows']}: {shape['rows']} rows, {shape['queries']} query tokens, "
+            f"{shape['keys']} keys, longest {shape['longest']} => {call['why']}",
+            markup=False, highlight=False,
+        )  # fmt: skip
+        if not call["candidates"]:
+            continue
+        made = table("  backend", ">us", *(f">{term}" for term in TERMS))
+        for row in call["candidates"]:
+            terms = [f"{row['terms'][term]:.1f}" for term in TERMS]
+            add_row(made, f"  {row['backend']}", f"{row['us']:.1f}", *terms)
+        console.print(made)

@@ -1,0 +1,154 @@
+"""`polyattn tune`: measures the backends on this machine and writes a timing table."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from polyattn.device import Device
+from polyattn.errors import SettingsError
+from polyattn.registry.devices import resolve_device
+from polyattn.registry.discovery import discover
+from polyattn.registry.timings import default_path
+from polyattn.spec.kinds import AttentionKind, Role
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.lengths import of_trace
+from polyattn.tools.tune import tables
+from polyattn.tools.tune.points import PointsFile
+from polyattn.tools.tune.shapes import layers
+from polyattn.tools.tune.tuning import SEED, Tuning, facts_of, left_out, points_path
+
+LONGEST = 7 * 24 * 3600
+
+
+def show(
+    models: Sequence[str],
+    device: str | None,
+    backends: Sequence[str],
+    trace: Path | None,
+    out: Path | None,
+    seconds: float,
+    quantized: bool,
+    as_json: bool,
+) -> int:
+    """Measure, fit, write and print; return 1 when nothing could be fitted."""
+    if not 0 <= seconds <= LONGEST:
+        raise SettingsError(f"--seconds={seconds} must be 0 or positive, {LONGEST} at most")
+    _check_scipy()
+    resolved = resolve_device(device)
+    if not resolved.is_real:
+        raise SettingsError(f"--device: {resolved} is a profile; tune needs a device to run on")
+    path = out or default_path()
+    if path is None:
+        raise SettingsError("there is no home directory to write to; name a file: --out FILE")
+    registry = discover()
+    named = [registry.backend(name).name for name in backends]
+    trace = trace or bundled(DEFAULT_TRACE)
+    traces = {"trace": of_trace(trace)}
+    points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
+    tuning = Tuning(resolved, points, traces, left_out(named))
+    _measure(tuning, _layers(models, resolved, quantized), seconds, quiet=as_json)
+    found = tables.fits(points.measured())
+    data = tables.table(found, resolved, registry)
+    tables.write(data, path)
+    report = _report(found, tuning, points)
+    if as_json:
+        print_json({"table": str(path), "device": str(resolved), **report})
+    else:
+        _print(path, resolved, report)
+    return int(not found)
+
+
+def _check_scipy() -> None:
+    """Say before minutes of measuring what the fit needs."""
+    from importlib.util import find_spec
+
+    if find_spec("scipy") is None:
+        raise SettingsError('tune needs scipy: pip install "polyattn[tune]"')
+
+
+def _layers(models: Sequence[str], device: Device, quantized: bool) -> list[LayerSpec]:
+    if not models:
+        return layers(device.is_accelerator, quantized)
+    found: dict[LayerSpec, None] = {}
+    for model in models:
+        source, specs = read_specs(model, None)
+        mine = [
+            spec
+            for spec in specs
+            if spec.kind is AttentionKind.ATTENTION and spec.cached and spec.role is Role.DECODER
+        ]
+        if not mine:
+            raise SettingsError(f"{source}: has no attention layer with a cache to measure")
+        found |= dict.fromkeys(mine)
+    return list(found)
+
+
+def _measure(tuning: Tuning, specs: Sequence[LayerSpec], seconds: float, quiet: bool) -> None:
+    if quiet or not sys.stderr.isatty():
+        tuning.run(specs, seconds, lambda spec, done, total: None)
+        return
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=None)
+        tuning.run(
+            specs, seconds,
+            lambda spec, done, total: progress.update(
+                task, description=spec[:60], completed=done, total=total
+            ),
+        )  # fmt: skip
+
+
+def _report(found: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) -> dict[str, Any]:
+    failures = sorted({f"{m.backend}, {m.sample.kind}: {m.cannot}" for m in points.failed()})
+    return {
+        "points": sum(1 for _ in points.measured()),
+        "models": [
+            {
+                "backend": backend, "kind": kind, "layer": dict(layer), "points": len(members),
+                "error": made.error, "overlap": made.overlap,
+            }
+            for (layer, kind, backend), (made, members) in sorted(found.items(), key=str)
+        ],
+        "choice": {
+            kind: {
+                "steps": len(costs), "over_best": tables.mean(costs), "worst": max(costs),
+                "p95": statistics.quantiles(costs, n=20)[-1] if len(costs) > 1 else costs[0],
+            }
+            for kind, costs in tables.regrets(found).items()
+        },
+        "notes": [*tuning.notes, *failures],
+    }  # fmt: skip
+
+
+def _print(path: Path, device: Device, report: dict[str, Any]) -> None:
+    fitted = table("backend", "kind", "layers", ">points", ">error", "form")
+    for row in report["models"]:
+        layer = row["layer"]
+        add_row(
+            fitted, row["backend"], row["kind"],
+            f"{layer['dtype']} over {layer['stored']}, heads of {layer['head_size']}",
+            str(row["points"]), f"{row['error']:.1%}", "overlap" if row["overlap"] else "sum",
+        )  # fmt: skip
+    console.print(fitted, "")
+    chosen = table("kind", ">steps", ">chosen / best", ">p95", ">worst")
+    for kind, row in report["choice"].items():
+        add_row(
+            chosen, kind, str(row["steps"]), f"{row['over_best']:.3f}", f"{row['p95']:.2f}",
+            f"{row['worst']:.2f}",
+        )  # fmt: skip
+    console.print("Steps that the coefficients were not fitted to:", chosen, "")
+    for note in report["notes"]:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    console.print(
+        f"{report['points']} points on {device}; written: {path}", markup=False, highlight=False
+    )

@@ -1,0 +1,146 @@
+"""Which coefficients explain the measured times? Least squares of relative errors, none negative.
+
+Two forms compete, terms that add up and terms that overlap; the one that predicts better what it was
+not fitted to is kept. Overlap is fitted by turns: which term is largest at each point, then the
+coefficients that follow (as k-plane regression: Magnani and Boyd, "Convex piecewise-linear fitting",
+2009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from polyattn.errors import PolyattnError
+from polyattn.selection.prediction import StepShape, counts
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.timing import OVERLAPPING, TERMS, units
+
+FOLDS = 5
+LEAST_POINTS = 12
+"""Twice as many as there are coefficients."""
+_BUSY = [TERMS.index(term) for term in OVERLAPPING]
+
+Array = Any
+"""Of float64; numpy's own generic type says no more and costs a cast at each use."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured call: what was counted in it, its microseconds, and which step it was of."""
+
+    spec: LayerSpec
+    shape: StepShape
+    us: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Coefficients in the order of `TERMS`; `held_out`: each point's prediction by the others."""
+
+    coefficients: tuple[float, ...]
+    overlap: bool
+    held_out: tuple[float, ...]
+    error: float
+
+
+def features(points: Sequence[Point]) -> Array:
+    """Return what each coefficient is multiplied with, (points, terms)."""
+    return np.array(
+        [
+            [unit * count for unit, count in zip(units(p.spec), counts(p.shape), strict=True)]
+            for p in points
+        ],
+        dtype=np.float64,
+    )
+
+
+def fit(points: Sequence[Point]) -> Fit | None:
+    """Return the better form's fit; None where too few points are there to judge one."""
+    if len(points) < LEAST_POINTS:
+        return None
+    table, times = features(points), np.array([p.us for p in points])
+    folds = np.array([p.step % FOLDS for p in points])
+    best: Fit | None = None
+    for overlap in (False, True):
+        held = np.zeros(len(points))
+        for fold in range(FOLDS):
+            out = folds == fold
+            if out.any() and not out.all():
+                held[out] = predict(table[out], solve(table[~out], times[~out], overlap), overlap)
+        error = float(np.median(np.abs(held / times - 1)))
+        # Squares of logarithms are what a choice suffers from; the median is what one reads.
+        if best is None or _loss(held, times) < _loss(np.array(best.held_out), times):
+            found = solve(table, times, overlap)
+            best = Fit(tuple(map(float, found)), overlap, tuple(map(float, held)), error)
+    return best
+
+
+def predict(table: Array, coefficients: Array, overlap: bool) -> Array:
+    """Return the microseconds of each point, as `Predictor.times` does of one."""
+    parts = table * coefficients
+    if not overlap:
+        return parts.sum(1)
+    busy = parts[:, _BUSY]
+    return parts.sum(1) - busy.sum(1) + busy.max(1)
+
+
+def solve(table: Array, times: Array, overlap: bool) -> Array:
+    """Return the coefficients of least relative error, a few outliers notwithstanding."""
+    found = _least_squares(table, times)
+    if not overlap:
+        return found
+    best, least = found, _loss(predict(table, found, True), times)
+    for start in _starts(table, times, found):
+        found = start
+        for _ in range(20):
+            busy = (table * found)[:, _BUSY]
+            active = table.copy()
+            hidden = np.arange(len(_BUSY)) != busy.argmax(1)[:, None]
+            active[:, _BUSY] = np.where(hidden, 0.0, active[:, _BUSY])
+            following = _least_squares(active, times)
+            # A term that nothing asked for stays what it was: at 0 it could never come back.
+            unused = ~active.any(0)
+            following[unused] = found[unused]
+            loss = _loss(predict(table, following, True), times)
+            if loss < least:
+                best, least = following, loss
+            if np.allclose(following, found, rtol=1e-6, atol=0):
+                break
+            found = following
+    return best
+
+
+def _starts(table: Array, times: Array, summed: Array) -> list[Array]:
+    """Return coefficients to begin with: of the sum, and each term as if it alone took the time."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        bounds = np.where(table > 0, times[:, None] / table, np.inf)
+    tight = np.nan_to_num(np.quantile(bounds, 0.1, axis=0), posinf=0.0)
+    mixed = summed.copy()
+    mixed[_BUSY] = np.maximum(mixed[_BUSY], tight[_BUSY] / 2)
+    return [summed * np.where(np.isin(np.arange(len(TERMS)), _BUSY), 1.5, 1.0), mixed, tight / 2]
+
+
+def _least_squares(table: Array, times: Array) -> Array:
+    """Non-negative, of relative errors; points that lie far off count less (Huber, 1964)."""
+    try:
+        from scipy.optimize import nnls
+    except ModuleNotFoundError as error:
+        raise PolyattnError('fitting needs scipy: pip install "polyattn[tune]"') from error
+    relative = table / times[:, None]
+    scale = np.maximum(np.linalg.norm(relative, axis=0), 1e-300)
+    relative, weights = relative / scale, np.ones(len(times))
+    for _ in range(4):
+        found = nnls(relative * weights[:, None], weights, maxiter=100 * len(TERMS))[0]
+        off = np.abs(relative @ found - 1)
+        weights = np.sqrt(np.minimum(1.0, 0.1 / np.maximum(off, 1e-12)))
+    return found / scale
+
+
+def _loss(predicted: Array, times: Array) -> float:
+    off = np.abs(np.log(np.maximum(predicted, 1e-9) / times))
+    return float(np.where(off < 0.2, off**2, 0.4 * off - 0.04).mean())

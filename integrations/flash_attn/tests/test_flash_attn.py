@@ -1,0 +1,247 @@
+"""flash-attn's functions against their documented formula, written out in float64."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import polyattn_flash_attn
+import pytest
+import torch
+from polyattn import PolyattnError
+from polyattn_flash_attn import bert_padding, flash_attn_2, flash_attn_3
+from torch import Tensor
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+def expected(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One sequence: (tokens, heads, size). Returns the output and the LSE (heads, tokens)."""
+    q, k, v = (t.double() for t in (q, k, v))
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[2] ** 0.5
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    i = torch.arange(len(q))[:, None] + len(k) - len(q)
+    j = torch.arange(len(k))
+    seen = torch.ones(len(q), len(k), dtype=torch.bool)
+    left, right = window[0], 0 if causal else window[1]
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    if slopes is not None:
+        scores = scores - slopes.double()[:, None, None] * (i - j).abs()
+    scores = scores.masked_fill(~seen, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).exp()
+    return torch.einsum("hqk,khd->qhd", weights, v), lse
+
+
+def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> None:
+    torch.testing.assert_close(found.double(), wanted, rtol=limit, atol=limit)
+
+
+def draw(seed: int) -> dict[str, Any]:
+    rng = random.Random(seed)
+    given: dict[str, Any] = {"causal": rng.random() < 0.5}
+    if rng.random() < 0.5:
+        given["window_size"] = (rng.choice([-1, 0, 3, 11]), rng.choice([-1, 0, 2, 9]))
+    if rng.random() < 0.3:
+        given["softcap"] = 3.0
+    return given
+
+
+def formula(given: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "causal": given["causal"],
+        "window": given.get("window_size", (-1, -1)),
+        "softcap": given.get("softcap", 0.0),
+    }
+
+
+@pytest.mark.parametrize("seed", range(40))
+@torch.no_grad()
+def test_dense_and_packed(seed: int) -> None:
+    given, rng = draw(seed), random.Random(seed)
+    rows, queries, keys = rng.randint(1, 3), rng.randint(1, 20), rng.randint(1, 25)
+    q = torch.randn(rows, queries, 4, 16)
+    kv = torch.randn(rows, keys, 2, 2, 16)
+    slopes = None
+    if given["causal"] and rng.random() < 0.4:
+        slopes = torch.rand(4) if rng.random() < 0.5 else torch.rand(rows, 4)
+    out, lse, _ = flash_attn_2.flash_attn_kvpacked_func(
+        q, kv, alibi_slopes=slopes, return_attn_probs=True, **given
+    )
+    cu_q, cu_k = (torch.arange(rows + 1, dtype=torch.int32) * n for n in (queries, keys))
+    packed = flash_attn_2.flash_attn_varlen_kvpacked_func(
+        q.flatten(0, 1), kv.flatten(0, 1), cu_q, cu_k, queries, keys, alibi_slopes=slopes, **given
+    )
+    close(packed.view_as(out), out.double())
+    for row in range(rows):
+        mine = slopes[row] if slopes is not None and slopes.dim() == 2 else slopes
+        wanted = expected(q[row], kv[row, :, 0], kv[row, :, 1], **formula(given), slopes=mine)
+        close(out[row], wanted[0])
+        close(lse[row], wanted[1])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+@torch.no_grad()
+def test_kvcache(seed: int, version: int, paged: bool) -> None:
+    """New keys are appended in place, where the documentation says, and attended to."""
+    given, rng = draw(seed), random.Random(seed)
+    rows, queries, page = 3, rng.choice([1, 4]), 16
+    before = [rng.randint(queries, 40) for _ in range(rows)]
+    new = queries if rng.random() < 0.7 else 0
+    k, v = torch.randn(rows, queries, 2, 16), torch.randn(rows, queries, 2, 16)
+    whole = torch.randn(2, rows, 64, 2, 16)
+    caches, table = whole.clone(), None
+    if paged:
+        order = torch.randperm(rows * 4)
+        table = order.view(rows, 4).int()
+        caches = torch.empty(2, rows * 4, page, 2, 16)
+        caches[:, order] = whole.view(2, rows * 4, page, 2, 16)
+    module = flash_attn_2 if version == 2 else flash_attn_3
+    extra = {"block_table" if version == 2 else "page_table": table}
+    if new:
+        extra |= {"k": k, "v": v}
+    q = torch.randn(rows, queries, 4, 16)
+    out, lse = module.flash_attn_with_kvcache(
+        q, caches[0], caches[1], cache_seqlens=torch.tensor(before, dtype=torch.int32),
+        return_softmax_lse=True, **extra, **given,
+    )  # fmt: skip
+    for row, length in enumerate(before):
+        stored = whole[:, row].clone()
+        if new:
+            stored[:, length : length + new] = torch.stack([k[row], v[row]])
+        held = caches[:, row] if table is None else caches[:, table[row].long()].flatten(1, 2)
+        assert torch.equal(held, stored)
+        keys, values = stored[:, : length + new]
+        wanted = expected(q[row], keys, values, **formula(given))
+        close(out[row], wanted[0])
+        close(lse[row], wanted[1])
+
+
+@torch.no_grad()
+def test_left_padding_and_batch_indices() -> None:
+    caches = torch.randn(2, 5, 32, 2, 16)
+    q, pads, rows, lens = torch.randn(3, 2, 4, 16), [0, 5, 9], [4, 0, 2], [20, 32, 11]
+    ints = [torch.tensor(x, dtype=torch.int32) for x in (lens, rows, pads)]
+    out = flash_attn_2.flash_attn_with_kvcache(
+        q, caches[0], caches[1], cache_seqlens=ints[0], cache_batch_idx=ints[1],
+        cache_leftpad=ints[2], causal=True,
+    )  # fmt: skip
+    for i in range(3):
+        keys, values = caches[:, rows[i], pads[i] : lens[i]]
+        close(out[i], expected(q[i], keys, values, causal=True)[0])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients(seed: int) -> None:
+    given = draw(seed)
+    leaves = [torch.randn(2, n, h, 16, requires_grad=True) for n, h in ((9, 4), (13, 2), (13, 2))]
+    weight = torch.randn(2, 9, 4, 16)
+    out = flash_attn_2.flash_attn_func(*leaves, **given)
+    found = torch.autograd.grad((out * weight).sum(), leaves)
+    rows = [expected(*(t[row] for t in leaves), **formula(given))[0] for row in range(2)]
+    wanted = torch.autograd.grad((torch.stack(rows) * weight).sum(), leaves)
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b.nan_to_num().double())
+
+
+@torch.no_grad()
+def test_unused_tokens_of_version_3() -> None:
+    q, k, v = torch.randn(12, 4, 16), torch.randn(14, 4, 16), torch.randn(14, 4, 16)
+    k[4:8] = torch.nan  # beyond what is used of the first sequence
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 12], [0, 8, 14], [3, 7], [4, 6])]
+    out = flash_attn_3.flash_attn_varlen_func(
+        q, k, v, ints[0], ints[1], 7, 8, seqused_q=ints[2], seqused_k=ints[3], causal=True
+    )
+    close(out[:3], expected(q[:3], k[:4], v[:4], causal=True)[0])
+    close(out[5:], expected(q[5:], k[8:], v[8:], causal=True)[0])
+    assert not out[3:5].any()
+
+
+def test_padding_round_trip() -> None:
+    hidden = torch.randn(3, 7, 2, 5, requires_grad=True)
+    mask = torch.tensor([[1] * 7, [1] * 3 + [0] * 4, [0] * 5 + [1] * 2])
+    packed, indices, cu, longest, used = bert_padding.unpad_input(hidden, mask)
+    assert cu.tolist() == [0, 7, 10, 12] and longest == 7 and used.tolist() == [7, 3, 2]
+    back = bert_padding.pad_input(packed, indices, 3, 7)
+    assert torch.equal(back, hidden * mask[..., None, None])
+    (grad,) = torch.autograd.grad(back.sum(), hidden)
+    assert torch.equal(grad, mask[..., None, None].expand_as(hidden).float())
+    lens = torch.tensor([[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    found = bert_padding.unpad_input_for_concatenated_sequences(torch.arange(12.0).view(2, 6), lens)
+    assert found[0].tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert found[2].tolist() == [0, 2, 5, 11] and found[3] == 6
+
+
+def test_what_is_refused() -> None:
+    q = torch.randn(1, 3, 2, 16)
+    for given in ({"dropout_p": 0.1}, {"alibi_slopes": torch.rand(2)}):
+        with pytest.raises(PolyattnError):
+            flash_attn_2.flash_attn_func(q, q, q, **given)
+    with pytest.raises(PolyattnError, match="qv"):
+        flash_attn_3.flash_attn_func(q, q, q, qv=q)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    names = [n for n in sys.modules if n.split(".")[0] in polyattn_flash_attn.VERSIONS]
+    before = {n: sys.modules.pop(n) for n in names}
+    polyattn_flash_attn.install(replace=True)
+    yield
+    polyattn_flash_attn.uninstall()
+    sys.modules.update(before)
+
+
+def test_install(installed: None) -> None:
+    from flash_attn import flash_attn_func
+    from flash_attn.bert_padding import pad_input
+    from flash_attn.flash_attn_interface import flash_attn_varlen_func
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    assert flash_attn_func is flash_attn_2.flash_attn_func
+    assert pad_input is bert_padding.pad_input
+    assert flash_attn_varlen_func is flash_attn_2.flash_attn_varlen_func
+    assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
+
+
+def test_a_real_package_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match="flash_attn is installed here"):
+        polyattn_flash_attn.install()
+    assert "flash_attn" not in sys.modules
+
+
+SIGNATURES = Path(__file__).parents[3] / "tests" / "signatures"
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_signatures_are_the_recorded_ones(version: int) -> None:
+    name, module = ("flash_attn", flash_attn_2) if version == 2 else ("flash_attn_3", flash_attn_3)
+    recorded = json.loads((SIGNATURES / f"{name}.json").read_text())["functions"]
+    checked = 0
+    for function, signature in recorded.items():
+        if function in module.__all__:
+            names = list(inspect.signature(getattr(module, function)).parameters)
+            assert names == signature["positional"], function
+            checked += 1
+    assert checked

@@ -1,0 +1,22 @@
+"""Hugging Face transformers on polyattn.
+
+    import polyattn_transformers                                    # registers the name
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="polyattn")
+    print(polyattn_transformers.report())                           # who served, and what did not
+
+What can't be served falls back to the model's own eager attention: warned of once, counted, named.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from polyattn_transformers.attention import attention
+from polyattn_transformers.masks import make_mask
+from polyattn_transformers.paged import continuous_batching_manager
+from polyattn_transformers.reporting import Report, report, reset
+
+AttentionInterface.register("polyattn", attention)
+AttentionMaskInterface.register("polyattn", make_mask)
+
+__all__ = ["Report", "continuous_batching_manager", "report", "reset"]

@@ -1,0 +1,112 @@
+"""Continuous batching: transformers' paged cache is read and written in place."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from polyattn import Batch, KVCache, LayerGroup
+from polyattn.families.attention.dense import group_for, plan_for, run
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel
+
+from polyattn_transformers.reporting import count
+
+
+def continuous_batching_manager(
+    model: PreTrainedModel, generation_config: GenerationConfig | None = None, **kwargs: Any
+) -> Any:
+    """Return a manager as `model.init_continuous_batching` does, with attention by polyattn.
+
+    transformers' own method takes only the attention names that it knows, so the manager is made under
+    one of those and the model's name set afterwards.
+    """
+    host: Any = model
+    host.set_attn_implementation("paged|eager")
+    manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
+    host.set_attn_implementation("polyattn")
+    return manager
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Store the step's keys and values and attend; packed (1, heads, tokens, size).
+
+    Full attention walks the cache's own pages. A sliding layer's pages are a ring, whose keys
+    transformers puts in order first.
+    """
+    layer, cache = int(module.layer_idx), kwargs["cache"]  # type: ignore[arg-type]
+    allocator = cache.layer_to_allocator[layer]
+    lens = [_lens(kwargs["cu_seq_lens_q"]), _lens(kwargs["cu_seq_lens_k"][allocator.layer_type])]
+    fields: dict[str, Any] = {
+        "num_heads": query.shape[1], "num_kv_heads": key.shape[1], "head_size": query.shape[3],
+        "v_head_size": value.shape[3], "scale": float(scaling), "dtype": query.dtype,
+        "logit_soft_cap": softcap, "learned_sinks": sinks is not None,
+    }  # fmt: skip
+    flat = query[0].transpose(0, 1)
+    tokens = sum(lens[0])
+    read_index = kwargs["read_index"][allocator.index]
+    window = getattr(allocator, "sliding_window", None)
+    if window is None and read_index.numel():
+        step_key = key[0].transpose(0, 1)[:tokens], value[0].transpose(0, 1)[:tokens]
+        k_pages, v_pages = allocator.get_cache_for_block_table(layer)
+        pages = KVCache(k_pages, v_pages)
+        group = group_for(query.device, **fields, block_size=pages.block_size)
+        batch = _batch(group, lens, read_index, kwargs["write_index"][allocator.index], pages)
+        out = run(group.plan_for(batch), flat[:tokens], *step_key, pages, sinks=sinks)[0]
+    else:
+        keys, values = cache.update(key, value, layer, dict(kwargs))
+        group = group_for(query.device, **fields, sliding_window=window, cached=False)
+        step = plan_for(group, tuple(lens[0]), tuple(lens[1]))
+        given = keys[0].transpose(0, 1), values[0].transpose(0, 1)
+        out = run(step, flat[:tokens], *given, sinks=sinks)[0]
+    count(group)
+    if tokens < flat.shape[0]:  # padding, whose output is free
+        out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])
+    return out[None]
+
+
+def _lens(starts: Tensor) -> list[int]:
+    """Return the lengths between cumulative ones, copied to the host once a step."""
+    known = getattr(starts, "_polyattn_lens", None)
+    if known is None:
+        known = starts.diff().tolist()
+        starts._polyattn_lens = known  # type: ignore[attr-defined]
+    return known
+
+
+def _batch(
+    group: LayerGroup,
+    lens: list[list[int]],
+    read_index: Tensor,
+    write_index: Tensor,
+    cache: KVCache,
+) -> Batch:
+    """Return the step as a batch over pages, remembered by the step's own index tensor."""
+    known: dict[LayerGroup, Batch] = read_index.__dict__.setdefault("_polyattn_batches", {})
+    batch = known.get(group)
+    if batch is None:
+        query_lens, key_lens = lens
+        assert group.cache_format is not None
+        page = group.cache_format.block_size
+        width = max((-(-n // page) for n in key_lens), default=0)
+        at, index = 0, torch.zeros(len(key_lens), width, dtype=torch.int64)
+        for row, length in enumerate(key_lens):
+            blocks = -(-length // page)
+            index[row, :blocks] = at + torch.arange(blocks) * page
+            at += length
+        table = (read_index[index.clamp_(max=max(0, at - 1)).to(read_index.device)] // page).int()
+        starts = [0, *accumulate(query_lens)]
+        slots = write_index[: starts[-1]]
+        batch = known[group] = Batch(starts, key_lens, table, slots)
+        group.check_format(cache.format)
+    return batch

@@ -1,0 +1,71 @@
+"""Logits and greedy tokens of many architectures equal the models' own eager attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polyattn_transformers
+import pytest
+import torch
+from tiny_models import DECODERS, decoder
+from transformers import PreTrainedModel
+
+PROMPT, NEW = 11, 10
+PADDED = [0, 4, 9]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    torch.set_num_threads(1)
+    polyattn_transformers.reset()
+    with torch.no_grad():
+        yield
+
+
+def both(model: PreTrainedModel, run: Any) -> tuple[Any, Any]:
+    """Return what `run` gives under eager and under polyattn, which must have served all of it."""
+    model.set_attn_implementation("eager")
+    expected = run(model)
+    model.set_attn_implementation("polyattn")
+    found = run(model)
+    report = polyattn_transformers.report()
+    assert report.served and not report.fallbacks, str(report)
+    return expected, found
+
+
+def prompt(padded: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    ids = torch.randint(3, 96, (len(PADDED), PROMPT))
+    mask = torch.ones_like(ids)
+    if padded:
+        for row, count in enumerate(PADDED):
+            mask[row, :count], ids[row, :count] = 0, 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["no padding", "left padding"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_logits(name: str, padded: bool) -> None:
+    given = prompt(padded)
+    expected, found = both(decoder(name), lambda model: model(**given).logits)
+    real = given["attention_mask"].bool()
+    error = (expected - found)[real].abs().max() / expected[real].abs().max()
+    assert error <= 1e-5, float(error)
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "no padding": {},
+    "left padding": {},
+    "static cache": {"cache_implementation": "static"},
+    "beams": {"num_beams": 3},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens(name: str, mode: str) -> None:
+    given = prompt(padded=mode != "no padding")
+    options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True} | MODES[mode]
+    expected, found = both(decoder(name), lambda model: model.generate(**given, **options))
+    assert len(expected[0].unique()) > 4  # no model that repeats one token proves anything
+    assert expected.tolist() == found.tolist()

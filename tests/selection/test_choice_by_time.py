@@ -1,0 +1,369 @@
+"""Who runs a step where times were measured: by prediction, and never otherwise than it was named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import H100, backend
+from polyattn import Attention, Batch, Device, LayerGroup, LayerSpec, select, settings
+from polyattn.errors import SettingsError
+from polyattn.families.attention import reference
+from polyattn.plugin import hookimpl
+from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.devices import resolve_device
+from polyattn.registry.discovery import discover, refresh, register, unregister
+from polyattn.registry.info import BackendInfo, Priority
+from polyattn.registry.timings import FORMAT, Timings, read_table, timings
+from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
+from polyattn.selection.step_choice import ALL, StepChoice
+from polyattn.spec.timing import KINDS, TERMS, TimingModel, units
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+
+
+def model(name: str, kind: str, overlap: bool = False, **coefficients: float) -> TimingModel:
+    return TimingModel(name, kind, tuple(coefficients.get(t, 0.0) for t in TERMS), overlap)
+
+
+def by_time(models: list[TimingModel], **phases: list[BackendInfo]) -> StepChoice:
+    """The first of each phase is the selection's choice."""
+    members = {phase: {i.name: i for i in infos} for phase, infos in phases.items()}
+    return StepChoice(SPEC, models, members, {p: infos[0].name for p, infos in phases.items()})
+
+
+A = backend("A", phases=frozenset({"prefill", "decode", "mixed"}), decode_query_lens=16)
+B = backend("B", phases=frozenset({"prefill", "decode"}))
+C = backend("C", phases=frozenset({"prefill", "decode", "mixed"}))
+BALANCED = model("A", "decode", launch=20, byte=1e-3)
+UNBALANCED = model("B", "decode", launch=5, byte=5e-4, longest=4e-3)
+
+
+def test_equal_rows_go_to_one_and_a_long_row_among_short_ones_to_the_other() -> None:
+    choice = by_time([BALANCED, UNBALANCED], decode=[A, B], prefill=[A, B])
+    assert choice.decode([1000] * 64) == "B"
+    assert choice.decode([64_000] + [10] * 63) == "A"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prediction_is_the_sum_of_its_terms(overlap: bool) -> None:
+    numbers = dict(zip(TERMS, (7, 0.5, 2e-3, 1e-3, 3e-5, 1e-4), strict=True))
+    spec = SPEC.replace(sliding_window=700)
+    predictor = Predictor(spec, [model("A", "prefill", overlap, **numbers)])
+    shape = shape_of_step(spec, [5, 700, 1], [2000, 700, 30])
+    # By hand: a row sees its own tokens and a window before the first of them.
+    assert shape.keys == (5 + 699) + 700 + 30
+    assert shape.pairs == (5 * 704 - 10) + (700 * 700 - 700 * 699 // 2) + 30
+    total = predictor.evaluate(predictor.among("prefill", ["A"]), shape)["A"]
+    terms = predictor.terms("prefill", "A", shape)
+    assert sum(terms.values()) == pytest.approx(total)
+    byte = 2 * (32 + 32) * 4
+    busy = [2e-3 * byte * shape.keys, 1e-3 * (byte / 2) * shape.longest]
+    busy.append(3e-5 * 4 * 64 * shape.pairs)
+    assert terms["launch"] == 7 and terms["item"] == pytest.approx(0.5 * 2 * 3)
+    assert terms["token"] == pytest.approx(1e-4 * 4 * 64 * 4 * 706)
+    expected = max(busy) if overlap else sum(busy)
+    assert total == pytest.approx(7 + 3 + terms["token"] + expected)
+
+
+def test_decodes_have_the_shape_of_any_step() -> None:
+    for spec in (SPEC, SPEC.replace(sliding_window=100), SPEC.replace(chunk_size=64)):
+        lens = [1, 99, 100, 101, 5000]
+        assert shape_of_decodes(spec, lens) == shape_of_step(spec, [1] * 5, lens)
+
+
+def test_short_rows_go_to_whoever_takes_them_as_decodes_if_that_is_faster() -> None:
+    models = [model("A", "short", launch=10), model("B", "short", launch=20)]
+    (call,) = by_time(models, decode=[B, A], prefill=[B, A]).calls([4] * 3, [50] * 3)
+    assert (call.phase, call.name) == ("decode", "A")
+    # B takes one token a row as a decode: several are a prefill to it.
+    models = [model("A", "short", launch=30), model("B", "short", launch=20)]
+    (call,) = by_time(models, decode=[A, B], prefill=[A, B]).calls([4] * 3, [50] * 3)
+    assert (call.phase, call.name) == ("prefill", "B")
+
+
+@pytest.mark.parametrize(("together", "names"), [(25, ["C"]), (35, ["A", "B"])])
+def test_one_call_for_a_mixed_step_competes_with_a_pair(together: int, names: list[str]) -> None:
+    models = [
+        model("A", "decode", launch=10), model("B", "decode", launch=15),
+        model("A", "prefill", launch=25), model("B", "prefill", launch=20),
+        model("C", "mixed", launch=together),
+    ]  # fmt: skip
+    choice = by_time(models, decode=[A, B, C], prefill=[A, B, C])
+    calls = choice.calls([1, 1, 64], [100, 20, 64])
+    assert [call.name for call in calls] == names
+    assert (calls[0].rows == ALL) == (len(names) == 1)
+
+
+def test_a_backend_named_for_decodes_keeps_them_in_a_mixed_step() -> None:
+    models = [model("A", kind, launch=10) for kind in KINDS]
+    models += [model("C", kind, launch=1) for kind in KINDS]
+    calls = by_time(models, decode=[A], prefill=[C]).calls([1, 64], [100, 64])
+    assert [(call.phase, call.name) for call in calls] == [("decode", "A"), ("prefill", "C")]
+
+
+def test_what_nothing_was_measured_of_stays_with_the_selection() -> None:
+    choice = by_time([model("B", "decode", launch=1)], decode=[A, B], prefill=[A, B])
+    (call,) = choice.calls([64], [64])
+    assert (call.name, call.times) == ("A", {})
+    (call,) = choice.calls([4], [64])
+    assert call.name == "A"
+    # Nor does B take decodes from A, whose time nobody knows.
+    assert choice.decode([64]) == "A"
+    (call,) = choice.calls([1], [64])
+    assert (call.name, set(call.times)) == ("A", {"B"})
+
+
+# Tables
+
+
+def written(path: Path, models: list[TimingModel], **changes: Any) -> Path:
+    device = {"platform": "cpu", "name": _cpu().name}
+    data = {
+        "format": FORMAT, "device": device, "measured": "2026-01-01", "versions": {"torch": _torch()},
+        "models": [
+            {
+                "backend": m.backend, "kind": m.kind, "layer": {"head_size": 32}, "of": ["torch"],
+                "overlap": m.overlap, "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
+            }
+            for m in models
+        ],
+    }  # fmt: skip
+    path.write_text(json.dumps(data | changes))
+    return path
+
+
+def _cpu() -> Device:
+    return select(SPEC, "cpu").device
+
+
+def _torch() -> str:
+    return torch.__version__.split("+")[0]
+
+
+@pytest.fixture
+def table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write a table that the setting names."""
+
+    def use(models: list[TimingModel], **changes: Any) -> Path:
+        path = written(tmp_path / "timings.json", models, **changes)
+        monkeypatch.setenv("POLYATTN_TIMINGS", str(path))
+        refresh()
+        return path
+
+    yield use
+    refresh()
+
+
+SHORT_KEYS = [
+    model("TORCH_SDPA", "decode", launch=1, byte=1e-3),
+    model("HPU_ATTN", "decode", launch=500, byte=1e-5),
+    # The choice by priority, where it was built.
+    model("NATIVE_ATTN", "decode", launch=1e6),
+]
+
+
+def test_a_group_chooses_for_each_step_and_computes_the_same(table: Any) -> None:
+    table(SHORT_KEYS)
+    selection = select(SPEC.replace(block_size=16), "cpu")
+    assert {m.backend for m in selection.timings} >= {"TORCH_SDPA", "HPU_ATTN"}
+    assert any("chosen for each step" in note for note in selection.decision.notes)
+    group = LayerGroup(selection)
+    layer = Attention(group)
+    cache = group.allocate_cache(300)
+    cache.key.normal_(), cache.value.normal_()
+    ran = []
+    for lens in ([5, 9], [4000, 30]):
+        blocks = torch.randperm(300)[:260].to(torch.int32).repeat(2, 1)
+        batch = Batch([0, 1, 2], lens, blocks)
+        query = torch.randn(2, 4, 32)
+        plan = group.plan(batch)
+        ran.append(plan.calls[0].name)
+        found = layer(query, None, None, cache, plan)
+        expected, _ = reference.forward(group.spec, query, None, None, cache, batch, layer.params)
+        torch.testing.assert_close(found, expected.float(), atol=2e-5, rtol=2e-5)
+    assert ran == ["TORCH_SDPA", "HPU_ATTN"]
+
+
+def test_under_a_captured_graph_the_captures_choice_holds(table: Any) -> None:
+    table(SHORT_KEYS)
+    group = LayerGroup(select(SPEC, "cpu"))
+    blocks = torch.arange(260, dtype=torch.int32)[None]
+    captured = group.plan(Batch([0, 1], [5], blocks))
+    long = Batch([0, 1], [4000], blocks)
+    assert captured.calls[0].name == "TORCH_SDPA"
+    assert group.plan(long).calls[0].name == "HPU_ATTN"
+    assert group.plan(long, reuse=captured).calls[0].name == "TORCH_SDPA"
+
+
+def test_a_named_backend_is_not_chosen_otherwise(table: Any) -> None:
+    table([model("TORCH_SDPA", kind, launch=1) for kind in KINDS])
+    group = LayerGroup(select(SPEC, "cpu", backend="HPU_ATTN"))
+    batch = Batch([0, 1], [5], torch.zeros(1, 1, dtype=torch.int32))
+    assert group.plan(batch).calls[0].name == "HPU_ATTN"
+
+
+def test_zero_ignores_every_table(table: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    table(SHORT_KEYS)
+    monkeypatch.setenv("POLYATTN_TIMINGS", "0")
+    assert select(SPEC, "cpu").timings == ()
+
+
+def test_a_table_of_another_device_says_nothing_here(table: Any) -> None:
+    table(SHORT_KEYS, device={"platform": "cuda", "name": "NVIDIA H200"})
+    selection = select(SPEC, "cpu")
+    assert selection.timings == () and not any("timing" in n for n in selection.decision.notes)
+
+
+def test_stale_models_are_named_and_ignored(table: Any) -> None:
+    path = table(SHORT_KEYS, versions={"torch": "1.0.0"})
+    selection = select(SPEC, "cpu")
+    assert selection.timings == ()
+    (note,) = [n for n in selection.decision.notes if str(path) in n]
+    assert (
+        "HPU_ATTN, NATIVE_ATTN, TORCH_SDPA: measured with torch 1.0.0" in note and _torch() in note
+    )
+
+
+def test_a_broken_table_is_named_and_ignored(table: Any, tmp_path: Path) -> None:
+    path = table(SHORT_KEYS)
+    path.write_text("{")
+    refresh()
+    selection = select(SPEC, "cpu")
+    assert selection.timings == ()
+    assert any("can't be read" in note and str(path) in note for note in selection.decision.notes)
+
+
+def test_a_file_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYATTN_TIMINGS", "/nowhere/timings.json")
+    with pytest.raises(SettingsError, match="POLYATTN_TIMINGS='/nowhere/timings.json'"):
+        settings.reload()
+    monkeypatch.delenv("POLYATTN_TIMINGS")
+
+
+BAD_MODELS = {
+    "kind='sideways'": {"kind": "sideways"},
+    "must be finite": {"coefficients": dict.fromkeys(TERMS, -1)},
+    "not all zero": {"coefficients": dict.fromkeys(TERMS, 0)},
+    "exactly launch": {"coefficients": {"launch": 1}},
+    "colour": {"layer": {"colour": "red"}},
+    "list of packages": {"of": "torch"},
+    "overlap='yes'": {"overlap": "yes"},
+}
+
+
+@pytest.mark.parametrize("said", BAD_MODELS)
+def test_a_bad_model_is_named_and_the_rest_counts(said: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "t.json", SHORT_KEYS)
+    data = json.loads(path.read_text())
+    data["models"][0] |= BAD_MODELS[said]
+    path.write_text(json.dumps(data))
+    found = read_table(path)
+    assert [e.model.backend for e in found.entries] == ["HPU_ATTN", "NATIVE_ATTN"]
+    assert len(found.problems) == 1 and said in found.problems[0]
+
+
+@pytest.mark.parametrize("text", ["[]", '{"format": 99}', '{"format": 1}', "[" * 100_000, "\0"])
+def test_what_is_no_table_is_an_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match=str(path)):
+        read_table(path)
+
+
+def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "t.json", SHORT_KEYS, device={"platform": "cuda", "name": "NVIDIA H200"},
+        versions={"torch": "1.0.0"},
+    )  # fmt: skip
+    found = Timings((read_table(path),))
+    # A profile assumes what was measured with; a device has what is installed there.
+    assert len(found.models(SPEC, resolve_device("h200"))) == 3
+    real = Device("cuda", "sm_90", "NVIDIA H200", torch_device="cuda:0")
+    assert found.models(SPEC, real) == () and len(found.notes(real)) == 1
+    assert found.models(SPEC, H100) == () and found.notes(H100) == []
+
+
+class WithTables:
+    def __init__(self, answer: Any):
+        self.answer = answer
+
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_timings(self) -> Any:
+        return self.answer
+
+
+def test_a_plugin_carries_tables_and_the_users_own_comes_first(table: Any, tmp_path: Path) -> None:
+    theirs = written(tmp_path / "theirs.json", [model("TORCH_SDPA", "decode", launch=9)])
+    register(WithTables([str(theirs)]), "tables")
+    try:
+        assert timings(settings.current()).tables[0].path == str(theirs)
+        own = table(SHORT_KEYS)
+        assert [t.path for t in timings(settings.current()).tables] == [str(own), str(theirs)]
+    finally:
+        unregister("tables")
+
+
+@pytest.mark.parametrize("answer", ["/a.json", [Path("/a.json")], ["a.json"], ["/a\n.json"], [3]])
+def test_a_plugin_that_answers_nonsense_is_broken(answer: Any) -> None:
+    register(WithTables(answer), "tables")
+    try:
+        (record,) = [p for p in discover().plugins if p.name == "tables"]
+        assert record.status == "broken" and "polyattn_timings()" in record.problem
+    finally:
+        unregister("tables")
+
+
+def test_nobodys_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody() -> Path:
+        raise RuntimeError("no home directory")
+
+    monkeypatch.setattr(Path, "home", nobody)
+    refresh()
+    assert all(Path(t.path).name != "timings.json" for t in timings(settings.current()).tables)
+
+
+class Slow:
+    """A plugin whose backend is wrong, and would be chosen by its times alone."""
+
+    @hookimpl
+    def polyattn_api_versions(self) -> tuple[int, int]:
+        return (1, 1)
+
+    @hookimpl
+    def polyattn_backends(self) -> list[BackendInfo]:
+        return [
+            BackendInfo(
+                name="LIAR",
+                summary="",
+                path="test_verify:Wrong",
+                capabilities=Capabilities(platforms={"cpu": ()}, dtypes=frozenset({"float32"})),
+                priorities=(Priority(score=1),),
+            )
+        ]
+
+
+def test_a_candidate_is_verified_before_it_may_run(table: Any, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "checking"))
+    register(Slow(), "slow")
+    try:
+        table([model("LIAR", "decode", launch=1), *SHORT_KEYS])
+        assert "LIAR" in {m.backend for m in select(SPEC, "cpu").timings}
+        verified = select(SPEC, "cpu", verify=True)
+        assert "LIAR" not in {m.backend for m in verified.timings}
+        assert any(v.backend == "LIAR" and not v.accepted for v in verified.decision.verdicts())
+    finally:
+        unregister("slow")
+
+
+def test_units_count_what_the_terms_name() -> None:
+    spec = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128, kv_cache_dtype="fp8_e4m3")
+    # One row; a key's bytes in all heads; in one; products of a pair; bytes of a token's query, output.
+    assert units(spec) == (1, 4, 4 * 256, 256, 28 * 256, 28 * 256 * 2)

@@ -1,0 +1,298 @@
+"""Measuring, fitting and writing timing tables; lengths as they are drawn."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from polyattn import Batch, Device, LayerGroup, LayerSpec, Role, select
+from polyattn.errors import SettingsError
+from polyattn.registry.discovery import discover
+from polyattn.selection.prediction import Predictor, StepShape, shape_of_step
+from polyattn.settings import Settings
+from polyattn.spec.timing import TERMS, TimingModel
+from polyattn.tools.cli.models import bundled
+from polyattn.tools.cli.tuning import show
+from polyattn.tools.lengths import DISTRIBUTIONS, lengths_named, of_trace, redrawn
+from polyattn.tools.replay.trace import read_trace
+from polyattn.tools.tune import tuning
+from polyattn.tools.tune.clock import Clock
+from polyattn.tools.tune.fitting import LEAST_POINTS, Point, features, fit, predict
+from polyattn.tools.tune.measuring import Measured, size_for
+from polyattn.tools.tune.points import Measurement, PointsFile
+from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, layers, samples
+from polyattn.tools.tune.tables import fits, regrets
+from test_cli import polyattn
+
+HEADS = [
+    LayerSpec(num_heads=h, num_kv_heads=k, head_size=64) for h, k in ((32, 8), (8, 8), (16, 1))
+]
+SIZE = Size(keys=200_000, pairs=2_000_000, longest=100_000)
+TRACE = {"trace": of_trace(bundled("azure_conversation.csv"))}
+
+
+def points(kind: str, overlap: bool, coefficients: tuple[float, ...], noise: float) -> list[Point]:
+    """Times that the formula itself gives, and a little noise."""
+    source, found = random.Random(1), []
+    for spec in HEADS:
+        predictor = Predictor(spec, [TimingModel("A", kind, coefficients, overlap)])
+        for step, sample in enumerate(samples(SIZE, 5, TRACE)):
+            if sample.kind == kind:
+                shape = shape_of_step(spec, sample.queries, sample.lens)
+                us = predictor.evaluate(predictor.among(kind, ["A"]), shape)["A"]
+                found.append(Point(spec, shape, us * source.lognormvariate(0, noise), step))
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_fit_predicts_what_it_was_not_fitted_to(kind: str, overlap: bool) -> None:
+    truth = (6.0, 0.02, 4e-7, 3e-5, 2e-9, 5e-6)
+    made = fit(points(kind, overlap, truth, 0.02))
+    assert made is not None and made.error < 0.03
+    assert made.overlap == overlap
+    assert all(value >= 0 for value in made.coefficients)
+    # Of other layers and lengths, which it hasn't seen.
+    other = LayerSpec(num_heads=28, num_kv_heads=4, head_size=64)
+    shape = shape_of_step(
+        other, *(([1] * 40, [5000] * 40) if kind == "decode" else ([900], [9000]))
+    )
+    guess, right = (
+        Predictor(other, [TimingModel("A", kind, tuple(c), overlap)])
+        for c in (made.coefficients, truth)
+    )
+    us = [p.evaluate(p.among(kind, ["A"]), shape)["A"] for p in (guess, right)]
+    assert us[0] == pytest.approx(us[1], rel=0.1)
+
+
+def test_the_fit_predicts_as_the_choice_does() -> None:
+    shapes = [StepShape(3, 9, 700, 500, 4000), StepShape(1, 1, 90_000, 90_000, 90_000)]
+    coefficients = (5.0, 0.3, 2e-6, 4e-5, 1e-8, 3e-6)
+    for overlap in (False, True):
+        for spec in HEADS:
+            predictor = Predictor(spec, [TimingModel("A", "short", coefficients, overlap)])
+            among = predictor.among("short", ["A"])
+            table = features([Point(spec, shape, 1.0, 0) for shape in shapes])
+            found = predict(table, np.array(coefficients), overlap)
+            expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
+            np.testing.assert_allclose(found, expected)
+            slower = (("B", tuple(1.01 * w for w in among[0][1]), overlap), *among)
+            assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
+
+
+def test_an_outlier_does_not_lead_the_fit_astray() -> None:
+    clean = points("decode", False, (6.0, 0.0, 4e-7, 0.0, 0.0, 0.0), 0.01)
+    spoilt = [
+        Point(p.spec, p.shape, 50 * p.us, p.step) if i == 7 else p for i, p in enumerate(clean)
+    ]
+    made = fit(spoilt)
+    assert made is not None and made.error < 0.03
+
+
+def test_too_few_points_are_no_fit() -> None:
+    assert fit(points("decode", False, (6.0, 0.0, 4e-7, 0.0, 0.0, 0.0), 0.0)[:11]) is None
+
+
+def test_samples_are_of_every_kind_and_within_bounds() -> None:
+    found = list(samples(SIZE, 3, TRACE))
+    assert found == list(samples(SIZE, 3, TRACE)) != list(samples(SIZE, 4, TRACE))
+    for kind, count in COUNTS.items():
+        mine = [s for s in found if s.kind == kind]
+        assert len(mine) == count and {s.lengths for s in mine} == {*DISTRIBUTIONS, "trace"}
+    # Whoever stops half-way has half of each.
+    half = [s.kind for s in found[: len(found) // 2]]
+    assert all(abs(half.count(kind) - count / 2) <= 1 for kind, count in COUNTS.items())
+    for s in found:
+        assert sum(s.lens) <= SIZE.keys + 17 * len(s.lens) and max(s.lens) <= SIZE.longest
+        assert all(1 <= q <= n for q, n in zip(s.queries, s.lens, strict=True))
+        most, least = max(s.queries), min(s.queries)
+        expected = {
+            "decode": most == 1, "short": least >= 2 and most <= 16, "prefill": least > 16,
+            "mixed": least == 1 and most > 16,
+        }  # fmt: skip
+        assert expected[s.kind], s
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions_hold_as_many_tokens(name: str) -> None:
+    lens = lengths_named(name)(64, 1000, random.Random(2))
+    assert len(lens) == 64 and min(lens) >= 1
+    assert sum(lens) == pytest.approx(64_000, abs=64)
+    largest = {"constant": 1000, "one-long": 32_000}.get(name)
+    assert largest is None or max(lens) == pytest.approx(largest, rel=0.02)
+    assert lengths_named(name)(1, 1000, random.Random(2)) == [1000]
+
+
+def test_a_traces_lengths_are_its_requests() -> None:
+    path = bundled("azure_conversation.csv")
+    requests = read_trace(path)
+    for n in lengths_named(f"trace:{path}")(50, 1, random.Random(0)):
+        assert any(r.prompt <= n < r.prompt + r.output for r in requests)
+
+
+def test_redrawn_batches_keep_their_queries() -> None:
+    rows = [(512, 512)] * 3 + [(1, 1000)] * 8 + [(4, 3000)]
+    found = redrawn(rows, "zipf", 1)
+    assert found == redrawn(rows, "zipf", 1) != redrawn(rows, "zipf", 2)
+    prompts = [(q, n) for q, n in found if q == n]
+    rest = [(q, n) for q, n in found if q != n]
+    assert len(prompts) == 3 and sum(n for _, n in prompts) == pytest.approx(1536, abs=3)
+    assert sorted(q for q, _ in rest) == [1] * 8 + [4]
+    assert sum(n for _, n in rest) == pytest.approx(11_000, abs=9)
+
+
+@pytest.mark.parametrize("text", ["zip", "trace", "trace:", "", "uniform:3"])
+def test_unknown_lengths_are_an_error(text: str) -> None:
+    with pytest.raises(SettingsError, match="unknown"):
+        lengths_named(text)
+
+
+def sample(kind: str = "decode") -> StepSample:
+    return StepSample(kind, "zipf", (1, 1), (30, 40))
+
+
+def test_points_go_on_where_they_ended(tmp_path: Path) -> None:
+    path, facts = tmp_path / "a" / "p.jsonl", {"device": "X", "seed": 1}
+    first = PointsFile(path, facts)
+    first.add(Measurement(HEADS[0], 0, sample(), "A", 12.5))
+    first.start(HEADS[0], 1, sample(), "A")
+    with path.open("a") as file:
+        file.write('{"spec": {"num_he')  # the process ended here
+    again = PointsFile(path, facts)
+    assert [m.us for m in again.measured()] == [12.5]
+    assert [m.cannot for m in again.failed()] == ["the process ended in it"]
+    assert again.found[HEADS[0], 0, "A"].sample == sample()
+    with pytest.raises(SettingsError, match="device: X, now Y"):
+        PointsFile(path, {"device": "Y", "seed": 1})
+
+
+@pytest.mark.parametrize("text", ["", "[]\n", '{"facts": {"a": 1}}\n{"spec": 3}\n', "nonsense\n"])
+def test_a_file_that_holds_no_points_is_an_error(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(text)
+    with pytest.raises(SettingsError, match="remove it"):
+        PointsFile(path, {"a": 1})
+
+
+def test_what_a_choice_costs_is_told_by_held_out_predictions() -> None:
+    made = []
+    for name, launch in (("A", 20.0), ("B", 5.0)):
+        slope = 1e-7 if name == "A" else 1e-6
+        for p in points("decode", False, (launch, 0.0, slope, 0.0, 0.0, 0.0), 0.0):
+            lens = (p.shape.keys,)
+            made.append(
+                Measurement(p.spec, p.step, StepSample("decode", "", (1,), lens), name, p.us)
+            )
+    costs = regrets(fits(made))["decode"]
+    assert len(costs) == 3 * COUNTS["decode"] and max(costs) < 1.02
+
+
+def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+    selection = select(spec, "cpu")
+    device = Device("cpu", "", torch_device="cpu")
+    size = Size(2000, 10_000, 2000, 4)
+    assert size_for(spec, device, 1 << 20).keys == (1 << 20) // (2 * 64 * 4)
+    leave_out = set(discover().backends) - {"TORCH_SDPA", "HPU_ATTN"}
+    measured = Measured(selection, Clock(torch.device("cpu")), size, leave_out)
+    assert set(measured.layers) == {"TORCH_SDPA", "HPU_ATTN"}
+    steps = [
+        StepSample("decode", "", (1, 1), (300, 7)), StepSample("prefill", "", (20, 40), (20, 300)),
+        StepSample("mixed", "", (1, 40), (300, 90)),
+    ]  # fmt: skip
+    times = [dict(measured.times(step, ["TORCH_SDPA", "HPU_ATTN"])) for step in steps]
+    assert all(isinstance(us, float) and us > 0 for us in (*times[0].values(), *times[1].values()))
+    assert times[2]["TORCH_SDPA"] == "takes this kind of step in several calls"
+    assert isinstance(times[2]["HPU_ATTN"], float)
+    # One that computes something else is measured once, and named.
+    layer = measured.layers["TORCH_SDPA"]
+    run_step = layer.run
+    layer.run = lambda step, q, *rest: run_step(step, q * 1.1, *rest)  # type: ignore[method-assign]
+    measured._checked.clear()
+    (said,) = dict(measured.times(steps[0], ["TORCH_SDPA"])).values()
+    assert "wrong" in str(said)
+
+
+def test_layers_are_mha_gqa_mqa_in_both_head_sizes() -> None:
+    for accelerator in (False, True):
+        found = layers(accelerator)
+        ratios = {(s.head_size, s.num_heads // s.num_kv_heads) for s in found}
+        assert {(size, 1) for size in (64, 128)} <= ratios
+        assert any(s.num_kv_heads == 1 for s in found) and all(
+            s.role is Role.DECODER for s in found
+        )
+    assert any(s.kv_cache_dtype == "fp8_e4m3" for s in layers(True))
+    assert all(s.kv_cache_dtype == "auto" for s in layers(True, quantized=False))
+
+
+def test_tune_writes_a_table_that_a_group_chooses_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of steps small enough for a test; who wins depends on the machine, that somebody does doesn't."""
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2,
+              "hidden_size": 128, "num_hidden_layers": 1, "torch_dtype": "float32"}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(tuning, "size_for", lambda *_: Size(1500, 10_000, 1000, 6))
+    path, names = tmp_path / "t.json", ["TORCH_SDPA", "HPU_ATTN", "NATIVE_ATTN"]
+
+    def tune(seconds: float) -> dict[str, Any]:
+        assert show([str(tmp_path)], "cpu", names, None, path, seconds, True, True) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    report = tune(120)
+    assert report["points"] >= 2 * LEAST_POINTS and report["models"], report
+    # Nothing is measured twice: what is there is fitted anew.
+    again = tune(0)
+    assert again["points"] == report["points"] and again["models"] == report["models"]
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
+    selection = select(spec, "cpu", settings=Settings(timings=str(path)))
+    assert {m.backend for m in selection.timings} == {m["backend"] for m in report["models"]}
+    group = LayerGroup(selection)
+    plan = group.plan(Batch([0, 1, 2], [300, 20], torch.zeros(2, 20, dtype=torch.int32)))
+    assert plan.calls[0].name in {m.backend for m in selection.timings if m.kind == "decode"}
+
+
+def test_tune_needs_a_device_to_run_on(tmp_path: Path) -> None:
+    wrong = polyattn("tune", "--device", "h200", "--out", str(tmp_path / "t.json"), code=2)
+    assert "profile" in wrong.stderr
+
+
+def test_explain_predicts_a_batch(tmp_path: Path) -> None:
+    data = {
+        "format": 1, "device": {"platform": "cuda", "name": "NVIDIA H200"}, "measured": "2026-01-01",
+        "versions": {}, "models": [
+            {"backend": name, "kind": "decode", "layer": {"head_size": 128}, "overlap": True,
+             "coefficients": dict.fromkeys(TERMS, 0.0) | {"launch": launch, "byte": byte}}
+            for name, launch, byte in (("TRITON_ATTN", 9, 4e-7), ("FLASHINFER", 5, 3e-7))
+        ],
+    }  # fmt: skip
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps(data))
+    environ = {"POLYATTN_TIMINGS": str(path)}
+    command = ("explain", "llama-3.1-8b", "--device", "h200", "--batch", "24q1s4k")
+    (group,) = json.loads(polyattn(*command, "--json", **environ).stdout)["groups"]
+    (call,) = group["batches"]["24q1s4k"]["calls"]
+    assert call["backend"] == "FLASHINFER"
+    bytes_read = 24 * 4096 * 2 * 8 * 128 * 2
+    assert [c["us"] for c in call["candidates"]] == pytest.approx(
+        [5 + 3e-7 * bytes_read, 9 + 4e-7 * bytes_read]
+    )
+    text = polyattn(*command, **environ).stdout
+    assert "TRITON_ATTN would take 1.3" in text and "launch" in text and "longest 4096" in text
+    bare = polyattn(*command, POLYATTN_TIMINGS="0").stdout
+    assert "by priority" in bare
+
+
+def test_bench_draws_lengths(tmp_path: Path) -> None:
+    command = ("bench", "6q1s64", "--backend", "TORCH_SDPA", "--seconds", "0.01", "--json")
+    spec = HEADS[0].to_json()
+    rows = json.loads(polyattn(*command, "--spec", spec, "--lengths", "one-long").stdout)["rows"]
+    assert rows[0]["batch"] == "6q1s64 one-long" and rows[0]["error"] < 0.02
+    wrong = polyattn(*command, "--spec", spec, "--lengths", "one-lnog", code=2)
+    assert "one-long" in wrong.stderr
