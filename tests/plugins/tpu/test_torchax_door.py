@@ -104,7 +104,7 @@ with environment:
     found = cache.key.cpu()
     assert found.shape == (4, 8, 1, 64) and float(found[1, 1].sum()) == 64.0
     assert float(found.sum()) == 3 * 64.0 and float(found[0, 0].sum()) == 64.0
-    cache.key[2].fill_(3.0)
+    cache.key[2] = 3.0
     assert float(root(cache.key).jax()[2, 0, :, :64].min()) == 3.0
     assert float(root(cache.key).jax()[..., 64:].max()) == 0.0
 """)

@@ -49,12 +49,17 @@ def complete(module: Any) -> None:
     environment = module.default_env()
     here = ops_registry.all_torch_functions[torch.Tensor.__getitem__].func
 
+    def taken(part: Any) -> Any:
+        if isinstance(part, list):
+            part = torch.tensor(part, dtype=torch.int64 if not part else None)
+        return environment.to_xla(part) if isinstance(part, torch.Tensor) else part
+
     def item(array: Any, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
-        moved = tuple(environment.to_xla(p) if isinstance(p, torch.Tensor) else p for p in parts)
+        moved = tuple(taken(part) for part in parts)
         return here(array, moved if isinstance(index, tuple) else moved[0])
 
-    # An index may be on the CPU, as on any device.
+    # An index may be on the CPU, or a list, as on any device.
     environment.override_op_definition(torch.Tensor.__getitem__, item, is_view_op=True)
     # Its functions read `_elem` of what may be a view, and torch's method knows no subclass.
     View._elem = property(View.jax, View.update)
