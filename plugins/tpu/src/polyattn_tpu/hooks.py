@@ -30,7 +30,9 @@ COMMON: dict[str, Any] = {
     "requires": ("jax>=0.10",),
     "install": 'pip install "polyattn[tpu]"',
 }
-COMPILED = {"tpu": Proof.COMPILED, "cpu": Proof.INTERPRETED}
+COMPILED = {"v6e": Proof.COMPILED, "tpu": Proof.UNPROVEN, "cpu": Proof.UNPROVEN}
+"""Compiled by libtpu at the bundled models' shapes for v6e; interpreted beside float64 by hand, the whole
+kit not passed yet."""
 PAGES = Sizes(
     low=8,
     high=2048,
@@ -158,7 +160,7 @@ JAX_STORE = BackendInfo(
         phases=frozenset({"store"}), block_sizes=PAGES, preferred_block_size=64, **SERVED
     ),
     priorities=(Priority(score=50, why="in place: torch's indexing would copy the cache"),),
-    proof={"tpu": Proof.COMPILED},
+    proof={"tpu": Proof.UNPROVEN},
     **COMMON,
 )
 
@@ -168,7 +170,7 @@ JAX_MERGE = BackendInfo(
     path="polyattn_tpu.backends:JaxMerge",
     capabilities=Capabilities(phases=frozenset({"merge"}), **SERVED),
     priorities=(Priority(score=50, why="one program instead of five"),),
-    proof={"tpu": Proof.COMPILED},
+    proof={"tpu": Proof.UNPROVEN},
     **COMMON,
 )
 

@@ -1,44 +1,67 @@
-"""Prints the support matrix from the declarations: `python -m polyattn.tools.cli.support`."""
+"""Prints what backends claim: `python -m polyattn.tools.cli.support > docs/support.md`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.features import FEATURES
+
+COMMON = frozenset({"causal", "gqa"})
+"""Features that are left out where a backend has them: nearly all do."""
 
 
-def matrix(infos: list[BackendInfo]) -> str:
-    """Return the support matrix as Markdown."""
-    names = [info.name for info in infos]
+def matrix(infos: Iterable[BackendInfo]) -> str:
+    """Return the claims as Markdown: a table for each plugin, a row for each backend."""
+    plugins: dict[str, list[BackendInfo]] = {}
+    for info in sorted(infos, key=lambda b: b.name):
+        plugins.setdefault(info.path.split(".")[0], []).append(info)
     lines = [
         "# What each backend claims",
         "",
-        "Generated from the plugins' declarations; each claim is a test of the conformance kit.",
-        "",
-        f"| | {' | '.join(names)} |",
-        f"| --- |{' --- |' * len(names)}",
+        "Generated from the plugins' declarations; each claim is a test of the conformance kit. All serve",
+        "a causal mask and groups of query heads unless their features say `no …`.",
     ]
-
-    def row(label: str, cells: list[str]) -> None:
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-
-    caps = [info.capabilities for info in infos]
-    row("platforms", [_platforms(info) for info in infos])
-    row("proof", [", ".join(f"{w} {p.value}" for w, p in info.proof.items()) for info in infos])
-    row("phases", [", ".join(sorted(c.phases)) for c in caps])
-    row("roles", [", ".join(sorted(r.value for r in c.roles)) for c in caps])
-    row("dtypes", [", ".join(sorted(c.dtypes)) for c in caps])
-    row("cache dtypes", [", ".join(sorted(c.kv_cache_dtypes)) for c in caps])
-    row("rounds queries to fp8 too", ["yes" if c.fp8_compute else "" for c in caps])
-    row("head sizes", [str(c.head_sizes) for c in caps])
-    row("GQA ratios", [str(c.gqa_ratios) for c in caps])
-    row("block sizes", [str(c.block_sizes) for c in caps])
-    row("layouts", [", ".join(c.layouts) for c in caps])
-    row("graph capture", [c.graph_capture.name.lower() for c in caps])
-    for feature, meaning in FEATURES.items():
-        row(meaning, ["yes" if feature in c.features else "" for c in caps])
-    row("not together", ["; ".join(" + ".join(sorted(s)) for s, _ in c.excludes) for c in caps])
+    for plugin, members in sorted(plugins.items()):
+        lines += ["", f"## {plugin.replace('_', '-')}", ""]
+        lines += [
+            "| backend | where, and how far proven | serves | dtypes; caches | sizes | features |"
+        ]
+        lines += ["| --- | --- | --- | --- | --- | --- |"]
+        lines += [f"| {' | '.join(_row(info))} |" for info in members]
     return "\n".join(lines) + "\n"
+
+
+def _row(info: BackendInfo) -> list[str]:
+    caps = info.capabilities
+    roles = sorted(role.value for role in caps.roles)
+    serves = [", ".join(sorted(kind.value for kind in caps.kinds)), ", ".join(sorted(caps.phases))]
+    if not caps.phases & {"store", "merge"}:
+        serves.append(", ".join(roles))
+        given = {frozenset({True}): "over a cache", frozenset({False}): "given keys"}
+        serves.append(given.get(caps.cached, "over a cache and given keys"))
+        if caps.decode_query_lens > 1:
+            serves.append(f"decodes of up to {caps.decode_query_lens} tokens")
+        if caps.graph_capture:
+            serves.append(f"graphs: {caps.graph_capture.name.lower()}")
+    sizes = [f"heads {caps.head_sizes}"]
+    for label, claimed in (("groups", caps.gqa_ratios), ("blocks", caps.block_sizes)):
+        sizes += [f"{label} {claimed}"] if str(claimed) != "any" else []
+    sizes.append("/".join(caps.layouts))
+    features = sorted(caps.features - COMMON) + [
+        f"no {name}" for name in sorted(COMMON - caps.features)
+    ]
+    features += ["rounds queries to fp8"] if caps.fp8_compute else []
+    apart = [" + ".join(sorted(together)) for together, _ in caps.excludes]
+    features += [f"not together: {'; '.join(apart)}"] if apart else []
+    return [
+        info.name,
+        f"{_platforms(info)}: {', '.join(f'{w} {p.value}' for w, p in info.proof.items())}",
+        "; ".join(serves),
+        f"{', '.join(sorted(caps.dtypes))}; {', '.join(sorted(caps.kv_cache_dtypes))}",
+        "; ".join(sizes),
+        ", ".join(features),
+    ]
 
 
 def _platforms(info: BackendInfo) -> str:
@@ -49,9 +72,9 @@ def _platforms(info: BackendInfo) -> str:
 
 
 def main() -> None:
-    """Print the matrix of all installed backends but the example."""
-    infos = sorted(discover().backends.values(), key=lambda b: b.name)
-    print(matrix([info for info in infos if info.name != "EXAMPLE_ATTN"]), end="")
+    """Print the claims of all installed backends but the example."""
+    infos = discover().backends.values()
+    print(matrix(info for info in infos if info.name != "EXAMPLE_ATTN"), end="")
 
 
 if __name__ == "__main__":
