@@ -12,6 +12,7 @@ from rich.markup import escape
 from polyattn import __version__
 from polyattn.device import Device
 from polyattn.errors import PluginError, PolyattnError, describe, plain
+from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.machine import Fault, ask_detector, load_problem
@@ -104,7 +105,7 @@ def _backends(
     rows = backend_rows(registry)
     for row in rows:
         name, problem = row["name"], row["problem"]
-        here = any(where in devices for where in row["platforms"])
+        here = any(where in (*devices, ANY_PLATFORM) for where in row["platforms"])
         if problem is None and here:
             reason = load_problem(registry.backends[name])
             problem = row["problem"] = None if reason is None else Fault(reason)

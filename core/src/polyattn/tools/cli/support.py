@@ -19,8 +19,8 @@ def matrix(infos: Iterable[BackendInfo]) -> str:
     lines = [
         "# What each backend claims",
         "",
-        "Generated from the plugins' declarations; each claim is a test of the conformance kit. All serve",
-        "a causal mask and groups of query heads unless their features say `no …`.",
+        "Generated from the plugins' declarations; each claim is a test of the conformance kit. All",
+        "serve a causal mask and groups of query heads unless their features say `no …`.",
     ]
     for plugin, members in sorted(plugins.items()):
         lines += ["", f"## {plugin.replace('_', '-')}", ""]
