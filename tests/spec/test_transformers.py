@@ -80,7 +80,7 @@ def test_specs_are_what_the_modules_do(model_type: str) -> None:
     assert by_file.layers == by_object.layers
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("model_type", accepted())
 def test_no_field_is_misread(model_type: str) -> None:
     """Every field renamed, dropped, added and changed: equal to the modules, or refused."""
