@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
 from polyattn import LayerSpec, resolve_device
 from polyattn.conformance.checks.search import attention_specs, lengths
@@ -41,7 +42,13 @@ def counts(path: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN"])
+NATIVE = [
+    pytest.param(name, marks=pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built"))
+    for name in ("NATIVE_ATTN", "NATIVE_MLA", "NATIVE_STORE")
+]
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN", *NATIVE])
 def test_a_backend_conforms(backend: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     code, text = kit(backend, "--polyattn-report", str(report))
