@@ -120,7 +120,9 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
         values["kv_cache_dtype"] = draw(st.sampled_from(sorted(caps.kv_cache_dtypes)))
         values["fp8_compute"] = caps.fp8_compute and values["kv_cache_dtype"] == "fp8_e4m3"
         values["block_size"] = draw(
-            st.sampled_from(caps.block_sizes.examples((1, 3, 8, 16, 32, 64)))
+            st.sampled_from(
+                caps.block_sizes.examples((1, 3, 8, 16, 32, 64)) or [caps.preferred_block_size]
+            )
         )
     try:
         return LayerSpec(**values)
