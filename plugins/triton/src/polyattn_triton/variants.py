@@ -139,7 +139,9 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     wide = power(max(spec.head_size, spec.v_head_size)) > 128
     tall = way == "few" and config.block_m > 16
     small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
-    return HIGH_ON_ONE if wide or tall or small else FEW_ON_ONE
+    # The masks of a size that is no power of two and of a window are held at once.
+    masked = power(spec.head_size) != spec.head_size and spec.sliding_window is not None
+    return HIGH_ON_ONE if wide or tall or small or masked else FEW_ON_ONE
 
 
 def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
