@@ -51,8 +51,9 @@ def compiled_bytes(spec: LayerSpec, arch: str) -> dict[str, int]:
 
 
 slow = pytest.mark.slow
+sweep = pytest.mark.sweep  # not yet run whole on the work lists' kernels
 CASES = [
-    pytest.param(arch, variant, marks=[] if variant == "plain" or arch == "sm_90" else [slow])
+    pytest.param(arch, variant, marks=[] if variant == "plain" or arch == "sm_90" else [sweep])
     for arch in TARGETS
     for variant in VARIANTS
 ]
@@ -171,11 +172,11 @@ def test_compilation_can_fail() -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param("pair and (sliding_window or chunked)", marks=slow),
-        pytest.param("pair and not (sliding_window or chunked)", marks=slow),
+        pytest.param("pair and (sliding_window or chunked)", marks=sweep),
+        pytest.param("pair and not (sliding_window or chunked)", marks=sweep),
         "feature_lse or isolation or replan",
-        pytest.param("decoder and not pair", marks=slow),
-        pytest.param("not pair and not decoder", marks=slow),
+        pytest.param("decoder and not pair", marks=sweep),
+        pytest.param("not pair and not decoder", marks=sweep),
     ],
 )
 def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:

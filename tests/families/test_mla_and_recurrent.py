@@ -41,7 +41,7 @@ MAMBA2 = LayerSpec(
     kind="mamba2", num_heads=4, num_kv_heads=2, head_size=8, dtype="float64",
     recurrent=RecurrentSpec(state_size=16, conv_width=4, activation="silu"),
 )  # fmt: skip
-slow = pytest.mark.slow
+sweep = pytest.mark.sweep
 
 
 @pytest.mark.timeout(900)
@@ -53,9 +53,9 @@ slow = pytest.mark.slow
         ("TORCH_STORE", False, 50),
         ("TORCH_MERGE", False, 25),
         ("TORCH_SCAN", False, 70),
-        pytest.param("TRITON_MLA", True, 15, marks=slow),
-        pytest.param("TRITON_MLA_SPARSE", True, 15, marks=slow),
-        pytest.param("TRITON_SCAN", True, 60, marks=slow),
+        pytest.param("TRITON_MLA", True, 15, marks=sweep),
+        pytest.param("TRITON_MLA_SPARSE", True, 15, marks=sweep),
+        pytest.param("TRITON_SCAN", True, 60, marks=sweep),
     ],
 )
 def test_conforms(backend: str, interpreted: bool, least: int, tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ SMALL = pt.Buckets(tokens=32, seqs=4, pages=64)
 ROWS = [(1, 30), (9, 21), (1, 0), (1, 1)]
 """(query tokens, length): a decode, a prefill with context, a padding row, a first token."""
 BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=8)
-slow = pytest.mark.slow
+sweep = pytest.mark.sweep
 
 
 def spec(**changes: Any) -> LayerSpec:
@@ -82,7 +82,7 @@ FAST = ("plain", "window and sinks", "int8")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FAST else [slow]) for n in FEATURES]
+    "name", [pytest.param(n, marks=[] if n in FAST else [sweep]) for n in FEATURES]
 )
 def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
     """A mixed step: the new tokens stored by the plan's slots, then every row against float64."""
@@ -138,7 +138,7 @@ def test_stores_and_attends(name: str, generator: torch.Generator) -> None:
     assert lse_error(to_torch(lse)[:count], logs) < (4e-3 if dtype == torch.bfloat16 else 1e-4)
 
 
-@slow
+@sweep
 def test_dense_keys_may_have_gaps(generator: torch.Generator) -> None:
     layer = LayerSpec(num_heads=4, num_kv_heads=2, head_size=40, dtype="float32", cached=False)
     step = Batch([0, 3, 4, 9], [5, 150, 5], key_starts=[160, 2, 170])
@@ -159,7 +159,7 @@ MLA = LayerSpec(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=slow), "chosen"])
+@pytest.mark.parametrize("form", ["absorbed", pytest.param("expanded", marks=sweep), "chosen"])
 def test_latents(form: str, generator: torch.Generator) -> None:
     queries, lens = ([1, 1, 1], [30, 9, 2]) if form != "expanded" else ([4, 1, 2], [30, 9, 2])
     rows = table(lens, 8, 8)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-slow = pytest.mark.slow
+sweep = pytest.mark.sweep
 NAMES = (
     "plain", "groups of 7", "window, sink tokens", "window", "chunks", "soft cap, sinks", "ALiBi",
     "not causal", "int8", "captured", "latent",
@@ -19,7 +19,9 @@ QUICK = ("soft cap, sinks", "captured", "latent")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else slow) for n in NAMES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else sweep) for n in NAMES]
+)
 def test_uneven_steps(name: str) -> None:
     """Decode, few tokens and prefill, with padding, empty rows and NaN elsewhere in the cache."""
     script = Path(__file__).with_name("ragged.py")
