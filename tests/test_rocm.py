@@ -15,6 +15,7 @@ from polyattn import discover
 from polyattn.api import select
 from polyattn.errors import SelectionError
 from polyattn.registry.devices import resolve_device
+from polyattn.registry.discovery import refresh
 from polyattn.runtime.conventions import at_least
 from polyattn.spec.layer import LayerSpec
 
@@ -99,8 +100,12 @@ class FakeProperties:
     name = "AMD Instinct MI300X"
 
 
-def test_a_rocm_machine_is_no_nvidia_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rocm_machine_is_no_nvidia_one(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """`torch.cuda` answers on both; what tells them apart is `torch.version.hip`."""
+    refresh()  # the machine is another one now, and so it is again at the end
+    request.addfinalizer(refresh)
     from polyattn_cuda.platform import detect as detect_cuda
     from polyattn_rocm.platform import detect as detect_rocm
 
