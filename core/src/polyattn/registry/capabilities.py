@@ -284,23 +284,6 @@ def _check_computation(
     )
 
 
-def check_supported(
-    caps: Capabilities,
-    head_size: int,
-    dtype: str,
-    kv_cache_dtype: str = "auto",
-    block_size: int | None = None,
-) -> bool:
-    """Say plainly whether a backend takes these four, whatever the device."""
-    fits = block_size is None or caps.block_sizes.divisor_of(block_size) is not None
-    return (
-        head_size in caps.head_sizes
-        and dtype in caps.dtypes
-        and kv_cache_dtype in caps.kv_cache_dtypes
-        and fits
-    )
-
-
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
     "deterministic": "ask without deterministic",

@@ -41,6 +41,9 @@ class Batch:
     Raises `BatchError`.
     """
 
+    block_size: int | None = None
+    """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
+
     def __init__(
         self,
         query_start_loc: Ints,
@@ -92,7 +95,8 @@ class Batch:
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
-        `slot_mapping` follows from `block_table` and `block_size`; without them nothing is stored.
+        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
+        stored.
         """
         for index, length in enumerate(query_lens):
             if not isinstance(length, int) or length < 0:
@@ -105,6 +109,7 @@ class Batch:
             if block_size is None:
                 raise BatchError("block_table without block_size; give the cache's block size")
             batch.slot_mapping = batch.tail_slots(block_size)
+            batch.block_size = block_size
         return batch
 
     @classmethod
@@ -243,9 +248,9 @@ class Batch:
         """
         assert self.block_table is not None
         check_table_width(self, block_size)
-        lens, queries = np.asarray(self.lens), np.asarray(self.query_lens)
+        lens, queries = (np.asarray(n, dtype=np.int64) for n in (self.lens, self.query_lens))
         seq = np.repeat(np.arange(self.num_seqs), queries)
-        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:]))[seq]
+        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:], np.int64))[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
         at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
         seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)

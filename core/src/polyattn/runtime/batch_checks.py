@@ -74,9 +74,17 @@ def check_queries(batch: Batch) -> None:
 
 
 def check_table_width(batch: Batch, block_size: int) -> None:
-    """Check on the host that each length fits its row of the block table. Raises `BatchError`."""
+    """Check on the host that each length fits its row of the block table. Raises `BatchError`.
+
+    `block_size` is the cache's: that of which the batch's slots were made must be the same.
+    """
     if batch.block_table is None:
         return
+    if batch.block_size not in (None, block_size):
+        raise BatchError(
+            f"block_size={batch.block_size}, with which the batch was made, isn't the cache's "
+            f"{block_size}; give Batch.from_lens the cache's"
+        )
     width = batch.block_table.shape[1]
     if batch.max_seq_len <= width * block_size:
         return

@@ -21,7 +21,7 @@ from polyattn.runtime.inputs import (
     check_aligned,
 )
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.parameters import HeadValues, positive
+from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
@@ -36,7 +36,8 @@ class Attention(nn.Module):
     verified on an accelerator).
 
     - `sinks` (num_heads,): learned sink logits, where the spec has them. Kept by reference: weights
-      that are loaded into the tensor afterwards count.
+      that are loaded into the tensor afterwards count, also where the layer was built on the meta
+      device. A parameter that was replaced is another tensor: `layer.sinks.given = it`.
     - `alibi_slopes` (num_heads,), likewise; default: the paper's.
     - `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
@@ -64,20 +65,27 @@ class Attention(nn.Module):
         if spec.alibi and alibi_slopes is None:
             alibi_slopes = default_slopes(spec.num_heads)
         device = self.group.torch_device
-        self.sinks = HeadValues.of("sinks", sinks, spec, spec.learned_sinks, device)
-        self.alibi_slopes = HeadValues.of("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
+        self.sinks = Weight.per_head("sinks", sinks, spec, spec.learned_sinks, device)
+        self.alibi_slopes = Weight.per_head("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
         quantised = spec.stored_dtype != spec.dtype
-        self.params = LayerParams(
-            None if self.sinks is None else self.sinks.current(),
-            None if self.alibi_slopes is None else self.alibi_slopes.current(),
-            positive("k_scale", k_scale, quantised),
-            positive("v_scale", v_scale, quantised),
+        self._params = LayerParams(
+            k_scale=positive("k_scale", k_scale, quantised),
+            v_scale=positive("v_scale", v_scale, quantised),
         )
-        self._per_head = [v for v in (self.sinks, self.alibi_slopes) if v is not None]
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = STORAGE_DTYPES[spec.dtype], spec.needs_lse
         self._handle = torch_compile.handle(self)
+
+    @property
+    def params(self) -> LayerParams:
+        """What kernels are given of this layer: its sinks and slopes as they are now, its scales."""
+        params = self._params
+        if self.sinks is not None:
+            params.sinks = self.sinks.current()
+        if self.alibi_slopes is not None:
+            params.alibi_slopes = self.alibi_slopes.current()
+        return params
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step for all layers of the group: what `forward` takes as `plan`."""
@@ -129,9 +137,6 @@ class Attention(nn.Module):
             self._known_cache = cache
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
-        if self._per_head:
-            for values in self._per_head:
-                values.current()
         return step.call(query, key, value, cache, self.params, out, lse)
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:

@@ -17,7 +17,7 @@ from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.parameters import positive
+from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
@@ -30,7 +30,8 @@ class LatentAttention(nn.Module):
 
     - `group`: as `Attention` takes it.
     - `w_uk` (num_heads, nope size, rank), `w_uv` (num_heads, rank, v_head_size): the halves of the
-      up-projection (`kv_b_proj`), in the layer's dtype. Without both, the caller absorbs and projects:
+      up-projection (`kv_b_proj`), in the layer's dtype, kept by reference as `Attention` keeps its
+      sinks. Without both, the caller absorbs and projects:
       see `forward`.
     - `k_scale`: a quantised cache holds `latent / scale`.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
@@ -57,12 +58,16 @@ class LatentAttention(nn.Module):
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
         self.params = LayerParams(k_scale=scale, v_scale=scale)
         self._dtype = STORAGE_DTYPES[spec.dtype]
-        self.weights = self._checked_weights(w_uk, w_uv)
+        self.w_uk: Weight | None
+        self.w_uv: Weight | None
+        self.w_uk, self.w_uv = self._checked_weights(w_uk, w_uv)
         self._handle = torch_compile.handle(self)
 
-    def _checked_weights(self, w_uk: Tensor | None, w_uv: Tensor | None) -> Weights | None:
+    def _checked_weights(
+        self, w_uk: Tensor | None, w_uv: Tensor | None
+    ) -> tuple[Weight, Weight] | tuple[None, None]:
         if w_uk is None and w_uv is None:
-            return None
+            return None, None
         spec = self.spec
         assert spec.latent is not None
         shapes = {
@@ -78,8 +83,15 @@ class LatentAttention(nn.Module):
                     f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {shape} of "
                     f"{self._dtype}"
                 )
-            found.append(tensor.detach().to(self.group.torch_device))
+            found.append(Weight(name, tensor, self.group.torch_device, self._dtype))
         return found[0], found[1]
+
+    @property
+    def weights(self) -> Weights | None:
+        """W_UK and W_UV as they are now; None where the caller absorbs."""
+        if self.w_uk is None or self.w_uv is None:
+            return None
+        return self.w_uk.current(), self.w_uv.current()
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step for all layers of the group: what `forward` takes as `plan`."""
@@ -144,7 +156,7 @@ class LatentAttention(nn.Module):
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None
         absorbed = (*step.out_shape[:2], self.spec.latent.rank)
-        return absorbed if self.weights is None else step.out_shape
+        return absorbed if self.w_uk is None else step.out_shape
 
     def _check(
         self,
@@ -157,7 +169,7 @@ class LatentAttention(nn.Module):
     ) -> None:
         spec, part, tokens = self.spec, self.spec.latent, step.batch.num_tokens
         assert part is not None
-        width = part.size if self.weights is None else spec.head_size
+        width = part.size if self.w_uk is None else spec.head_size
         expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
             "query": (query, (tokens, spec.num_heads, width), self._dtype),
             "latent": (latent, (tokens, part.rank), self._dtype),
@@ -174,7 +186,7 @@ class LatentAttention(nn.Module):
         for name, (tensor, shape, dtype) in expected.items():
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise bad_input(name, tensor, shape, dtype)
-        if self.weights is None and step.expansions:
+        if self.w_uk is None and step.expansions:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
                 "give them to LatentAttention, or pass shorter rows"

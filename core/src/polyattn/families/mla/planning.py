@@ -195,7 +195,7 @@ class Planner(StepPlanner):
         if self.sparse and batch.block_table is not None:
             step.table = batch.block_table  # as it is, where a captured graph reads it
             if not batch.all_decode:
-                counts = torch.tensor(batch.query_lens, device=batch.device)
+                counts = torch.tensor(batch.query_lens, dtype=torch.int64, device=batch.device)
                 step.table = torch.repeat_interleave(batch.block_table, counts, dim=0)
         if batch.slot_mapping is not None:
             step.store = self.store.plan(batch.slot_mapping)
