@@ -12,18 +12,16 @@ from polyattn.spec.layer import LayerSpec
 
 
 class HeadValues:
-    """One number for each head, which may be a model's own weight.
+    """A layer's numbers, one for each head or each element, which may be a model's own weight.
 
-    Kernels read float32 on their device. Where the given tensor is that, it is what they read; else
+    Kernels read `dtype` on their device. Where the given tensor is that, it is what they read; else
     a copy is, refreshed in place whenever the tensor has changed.
     """
 
-    def __init__(self, given: Tensor, device: torch.device):
+    def __init__(self, given: Tensor, device: torch.device, dtype: torch.dtype = torch.float32):
         self.given = given
-        plain = given.dtype is torch.float32 and given.device == device and given.is_contiguous()
-        self._read = (
-            given.detach() if plain else given.detach().to(device, torch.float32).contiguous()
-        )
+        plain = given.dtype is dtype and given.device == device and given.is_contiguous()
+        self._read = given.detach() if plain else given.detach().to(device, dtype).contiguous()
         self._version = None if plain else given._version
 
     @classmethod
@@ -45,7 +43,7 @@ class HeadValues:
         return cls(given, device)
 
     def current(self) -> Tensor:
-        """Return what kernels read, (num_heads,) float32: the same tensor at each call."""
+        """Return what kernels read: the same tensor at each call."""
         if self._version is not None and self._version != self.given._version:
             self._read.copy_(self.given.detach())
             self._version = self.given._version
