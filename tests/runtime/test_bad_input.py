@@ -92,7 +92,8 @@ def test_a_batch_made_for_other_blocks(block: int) -> None:
 
 TENSORS: list[tuple[str, dict[str, Any], str]] = [
     ("query heads", {"query": torch.randn(6, 5, 32)}, "query is (6, 5, 32)"),
-    ("query rank", {"query": torch.randn(6, 128)}, "query is (6, 128)"),
+    ("query rank", {"query": torch.randn(6, 4, 32, 1)}, "query is (6, 4, 32, 1)"),
+    ("query rows", {"query": torch.randn(6, 100)}, "4 heads of 32 are 128"),
     ("query dtype", {"query": torch.randn(6, 4, 32).half()}, "torch.float16; it must be"),
     ("query tokens", {"query": torch.randn(7, 4, 32)}, "query is (7, 4, 32)"),
     ("key heads", {"key": torch.randn(6, 4, 32)}, "key is (6, 4, 32)"),

@@ -64,6 +64,7 @@ class AttentionHarness(Harness):
             alibi_slopes=self.random(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
             k_scale=scales[0] if quantised else 1.0,
             v_scale=scales[1] if quantised else 1.0,
+            rotate=spec.rope is not None,
             checks=True,
         )
 

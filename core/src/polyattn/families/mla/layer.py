@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyattn.errors import BatchError, SpecError
+from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime import torch_compile
@@ -34,6 +35,8 @@ class LatentAttention(nn.Module):
       sinks. Without both, the caller absorbs and projects:
       see `forward`.
     - `k_scale`: a quantised cache holds `latent / scale`.
+    - `rotate`: where the spec has a `rope`, who rotates the rope parts of queries and keys: True, this
+      layer; False, its caller did. It has to be said.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
@@ -46,6 +49,7 @@ class LatentAttention(nn.Module):
         w_uv: Tensor | None = None,
         *,
         k_scale: float = 1.0,
+        rotate: bool | None = None,
         checks: bool | None = None,
     ):
         super().__init__()
@@ -56,7 +60,7 @@ class LatentAttention(nn.Module):
         self.sparse = spec.kind is AttentionKind.SPARSE_MLA
         self.checks = current().checks if checks is None else checks
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
-        self.params = LayerParams(k_scale=scale, v_scale=scale)
+        self.params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
         self._dtype = STORAGE_DTYPES[spec.dtype]
         self.w_uk: Weight | None
         self.w_uv: Weight | None
@@ -111,7 +115,8 @@ class LatentAttention(nn.Module):
         """Store the step's latents in `cache` and attend.
 
         `query` (num_tokens, num_heads, head_size), the part without positions first; `latent`
-        (num_tokens, rank), after its norm; `rope_key` (num_tokens, rope size), rotated. `topk` int32
+        (num_tokens, rank), after its norm; `rope_key` (num_tokens, rope size), rotated as the query's
+        rope part is, or neither where the layer has `rotate=True`. `topk` int32
         (num_tokens, topk), for a sparse layer: positions in the token's sequence, -1 for none. Returns
         (num_tokens, num_heads, v_head_size), written to `out` where given, and the LSE where the spec
         says `needs_lse`. A layer without weights takes the absorbed query (num_tokens, num_heads,

@@ -15,6 +15,7 @@ from polyattn.registry.devices import resolve_device
 from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
+from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.memory import check_room, said_plainly
@@ -95,7 +96,8 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
             }
-        served.append(spec.replace(**changes))
+        # Random queries and keys stand for rotated ones.
+        served.append(unrotated(spec.replace(**changes)))
     return served
 
 
