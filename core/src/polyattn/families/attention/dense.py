@@ -6,7 +6,6 @@ serves it, the plan for these lengths, how these strides are viewed as tokens, e
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from polyattn.api import select
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
@@ -26,7 +24,8 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan
-from polyattn.settings import Settings, current
+from polyattn.runtime.stateless import group_for, place_of
+from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 
 Count = Callable[[LayerGroup], None]
@@ -44,32 +43,6 @@ class Asked(NamedTuple):
     chunk_size: int | None = None
     needs_lse: bool = False
     backend: str | None = None
-
-
-def group_for(device: torch.device, backend: str | None = None, **fields: Any) -> LayerGroup:
-    """Return the group that serves a `LayerSpec` of these fields; `dtype` is torch's.
-
-    It is made once for each way of calling: what a caller pays who keeps nothing. Each thread, and on
-    CUDA each stream, has its own, since groups share workspaces. Raises what `select` raises.
-    """
-    return _group(current(), generation(), place_of(device), device, backend, **fields)
-
-
-def place_of(device: torch.device) -> Any:
-    """Return what may share workspaces here: a thread, and on CUDA its stream."""
-    if device.type == "cuda":
-        return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
-    return threading.get_ident()
-
-
-@lru_cache(maxsize=1024)
-def _group(
-    settings: Settings, plugins: int, place: Any, device: torch.device, backend: str | None,
-    **fields: Any,
-) -> LayerGroup:  # fmt: skip
-    dtype = str(fields.pop("dtype")).removeprefix("torch.")
-    spec = LayerSpec(dtype=dtype, **fields)
-    return LayerGroup(select(spec, device, backend=backend, settings=settings))
 
 
 def group_of(
