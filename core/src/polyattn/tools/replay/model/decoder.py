@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from polyattn import LayerSpec
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn.tools.replay.model import feed_forward
-from polyattn.tools.replay.model.feed_forward import RMSNorm
+from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.mixers import (
     JambaMamba,
@@ -152,7 +152,7 @@ class Decoder(nn.Module):
             body.add_module(made_as.final_norm, norm)
             self.add_module(made_as.root, body)
             if not self.tied:
-                self.lm_head = nn.Linear(hidden, self.vocabulary, bias=False)
+                self.lm_head = Linear(hidden, self.vocabulary)
         self.requires_grad_(False)
         self.scale = hidden**0.5 if made_as.scales_embedding else 1.0
         wide = "residual_in_fp32" in fields.defaults and fields.flag("residual_in_fp32")

@@ -18,6 +18,19 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+class Linear(nn.Module):
+    """A projection; torch's own draws numbers for its weight, which takes long for 44,000 experts."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (…, outputs)."""
+        return functional.linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang and Sennrich, 2019), in float32.
 
@@ -31,7 +44,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x` (…, size) normed, in the weight's dtype."""
-        parts = x.float().unflatten(-1, (self.groups, -1))
+        parts: Tensor = x.float().unflatten(-1, (self.groups, -1))
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
         return (parts.flatten(-2) * (self.weight.float() + self.offset)).to(self.weight.dtype)
 
@@ -43,9 +56,9 @@ class MLP(nn.Module):
         self, hidden: int, inner: int, act: Callable[[Tensor], Tensor], bias: bool = False
     ):
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=bias)
+        self.gate_proj = Linear(hidden, inner, bias)
+        self.up_proj = Linear(hidden, inner, bias)
+        self.down_proj = Linear(inner, hidden, bias)
         self.act = act
 
     def forward(self, x: Tensor) -> Tensor:

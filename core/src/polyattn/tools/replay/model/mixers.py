@@ -13,7 +13,7 @@ from polyattn import Attention, LatentAttention, LayerSpec, Recurrent
 from polyattn.families.attention.rope import rotate
 from polyattn.spec.decompose import convolution, unrotated
 from polyattn.spec.rope import RopeSpec
-from polyattn.tools.replay.model.feed_forward import RMSNorm
+from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 
@@ -59,10 +59,10 @@ class SelfAttention(Mixer):
         self.spec = spec
         hidden, size = fields.size("hidden_size"), spec.head_size
         bias = "attention_bias" in fields.defaults and fields.flag("attention_bias")
-        self.q_proj = nn.Linear(hidden, spec.num_heads * size, bias=bias)
-        self.k_proj = nn.Linear(hidden, spec.num_kv_heads * size, bias=bias)
-        self.v_proj = nn.Linear(hidden, spec.num_kv_heads * size, bias=bias)
-        self.o_proj = nn.Linear(spec.num_heads * size, hidden, bias=bias)
+        self.q_proj = Linear(hidden, spec.num_heads * size, bias)
+        self.k_proj = Linear(hidden, spec.num_kv_heads * size, bias)
+        self.v_proj = Linear(hidden, spec.num_kv_heads * size, bias)
+        self.o_proj = Linear(spec.num_heads * size, hidden, bias)
         self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.learned_sinks else None
         eps = fields.number("rms_norm_eps")
         self.q_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
@@ -97,18 +97,18 @@ class LatentSelfAttention(Mixer):
         self.low_rank = fields.value("q_lora_rank") is not None
         if self.low_rank:
             rank = fields.size("q_lora_rank")
-            self.q_a_proj = nn.Linear(hidden, rank, bias=bias)
+            self.q_a_proj = Linear(hidden, rank, bias)
             self.q_a_layernorm = RMSNorm(rank, LATENT_EPS)
-            self.q_b_proj = nn.Linear(rank, width, bias=False)
+            self.q_b_proj = Linear(rank, width)
         else:
-            self.q_proj = nn.Linear(hidden, width, bias=False)
-        self.kv_a_proj_with_mqa = nn.Linear(hidden, self.latent.size, bias=bias)
+            self.q_proj = Linear(hidden, width)
+        self.kv_a_proj_with_mqa = Linear(hidden, self.latent.size, bias)
         self.kv_a_layernorm = RMSNorm(self.latent.rank, LATENT_EPS)
         self.nope = spec.head_size - self.latent.rope_head_size
-        self.kv_b_proj = nn.Linear(
+        self.kv_b_proj = Linear(
             self.latent.rank, spec.num_heads * (self.nope + spec.v_head_size), bias=False
         )
-        self.o_proj = nn.Linear(spec.num_heads * spec.v_head_size, hidden, bias=bias)
+        self.o_proj = Linear(spec.num_heads * spec.v_head_size, hidden, bias)
 
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
         memory = groups[unrotated(self.spec)]
@@ -179,12 +179,12 @@ class JambaMamba(_Recurrence):
         rank = -(-hidden // 16) if auto else fields.size("mamba_dt_rank")
         bias, eps = fields.flag("mamba_proj_bias"), fields.number("rms_norm_eps")
         self.conv1d = _conv(channels, spec.recurrent.conv_width, fields.flag("mamba_conv_bias"))
-        self.in_proj = nn.Linear(hidden, 2 * channels, bias=bias)
-        self.x_proj = nn.Linear(channels, rank + 2 * state, bias=False)
-        self.dt_proj = nn.Linear(rank, channels)
+        self.in_proj = Linear(hidden, 2 * channels, bias)
+        self.x_proj = Linear(channels, rank + 2 * state)
+        self.dt_proj = Linear(rank, channels, bias=True)
         self.A_log = nn.Parameter(torch.empty(channels, state))
         self.D = nn.Parameter(torch.empty(channels))
-        self.out_proj = nn.Linear(channels, hidden, bias=bias)
+        self.out_proj = Linear(channels, hidden, bias)
         self.dt_layernorm = RMSNorm(rank, eps)
         self.b_layernorm = RMSNorm(state, eps)
         self.c_layernorm = RMSNorm(state, eps)
@@ -217,13 +217,13 @@ class Mamba2(_Recurrence):
         inner, channels = spec.num_heads * spec.head_size, before.num_heads
         bias = fields.flag("use_bias")
         self.conv1d = _conv(channels, spec.recurrent.conv_width, fields.flag("use_conv_bias"))
-        self.in_proj = nn.Linear(hidden, inner + channels + spec.num_heads, bias=bias)
+        self.in_proj = Linear(hidden, inner + channels + spec.num_heads, bias)
         self.dt_bias = nn.Parameter(torch.empty(spec.num_heads))
         self.A_log = nn.Parameter(torch.empty(spec.num_heads))
         self.D = nn.Parameter(torch.empty(spec.num_heads))
         eps = fields.number("layer_norm_epsilon")
         self.norm = RMSNorm(inner, eps, groups=spec.num_kv_heads)
-        self.out_proj = nn.Linear(inner, hidden, bias=bias)
+        self.out_proj = Linear(inner, hidden, bias)
         self.parts: Sequence[int] = (inner, channels, spec.num_heads)
         shared = spec.num_kv_heads * spec.recurrent.state_size
         self.channels: Sequence[int] = (inner, shared, shared)
