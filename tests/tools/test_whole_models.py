@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 from polyattn import LayerSpec
+from polyattn.tools.cli import main, running
 from polyattn.tools.replay import engine as engine_module
 from polyattn.tools.replay.trace import Request
+from typer.testing import CliRunner
 from whole_models import MODELS, Recorded, disagreement, engine, saved
 
 TOLERANCE = 1e-4
@@ -56,3 +58,26 @@ def test_reused_prefixes_and_preemption(name: str, tmp_path: Path, recorded: Non
     recurrent = any(spec.kind.is_recurrent for spec in LayerSpec.from_hf_config(tmp_path))
     assert (report.shared_tokens > 0) is not recurrent
     assert (report.preemptions > 0) is (name != "mamba2"), "Mamba-2 has no cache to run out of"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])
+def test_the_command_serves_the_same_model(
+    name: str, tmp_path: Path, recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint's folder to tokens, as a user does it."""
+    model, engines = saved(name, tmp_path), []
+
+    def kept(*args: Any) -> engine_module.Engine:
+        engines.append(engine_module.Engine(*args))
+        return engines[-1]
+
+    monkeypatch.setattr(running, "Engine", kept)
+    app = CliRunner().invoke(
+        main.app, ["run", "--weights", str(tmp_path), "--requests", "2", "--scale", "0.1",
+                   "--max-tokens", "6", "--cache-gb", "0.01", "--device", "cpu", "--json"],
+    )  # fmt: skip
+    assert app.exit_code == 0, app.output
+    found = engines[0].model
+    assert isinstance(found, Recorded)
+    for sequence in found.tokens:
+        assert disagreement(found, sequence, model) < TOLERANCE

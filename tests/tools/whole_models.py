@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 import tiny
 import torch
+import transformers
 from polyattn import LayerSpec, select_layers
 from polyattn.tools.replay.engine import Engine
 from polyattn.tools.replay.model import runner
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.step import ModelStep
-from polyattn.tools.replay.model.weights import Checkpoint, Weights, load
+from polyattn.tools.replay.model.weights import Checkpoint, load
 from polyattn.tools.replay.runners import Options
 from polyattn.tools.replay.scheduler import Running, Scheduled
 from polyattn.tools.replay.trace import Request
@@ -51,31 +53,35 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """Each shape's type in transformers, and what its tiny config has beyond `tiny.SIZES`."""
 
 
-def transformers_model(name: str) -> torch.nn.Module:
-    """Return a tiny model whose every weight matters: none is 0 or 1 as initialised."""
+def transformers_model(name: str, **sizes: Any) -> torch.nn.Module:
+    """Return a model whose every weight matters: none is 0 or 1 as initialised; tiny by default."""
     kind, changes = MODELS[name]
+    known = tiny.class_fields(tiny.CONFIG_MAPPING[kind])
+    changes = changes | {field: size for field, size in sizes.items() if field in known}
     with contextlib.redirect_stderr(io.StringIO()):
-        model = tiny.build(tiny.tiny_config(kind, **changes))
+        torch.manual_seed(0)
+        config = tiny.tiny_config(kind, **changes)
+        model: Any = transformers.AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for label, weight in [*model.named_parameters(), *model.named_buffers()]:
-            leaf = label.rpartition(".")[2]
-            if leaf in ("A_log", "dt_bias", "inv_freq", "original_inv_freq", "embed_scale") or (
-                leaf.endswith("inv_freq")
-            ):
+            if label.endswith(("A_log", "dt_bias", "inv_freq", "embed_scale")):
                 continue
             numbers = torch.randn(weight.shape, generator=generator)
             if weight.ndim == 1:
                 weight.add_(numbers * 0.3)
-            else:
-                weight.copy_(numbers * weight[0].numel() ** -0.5 * (1.5 if weight.ndim == 2 else 1))
-    model.set_attn_implementation("eager")
-    return model.requires_grad_(False)
+            else:  # experts are stacked one way or the other: between both ways' fan-in
+                weight.copy_(numbers * 1.5 * math.prod(weight.shape[-2:]) ** -0.25)
+    model.eval().set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    return model.requires_grad_(False)  # type: ignore[no-any-return]
 
 
-def saved(name: str, folder: Path) -> torch.nn.Module:
+def saved(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, **sizes: Any
+) -> torch.nn.Module:
     """Return the model, and save it as a checkpoint in Hugging Face's layout."""
-    model = transformers_model(name)
+    model = transformers_model(name, **sizes).to(dtype)
     with contextlib.redirect_stderr(io.StringIO()):
         model.save_pretrained(folder)
     return model
@@ -106,24 +112,30 @@ class Recorded(runner.ModelRunner):
         return super().step(plan, batches)
 
 
-def engine(folder: Path, requests: list[Request], source: Weights | None = None, block_size: int = 8,
-           blocks: int = 64, **options: Any) -> Engine:  # fmt: skip
-    """Return an engine over a checkpoint, with a cache of so many tokens' blocks in every pool."""
+def engine(
+    folder: Path,
+    requests: list[Request],
+    block_size: int | None = 8,
+    blocks: int = 64,
+    device: str = "cpu",
+    **options: Any,
+) -> Engine:
+    """Return an engine over a checkpoint; each pool has room for `blocks` blocks of 8 tokens."""
     specs = [
         s if s.kind.is_recurrent else s.replace(block_size=block_size)
         for s in LayerSpec.from_hf_config(folder)
     ]
     model = Decoder(Fields(folder), specs)
-    source = source or Checkpoint(folder)
+    source = Checkpoint(folder)
     source.check(model)
-    groups = select_layers(specs, "cpu")
-    load(model, source, torch.device("cpu"))
+    groups = select_layers(model.specs, device)
+    load(model, source, torch.device(device))
     per_token = sum(
         g.selection.cache_format.bytes_per_token * len(g.layers)
         for g in groups
         if g.selection.cache_format
     )
-    made = Options(layers=10**6, cache_bytes=blocks * block_size * per_token, **options)
+    made = Options(layers=10**6, cache_bytes=blocks * 8 * per_token, **options)
     return Engine(groups, requests, made, model)
 
 

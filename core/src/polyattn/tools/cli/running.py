@@ -81,6 +81,7 @@ def show(options: RunOptions) -> int:
             raise SettingsError(f"--layers={options.layers} and --weights: a model with weights runs "
                                 "whole; drop one of them")  # fmt: skip
         whole = whole_model(options.weights, path, served, options.seed)
+        served = whole.model.specs
     trace = options.trace or bundled(DEFAULT_TRACE)
     requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
     settings = current().with_backend(options.backend, "flag --backend")
