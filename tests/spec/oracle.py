@@ -301,8 +301,11 @@ def _recurrent(module: Any) -> tuple[Any, ...] | None:
         return AttentionKind.SHORT_CONV, module.conv.weight.shape[0], module.conv.weight.shape[-1]
     if "LightningAttention" in name:
         return AttentionKind.LINEAR, module.num_attention_heads, module.head_dim
-    if "KimiDelta" in name or "LinearKDA" in name:
-        return None
+    if "Rglru" in name:
+        return AttentionKind.RG_LRU, module.recurrent_param.shape[0]
+    if hasattr(module, "forget_gate") and hasattr(module, "conv1d"):
+        return (AttentionKind.KDA, module.num_heads, module.head_dim,
+                module.conv1d.weight.shape[-1], module.conv1d.weight.shape[0])  # fmt: skip
     if not hasattr(module, "A_log") or not hasattr(module, "conv1d"):
         return None
     width = module.conv1d.weight.shape[-1]
@@ -333,6 +336,10 @@ def recurrent_values(spec: LayerSpec) -> tuple[Any, ...]:
         return spec.kind, spec.num_heads, spec.head_size
     if spec.kind is AttentionKind.MAMBA1:
         return spec.kind, spec.num_heads, form.state_size, form.conv_width
+    if spec.kind is AttentionKind.RG_LRU:
+        return spec.kind, spec.num_heads
+    if spec.kind is AttentionKind.KDA:
+        return spec.kind, spec.num_heads, spec.head_size, form.conv_width, channels
     if spec.kind is AttentionKind.GDN:
         return (spec.kind, spec.num_heads, spec.num_kv_heads, spec.head_size, spec.v_head_size,
                 form.conv_width, channels)  # fmt: skip

@@ -91,22 +91,24 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
         ({"model_type": "bamba", "time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
         ({"model_type": "falcon", "alibi": True}, "text layers 0-31 need ALiBi that is scaled"),
         ({"model_type": "rwkv7", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-7"),
-        ({"model_type": "recurrent_gemma", "num_hidden_layers": 6},
-         "text layers 0-1, 3-4 need the RG-LRU"),
+        ({"model_type": "recurrent_gemma", "lru_width": 2559}, "is no multiple of num_attention_heads"),
         ({"model_type": "t5", "num_layers": 2},
          "encoder layers 0-1 need a learned relative position bias; decoder layers 0-1 need"),
-        ({"model_type": "kimi_linear", "num_hidden_layers": 5}, "text layers 0-3 need Kimi delta"),
     ],
 )  # fmt: skip
 def test_what_cant_be_served(values: dict[str, Any], names: str) -> None:
     assert names in refused(values)
 
 
-def test_the_layers_that_can_be_served_are_there_by_themselves() -> None:
-    model = model_layers({"model_type": "kimi_linear", "num_hidden_layers": 5})
-    (mla,) = (layer for layer in model.layers if layer.specs)
-    assert mla.index == 4 and mla.specs[0].kind is AttentionKind.MLA and mla.specs[0].rope is None
-    assert [layer.index for layer in model.unserved] == [0, 1, 2, 3]
+def test_kimi_linear_is_kda_and_mla_without_positions() -> None:
+    given = {"head_dim": 64, "num_heads": 8, "short_conv_kernel_size": 3}
+    model = model_layers(
+        {"model_type": "kimi_linear", "num_hidden_layers": 5, "linear_attn_config": given}
+    )
+    kda, mla = model.specs[0], model.specs[4]
+    assert kda.kind is AttentionKind.KDA and (kda.num_heads, kda.head_size) == (8, 64)
+    assert kda.recurrent is not None and kda.recurrent.conv_width == 3 and kda.recurrent.qk_norm
+    assert mla.kind is AttentionKind.MLA and mla.rope is None and not model.unserved
 
 
 def test_towers_are_models_by_themselves() -> None:

@@ -7,7 +7,7 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SpecError, nearest
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind, Role
+from polyattn.spec.kinds import DTYPES, FEATURE_MAPS, KV_CACHE_DTYPES, AttentionKind, Role
 
 if TYPE_CHECKING:
     from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
@@ -150,11 +150,28 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
     if spec.kind.is_recurrent != (spec.recurrent is not None):
         raise SpecError(f"kind={kind!r} and recurrent={spec.recurrent!r} don't go together")
+    if spec.kind in _UNGROUPED and spec.num_kv_heads != spec.num_heads:
+        raise SpecError(
+            f"num_kv_heads={spec.num_kv_heads}: {kind} has no groups; leave it out, or give the "
+            f"{spec.num_heads} heads"
+        )
+    mapped = spec.recurrent is not None and spec.recurrent.feature_map is not None
+    if mapped != (spec.kind is AttentionKind.PHI_LINEAR):
+        found = spec.recurrent and spec.recurrent.feature_map
+        raise SpecError(
+            f"kind={kind!r} and recurrent.feature_map={found!r} don't go together: "
+            f"kind='phi_linear' takes one of {', '.join(FEATURE_MAPS)}, no other kind takes any"
+        )
     if spec.latent and spec.head_size <= spec.latent.rope_head_size:
         raise SpecError(
             f"head_size={spec.head_size} must exceed latent.rope_head_size="
             f"{spec.latent.rope_head_size}: it counts the part without positions and the rope part"
         )
+
+
+_UNGROUPED = (
+    AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.RWKV7, AttentionKind.RG_LRU,
+)  # fmt: skip
 
 
 def check_latent(latent: LatentSpec) -> None:
@@ -173,6 +190,11 @@ def check_recurrent(recurrent: RecurrentSpec) -> None:
     integer("recurrent.conv_width", recurrent.conv_width, 0)
     if recurrent.activation not in (None, "silu"):
         raise SpecError(f"recurrent.activation={recurrent.activation!r} must be 'silu' or None")
+    if recurrent.feature_map not in (None, *FEATURE_MAPS):
+        raise SpecError(
+            f"recurrent.feature_map={recurrent.feature_map!r} must be one of "
+            f"{', '.join(FEATURE_MAPS)}, or None"
+        )
     for name in ("dt_softplus", "qk_norm"):
         if not isinstance(getattr(recurrent, name), bool):
             raise SpecError(f"recurrent.{name}={getattr(recurrent, name)!r} must be True or False")

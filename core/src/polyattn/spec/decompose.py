@@ -21,7 +21,7 @@ def convolution(spec: LayerSpec) -> LayerSpec | None:
     channels = spec.num_heads * spec.head_size
     if spec.kind is AttentionKind.MAMBA2:
         channels += 2 * spec.num_kv_heads * form.state_size
-    elif spec.kind is AttentionKind.GDN:
+    elif spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
         channels = spec.num_heads * spec.v_head_size + 2 * spec.num_kv_heads * spec.head_size
     return LayerSpec(
         kind=AttentionKind.SHORT_CONV,

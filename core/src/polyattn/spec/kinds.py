@@ -7,6 +7,8 @@ from enum import Enum, IntEnum
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
 LAYOUTS = ("NHD", "HND")
+FEATURE_MAPS = ("elu+1", "relu")
+"""What linear attention with a normaliser may take of queries and keys."""
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1,
     "fp8_e5m2": 1, "int8": 1,
@@ -26,6 +28,10 @@ class AttentionKind(str, Enum):
     MAMBA2 = "mamba2"
     LINEAR = "linear"
     GDN = "gdn"
+    KDA = "kda"
+    RWKV7 = "rwkv7"
+    RG_LRU = "rg_lru"
+    PHI_LINEAR = "phi_linear"
     SHORT_CONV = "short_conv"
 
     @property

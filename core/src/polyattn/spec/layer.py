@@ -50,6 +50,8 @@ class RecurrentSpec:
     - `activation`: what follows the short convolution: `"silu"`, or None.
     - `dt_softplus`: Mamba's step size is softplus(dt + dt_bias).
     - `qk_norm`: queries and keys of a delta rule are scaled to length 1 first.
+    - `feature_map`: what linear attention with a normaliser takes of queries and keys: `"elu+1"` or
+      `"relu"`.
     """
 
     state_size: int = 0
@@ -57,6 +59,7 @@ class RecurrentSpec:
     activation: str | None = None
     dt_softplus: bool = True
     qk_norm: bool = False
+    feature_map: str | None = None
 
     def __post_init__(self) -> None:
         check_recurrent(self)

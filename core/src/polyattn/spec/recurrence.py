@@ -13,7 +13,7 @@ from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 Shape = tuple[str, ...]
-GATES = frozenset({"dt", "g", "beta"})
+GATES = frozenset({"dt", "g", "beta", "w"})
 """Inputs that may be float32 whatever the layer's dtype: models compute them so."""
 
 
@@ -80,6 +80,48 @@ FORMS: dict[AttentionKind, Form] = {
         output=("T", "H", "V"),
         state=("H", "K", "V"),
     ),
+    AttentionKind.KDA: Form(
+        recurrence="h = diag(exp(g)) h; h = h + k (beta (v - h' k))'; o = scale h' q   "
+        "(Kimi delta attention, Kimi Team, 2025)",
+        inputs={
+            "q": ("T", "G", "K"),
+            "k": ("T", "G", "K"),
+            "v": ("T", "H", "V"),
+            "g": ("T", "H", "K"),
+            "beta": ("T", "H"),
+        },
+        output=("T", "H", "V"),
+        state=("H", "K", "V"),
+    ),
+    AttentionKind.RWKV7: Form(
+        recurrence="h = diag(exp(w)) h + b (h' a)' + k v'; o = scale h' r   (Peng et al., 2025)",
+        inputs={
+            "r": ("T", "H", "K"),
+            "w": ("T", "H", "K"),
+            "k": ("T", "H", "K"),
+            "v": ("T", "H", "V"),
+            "a": ("T", "H", "K"),
+            "b": ("T", "H", "K"),
+        },
+        output=("T", "H", "V"),
+        state=("H", "K", "V"),
+    ),
+    AttentionKind.RG_LRU: Form(
+        recurrence="a = exp(-8 softplus(Lambda) sigmoid(recurrent_gate)); "
+        "h = a h + sqrt(1 - a a) sigmoid(input_gate) x, a sequence's first token without the root; "
+        "y = h   (Griffin, De et al., 2024, and its published code)",
+        inputs={"x": ("T", "H"), "input_gate": ("T", "H"), "recurrent_gate": ("T", "H")},
+        output=("T", "H"),
+        state=("H",),
+        params={"Lambda": ("H",)},
+    ),
+    AttentionKind.PHI_LINEAR: Form(
+        recurrence="h = h + phi(k) [v, 1]'; o = (h' phi(q))[: V] / ((h' phi(q))[V] + 1e-6)   "
+        "(Katharopoulos et al., 2020); any scale cancels",
+        inputs={"q": ("T", "G", "K"), "k": ("T", "G", "K"), "v": ("T", "H", "V")},
+        output=("T", "H", "V"),
+        state=("H", "K", "V+1"),
+    ),
 }
 
 
@@ -98,6 +140,7 @@ def shape_of(spec: LayerSpec, shape: Shape, tokens: int = 0) -> tuple[int, ...]:
         "G": spec.num_kv_heads,
         "K": spec.head_size,
         "V": spec.v_head_size,
+        "V+1": spec.v_head_size + 1,
         "N": recurrent.state_size,
         "W": recurrent.conv_width,
         "W-1": recurrent.conv_width - 1,

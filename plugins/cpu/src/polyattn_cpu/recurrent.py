@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from polyattn.kernel import AttentionKind, Batch, LayerSpec, Plan, RecurrentBackend
 from torch import Tensor
-from torch.nn.functional import conv1d, silu, softplus
+from torch.nn.functional import conv1d, elu, relu, silu, softplus
 
-from polyattn_cpu.scans import delta_scan, gated_scan, selective_scan
+from polyattn_cpu.scans import delta_scan, first_order, gated_scan, low_rank_scan, selective_scan
 
 Tensors = Mapping[str, Tensor]
 
@@ -56,6 +56,8 @@ class TorchScan(RecurrentBackend):
             if plan.fresh[index]:
                 state.zero_()
             part = {name: tensor[rows] for name, tensor in inputs.items()}
+            if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
+                part["fresh"] = out.new_tensor(plan.fresh[index], dtype=torch.bool)
             run(self.spec, part, params, state, out[rows])
 
     def _tokens(
@@ -71,6 +73,8 @@ class TorchScan(RecurrentBackend):
         # Not a product: an unused slot may hold NaN.
         state = torch.where(begun.view(-1, *[1] * (state.dim() - 1)), state, 0.0)
         part = {name: tensor[rows].to(_compute(states)) for name, tensor in inputs.items()}
+        if self.spec.kind is AttentionKind.RG_LRU:
+            part["fresh"] = ~begun
         output, state = TOKENS[self.spec.kind](self.spec, part, params, state)
         states[slots] = state.to(states.dtype)
         out[rows] = output.to(out.dtype)
@@ -137,13 +141,79 @@ def _mamba2_sequence(
 def _linear_sequence(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
 ) -> None:
+    g = params["decay"].expand(len(x["v"]), -1)
+    _grouped_scan(spec, x["q"].to(state.dtype) * spec.scale, x["k"], x["v"], g, state, out)
+
+
+def _grouped_scan(
+    spec: LayerSpec, q: Tensor, k: Tensor, v: Tensor, g: Tensor, state: Tensor, out: Tensor
+) -> None:
+    """Scan with a state of (heads, K, V), laid out as (groups, K, heads of a group * V)."""
     groups, heads = spec.num_kv_heads, spec.num_heads
     shape = (groups, heads // groups, *state.shape[1:])
     wide = state.view(shape).transpose(1, 2).reshape(groups, state.shape[1], -1)
-    g = params["decay"].expand(len(x["v"]), -1)
-    gated_scan(x["q"].to(state.dtype) * spec.scale, x["k"], x["v"], g, wide, out)
+    gated_scan(q, k, v, g, wide, out)
     back = wide.view(groups, state.shape[1], heads // groups, -1).transpose(1, 2)
     state.copy_(back.reshape(state.shape))
+
+
+def _rg_lru_terms(x: Tensors, params: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ln a, what enters the state, and what enters it with a sequence's first token."""
+    log_a = -8.0 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"])
+    gated = torch.sigmoid(x["input_gate"]) * x["x"]
+    return log_a, torch.sqrt(-torch.expm1(2.0 * log_a)) * gated, gated
+
+
+def _rg_lru_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    fresh = x["fresh"]
+    x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
+    log_a, enters, gated = _rg_lru_terms(x, params)
+    enters[0] = torch.where(fresh, gated[0], enters[0])
+    first_order(log_a.exp_(), enters, state)
+    out.copy_(enters)
+    state.copy_(enters[-1])
+
+
+def _phi(spec: LayerSpec, tensor: Tensor) -> Tensor:
+    assert spec.recurrent is not None
+    return elu(tensor) + 1.0 if spec.recurrent.feature_map == "elu+1" else relu(tensor)
+
+
+def _phi_inputs(spec: LayerSpec, x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
+    """Return phi(q), phi(k) and the values with a column of ones, which sums up the weights."""
+    one = torch.ones_like(x["v"][..., :1])
+    return _phi(spec, x["q"]), _phi(spec, x["k"]), torch.cat([x["v"], one], dim=-1)
+
+
+def _normalised(read: Tensor) -> Tensor:
+    return read[..., :-1] / (read[..., -1:] + 1e-6)
+
+
+def _phi_linear_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
+    q, k, v = _phi_inputs(spec, x)
+    read = torch.empty_like(v)
+    _grouped_scan(spec, q, k, v, v.new_zeros(v.shape[:2]), state, read)
+    out.copy_(_normalised(read))
+
+
+def _rwkv7_sequence(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
+) -> None:
+    r, w, k, v, a, b = (x[name].to(state.dtype).transpose(0, 1) for name in "rwkvab")
+    out.copy_(low_rank_scan(r * spec.scale, k, v, w, a, b, state).transpose(0, 1))
+
+
+def _kda_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor) -> None:
+    x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
+    q, k = (t.transpose(0, 1) for t in _delta_keys(spec, x))
+    v, g, beta = x["v"].transpose(0, 1), x["g"].transpose(0, 1), x["beta"].T[..., None]
+    # What is read is the decayed state's; what is written takes it away again, beta times.
+    out.copy_(low_rank_scan(q, beta * k, v, g, k * g.exp(), -beta * k, state).transpose(0, 1))
 
 
 def _gdn_sequence(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor) -> None:
@@ -205,10 +275,38 @@ def _gdn_token(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     q, k = _delta_keys(spec, x)
-    state = x["g"].exp()[..., None, None] * state
+    decay = x["g"].exp()[..., None]  # one a head; KDA: one for each of the key's channels
+    state = (decay if decay.dim() == 4 else decay[..., None]) * state
     fresh = x["beta"][..., None] * (x["v"] - (k[:, :, None] @ state)[:, :, 0])
     state = state + k[..., None] * fresh[:, :, None]
     return (q[:, :, None] @ state)[:, :, 0], state
+
+
+def _rwkv7_token(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    read = x["a"][:, :, None] @ state
+    state = x["w"].exp()[..., None] * state + x["b"][..., None] * read
+    state = state + x["k"][..., None] * x["v"][:, :, None]
+    return spec.scale * (x["r"][:, :, None] @ state)[:, :, 0], state
+
+
+def _rg_lru_token(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    log_a, enters, gated = _rg_lru_terms(x, params)
+    state = log_a.exp_() * state + torch.where(x["fresh"][:, None], gated, enters)
+    return state, state
+
+
+def _phi_linear_token(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v = _phi_inputs(spec, x)
+    each = spec.num_heads // spec.num_kv_heads
+    q, k = q.repeat_interleave(each, 1), k.repeat_interleave(each, 1)
+    state = state + k[..., None] * v[:, :, None]
+    return _normalised((q[:, :, None] @ state)[:, :, 0]), state
 
 
 KINDS = AttentionKind
@@ -218,6 +316,10 @@ SEQUENCES: dict[AttentionKind, Callable[..., None]] = {
     KINDS.MAMBA2: _mamba2_sequence,
     KINDS.LINEAR: _linear_sequence,
     KINDS.GDN: _gdn_sequence,
+    KINDS.KDA: _kda_sequence,
+    KINDS.RWKV7: _rwkv7_sequence,
+    KINDS.RG_LRU: _rg_lru_sequence,
+    KINDS.PHI_LINEAR: _phi_linear_sequence,
 }
 TOKENS: dict[AttentionKind, Callable[..., tuple[Tensor, Tensor]]] = {
     KINDS.SHORT_CONV: _conv_token,
@@ -225,4 +327,8 @@ TOKENS: dict[AttentionKind, Callable[..., tuple[Tensor, Tensor]]] = {
     KINDS.MAMBA2: _mamba2_token,
     KINDS.LINEAR: _linear_token,
     KINDS.GDN: _gdn_token,
+    KINDS.KDA: _gdn_token,
+    KINDS.RWKV7: _rwkv7_token,
+    KINDS.RG_LRU: _rg_lru_token,
+    KINDS.PHI_LINEAR: _phi_linear_token,
 }

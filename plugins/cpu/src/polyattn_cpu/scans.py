@@ -13,7 +13,10 @@ GATED_CHUNK = 64
 LEAST = -60.0
 """No exponent is smaller: exp(-60) adds nothing, while exp(-inf) takes 15 times as long, and products
 of what underflows more."""
+CHANNEL_CHUNK = 16
+"""Tokens whose decays are kept for each channel apart: (tokens, tokens, K) numbers a head."""
 SEGMENTS = 8
+FIRST_ORDER_CHUNK = 512
 CHANNELS = 512
 """Channels of Mamba-1 that are scanned together: their chunk of states stays in the cache."""
 
@@ -103,6 +106,70 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     return out
 
 
+def low_rank_scan(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, state: Tensor
+) -> Tensor:
+    """Return o = q state of state = (diag(exp(g)) + b a') state + k v': RWKV-7 and, rewritten, KDA.
+
+    `q`, `k`, `g`, `a`, `b` (heads, tokens, K), `v` (heads, tokens, V), `state` (heads, K, V), updated
+    in place. Returns (heads, tokens, V). Within a chunk what `a` reads solves a unit triangular system
+    (Yang et al., 2024, with a rate for each channel: the Kimi Linear report, section 3).
+    """
+    out = torch.empty_like(v)
+    for start in range(0, v.shape[1], CHANNEL_CHUNK):
+        rows = slice(start, min(start + CHANNEL_CHUNK, v.shape[1]))
+        qc, kc, vc, gc, ac, bc = (t[:, rows] for t in (q, k, v, g, a, b))
+        total = gc.cumsum(1)
+        before = total - gc
+        # (heads, i, j, K), each channel apart: a product of exp(total) and exp(-total) would overflow.
+        weights = _channel_decay(total, total, 0)
+        earlier = _channel_decay(before, total, -1)
+        read_b, read_k = (torch.einsum("hik,hjk,hijk->hij", ac, t, earlier) for t in (bc, kc))
+        out_b, out_k = (torch.einsum("hik,hjk,hijk->hij", qc, t, weights) for t in (bc, kc))
+        read_b.neg_().diagonal(dim1=1, dim2=2).fill_(1.0)
+        known = read_k @ vc + (ac * before.exp()) @ state
+        read = torch.linalg.solve_triangular(read_b, known, upper=False, unitriangular=True)
+        out[:, rows] = out_b @ read + out_k @ vc + (qc * total.exp()) @ state
+        last = total[:, -1:]
+        left = (last - total).exp()
+        state.mul_(last.exp().transpose(1, 2))
+        state.baddbmm_((bc * left).transpose(1, 2), read).baddbmm_((kc * left).transpose(1, 2), vc)
+    return out
+
+
+def _channel_decay(left: Tensor, right: Tensor, diagonal: int) -> Tensor:
+    """Return exp(left_i - right_j) where j <= i + diagonal, else 0; (heads, tokens, tokens, K)."""
+    count = left.shape[1]
+    seen = left.new_ones(count, count, dtype=torch.bool).tril(diagonal)[..., None]
+    exponent = left[:, :, None] - right[:, None]
+    return torch.where(seen, exponent.clamp(min=LEAST), -torch.inf).exp()
+
+
+def first_order(a: Tensor, b: Tensor, h: Tensor) -> None:
+    """Turn `b` (tokens, D) into the states of h = a h + b from `h` (D,); `a` is used up."""
+    for start in range(0, len(a), FIRST_ORDER_CHUNK):
+        rows = slice(start, start + FIRST_ORDER_CHUNK)
+        length = len(a[rows])
+        size = -(-length // SEGMENTS)
+        whole = SEGMENTS * size
+        ac, bc = a.new_ones(whole, *a.shape[1:]), b.new_zeros(whole, *b.shape[1:])
+        ac[:length], bc[:length] = a[rows], b[rows]
+        shape = (SEGMENTS, size, *a.shape[1:])
+        _advance(ac.view(shape), bc.view(shape), h)
+        b[rows] = bc[:length]
+        h = b[rows][-1]
+
+
+def _advance(a: Tensor, b: Tensor, h: Tensor) -> None:
+    """Turn `b` (segments, tokens, …) into the states of h = a h + b: the segments side by side."""
+    for at in range(1, a.shape[1]):  # every segment from a state of zero
+        b[:, at].addcmul_(a[:, at], b[:, at - 1])
+        a[:, at].mul_(a[:, at - 1])
+    for segment in range(a.shape[0]):  # then what each starts from
+        b[segment].addcmul_(a[segment], h)
+        h = b[segment, -1]
+
+
 def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor) -> Tensor:
     """Mamba-1's recurrence: `x`, `dt` (tokens, D), `A` (D, N), `B`, `C` (tokens, N), `state` (D, N).
 
@@ -132,12 +199,7 @@ def _selective_chunk(
     torch.exp(dt[..., None] * A, out=a[:length])
     torch.mul((dt * x)[..., None], B[:, None], out=b[:length])
     a, b = a.view(SEGMENTS, size, *A.shape), b.view(SEGMENTS, size, *A.shape)
-    for at in range(1, size):  # every segment from a state of zero
-        b[:, at].addcmul_(a[:, at], b[:, at - 1])
-        a[:, at].mul_(a[:, at - 1])
-    for segment in range(SEGMENTS):  # then what each starts from
-        b[segment].addcmul_(a[segment], h)
-        h = b[segment, -1]
+    _advance(a, b, h)
     states = b.view(-1, *A.shape)[:length]
     out.copy_(torch.matmul(states, C[..., None])[..., 0])
     return states[-1].clone()

@@ -135,7 +135,15 @@ XLA_SCAN = BackendInfo(
     path="polyattn_tpu.backends:XlaScan",
     capabilities=Capabilities(
         platforms=PLATFORMS,
-        kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
+        kinds=frozenset(
+            {
+                AttentionKind.SHORT_CONV,
+                AttentionKind.MAMBA1,
+                AttentionKind.MAMBA2,
+                AttentionKind.LINEAR,
+                AttentionKind.GDN,
+            }
+        ),
         dtypes=DTYPES,
         features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
     ),

@@ -65,10 +65,12 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
     """Sizes that models have, odd ones, and every option of the kind."""
 
-    def spec(heads: int, size: int = 1, groups: int = 0, value: int = 0, **form: Any) -> LayerSpec:
+    def spec(
+        heads: int, size: int = 1, groups: int = 0, value: int = 0, scale: float = 0, **form: Any
+    ) -> LayerSpec:
         return LayerSpec(
             kind=kind, num_heads=heads, num_kv_heads=groups, head_size=size, v_head_size=value,
-            dtype=dtype, recurrent=RecurrentSpec(**form),
+            scale=scale, dtype=dtype, recurrent=RecurrentSpec(**form),
         )  # fmt: skip
 
     if kind is AttentionKind.SHORT_CONV:
@@ -92,6 +94,18 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
         return [
             ("64", spec(4, 64, state_size=64)),
             ("odd", spec(3, 24, 3, 40, state_size=24)),
+        ]
+    if kind is AttentionKind.RWKV7:
+        return [
+            ("64", spec(4, 64, scale=1.0, state_size=64)),
+            ("odd", spec(3, 24, 3, 40, state_size=24)),
+        ]
+    if kind is AttentionKind.RG_LRU:
+        return [("136 channels", spec(136, state_size=1)), ("33 channels", spec(33, state_size=1))]
+    if kind is AttentionKind.PHI_LINEAR:
+        return [
+            ("elu+1, grouped", spec(4, 64, 2, state_size=64, feature_map="elu+1")),
+            ("relu, odd", spec(3, 24, 3, 40, state_size=24, feature_map="relu")),
         ]
     return [
         ("grouped, normed", spec(4, 64, 2, state_size=64, qk_norm=True)),

@@ -9,6 +9,7 @@ import torch
 from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import spoil
 from polyattn.conformance.harness.recurrent import RecurrentHarness, RecurrentInputs
+from polyattn.families.recurrent.inputs import recurrent_state
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
 from polyattn.runtime.state_cache import StateCache
@@ -112,9 +113,10 @@ def recurrent_plans(case: Case, harness: RecurrentHarness) -> None:
     for index in (0, 1, 2, 3, 1, 0):
         for number, layer in enumerate(layers):
             step = steps[index][number]
-            step.states.data[step.used] = torch.randn(
-                step.states.data[step.used].shape, generator=harness.generator
-            ).to(step.states.data)
+            states = step.states.data
+            states[step.used] = recurrent_state(
+                case.spec, (len(step.used), *states.shape[1:]), harness.generator
+            ).to(states)
             label = f"plan {index + 1}, layer {number + 1}, interleaved: "
             harness.check(layer, step, label, plans[index])
 

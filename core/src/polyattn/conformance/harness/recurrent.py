@@ -12,7 +12,7 @@ from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.cases.recurrent import BATCHES
 from polyattn.conformance.harness.base import Harness, Lengths, bits, lens_of, unchanged
 from polyattn.families.recurrent import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.batch import Batch
@@ -74,8 +74,10 @@ class RecurrentHarness(Harness):
             padding = query == 1 and length == 0
             slots.append(-1 if padding else slot)
             if length > query:
-                value = self.random(*states.data.shape[1:], dtype=states.data.dtype)
-                states.data[slot] = value * 0.5
+                shape = states.data.shape[1:]
+                states.data[slot] = recurrent_state(layer.spec, shape, self.generator).to(
+                    states.data
+                )
             if query and not padding:
                 used.append(slot)
         device = self.torch_device
@@ -85,7 +87,7 @@ class RecurrentHarness(Harness):
         )  # fmt: skip
         inputs = recurrent_inputs(layer.spec, sum(queries), self.generator, device)
         for index, name in enumerate(layer.form.inputs):
-            if name == "g":
+            if name in ("g", "w"):
                 inputs[index] = rates(inputs[index], numbers)
         return RecurrentInputs(batch, inputs, states, used)
 
@@ -144,7 +146,7 @@ class RecurrentHarness(Harness):
 
 def rates(usual: Tensor, numbers: str) -> Tensor:
     """Return exponents of the same shape that make a state grow, or forget all at once."""
-    if numbers == "growing":
+    if numbers == "growing" and usual.numel():
         return (usual.abs() / usual.abs().max().clamp(min=1e-6) * GROWTH).to(usual.dtype)
     if numbers == "forgetting":
         return usual - FORGETTING

@@ -19,23 +19,35 @@ def recurrent_inputs(
 ) -> list[Tensor]:
     """Return inputs of a recurrent layer in its form's order: steps short, gates within (0, 1)."""
     dtype = STORAGE_DTYPES[spec.dtype]
-    found = []
+    found: list[Tensor] = []
     for name, letters in form_of(spec).inputs.items():
         tensor = torch.randn(shape_of(spec, letters, tokens), generator=generator)
         if name == "dt":
             tensor = tensor * 0.5 - 1.0
             if spec.recurrent and not spec.recurrent.dt_softplus:  # then it is the step itself
                 tensor = torch.nn.functional.softplus(tensor)
-        elif name == "g":
+        elif name in ("g", "w"):
             tensor = -torch.nn.functional.softplus(tensor - 2.0)
         elif name == "beta":
             tensor = torch.sigmoid(tensor)
-        elif name in ("q", "k") and spec.kind is AttentionKind.GDN:
+        elif name in ("q", "k") and spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
             tensor = normalize(tensor, dim=-1)
-        elif name in ("k", "B", "C"):
+        elif name == "a":
+            tensor = -normalize(tensor, dim=-1)
+        elif name == "b":  # what a model writes in place of what it removed: as much at most
+            tensor = -found[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
+        elif name in ("r", "k", "B", "C"):
             tensor = tensor / math.sqrt(tensor.shape[-1])
         found.append(tensor.to(dtype).to(device))
     return found
+
+
+def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return states (…, as the form says) that earlier tokens may have left, in float32."""
+    state = torch.randn(shape, generator=generator) * 0.5
+    if spec.kind is AttentionKind.PHI_LINEAR:  # the last column sums up weights, none negative
+        state[..., -1] = state[..., -1].abs() + 1.0
+    return state
 
 
 def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import elu, relu, silu, softplus
 
 from polyattn.runtime.batch import Batch
 from polyattn.spec.kinds import AttentionKind
@@ -19,13 +19,19 @@ from polyattn.spec.recurrence import form_of, shape_of
 Tensors = Mapping[str, Tensor]
 
 
-def scan(spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Run one sequence, `inputs` (tokens, …), from `state`; returns the output and the new state."""
+def scan(
+    spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor, fresh: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Run one sequence, `inputs` (tokens, …), from `state`; returns the output and the new state.
+
+    `fresh`: the sequence begins here, and the state is 0.
+    """
     outputs = []
     tokens = next(iter(inputs.values())).shape[0]
     for t in range(tokens):
         token = {name: tensor[t] for name, tensor in inputs.items()}
-        output, state = STEPS[spec.kind](spec, token, params, state)
+        steps = FIRST_STEPS if fresh and t == 0 and spec.kind in FIRST_STEPS else STEPS
+        output, state = steps[spec.kind](spec, token, params, state)
         outputs.append(output)
     shape = shape_of(spec, form_of(spec).output, tokens)
     return (torch.stack(outputs) if outputs else state.new_zeros(shape)), state
@@ -56,7 +62,7 @@ def forward(
         fresh = batch.lens[index] == batch.query_lens[index]
         state = torch.zeros_like(states[slot]) if fresh else states[slot]
         part = {name: tensor[rows] for name, tensor in inputs.items()}
-        output[rows], states[slot] = scan(spec, part, params, state)
+        output[rows], states[slot] = scan(spec, part, params, state, fresh)
     return output, states
 
 
@@ -108,10 +114,45 @@ def _gdn(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[T
     q, k = (x[name].repeat_interleave(each, 0) for name in "qk")
     if spec.recurrent.qk_norm:
         q, k = (t / torch.sqrt((t * t).sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-    state = torch.exp(x["g"])[:, None, None] * state
+    decay = torch.exp(x["g"])
+    # One rate a head, or (KDA) one for each of the key's channels.
+    state = (decay[:, :, None] if decay.dim() == 2 else decay[:, None, None]) * state
     read = torch.einsum("hk,hkv->hv", k, state)
     state = state + k[:, :, None] * (x["beta"][:, None] * (x["v"] - read))[:, None]
     return spec.scale * torch.einsum("hk,hkv->hv", q, state), state
+
+
+def _rwkv7(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    read = torch.einsum("hk,hkv->hv", x["a"], state)
+    state = torch.exp(x["w"])[:, :, None] * state
+    state = state + x["b"][:, :, None] * read[:, None] + x["k"][:, :, None] * x["v"][:, None]
+    return spec.scale * torch.einsum("hk,hkv->hv", x["r"], state), state
+
+
+def _rg_lru(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
+    a = torch.exp(-8 * softplus(params["Lambda"]) * torch.sigmoid(x["recurrent_gate"]))
+    state = a * state + torch.sqrt(1 - a * a) * torch.sigmoid(x["input_gate"]) * x["x"]
+    return state, state
+
+
+def _rg_lru_first(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    state = torch.sigmoid(x["input_gate"]) * x["x"]
+    return state, state
+
+
+def _phi_linear(
+    spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    assert spec.recurrent is not None
+    phi = (lambda t: elu(t) + 1) if spec.recurrent.feature_map == "elu+1" else relu
+    each = spec.num_heads // spec.num_kv_heads
+    q, k = (phi(x[name].repeat_interleave(each, 0)) for name in "qk")
+    value = torch.cat([x["v"], torch.ones_like(x["v"][:, :1])], 1)
+    state = state + k[:, :, None] * value[:, None]
+    read = torch.einsum("hk,hkv->hv", q, state)
+    return read[:, :-1] / (read[:, -1:] + 1e-6), state
 
 
 STEPS = {
@@ -120,5 +161,11 @@ STEPS = {
     AttentionKind.MAMBA2: _mamba2,
     AttentionKind.LINEAR: _linear,
     AttentionKind.GDN: _gdn,
+    AttentionKind.KDA: _gdn,
+    AttentionKind.RWKV7: _rwkv7,
+    AttentionKind.RG_LRU: _rg_lru,
+    AttentionKind.PHI_LINEAR: _phi_linear,
 }
 """What one token does, each as its paper writes it."""
+FIRST_STEPS = {AttentionKind.RG_LRU: _rg_lru_first}
+"""What a sequence's first token does, where that differs."""

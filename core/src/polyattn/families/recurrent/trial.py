@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from polyattn.families.recurrent import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
@@ -21,7 +21,7 @@ def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outc
     layer = Recurrent(group, checks=False, **recurrent_params(spec, generator))
     queries, lens = ([1, 1], [5, 1]) if phase == "decode" else ([0, 70, 5], [3, 70, 9])
     states = group.allocate_states(4)
-    states.data.copy_(torch.randn(states.data.shape, generator=generator) * 0.5)
+    states.data.copy_(recurrent_state(spec, states.data.shape, generator))
     slots = torch.tensor([3, 1, 0][: len(lens)], device=device)
     batch = Batch.from_lens(queries, lens, state_slots=slots, device=device)
     given = recurrent_inputs(spec, sum(queries), generator, device)

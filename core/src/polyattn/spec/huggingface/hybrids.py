@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from polyattn.spec.huggingface.attention import Decoder, no_rope, rotary, window
 from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Missing, Part, Reader, Towers
+from polyattn.spec.huggingface.layers import Part, Reader, Towers
 from polyattn.spec.huggingface.mla import latent_attention
 from polyattn.spec.huggingface.patterns import (
     CONV,
@@ -21,6 +21,8 @@ from polyattn.spec.huggingface.patterns import (
 )
 from polyattn.spec.huggingface.recurrent import (
     gated_delta,
+    gated_linear_unit,
+    kimi_delta,
     lightning,
     mamba1,
     mamba2,
@@ -182,11 +184,12 @@ def recurrent_gemma(cfg: Config) -> Towers:
         window=lambda cfg: cfg.need("attention_window_size"),
         rope=rotary(partial=0.5),
     )
+    recurrent = gated_linear_unit(cfg)
     return {
         "text": [
             (attention.layer(cfg, i, SLIDING),)
             if kinds[i % len(kinds)] == "attention"
-            else (Missing("the RG-LRU recurrence"),)
+            else (recurrent,)
             for i in range(cfg.need("num_hidden_layers"))
         ]
     }
@@ -262,11 +265,9 @@ def kimi_linear(cfg: Config) -> Towers:
     count = cfg.need("num_hidden_layers")
     part = cfg.part("linear_attn_config") if cfg.get("linear_attn_config") is not None else None
     types = cfg.items("layer_types", str, count)
-    if types is None and part is not None:
-        for name in ("head_dim", "num_heads", "short_conv_kernel_size"):
-            part.integer(name)
-        full = part.items("full_attn_layers", int) or []
-        kda = part.items("kda_layers", int) or []
+    full = (part.items("full_attn_layers", int) if part is not None else None) or []
+    kda = (part.items("kda_layers", int) if part is not None else None) or []
+    if types is None and (full or kda):
         if sorted([*full, *kda]) != list(range(1, count + 1)):
             raise cfg.error("linear_attn_config", {"full_attn_layers": full, "kda_layers": kda},
                             f"must name each of the layers 1 to {count} once")  # fmt: skip
@@ -276,9 +277,13 @@ def kimi_linear(cfg: Config) -> Towers:
     types = named(cfg, "layer_types", types, (FULL, LINEAR))
     cfg.only("mla_use_nope", True)
     attention = latent_attention(cfg, None)
-    return stack(cfg, types, {
-        FULL: lambda i: (attention,), LINEAR: lambda i: (Missing("Kimi delta attention (KDA)"),),
-    })  # fmt: skip
+    sizes = [
+        (part.integer(own) if part is not None else None) or cfg.need(name)
+        for own, name in (("num_heads", "linear_num_heads"), ("head_dim", "linear_head_dim"),
+                          ("short_conv_kernel_size", "linear_conv_kernel_dim"))
+    ]  # fmt: skip
+    delta = kimi_delta(cfg, *sizes)
+    return stack(cfg, types, {FULL: lambda i: (attention,), LINEAR: lambda i: (delta,)})
 
 
 READERS: dict[str, Reader] = {

@@ -92,6 +92,34 @@ def lightning(cfg: Config, heads: int, size: int) -> LayerSpec:
     )
 
 
+def kimi_delta(cfg: Config, heads: int, size: int, width: int) -> LayerSpec:
+    """Return Kimi delta attention (Kimi Linear)."""
+    return LayerSpec(
+        kind=AttentionKind.KDA,
+        num_heads=heads,
+        head_size=size,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(
+            state_size=size, conv_width=width, activation=silu(cfg), qk_norm=True
+        ),
+    )
+
+
+def gated_linear_unit(cfg: Config) -> LayerSpec:
+    """Return RG-LRU (RecurrentGemma)."""
+    channels, blocks = cfg.integer("lru_width"), cfg.need("num_attention_heads")
+    channels = cfg.need("hidden_size") if channels is None else channels
+    if channels % blocks:
+        raise cfg.error("lru_width", channels, f"is no multiple of num_attention_heads={blocks}")
+    return LayerSpec(
+        kind=AttentionKind.RG_LRU,
+        num_heads=channels,
+        head_size=1,
+        dtype=cfg.dtype,
+        recurrent=RecurrentSpec(conv_width=cfg.need("conv1d_width")),
+    )
+
+
 def short_convolution(cfg: Config) -> LayerSpec:
     """Return a gated short convolution (LFM2)."""
     return LayerSpec(

@@ -1,0 +1,164 @@
+"""Do the recurrences agree with what others publish: transformers' modules, the papers' other forms?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from polyattn import Batch, LayerSpec, Recurrent
+from polyattn.errors import SpecError
+from polyattn.families.recurrent import reference
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.kernel import RecurrentSpec
+from polyattn.spec.recurrence import form_of
+from torch import Tensor
+
+TOKENS, BEFORE = 50, 21
+LENS = ([TOKENS], [TOKENS])
+
+
+def given(spec: LayerSpec) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(torch.initial_seed() % 2**31)
+    inputs = recurrent_inputs(spec, TOKENS, generator)
+    named = dict(zip(form_of(spec).inputs, inputs, strict=True))
+    return named, recurrent_params(spec, generator)
+
+
+def expected(spec: LayerSpec, inputs: dict[str, Tensor], params: dict[str, Tensor]) -> Tensor:
+    """Return the reference's output for one fresh sequence."""
+    shape = (spec.num_heads, spec.head_size, spec.v_head_size)
+    state = torch.zeros(shape if spec.head_size > 1 else shape[:1], dtype=torch.float64)
+    if spec.recurrent is not None and spec.recurrent.feature_map:
+        state = torch.zeros(*shape[:2], shape[2] + 1, dtype=torch.float64)
+    double = {name: tensor.double() for name, tensor in inputs.items()}
+    params = {name: tensor.double() for name, tensor in params.items()}
+    out, _ = reference.scan(spec, double, params, state, fresh=True)
+    return out
+
+
+def layer_output(
+    spec: LayerSpec, inputs: dict[str, Tensor], params: dict[str, Tensor], steps: list[int]
+) -> Tensor:
+    """Return what the selected backend gives, in steps of so many tokens."""
+    layer = Recurrent(spec, **params)
+    states = layer.group.allocate_states(1)
+    states.data.fill_(torch.nan)
+    out, at = [], 0
+    for count in steps:
+        batch = Batch.from_lens([count], [at + count], state_slots=torch.tensor([0]))
+        part = [tensor[at : at + count] for tensor in inputs.values()]
+        out.append(layer(*part, states=states, plan=batch))
+        at += count
+    return torch.cat(out)
+
+
+def agree(spec: LayerSpec, inputs: Any, params: Any, theirs: Tensor) -> None:
+    torch.testing.assert_close(expected(spec, inputs, params), theirs.double(), rtol=0, atol=1e-5)
+    for steps in ([TOKENS], [BEFORE, 1, TOKENS - BEFORE - 1], [1] * TOKENS):
+        ours = layer_output(spec, inputs, params, steps)
+        torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=2e-5)
+
+
+def test_kda_is_transformers_kimi_delta_attention() -> None:
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+
+    spec = LayerSpec(
+        kind="kda",
+        num_heads=3,
+        head_size=32,
+        dtype="float32",
+        recurrent=RecurrentSpec(qk_norm=True),
+    )
+    inputs, params = given(spec)
+    inputs["q"], inputs["k"] = (
+        inputs["q"] * 3.0,
+        inputs["k"] * 0.2,
+    )  # a length that norming must undo
+    batched = [inputs[name][None] for name in ("q", "k", "v", "g", "beta")]
+    for function in (kimi.recurrent_kimi_delta_attention, kimi.chunk_kimi_delta_attention):
+        out, _ = function(
+            *batched, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=True
+        )
+        agree(spec, inputs, params, out[0])
+
+
+def test_rg_lru_is_transformers_recurrent_gemma() -> None:
+    from transformers import RecurrentGemmaConfig
+    from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
+
+    heads, width = 3, 24
+    module = RecurrentGemmaRglru(RecurrentGemmaConfig(num_attention_heads=heads, lru_width=width))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    spec = LayerSpec(
+        kind="rg_lru", num_heads=width, head_size=1, dtype="float32", recurrent=RecurrentSpec()
+    )
+    x = torch.randn(TOKENS, width)
+
+    def gate(name: str) -> Tensor:
+        weight, bias = (getattr(module, f"{name}_{part}") for part in ("weight", "bias"))
+        blocks = x.view(TOKENS, heads, -1)
+        return (torch.einsum("thi,hij->thj", blocks, weight) + bias).flatten(1).detach()
+
+    inputs = {
+        "x": x, "input_gate": gate("input_gate"), "recurrent_gate": gate("recurrent_gate"),
+    }  # fmt: skip
+    theirs = module(x[None], torch.arange(TOKENS)[None])[0].detach()
+    agree(spec, inputs, {"Lambda": module.recurrent_param.detach()}, theirs)
+
+
+def test_rwkv7_is_the_papers_matrix_form() -> None:
+    """S = S (diag(w) - kappa' (a * kappa)) + v' k, y = r S' (Peng et al., 2025, equations 15-17)."""
+    spec = LayerSpec(
+        kind="rwkv7", num_heads=2, head_size=16, scale=1.0, dtype="float32",
+        recurrent=RecurrentSpec(),
+    )  # fmt: skip
+    inputs, params = given(spec)
+    r, w, k, v, a, b = (inputs[name].double() for name in "rwkvab")
+    theirs = torch.zeros(TOKENS, 2, 16, dtype=torch.float64)
+    for head in range(2):
+        state = torch.zeros(16, 16, dtype=torch.float64)
+        for t in range(TOKENS):
+            transition = torch.diag(w[t, head].exp()) + torch.outer(a[t, head], b[t, head])
+            state = state @ transition + torch.outer(v[t, head], k[t, head])
+            theirs[t, head] = state @ r[t, head]
+    agree(spec, inputs, params, theirs)
+
+
+@pytest.mark.parametrize("feature_map", ["elu+1", "relu"])
+def test_linear_attention_with_a_normaliser_is_its_quadratic_form(feature_map: str) -> None:
+    """Every pair of query and key: Katharopoulos et al. (2020), equation 5, causal."""
+    spec = LayerSpec(
+        kind="phi_linear", num_heads=4, num_kv_heads=2, head_size=16, v_head_size=8, dtype="float32",
+        recurrent=RecurrentSpec(feature_map=feature_map),
+    )  # fmt: skip
+    inputs, params = given(spec)
+    inputs["q"], inputs["k"] = inputs["q"].abs(), inputs["k"].abs()
+    phi = (lambda t: torch.nn.functional.elu(t) + 1) if feature_map == "elu+1" else torch.relu
+    q, k = (phi(inputs[name].double()).repeat_interleave(2, 1) for name in "qk")
+    weights = torch.einsum("ihk,jhk->hij", q, k).tril()
+    values = torch.einsum("hij,jhv->ihv", weights, inputs["v"].double())
+    theirs = values / weights.sum(-1).T[..., None]
+    agree(spec, inputs, params, theirs)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"kind": "phi_linear"}, "takes one of elu+1, relu"),
+        (
+            {"kind": "gdn", "recurrent": RecurrentSpec(feature_map="relu")},
+            "no other kind takes any",
+        ),
+        ({"kind": "rwkv7", "num_kv_heads": 2}, "num_kv_heads=2: rwkv7 has no groups"),
+        ({"kind": "rg_lru", "num_kv_heads": 1}, "num_kv_heads=1: rg_lru has no groups"),
+    ],
+)
+def test_what_doesnt_go_together_is_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpecError) as error:
+        LayerSpec(**({"num_heads": 4, "head_size": 16, "recurrent": RecurrentSpec()} | fields))
+    assert says in str(error.value)
+    with pytest.raises(SpecError, match="must be one of"):
+        RecurrentSpec(feature_map="gelu")
