@@ -2,9 +2,10 @@
 
 python benchmarks/random_batches.py [--batches 100000] [--only NAME,NAME] [--out FILE.json]
 
-What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes on
-where the last one ended, whoever has run least first. FLEX_ATTENTION runs uncompiled: its kernel would be compiled for each of
-thousands of layers and shapes. Two runs may share a file if they name other backends.
+What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes
+on where the last one ended, whoever has run least first. FLEX_ATTENTION runs uncompiled: its kernel
+would be compiled for each of thousands of layers and shapes. Two runs may share a file if they name
+other backends.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def test_conforms_over_the_fake(backend: str, profile: str, tmp_path: Path) -> N
          "--polyattn-device", "cpu", "--polyattn-report", str(report), "-x"],
         cwd="/", env=os.environ | {"PYTHONPATH": str(FAKES), "POLYATTN_DISABLE_PLUGINS": "triton"},
         capture_output=True, text=True,
-        timeout=600, check=False,
+        timeout=1400, check=False,
     )  # fmt: skip
     counts = json.loads(report.read_text())
     assert counts["failed"] == counts["skipped"] == 0, ran.stdout[-3000:]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Keys, Window, attend, dense, lens_of, refuse
+from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, lens_of, refuse
 from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
 
 __all__ = [

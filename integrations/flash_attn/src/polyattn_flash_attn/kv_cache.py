@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from polyattn import PolyattnError
+from polyattn.families.attention.packed import Keys
 from polyattn.families.attention.views import keys_as_tokens
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Keys, attend, host
+from polyattn_flash_attn.calls import FlashAsked, attend, host
 
 
 class Rotary:
