@@ -42,6 +42,13 @@ PlotOption = Annotated[
     Optional[Path],  # noqa: UP045
     typer.Option("--plot", help="Write a plot to this PNG file."),
 ]
+WeightsOption = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Run the whole model: a checkpoint's folder (safetensors), or random."),
+]
+ArrivalsOption = Annotated[
+    str, typer.Option(help="When requests come: trace, poisson:RATE (per second), or all.")
+]
 
 
 def _finish(show: Callable[[], int]) -> NoReturn:
@@ -120,13 +127,8 @@ def run(
     requests: Annotated[
         int, typer.Option(min=1, max=LARGEST_COUNT, help="Requests of the trace to serve.")
     ] = 16,
-    weights: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="Run the whole model: a checkpoint's folder (safetensors), or random."),
-    ] = None,
-    arrivals: Annotated[
-        str, typer.Option(help="When requests come: trace, poisson:RATE (per second), or all.")
-    ] = "all",
+    weights: WeightsOption = None,
+    arrivals: ArrivalsOption = "all",
     layers: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(min=1, max=LARGEST_COUNT, help="Layers of each group that run (default: 1)."),
