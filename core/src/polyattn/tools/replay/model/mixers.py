@@ -71,7 +71,7 @@ class SelfAttention(Mixer):
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
         memory = groups[unrotated(self.spec)]
         sinks = None if self.sinks is None else self.sinks.detach()
-        self.layer = Attention(memory.group, sinks=sinks, checks=True)
+        self.layer = Attention(memory.group, sinks=sinks, checks=memory.checks(index))
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -115,7 +115,7 @@ class LatentSelfAttention(Mixer):
         up = self.kv_b_proj.weight.detach().unflatten(0, (self.spec.num_heads, -1))
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :].mT
         self.layer = LatentAttention(
-            memory.group, w_uk.contiguous(), w_uv.contiguous(), checks=True
+            memory.group, w_uk.contiguous(), w_uv.contiguous(), checks=memory.checks(index)
         )
         self.cache = memory.caches[index]
 
@@ -149,7 +149,7 @@ class _Recurrence(Mixer):
             weights["bias"] = self.conv1d.bias.detach()
         given = (weights, {name: tensor.detach() for name, tensor in params.items()})
         self.layers = [
-            Recurrent(memory.group, checks=True, **tensors)
+            Recurrent(memory.group, checks=memory.checks(index), **tensors)
             for memory, tensors in zip(memories, given, strict=True)
         ]
         self.states = [memory.states[index] for memory in memories]

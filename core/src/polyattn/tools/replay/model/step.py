@@ -34,6 +34,13 @@ class GroupMemory(Runner):
                 self.states[index] = self.group.allocate_states(options.max_seqs)
             else:
                 self.caches[index] = self.group.allocate_cache(num_blocks)
+        self.first = layers.layers[0]
+
+    def checks(self, index: int) -> bool:
+        """Whether a layer checks tables and slots on the device: a group's layers share them, and a
+        device that is waited for in every layer has no times to report.
+        """
+        return index == self.first
 
 
 class ModelStep:
