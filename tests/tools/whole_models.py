@@ -128,7 +128,7 @@ def engine(
     model = Decoder(Fields(folder), specs)
     source = Checkpoint(folder)
     source.check(model)
-    groups = select_layers(model.specs, device)
+    groups = select_layers(specs, device)
     load(model, source, torch.device(device))
     per_token = sum(
         g.selection.cache_format.bytes_per_token * len(g.layers)

@@ -82,7 +82,6 @@ def show(options: RunOptions) -> int:
             raise SettingsError(f"--layers={options.layers} and --weights: a model with weights runs "
                                 "whole; drop one of them")  # fmt: skip
         whole = whole_model(options.weights, path, served, options.seed)
-        served = whole.model.specs
     trace = options.trace or bundled(DEFAULT_TRACE)
     requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
     settings = current().with_backend(options.backend, "flag --backend")
@@ -129,8 +128,9 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
             }
-        # Random queries and keys stand for rotated ones.
-        served.append(unrotated(spec.replace(**changes)))
+        spec = spec.replace(**changes)
+        # Random queries and keys stand for rotated ones; a whole model's layers rotate theirs.
+        served.append(unrotated(spec) if options.weights is None else spec)
     return served
 
 

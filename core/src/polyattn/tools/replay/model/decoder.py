@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from polyattn import LayerSpec
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
-from polyattn.spec.decompose import unrotated
 from polyattn.tools.replay.model import feed_forward
 from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
@@ -134,8 +133,6 @@ class Layer(nn.Module):
 
 class Decoder(nn.Module):
     """A decoder of the layers `specs`, without weights until `weights.load` brings them.
-
-    Its groups are those of `self.specs`: what polyattn is asked for, rotated queries and keys given.
     Raises `ConfigError` for a type that isn't run whole and for a field's value.
     """
 
@@ -143,7 +140,6 @@ class Decoder(nn.Module):
         super().__init__()
         made_as = ARCHITECTURES[fields.model_type]
         self.fields, self.dtype = fields, STORAGE_DTYPES[specs[0].dtype]
-        self.specs = [unrotated(spec) for spec in specs]
         self.tied = fields.flag("tie_word_embeddings")
         self.vocabulary, hidden = fields.size("vocab_size"), fields.size("hidden_size")
         with torch.device("meta"):

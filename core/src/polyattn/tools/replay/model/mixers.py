@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polyattn import Attention, LatentAttention, LayerSpec, Recurrent
-from polyattn.families.attention.rope import rotate
-from polyattn.spec.decompose import convolution, unrotated
+from polyattn.spec.decompose import convolution
 from polyattn.spec.rope import RopeSpec
 from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
@@ -19,14 +18,6 @@ from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 
 LATENT_EPS = 1e-6
 """What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
-
-
-def rotated(rope: RopeSpec | None, x: Tensor, positions: Tensor, offset: int = 0) -> Tensor:
-    """Return (tokens, heads, size) as the layer's rotary embedding turns it, in its own dtype."""
-    if rope is None:
-        return x
-    with x.device:  # the tables are made where the positions are
-        return rotate(x, positions, rope, offset=offset).to(x.dtype)
 
 
 def check_rope(fields: Fields, rope: RopeSpec | None) -> None:
@@ -69,18 +60,19 @@ class SelfAttention(Mixer):
         self.k_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
 
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
-        memory = groups[unrotated(self.spec)]
+        memory = groups[self.spec]
         sinks = None if self.sinks is None else self.sinks.detach()
-        self.layer = Attention(memory.group, sinks=sinks, checks=memory.checks(index))
+        self.layer = Attention(
+            memory.group, sinks=sinks, rotate=memory.rotates, checks=memory.checks(index)
+        )
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
         """Return (tokens, hidden)."""
-        rope, size = self.spec.rope, self.spec.head_size
+        size = self.spec.head_size
         query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, size)))
         key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, size)))
         value = self.v_proj(x).unflatten(-1, (-1, size))
-        query, key = (rotated(rope, tensor, step.positions) for tensor in (query, key))
         return self.o_proj(step.attend(self.layer, self.cache, query, key, value).flatten(1))  # type: ignore[no-any-return]
 
 
@@ -111,12 +103,13 @@ class LatentSelfAttention(Mixer):
         self.o_proj = Linear(spec.num_heads * spec.v_head_size, hidden, bias)
 
     def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
-        memory = groups[unrotated(self.spec)]
+        memory = groups[self.spec]
         up = self.kv_b_proj.weight.detach().unflatten(0, (self.spec.num_heads, -1))
         w_uk, w_uv = up[:, : self.nope], up[:, self.nope :].mT
         self.layer = LatentAttention(
-            memory.group, w_uk.contiguous(), w_uv.contiguous(), checks=memory.checks(index)
-        )
+            memory.group, w_uk.contiguous(), w_uv.contiguous(), rotate=memory.rotates,
+            checks=memory.checks(index),
+        )  # fmt: skip
         self.cache = memory.caches[index]
 
     def forward(self, x: Tensor, step: ModelStep) -> Tensor:
@@ -128,9 +121,7 @@ class LatentSelfAttention(Mixer):
         query = query.unflatten(-1, (-1, self.spec.head_size))
         both = self.kv_a_proj_with_mqa(x)
         latent = self.kv_a_layernorm(both[:, : self.latent.rank])
-        key = both[:, None, self.latent.rank :]
-        query = rotated(self.spec.rope, query, step.positions, offset=self.nope)
-        key = rotated(self.spec.rope, key, step.positions)[:, 0]
+        key = both[:, self.latent.rank :]
         out = step.attend_latent(self.layer, self.cache, query, latent, key)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 

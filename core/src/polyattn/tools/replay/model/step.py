@@ -18,6 +18,7 @@ from polyattn import (
     StateCache,
     StepPlan,
 )
+from polyattn.families.attention.rope import rotate
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.runners import Options, Runner
 
@@ -34,7 +35,7 @@ class GroupMemory(Runner):
                 self.states[index] = self.group.allocate_states(options.max_seqs)
             else:
                 self.caches[index] = self.group.allocate_cache(num_blocks)
-        self.first = layers.layers[0]
+        self.first, self.rotates = layers.layers[0], self.spec.rope is not None
 
     def checks(self, index: int) -> bool:
         """Whether a layer checks tables and slots on the device: a group's layers share them, and a
@@ -66,6 +67,15 @@ class ModelStep:
         yield
         self.checking += self.clock.clock() - started
 
+    def _turned(self, layer: Attention | LatentAttention, query: Tensor) -> Tensor:
+        """Return a query as the formulas rotate it: the caches' keys are rotated already."""
+        spec = layer.spec
+        if spec.rope is None:
+            return query
+        offset = spec.head_size - spec.latent.rope_head_size if spec.latent else 0
+        with query.device:  # the tables are made where the positions are
+            return rotate(query, self.positions, spec.rope, offset=offset)
+
     def attend(
         self, layer: Attention, cache: KVCache, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
@@ -74,7 +84,8 @@ class ModelStep:
         if self.checker.per_step:
             with self._unclocked():
                 batch = self.batches[layer.group]
-                self.checker.check(layer, query, (key, value), cache, batch, out)
+                turned = self._turned(layer, query)
+                self.checker.check(layer, turned, (key, value), cache, batch, out)
         return out  # type: ignore[no-any-return]
 
     def attend_latent(
@@ -85,7 +96,9 @@ class ModelStep:
         if self.checker.per_step:
             with self._unclocked():
                 batch = self.batches[layer.group]
-                self.checker.check_latent(layer, query, cache, batch, None, out)
+                self.checker.check_latent(
+                    layer, self._turned(layer, query), cache, batch, None, out
+                )
         return out  # type: ignore[no-any-return]
 
     def recur(self, layer: Recurrent, states: StateCache, *inputs: Tensor) -> Tensor:
