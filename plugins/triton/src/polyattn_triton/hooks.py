@@ -148,15 +148,7 @@ TRITON_SCAN = BackendInfo(
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
         platforms=PLATFORMS,
-        kinds=frozenset(
-            {
-                AttentionKind.SHORT_CONV,
-                AttentionKind.MAMBA1,
-                AttentionKind.MAMBA2,
-                AttentionKind.LINEAR,
-                AttentionKind.GDN,
-            }
-        ),
+        kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
         dtypes=DTYPES,
         head_sizes=multiples(1, high=256),
         v_head_sizes=multiples(1, high=256),
