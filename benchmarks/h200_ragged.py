@@ -17,6 +17,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -236,60 +237,42 @@ def measured(step: Step, name: str, tweak: Callable[[Any], None] | None = None) 
     return row
 
 
+def change(backend: Any, name: str, **changes: Any) -> None:
+    """Replace fields of a backend's value."""
+    setattr(backend, name, replace(getattr(backend, name), **changes))
+
+
+def assign(backend: Any, **values: Any) -> None:
+    """Set attributes of a backend."""
+    for name, given in values.items():
+        setattr(backend, name, given)
+
+
 def variants(step: Step) -> dict[str, Callable[[Any], None]]:
     """What can be set of our schedules: name to a function that sets it."""
     if step.spec.latent:
 
-        def costs(item: int) -> Callable[[Any], None]:
-            def set_costs(backend: Any) -> None:
-                backend.kernels.rates = replace(backend.kernels.rates, item=item)
+        def costs(backend: Any, item: int) -> None:
+            change(backend.kernels, "rates", item=item)
 
-            return set_costs
+        return {f"item {item}": partial(costs, item=item) for item in (0, 1, 3, 4, 6)}
 
-        return {f"item {item}": costs(item) for item in (0, 1, 3, 4, 6)}
-
-    def rates(**changes: int) -> Callable[[Any], None]:
-        def set_rates(backend: Any) -> None:
-            backend.rates = replace(backend.rates, **changes)
-
-        return set_rates
-
-    def value(**changes: Any) -> Callable[[Any], None]:
-        def set_values(backend: Any) -> None:
-            for name, given in changes.items():
-                setattr(backend, name, given)
-
-        return set_values
-
-    def few(**changes: int) -> Callable[[Any], None]:
-        def set_few(backend: Any) -> None:
-            backend.few_config = replace(backend.few_config, **changes)
-
-        return set_few
-
-    def paged(**changes: int) -> Callable[[Any], None]:
-        def set_paged(backend: Any) -> None:
-            backend.paged_config = replace(backend.paged_config, **changes)
-
-        return set_paged
-
-    def both(one: Callable[[Any], None], other: Callable[[Any], None]) -> Callable[[Any], None]:
-        def set_both(backend: Any) -> None:
-            one(backend)
-            other(backend)
-
-        return set_both
+    def both(backend: Any) -> None:
+        change(backend, "few_config", num_stages=2)
+        assign(backend, on_one=4)
 
     def stretched(backend: Any) -> None:
         """As under a captured graph."""
         backend.spec = backend.spec.replace(graph_capture="single_token_decode")
 
+    rates = partial(partial, change, name="rates")
+    few, paged = (partial(partial, change, name=f"{kind}_config") for kind in ("few", "paged"))
+    value = partial(partial, assign)
     if all(query == 1 for query, _ in step.rows):
         return {
             "item 0": rates(item=0), "item 2": rates(item=2), "least 4": rates(least=4),
             "2 on one": value(on_one=2), "4 on one": value(on_one=4),
-            "2 stages": few(num_stages=2),
-            "2 stages, 4 on one": both(few(num_stages=2), value(on_one=4)),
+            "2 stages": few(num_stages=2), "2 stages, 4 on one": both,
             "2 warps": few(num_warps=2), "32 keys, 4 stages": few(block_n=32, num_stages=4),
             "stretches": stretched,
         }  # fmt: skip

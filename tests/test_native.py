@@ -15,7 +15,7 @@ from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
-from polyattn_cpu.native import attention, library
+from polyattn_cpu.native import attention, library, store
 
 ROOT = Path(__file__).parents[1]
 needs_library = pytest.mark.skipif(
@@ -245,7 +245,7 @@ def test_store_has_torch_s_bits(isa, stored):
     want, got = torch.zeros(2, 40, 10, 3, 20).to(cached)
     slots = torch.randperm(400, generator=random)[:300]
     slots[7] = -1
-    attention.store([(rows, got, 0.03)], slots)
+    store.store([store.Part(rows, got, 0.03)], slots)
     keep = slots >= 0
     quantised = quantize(rows, cached, 0.03)
     want.view(torch.uint8).view(400, -1)[slots[keep]] = quantised.view(torch.uint8).view(300, -1)[
@@ -254,7 +254,7 @@ def test_store_has_torch_s_bits(isa, stored):
     assert torch.equal(want.view(torch.uint8), got.view(torch.uint8))
     slots[9] = 400
     with pytest.raises(BatchError, match=r"slot_mapping\[9\]=400"):
-        attention.store([(rows, got, 0.03)], slots)
+        store.store([store.Part(rows, got, 0.03)], slots)
 
 
 @needs_library

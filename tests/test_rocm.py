@@ -29,7 +29,7 @@ def conformance(backend: str, profile: str, computes: str, report: Path) -> dict
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
          "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-as", profile,
          "--polyattn-device", "cpu", "--polyattn-report", str(report), "-x"],
-        cwd="/", env=environment, capture_output=True, text=True, timeout=600, check=False,
+        cwd="/", env=environment, capture_output=True, text=True, timeout=1400, check=False,
     )  # fmt: skip
     return json.loads(report.read_text())
 

@@ -32,7 +32,7 @@ def kit(backend: str, *args: str, path: str = "") -> tuple[int, str]:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
          "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", "cpu", *args],
         cwd="/", env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=600, check=False,
+        timeout=1400, check=False,
     )  # fmt: skip
     return found.returncode, found.stdout + found.stderr
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from polyattn import (
     StepPlan,
     select,
 )
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, SpecError
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
@@ -135,6 +137,112 @@ def test_sinks_count_when_they_are_loaded_later(dtype: torch.dtype) -> None:
     fresh = Attention(layer.group, sinks=loaded.float())
     assert torch.equal(found, step.run(fresh, layer.plan(step.batch)))
     assert not torch.equal(found, without)
+
+
+class Model(torch.nn.Module):
+    """What an engine builds: the weight is the model's, the layer only reads it."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.zeros(4, dtype=dtype), requires_grad=False)
+        self.attention = Attention(select(SINKS, "cpu"), sinks=self.sinks)
+
+
+def saved(model: Model) -> Model:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved, lambda m: m.to(torch.bfloat16),
+     lambda m: m.double().float()],
+    ids=["deepcopy", "pickle", "torch.save", "bfloat16", "there and back"],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_count_that_are_loaded_into_a_copied_or_moved_model(
+    change: Callable[[Model], Model], dtype: torch.dtype
+) -> None:
+    step = Attending()
+    model = change(Model(dtype))
+    loaded = torch.tensor([3.0, -1.0, 0.5, 2.0])
+    model.load_state_dict({"sinks": loaded}, strict=False)
+    fresh = Attention(select(SINKS, "cpu"), sinks=loaded)
+    expected = step.run(fresh, fresh.plan(step.batch))
+    assert torch.equal(step.run(model.attention, step.batch), expected)
+
+
+def test_a_model_is_built_on_the_meta_device_and_loaded() -> None:
+    step = Attending()
+    with torch.device("meta"):
+        model = Model()
+    assert model.sinks.is_meta
+    with pytest.raises(SpecError, match=r"sinks is on the meta device.*`given`"):
+        step.run(model.attention, step.batch)
+    loaded = torch.tensor([3.0, -1.0, 0.5, 2.0])
+    model.load_state_dict({"sinks": loaded}, strict=False, assign=True)
+    weight = model.attention.sinks
+    assert weight is not None
+    with pytest.raises(SpecError, match=r"sinks has shape \(3,\); it must be \(4,\)"):
+        weight.given = loaded[:3]
+    weight.given = model.sinks
+    fresh = Attention(model.attention.group, sinks=loaded)
+    expected = step.run(fresh, step.batch)
+    assert torch.equal(step.run(model.attention, step.batch), expected)
+
+
+def test_every_family_is_built_on_the_meta_device() -> None:
+    latent, recurring = Latent(), Recurring()
+    expected = [
+        latent.run(latent.layer, latent.batch),
+        recurring.run(recurring.layer, recurring.batch),
+    ]
+    weights, params = latent.layer.weights, recurring.layer.params
+    assert weights is not None
+    with torch.device("meta"):
+        slopes = Attention(select(SINKS.replace(learned_sinks=False, alibi=True), "cpu"))
+        mla = LatentAttention(latent.layer.group, *(torch.empty(w.shape) for w in weights))
+        scan = Recurrent(
+            recurring.layer.group, **{n: torch.empty(t.shape) for n, t in params.items()}
+        )
+    assert slopes.params.alibi_slopes is not None and not slopes.params.alibi_slopes.is_meta
+    for step, layer in ((latent, mla), (recurring, scan)):
+        with pytest.raises(SpecError, match="is on the meta device"):
+            step.run(layer, step.batch)
+    assert mla.w_uk is not None and mla.w_uv is not None
+    mla.w_uk.given, mla.w_uv.given = weights
+    for name, tensor in params.items():
+        scan.weights[name].given = tensor
+    assert torch.equal(latent.run(mla, latent.batch), expected[0])
+    assert torch.equal(recurring.run(scan, recurring.batch), expected[1])
+
+
+def test_a_weight_of_inference_mode_is_followed() -> None:
+    """Such a tensor counts no versions."""
+    step = Attending()
+    with torch.inference_mode():
+        weight = torch.zeros(4, dtype=torch.bfloat16)
+        layer = Attention(select(SINKS, "cpu"), sinks=weight)
+        weight += 2.0
+    fresh = Attention(layer.group, sinks=torch.full((4,), 2.0))
+    assert torch.equal(step.run(layer, step.batch), step.run(fresh, step.batch))
+
+
+@FAMILIES
+def test_a_layer_keeps_nothing_of_a_step(family: type[Any]) -> None:
+    """Weights that can be trained, and no no_grad: no cache or state joins a graph."""
+    step = family()
+    layer = step.layer
+    weights = [layer.sinks] if isinstance(layer, Attention) else []
+    weights += [layer.w_uk, layer.w_uv] if isinstance(layer, LatentAttention) else []
+    weights += layer.weights.values() if isinstance(layer, Recurrent) else []
+    for weight in weights:
+        weight.given = torch.nn.Parameter(weight.given)
+    out = step.run(layer, step.batch)
+    held = step.states.data if isinstance(step, Recurring) else step.cache.key
+    assert not out.requires_grad and not held.requires_grad
 
 
 @FAMILIES

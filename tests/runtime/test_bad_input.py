@@ -79,9 +79,21 @@ def test_bad_batches(changes: dict[str, Any], says: str) -> None:
     assert torch.equal(step.cache.key, before), "a refused step must change nothing"
 
 
+@pytest.mark.parametrize("block", [8, 32])
+def test_a_batch_made_for_other_blocks(block: int) -> None:
+    """Its slots would be other tokens'."""
+    step = Step()
+    batch = Batch.from_lens([1, 5], [20, 16], TABLE, block)
+    before = step.cache.key.clone()
+    with pytest.raises(BatchError, match=f"block_size={block}.*isn't the cache's 16"):
+        step.layer(**step.tensors, cache=step.cache, plan=batch)
+    assert torch.equal(step.cache.key, before)
+
+
 TENSORS: list[tuple[str, dict[str, Any], str]] = [
     ("query heads", {"query": torch.randn(6, 5, 32)}, "query is (6, 5, 32)"),
-    ("query rank", {"query": torch.randn(6, 128)}, "query is (6, 128)"),
+    ("query rank", {"query": torch.randn(6, 4, 32, 1)}, "query is (6, 4, 32, 1)"),
+    ("query rows", {"query": torch.randn(6, 100)}, "4 heads of 32 are 128"),
     ("query dtype", {"query": torch.randn(6, 4, 32).half()}, "torch.float16; it must be"),
     ("query tokens", {"query": torch.randn(7, 4, 32)}, "query is (7, 4, 32)"),
     ("key heads", {"key": torch.randn(6, 4, 32)}, "key is (6, 4, 32)"),

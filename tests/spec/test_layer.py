@@ -13,6 +13,7 @@ from polyattn.errors import ConfigError, SpecError
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
 from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.rope import RopeSpec
 from polyattn.tools.cli.models import bundled, bundled_models
 
 # model -> the groups of its layers: (count, what str(spec) says)
@@ -173,6 +174,7 @@ def test_features_are_complete() -> None:
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
         deterministic=True, batch_invariant=True,
+        rope=RopeSpec(rotary_size=64, positions="cache"),
     )  # fmt: skip
     from polyattn.spec.features import FEATURES
 

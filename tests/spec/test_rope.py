@@ -113,12 +113,15 @@ def test_round_trip_and_hash() -> None:
     assert spec.replace(num_heads=8).rope == spec.rope
 
 
-def test_rope_is_asked_of_no_kernel() -> None:
+def test_rope_is_asked_of_no_attention_kernel() -> None:
     plain = LayerSpec(num_heads=4, head_size=64)
     near, far = (plain.replace(rope=RopeSpec(rotary_size=64, base=b)) for b in (1e4, 1e6))
     assert features(near) == features(plain) and near != plain and near != far
-    assert group_layers([near, far, plain]) == {plain: [0, 1, 2]}
-    assert select(near, "h100-sxm").spec == plain
+    assert group_layers([near, far, plain]) == {near: [0], far: [1], plain: [2]}
+    found, bare = select(near, "h100-sxm"), select(plain, "h100-sxm")
+    assert found.spec == near and found.decision.chosen == bare.decision.chosen
+    assert found.cache_format == bare.cache_format
+    assert set(found.decision.notes) - set(bare.decision.notes)  # who rotates
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ VALUES = (
     "h200", "x86-amx", "gaudi3", "cpu:9", "meta", "TORCH_SDPA", "torch_sdpa", "prefill=TORCH_SDPA",
     "prefill.decode=X", "decode=", "=", ",", "mla=NOPE", "EXAMPLE_ATTN,prefill=FLEX_ATTENTION",
     "llama-3.1-8b", "bert-base-uncased", "mamba-2.8b", "deepseek-v2-lite", "auto", "int8", "fp8",
-    "zipf", "one-long", "trace:/dev/null",
+    "zipf", "one-long", "trace:/dev/null", "trace", "poisson:2",
     "8q1s2k", "q2k", "2q1s64", "q" * 9, "0q1", "999999999q1s1", "999999999999q1s1k", "q999999999k",
     "/", "/dev/null", "/nowhere/x", "/dev/full", "/proc/self/mem", ".", "..", "~", "x" * 300,
     "{}", "[]", "null", "{", "[" * 10_000, '{"a":' * 10_000, '{"num_heads": %s}' % ("9" * 5000),
@@ -27,7 +27,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "explain": ("--json", "--device=", "--backend=", "--spec=", "--batch=", "MODEL"),
     "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
             "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
-            "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot="),
+            "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot=",
+            "--weights=", "--arrivals="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
               "--seconds=", "--lengths=", "--seed=", "--plot="),
 }  # fmt: skip

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from polyattn.api import select, select_layers
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
-    from polyattn.families.attention.dense import attention
+    from polyattn.families.attention.function import attention
     from polyattn.families.attention.layer import Attention
     from polyattn.families.mla.indexer import choose_tokens
     from polyattn.families.mla.layer import LatentAttention
@@ -71,7 +71,7 @@ _HOME = {
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
     "StepPlan": "runtime.plan",
-    "attention": "families.attention.dense",
+    "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
     "merge_states": "runtime.merge",

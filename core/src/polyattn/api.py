@@ -16,6 +16,7 @@ from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
+from polyattn.selection.rotating import rotating
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
@@ -50,13 +51,18 @@ def select(
     """
     settings = current() if settings is None else settings
     resolved = resolve_device(device, settings)
-    spec = unrotated(spec)  # kernels take queries and keys that are rotated already
     # All that can change the answer, so that threads with other settings don't disturb each other.
     key = (spec, resolved, backend, verify, settings, generation())
     found = _remembered.get(key)
     if found is None:
-        strict = settings.with_backend(backend, "argument backend")
-        found = _select(spec, resolved, strict, bool(settings.verify if verify is None else verify))
+        asked = unrotated(spec)  # attention takes queries and keys that are rotated already
+        if asked != spec:
+            found = select(asked, resolved, backend=backend, settings=settings, verify=verify)
+            found = rotating(found, spec)
+        else:
+            strict = settings.with_backend(backend, "argument backend")
+            verify = bool(settings.verify if verify is None else verify)
+            found = _select(spec, resolved, strict, verify)
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found

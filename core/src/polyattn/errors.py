@@ -50,6 +50,10 @@ class TraceError(PolyattnError, ValueError):
     """A request trace with a bad line."""
 
 
+class WeightsError(PolyattnError, ValueError):
+    """A checkpoint that can't be read, or isn't of its config's model."""
+
+
 def nearest(value: object, valid: Iterable[str]) -> str:
     """Return `"; did you mean 'X'?"` with the closest valid spelling, or the list of all."""
     choices = sorted(valid)

@@ -24,6 +24,7 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
@@ -46,10 +47,12 @@ __all__ = [
     "LayerParams",
     "LayerSpec",
     "MergeBackend",
+    "NewTokens",
     "Plan",
     "RecurrentBackend",
     "RecurrentSpec",
     "Role",
+    "Rotation",
     "SparseBackend",
     "StoreBackend",
     "StorePlan",

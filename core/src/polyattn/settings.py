@@ -91,6 +91,18 @@ class Settings:
     disabled_source: str = "POLYATTN_DISABLE_PLUGINS"
     notes: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        """Return the hash of all fields, found once: callers that keep nothing look up by settings."""
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+            object.__setattr__(self, "_hash", found)
+        return int(found)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Another process hashes text otherwise.
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
     def override(self, spec: LayerSpec, phase: str) -> Override | None:
         """Return what the strongest source says of `phase`: its most specific scope."""
         for source in self.sources:

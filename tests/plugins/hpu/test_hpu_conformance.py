@@ -19,7 +19,7 @@ def test_conforms(backend: str, least: int, tmp_path: Path) -> None:
          "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", "cpu",
          "--polyattn-report", str(report)],
         cwd="/", env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=600, check=False,
+        timeout=1400, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr
     counts = json.loads(report.read_text())

@@ -110,6 +110,36 @@ with environment:
 """)
 
 
+def test_what_is_written_to_a_view_reaches_the_whole() -> None:
+    """Operators in place, and items named by tensors, on a view and on a view of one."""
+    run("""
+def each(change):
+    for device in ("cpu", "jax"):
+        whole = torch.zeros(6, 3).to(device)
+        place = lambda *numbers: torch.tensor(numbers, device=device)
+        change(whole[1:5], place)
+        change(whole[1:6][1:], place)
+        yield whole.cpu()
+def change_items(view, place):
+    view[place(0, 2)] = 4.0
+    view[place(1), place(2)] = 5.0
+    view[3, 1:] = torch.ones(2).to(view.device)
+with environment:
+    for name, change in {
+        "index_copy_": lambda v, at: v.index_copy_(0, at(3, 0), torch.ones(2, 3).to(v.device)),
+        "masked_fill_": lambda v, at: v.masked_fill_((at(0, 1, 1, 0) > 0)[:, None], 2.0),
+        "fill_": lambda v, at: v.fill_(3.0),
+        "zero_": lambda v, at: v.fill_(3.0).zero_(),
+        "copy_": lambda v, at: v.copy_(torch.ones(4, 3).to(v.device)),
+        "add_": lambda v, at: v.add_(1.5),
+        "items": change_items,
+    }.items():
+        right, found = each(change)
+        assert torch.equal(found, right), (name, found, right)
+        assert bool(right.any()) == (name != "zero_"), name
+""")
+
+
 def test_a_cache_of_another_layout_is_refused() -> None:
     run("""
 from polyattn import KVCache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
+from polyattn.spec.rope import PAIRINGS
 
 _EVERYWHERE = {
     "platforms": {ANY_PLATFORM: ()},
@@ -17,9 +18,13 @@ _EVERYWHERE = {
 
 TORCH_STORE = BackendInfo(
     name="TORCH_STORE",
-    summary="keys and values scattered to their slots by torch's indexing",
+    summary="keys and values rotated and scattered to their slots by torch's operators",
     path="polyattn.runtime.store:TorchStore",
-    capabilities=Capabilities(phases=frozenset({"store"}), **_EVERYWHERE),  # type: ignore[arg-type]
+    capabilities=Capabilities(
+        phases=frozenset({"store"}),
+        rotates=frozenset(PAIRINGS),
+        **_EVERYWHERE,  # type: ignore[arg-type]
+    ),
     priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )

@@ -21,6 +21,7 @@ from polyattn.spec.kinds import (
     Role,
 )
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.rope import PAIRINGS, RopeSpec
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class Capabilities:
       `"merge"` are roles of their own, whose backends claim nothing else.
     - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
     - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
+    - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
+      and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
@@ -154,6 +157,7 @@ class Capabilities:
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
+    rotates: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
@@ -185,6 +189,12 @@ class Capabilities:
             )
         if self.phases & {"store", "merge"} and len(self.phases) > 1:
             raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
+        if not self.rotates <= set(PAIRINGS):
+            raise ValueError(
+                f"Capabilities.rotates={sorted(self.rotates)!r}: pairings are {', '.join(PAIRINGS)}"
+            )
+        if self.rotates and "store" not in self.phases:
+            raise ValueError("Capabilities.rotates: only what claims phase 'store' rotates")
         if not self.platforms:
             raise ValueError("Capabilities.platforms is empty: such a backend can run nowhere")
         if "mixed" in self.phases and not {"prefill", "decode"} <= self.phases:
@@ -284,21 +294,11 @@ def _check_computation(
     )
 
 
-def check_supported(
-    caps: Capabilities,
-    head_size: int,
-    dtype: str,
-    kv_cache_dtype: str = "auto",
-    block_size: int | None = None,
-) -> bool:
-    """Say plainly whether a backend takes these four, whatever the device."""
-    fits = block_size is None or caps.block_sizes.divisor_of(block_size) is not None
-    return (
-        head_size in caps.head_sizes
-        and dtype in caps.dtypes
-        and kv_cache_dtype in caps.kv_cache_dtypes
-        and fits
-    )
+def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
+    """Whether a store itself does what comes before storing; without a rope that is to add a bias."""
+    if rope is None or not rope.rotary_size:
+        return bool(caps.rotates)
+    return rope.pairing in caps.rotates
 
 
 _FEATURE_REMEDIES = {

@@ -188,12 +188,13 @@ def _entry_points() -> Iterator[_Found]:
             text = dist.read_text("entry_points.txt")
             if not text or ENTRY_POINT_GROUP not in text:
                 continue
-            name = _dist_name(dist)
+            said = dist.metadata  # parsed anew at each access
+            name = _name_in(said)
             if name in seen:  # a second copy on sys.path is shadowed, as for import
                 continue
             seen.add(name)
             points = [ep for ep in dist.entry_points if ep.group == ENTRY_POINT_GROUP]
-            version = plain(dist.metadata["Version"] or "(no version)", 64)
+            version = plain(said["Version"] or "(no version)", 64)
             for point in points:
                 problem = plugin_name_problem(point.name) or ""
                 record = PluginRecord(
@@ -206,8 +207,8 @@ def _entry_points() -> Iterator[_Found]:
             yield _Found(PluginRecord(name, where, "", "", problem=problem), lambda: None)
 
 
-def _dist_name(dist: metadata.Distribution) -> str:
-    name = dist.metadata["Name"]
+def _name_in(said: metadata.PackageMetadata) -> str:
+    name = said["Name"]
     if not name:
         raise ValueError("METADATA has no Name")
     return plain(str(name), 64)

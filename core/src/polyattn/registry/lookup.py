@@ -24,6 +24,8 @@ _DYNAMIC = re.compile(
     r"import\s*\*|__getattr__|globals\(|vars\(|setattr\(|exec\(|sys\.modules|__dict__|__path__"
 )
 """Signs that a module's names, or a package's submodules, aren't all in its text."""
+_DEFINED = re.compile(r"^(?:\s*(?:class|def)\s+(\w+)|(\w+)\s*[:=])", re.MULTILINE)
+"""What a module plainly defines: classes, functions, and names that are assigned at its top."""
 
 
 @cache
@@ -34,6 +36,12 @@ def static_problem(path: str) -> str | None:
         return _problem(module, name)
     except Exception:  # a finder that fails, a file that vanishes: nothing is known of the class
         return None
+
+
+def forget() -> None:
+    """Read the sources again at the next question, after something was installed or mended."""
+    for remembered in (static_problem, _source_problem, _defined):
+        remembered.cache_clear()
 
 
 def _problem(module: str, name: str) -> str | None:
@@ -80,6 +88,7 @@ def _missing(full: str, parent: str | None) -> str | None:
     return f"its module {full} is missing; the plugin is incomplete: reinstall it"
 
 
+@cache
 def _source_problem(module: str, origin: str | None) -> str | None:
     """Say why a module's source can't be parsed. A bytecode file of its age proves that it can."""
     if origin is None or not origin.endswith(".py") or _has_bytecode(origin):
@@ -109,10 +118,10 @@ def _has_bytecode(origin: str) -> bool:
 def _name_problem(module: str, origin: str | None, name: str) -> str | None:
     if origin is None or not origin.endswith(".py"):
         return None
-    text = _text(origin)
     # A look at the text costs a twentieth of parsing it, and this is on the way of every selection.
-    if re.search(rf"^\s*(?:class|def)\s+{name}\b|^{name}\s*[:=]", text, re.MULTILINE):
+    if name in _defined(origin):
         return None
+    text = _text(origin)
     table = symtable.symtable(text, origin, "exec")
     if name in table.get_identifiers():
         symbol = table.lookup(name)
@@ -121,6 +130,12 @@ def _name_problem(module: str, origin: str | None, name: str) -> str | None:
     if _DYNAMIC.search(text) or re.search(rf"global\s.*\b{name}\b", text):
         return None
     return f"{module} has no {name!r}; the plugin and its declaration disagree"
+
+
+@cache
+def _defined(origin: str) -> frozenset[str]:
+    # One expression for all names: compiling one for each costs more than reading the file.
+    return frozenset(match[1] or match[2] for match in _DEFINED.finditer(_text(origin)))
 
 
 def _text(origin: str) -> str:

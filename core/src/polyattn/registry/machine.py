@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from polyattn.device import Device
 from polyattn.errors import DeviceError, PluginError, describe, plain, shown
-from polyattn.registry import typed
+from polyattn.registry import lookup, typed
 from polyattn.registry.guard import LatePluginError, PluginCall, within
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.registry.lookup import static_problem
 from polyattn.registry.requirements import requirement_problem
 from polyattn.settings import current
 
@@ -147,7 +146,7 @@ def forget_probes() -> None:
     _probed.clear()
     _late_detectors.clear()
     requirement_problem.cache_clear()
-    static_problem.cache_clear()
+    lookup.forget()
 
 
 def load_problem(info: BackendInfo) -> str | None:
@@ -168,7 +167,7 @@ def _declared_problem(info: BackendInfo) -> str | None:
         problem = requirement_problem(text)
         if problem:
             return f"{problem}; {info.install}" if info.install else problem
-    fault = static_problem(info.path)
+    fault = lookup.static_problem(info.path)
     return None if fault is None else Fault(fault)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polyattn.device import Device
 from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
@@ -18,19 +19,25 @@ if TYPE_CHECKING:
     from polyattn.runtime.batch import Batch
     from polyattn.runtime.kv_cache import KVCache
 
+    Prepared = tuple[Tensor, Tensor | None, Tensor | None]
+    """Query, key and value as attention takes them; None for what lies in the cache alone."""
+
 
 @dataclass(slots=True)
 class LayerParams:
     """What differs between layers of one spec.
 
     `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
-    `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
+    `k_scale`, `v_scale`: a quantised cache holds `value / scale`. `qkv_bias`: `NewTokens.bias`.
+    `rotate`: whether queries and keys come unrotated.
     """
 
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
     k_scale: float = 1.0
     v_scale: float = 1.0
+    qkv_bias: Tensor | None = None
+    rotate: bool = False
 
 
 class Backend:
@@ -152,6 +159,28 @@ class StoreBackend(ABC):
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
         """Write `key` and `value` (num_tokens, num_kv_heads, size). Never waits for the device."""
+
+    def run_rotated(
+        self,
+        plan: StorePlan,
+        rotation: Rotation | None,
+        new: NewTokens,
+        cache: KVCache,
+        params: LayerParams,
+        keep: bool,
+    ) -> Prepared:
+        """Add the bias, rotate, and write the keys and values of `new`, whose tensors stay as they are.
+
+        Returns the query, (num_tokens, num_heads, size) in its dtype, and where `keep` says so the keys
+        and values alike, for an attention that takes them beside the cache; else None may stand for
+        them. `rotation` None: only the bias is added. Never waits for the device. Here: core's torch
+        operators, then `run`. A store that does it itself, in one launch, claims `rotates`.
+        """
+        assert new.key is not None and new.value is not None
+        dtype = new.query.dtype
+        query, key, value = (x.to(dtype) for x in prepared(new, rotation) if x is not None)
+        self.run(plan, key, value, cache, params)
+        return query, key, value
 
 
 class MergeBackend(ABC):

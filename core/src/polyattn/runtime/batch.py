@@ -32,7 +32,9 @@ class Batch:
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
     - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
       `key` and `value`; default: packed one after another. Gaps are left alone.
-
+    - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
+      that rotate; (axes, num_tokens) where `rope.sections` has several axes. None: a sequence's last
+      tokens stand at its end. A padding row's is 0, or whatever is given.
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
 
@@ -40,6 +42,9 @@ class Batch:
     query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
     Raises `BatchError`.
     """
+
+    block_size: int | None = None
+    """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
 
     def __init__(
         self,
@@ -51,18 +56,19 @@ class Batch:
         state_slots: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
+        positions: Tensor | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = _ints("query_start_loc", query_start_loc)
         self.lens = _ints("seq_lens", seq_lens)
         check_lengths(self.starts, self.lens)
         if device is None:
-            given = (block_table, slot_mapping, state_slots)
+            given = (block_table, slot_mapping, state_slots, positions)
             source = next((t for t in given if t is not None), "cpu")
             device = source.device if isinstance(source, Tensor) else source
         self.device = torch.device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
-        self.state_slots = state_slots
+        self.state_slots, self.positions = state_slots, positions
         check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
@@ -88,23 +94,26 @@ class Batch:
         *,
         state_slots: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
+        positions: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
 
-        `slot_mapping` follows from `block_table` and `block_size`; without them nothing is stored.
+        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
+        stored.
         """
         for index, length in enumerate(query_lens):
             if not isinstance(length, int) or length < 0:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            key_starts=key_starts, device=device,
+            key_starts=key_starts, positions=positions, device=device,
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:
                 raise BatchError("block_table without block_size; give the cache's block size")
             batch.slot_mapping = batch.tail_slots(block_size)
+            batch.block_size = block_size
         return batch
 
     @classmethod
@@ -116,13 +125,15 @@ class Batch:
         seq_lens: Tensor,
         block_table: Tensor | None,
         slot_mapping: Tensor | None,
+        positions: Tensor | None = None,
     ) -> Batch:
         """A batch over device buffers that a captured graph reads; copies nothing.
 
         `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
         that they will ever hold.
         """
-        batch = cls(starts, lens, block_table, slot_mapping, device=query_start_loc.device)
+        device = query_start_loc.device
+        batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         return batch
 
@@ -167,6 +178,20 @@ class Batch:
         return torch.tensor(self.lens, dtype=torch.int32, device=self.device)
 
     @cached_property
+    def token_positions(self) -> Tensor:
+        """int64 on the device: `positions`, or what follows from the lengths (num_tokens,)."""
+        if self.positions is not None:
+            return self.positions.long()
+        return torch.from_numpy(self.host_positions).to(self.device)
+
+    @property
+    def host_positions(self) -> np.ndarray[Any, Any]:
+        """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
+        behind = np.asarray(self.lens, np.int64) - np.asarray(self.starts[1:], np.int64)
+        places = np.arange(self.num_tokens) + np.repeat(behind, self.query_lens)
+        return places.clip(min=0)
+
+    @cached_property
     def key_starts(self) -> list[int]:
         """Where each sequence's keys start, on the host: packed, where nothing else was said."""
         return [0, *accumulate(self.lens)][:-1]
@@ -194,7 +219,7 @@ class Batch:
         return {}
 
     def part(self, seqs: slice | list[int]) -> Batch:
-        """Return some of the sequences as a batch of their own, without what they store.
+        """Return some of the sequences as a batch of their own, without what they store and rotate.
 
         A slice gives views, so that a captured graph goes on reading the same buffers.
         """
@@ -206,7 +231,7 @@ class Batch:
         batch = object.__new__(Batch)
         batch.starts = [0, *accumulate(queries[i] for i in chosen)]
         batch.lens = [self.lens[i] for i in chosen]
-        batch.device, batch.slot_mapping = self.device, None
+        batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         index: Any = seqs
         if not isinstance(seqs, slice):
             index = torch.tensor(seqs, device=self.device)
@@ -243,9 +268,9 @@ class Batch:
         """
         assert self.block_table is not None
         check_table_width(self, block_size)
-        lens, queries = np.asarray(self.lens), np.asarray(self.query_lens)
+        lens, queries = (np.asarray(n, dtype=np.int64) for n in (self.lens, self.query_lens))
         seq = np.repeat(np.arange(self.num_seqs), queries)
-        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:]))[seq]
+        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:], np.int64))[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
         at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
         seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)

@@ -51,6 +51,39 @@ def check_tensors(batch: Batch) -> None:
             )
         if tensor.device != batch.device and tensor.device.type != batch.device.type:
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
+    _check_shape_of_positions(batch)
+
+
+def check_positions(batch: Batch, axes: int) -> None:
+    """Check the positions of tokens that a layer rotates. Raises `BatchError`.
+
+    `axes`: those of a position. One number for each token stands for every axis, as text has it.
+    """
+    if batch.positions is None or batch.positions.dim() == 1:
+        return
+    if batch.positions.shape[0] != axes:
+        many = f"positions of {axes} axes, as rope.sections has" if axes > 1 else "one axis"
+        raise BatchError(
+            f"positions has shape {tuple(batch.positions.shape)}; the layer's rotary embedding takes "
+            f"{many}: ({f'{axes}, ' if axes > 1 else ''}{batch.num_tokens}{',' * (axes == 1)})"
+        )
+
+
+def _check_shape_of_positions(batch: Batch) -> None:
+    positions = batch.positions
+    if positions is None:
+        return
+    whole = positions.dtype in (torch.int64, torch.int32)
+    fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
+    if not whole or not fits:
+        raise BatchError(
+            f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
+            f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
+        )
+    if positions.device != batch.device and positions.device.type != batch.device.type:
+        raise BatchError(
+            f"positions is on {positions.device}, the batch on {batch.device}; move one"
+        )
 
 
 def _as_wide(tensor: torch.Tensor) -> bool:
@@ -74,9 +107,17 @@ def check_queries(batch: Batch) -> None:
 
 
 def check_table_width(batch: Batch, block_size: int) -> None:
-    """Check on the host that each length fits its row of the block table. Raises `BatchError`."""
+    """Check on the host that each length fits its row of the block table. Raises `BatchError`.
+
+    `block_size` is the cache's: that of which the batch's slots were made must be the same.
+    """
     if batch.block_table is None:
         return
+    if batch.block_size not in (None, block_size):
+        raise BatchError(
+            f"block_size={batch.block_size}, with which the batch was made, isn't the cache's "
+            f"{block_size}; give Batch.from_lens the cache's"
+        )
     width = batch.block_table.shape[1]
     if batch.max_seq_len <= width * block_size:
         return
@@ -103,6 +144,11 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
     if batch.slot_mapping is None:
         return
     slots = batch.slot_mapping.cpu()
+    if batch.positions is not None:
+        bad = ((batch.positions.cpu() < 0) & (slots >= 0)).nonzero()
+        if bad.numel():
+            at = int(bad[0, -1])
+            raise BatchError(f"positions is negative for token {at}; positions count from 0")
     bad = ((slots < -1) | (slots >= num_blocks * block_size)).nonzero()
     if bad.numel():
         at = int(bad[0])

@@ -21,13 +21,16 @@ Step = Callable[..., Any]
 class StepBuffers:
     """The metadata that a captured graph reads: `num_seqs` rows of `query_len` tokens.
 
+    `axes`: those of the tokens' positions, 0 where no layer rotates.
+
     Missing sequences are padding: of one token, rows of length 0; of several, rows whose keys are
     whatever block 0 holds. Neither stores anything, and nobody reads their output.
     """
 
     def __init__(
-        self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any
-    ):
+        self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any,
+        axes: int = 0,
+    ):  # fmt: skip
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
@@ -38,6 +41,8 @@ class StepBuffers:
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
         self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None
         self.state_slots = ints(num_seqs, dtype=torch.int64) - 1
+        places = (axes, tokens) if axes > 1 else (tokens,)
+        self.positions = ints(*places, dtype=torch.int64) if axes else None
 
     @property
     def padding_len(self) -> int:
@@ -48,8 +53,9 @@ class StepBuffers:
         """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
         starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
         batch = Batch.on_buffers(
-            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping
-        )
+            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
+            self.positions,
+        )  # fmt: skip
         batch.state_slots = self.state_slots
         return batch
 
@@ -75,6 +81,9 @@ class StepBuffers:
             self.slot_mapping.fill_(-1)
             if batch.slot_mapping is not None:
                 self.slot_mapping[:tokens] = batch.slot_mapping
+        if self.positions is not None:
+            self.positions.zero_()
+            self.positions[..., :tokens] = batch.token_positions
         self.state_slots.fill_(-1)
         if batch.state_slots is not None:
             self.state_slots[:count] = batch.state_slots
@@ -156,8 +165,9 @@ class StepGraphs:
                 else "a captured step needs the groups of its layers"
             )
         device, block_size = groups[0].torch_device, next(iter(sizes), None)
+        axes = max(_axes(group) for group in groups)
         self.graphs = [
-            StepGraph(groups, step, StepBuffers(n, query_len, max_len, block_size, device))
+            StepGraph(groups, step, StepBuffers(n, query_len, max_len, block_size, device, axes))
             for n in sorted(num_seqs)
         ]
 
@@ -178,6 +188,14 @@ class StepGraphs:
             sizes = [g.buffers.num_seqs for g in self.graphs]
             raise BatchError(f"{batch} fits none of the captured sizes {sizes}; run it eagerly")
         return graph.replay(batch, inputs)
+
+
+def _axes(group: LayerGroup) -> int:
+    """Return the axes of the positions that a group's layers rotate by, 0 where none does."""
+    rope = group.spec.rope
+    if rope is None or rope.positions == "cache":
+        return 0
+    return 1 if rope.sections is None else len(rope.sections)
 
 
 def _first(result: Any, tokens: int) -> Any:

@@ -17,6 +17,7 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
+from polyattn.spec.decompose import unrotated
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
@@ -116,8 +117,11 @@ class LayerGroup:
         spec: LayerSpec | None = None,
         cache: CacheFormat | None = None,
     ) -> BackendT:
-        """Return this backend for `phase`, loaded once for each spec and cache format."""
-        spec = spec or self.spec
+        """Return this backend for `phase`, loaded once for each spec and cache format.
+
+        It is told of no rotary embedding that comes before it; a store finds that in its call.
+        """
+        spec = unrotated(spec or self.spec)
         key = (info.name, spec, cache)
         found = self._loaded.get(key)
         if found is None:

@@ -11,26 +11,29 @@ from polyattn.errors import SpecError
 from polyattn.spec.layer import LayerSpec
 
 
-class HeadValues:
-    """One number for each head, which may be a model's own weight.
+class Weight:
+    """A tensor of the model's, in the form that kernels read: their dtype, their device.
 
-    Kernels read float32 on their device. Where the given tensor is that, it is what they read; else
-    a copy is, refreshed in place whenever the tensor has changed.
+    It is kept by reference: where it is of that form already it is what they read, else a copy is,
+    refreshed whenever the tensor has changed. So values count that are loaded after the layer was built,
+    copied, pickled or moved, or built on the meta device. A parameter that was replaced by another
+    (`load_state_dict(assign=True)`) is another tensor: assign it to `given`.
     """
 
-    def __init__(self, given: Tensor, device: torch.device):
-        self.given = given
-        plain = given.dtype is torch.float32 and given.device == device and given.is_contiguous()
-        self._read = (
-            given.detach() if plain else given.detach().to(device, torch.float32).contiguous()
-        )
-        self._version = None if plain else given._version
+    def __init__(self, name: str, given: Tensor, device: torch.device, dtype: torch.dtype):
+        self.name, self._device, self._dtype = name, device, dtype
+        self._given = given
+        self._read: Tensor | None = None
+        self._is_copy = False
+        self._seen: tuple[int, int] | None = None
+        if not given.is_meta:
+            self.current()
 
     @classmethod
-    def of(
+    def per_head(
         cls, name: str, given: Tensor | None, spec: LayerSpec, wanted: bool, device: torch.device
-    ) -> HeadValues | None:
-        """Return the values, None where the spec asks for none. Raises `SpecError`."""
+    ) -> Weight | None:
+        """Return one number for each head, None where the spec asks for none. Raises `SpecError`."""
         if (given is not None) != wanted:
             raise SpecError(
                 f"{name} {'is missing' if wanted else 'was given'}: the spec "
@@ -42,14 +45,57 @@ class HeadValues:
             raise SpecError(
                 f"{name} has shape {tuple(given.shape)}; it must be ({spec.num_heads},)"
             )
-        return cls(given, device)
+        return cls(name, given, device, torch.float32)
+
+    @property
+    def given(self) -> Tensor:
+        """The model's tensor. Another of the same shape may take its place; raises `SpecError`."""
+        return self._given
+
+    @given.setter
+    def given(self, tensor: Tensor) -> None:
+        if tensor.shape != self._given.shape:
+            raise SpecError(
+                f"{self.name} has shape {tuple(tensor.shape)}; it must be {tuple(self._given.shape)}"
+            )
+        self._given, self._seen = tensor, None
 
     def current(self) -> Tensor:
-        """Return what kernels read, (num_heads,) float32: the same tensor at each call."""
-        if self._version is not None and self._version != self.given._version:
-            self._read.copy_(self.given.detach())
-            self._version = self.given._version
+        """Return what kernels read: the same tensor, unless the model's was replaced or moved.
+
+        Raises `SpecError` where the model's is on the meta device: it has no values yet.
+        """
+        given = self._given
+        # What was made in inference mode counts no versions.
+        seen = None if given.is_inference() else (_place(given), given._version)
+        if self._read is not None and seen is not None and seen == self._seen:
+            return self._read
+        if given.is_meta:
+            raise SpecError(
+                f"{self.name} is on the meta device and has no values; load the model's weights, and "
+                f"where that replaced the parameter, set `given` of the layer's {self.name} to the new"
+            )
+        if self._is_as_read(given):
+            if self._read is None or self._is_copy or _place(self._read) != _place(given):
+                self._read, self._is_copy = given.detach(), False
+        elif self._read is None or not self._is_copy or self._read.is_inference():
+            self._read = given.detach().to(self._device, self._dtype, copy=True).contiguous()
+            self._is_copy = True
+        else:
+            self._read.copy_(given.detach())
+        self._seen = seen
         return self._read
+
+    def _is_as_read(self, given: Tensor) -> bool:
+        return given.dtype is self._dtype and given.device == self._device and given.is_contiguous()
+
+
+def _place(tensor: Tensor) -> int:
+    """Return where a tensor's numbers lie, 0 where its device has no addresses."""
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def positive(name: str, value: object, quantised: bool) -> float:

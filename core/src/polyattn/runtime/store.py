@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
+from polyattn.registry.capabilities import rotates
 from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.kv_cache import KVCache, quantize, raw
 from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+
+if TYPE_CHECKING:
+    from polyattn.runtime.backend import Prepared
+    from polyattn.runtime.group import LayerGroup
+
+RunRotated = Callable[..., "Prepared"]
+"""`StoreBackend.run_rotated` of one store, its own or core's."""
 
 
 class TorchStore(StoreBackend):
@@ -23,6 +34,33 @@ class TorchStore(StoreBackend):
         scatter(cache.key, quantize(key, cache.key.dtype, params.k_scale), plan.slots)
         if not cache.value_in_key:
             scatter(cache.value, quantize(value, cache.value.dtype, params.v_scale), plan.slots)
+
+    def run_rotated(
+        self,
+        plan: StorePlan,
+        rotation: Rotation | None,
+        new: NewTokens,
+        cache: KVCache,
+        params: LayerParams,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        dtype = new.query.dtype
+        query, key, value = prepared(new, rotation)
+        assert key is not None and value is not None
+        if cache.key.dtype == dtype:
+            key, value = key.to(dtype), value.to(dtype)
+        # A quantised cache takes what was rotated as it is: rounded once.
+        self.run(plan, key, value, cache, params)
+        return query.to(dtype), key.to(dtype) if keep else None, value.to(dtype) if keep else None
+
+
+def claimed_rotation(group: LayerGroup, store: StoreBackend) -> RunRotated:
+    """Return what rotates and stores: the store itself where it claims so, else core's operators."""
+    info, rope = group.selection.backend("store"), group.spec.rope
+    assert info is not None
+    if rotates(info.capabilities, rope):
+        return store.run_rotated
+    return functools.partial(StoreBackend.run_rotated, store)
 
 
 def scatter(cache: Tensor, new: Tensor, slots: Tensor) -> None:

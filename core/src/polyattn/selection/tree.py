@@ -48,6 +48,7 @@ def phases_of(spec: LayerSpec) -> tuple[str, ...]:
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
     """Walk the five steps. Raises `SelectionError` with every rejection, `SettingsError`."""
+    _check_names(facts, settings)
     phases = phases_of(spec)
     notes = list(settings.notes)
     named = {p: _named(spec, p, facts, settings, notes) for p in phases}
@@ -135,6 +136,17 @@ def _is_here(info: BackendInfo, device: Device) -> bool:
     return bool({device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys())
 
 
+def _check_names(facts: Facts, settings: Settings) -> None:
+    """Refuse a name that nobody has, whatever layers it speaks of. Raises `SettingsError`."""
+    for override in (o for source in settings.sources for o in source):
+        if override.backend not in facts.backends:
+            known = nearest(override.backend, facts.backends)
+            problems = "".join(f"\n  note: {text}" for text in facts.problems)
+            raise SettingsError(
+                f"{override.source}: backend {override.backend!r} is unknown{known}{problems}"
+            )
+
+
 def _named(
     spec: LayerSpec, phase: str, facts: Facts, settings: Settings, notes: list[str]
 ) -> Override | None:
@@ -143,14 +155,7 @@ def _named(
         return None
     if phase in SERVICES and phase not in override.scope:
         return None  # a name for the attention says nothing of who stores and merges
-    info = facts.backends.get(override.backend)
-    if info is None:
-        known = nearest(override.backend, facts.backends)
-        problems = "".join(f"\n  note: {text}" for text in facts.problems)
-        raise SettingsError(
-            f"{override.source}: backend {override.backend!r} is unknown{known}{problems}"
-        )
-    kinds = info.capabilities.kinds
+    kinds = facts.backends[override.backend].capabilities.kinds
     recurrent = any(kind.is_recurrent for kind in kinds)
     strict = override.scope or override.source == "argument backend"
     what = None

@@ -11,6 +11,7 @@ from polyattn.spec.kinds import DTYPES, FEATURE_MAPS, KV_CACHE_DTYPES, Attention
 
 if TYPE_CHECKING:
     from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+    from polyattn.spec.rope import RopeSpec
 
 LARGEST = 1 << 24
 """No head count, size or window of a model comes near; what exceeds it is a slip."""
@@ -109,6 +110,24 @@ def check_relations(spec: LayerSpec) -> None:
     if not spec.cached:
         _check_uncached(spec)
     _check_family(spec)
+    if spec.rope is not None:
+        _check_rope(spec, spec.rope)
+
+
+def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
+    """The rotated part lies within a head, and in-cache positions need a cache of keys."""
+    part, name = spec.head_size, "head_size"
+    if spec.latent is not None:
+        part, name = spec.latent.rope_head_size, "latent.rope_head_size"
+    if rope.span > part or (spec.latent is not None and rope.span not in (0, part)):
+        raise SpecError(
+            f"rope.rotary_size={rope.rotary_size} turns {rope.span} elements, and {name}={part}"
+        )
+    if rope.positions == "cache" and (not spec.cached or spec.kind.family != "attention"):
+        raise SpecError(
+            "rope.positions='cache' is for attention over cached keys; use 'absolute' for "
+            f"{'MLA' if spec.kind.is_latent else 'a layer that keeps none'}"
+        )
 
 
 def _check_uncached(spec: LayerSpec) -> None:

@@ -76,8 +76,13 @@ def absorbed(spec: LayerSpec) -> LayerSpec:
 
 @cache
 def unrotated(spec: LayerSpec) -> LayerSpec:
-    """Return the layer that attends to queries and keys which are rotated already."""
-    return spec if spec.rope is None else spec.replace(rope=None)
+    """Return the layer that attends to queries and keys which are rotated already.
+
+    What rotates by positions within the cache stays: there attention itself rotates.
+    """
+    if spec.rope is None or spec.rope.positions == "cache":
+        return spec
+    return spec.replace(rope=None)
 
 
 def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
@@ -94,12 +99,9 @@ def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:
 
 
 def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
-    """Return each distinct part with the indices of its layers, in order of first appearance.
-
-    Layers that differ in their rotary embedding alone are one group: no kernel is asked for it.
-    """
+    """Return each distinct part with the indices of its layers, in order of first appearance."""
     groups: dict[LayerSpec, list[int]] = {}
     for index, spec in enumerate(specs):
-        for part in parts(unrotated(spec)):
+        for part in parts(spec):
             groups.setdefault(part, []).append(index)
     return groups

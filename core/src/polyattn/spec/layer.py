@@ -80,7 +80,8 @@ class LayerSpec:
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
-    - `rope`: how queries and keys are rotated before they come here; no kernel is asked for it.
+    - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
+      attention's kernels are asked for it only where `rope.positions` is `"cache"`.
     - `block_size` None lets the selector choose.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.

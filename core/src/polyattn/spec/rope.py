@@ -30,7 +30,7 @@ class RopeSpec:
       `"llama3"` with `low_freq_factor` and `high_freq_factor`; `"yarn"` (Peng et al., 2023) with
       `beta_fast`, `beta_slow` and `truncate`; `"longrope"` (Ding et al., 2024) with a factor per
       pair, `short_factors` up to `original_length` tokens and `long_factors` beyond;
-      `"proportional"` turns the first `rotary_size` of `exponent_size` elements' frequencies alone.
+      `"proportional"` pairs all `exponent_size` elements and turns `rotary_size` of them alone.
     - `original_length`: what the model was trained for before it was stretched.
     - `attention_factor`: what the rotated queries and keys are each multiplied by.
     - `sections`: pairs per axis of a position with several (time, height, width: Qwen-VL); in turn
@@ -69,6 +69,13 @@ class RopeSpec:
         _check_choices(self)
         _check_numbers(self)
         _check_scaling(self)
+
+    @property
+    def span(self) -> int:
+        """Elements of a head among which the pairs lie: `rotary_size`, or all that are paired."""
+        if self.scaling == "proportional" and self.exponent_size is not None:
+            return self.exponent_size
+        return self.rotary_size
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RopeSpec:
@@ -149,5 +156,12 @@ def _check_scaling(rope: RopeSpec) -> None:
     for name in NEEDS.get(rope.scaling, ()):
         if getattr(rope, name) is None:
             raise SpecError(f"rope.scaling={rope.scaling!r} needs rope.{name}")
+    if rope.span % 2 or rope.span < rope.rotary_size:
+        raise SpecError(
+            f"rope.exponent_size={rope.exponent_size} must be even, and no less than "
+            f"rotary_size={rope.rotary_size}"
+        )
+    if rope.scaling == "dynamic" and rope.rotary_size == 2:
+        raise SpecError("rope.scaling='dynamic' stretches by a power that rotary_size=2 has not")
     if rope.temperature and rope.temperature_length is None:
         raise SpecError(f"rope.temperature={rope.temperature} needs rope.temperature_length")

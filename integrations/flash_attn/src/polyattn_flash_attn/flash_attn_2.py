@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Asked, Keys, Window, attend, dense, lens_of, refuse
+from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, lens_of, refuse
 from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
 
 __all__ = [
@@ -34,7 +35,7 @@ def flash_attn_func(
 ) -> Any:
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE, None)."""
     refuse(dropout_p=dropout_p)
-    asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    asked = FlashAsked(softmax_scale, causal, window_size, softcap, alibi_slopes)
     out, lse = dense(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out
 
@@ -59,7 +60,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attend for packed (total, heads, size), or over pages. Returns as `flash_attn_func`."""
     refuse(dropout_p=dropout_p)
-    asked = Asked(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    asked = FlashAsked(softmax_scale, causal, window_size, softcap, alibi_slopes)
     keys = Keys(k, v, lens_of(cu_seqlens_k), None, block_table)
     out, lse = attend(q, lens_of(cu_seqlens_q), keys, asked)
     return (out, lse, None) if return_attn_probs else out
@@ -116,7 +117,7 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
     rows, count = q.shape[:2]
-    asked = Asked(softmax_scale, causal, tuple(window_size), softcap, alibi_slopes)  # type: ignore[arg-type]
+    asked = FlashAsked(softmax_scale, causal, tuple(window_size), softcap, alibi_slopes)  # type: ignore[arg-type]
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)

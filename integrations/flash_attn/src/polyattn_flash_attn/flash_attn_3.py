@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Asked, Keys, Window, attend, dense, host, lens_of, refuse
+from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, host, lens_of, refuse
 from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
 
 __all__ = [
@@ -40,7 +41,7 @@ def flash_attn_func(
 ) -> Any:
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    asked = Asked(softmax_scale, causal, window_size, softcap, None, attention_chunk)
+    asked = FlashAsked(softmax_scale, causal, window_size, softcap, None, attention_chunk)
     found = dense(q, k, v, asked)
     return found if return_attn_probs else found[0]
 
@@ -72,7 +73,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attend for packed (total, heads, size). Queries beyond `seqused_q` give 0."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    asked = Asked(softmax_scale, causal, window_size, softcap, None, attention_chunk)
+    asked = FlashAsked(softmax_scale, causal, window_size, softcap, None, attention_chunk)
     queries, keys = lens_of(cu_seqlens_q), lens_of(cu_seqlens_k)
     starts = tuple(host(cu_seqlens_k)[:-1])
     if seqused_k is not None:
@@ -136,7 +137,7 @@ def flash_attn_with_kvcache(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
-    asked = Asked(softmax_scale, causal, tuple(window_size), softcap, None, attention_chunk)  # type: ignore[arg-type]
+    asked = FlashAsked(softmax_scale, causal, tuple(window_size), softcap, None, attention_chunk)  # type: ignore[arg-type]
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.dense import keys_as_tokens
+from polyattn.families.attention.packed import Keys
+from polyattn.families.attention.views import keys_as_tokens
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Asked, Keys, attend, host
+from polyattn_flash_attn.calls import FlashAsked, attend, host
 
 
 class Rotary:
@@ -41,7 +42,7 @@ def with_kvcache(
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
     rotary: Rotary | None,
-    asked: Asked,
+    asked: FlashAsked,
 ) -> tuple[Tensor, Tensor]:
     """Packed `query` and new keys. Returns the output and the LSE (heads, tokens)."""
     count, device = len(query_lens), query.device

@@ -9,14 +9,16 @@ What can't be served falls back to the model's own eager attention: warned of on
 
 from __future__ import annotations
 
+from polyattn.runtime.ledger import Report
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from polyattn_transformers.attention import attention
+from polyattn_transformers.ledger import LEDGER
 from polyattn_transformers.masks import make_mask
 from polyattn_transformers.paged import continuous_batching_manager
-from polyattn_transformers.reporting import Report, report, reset
 
 AttentionInterface.register("polyattn", attention)
 AttentionMaskInterface.register("polyattn", make_mask)
+report, reset = LEDGER.report, LEDGER.reset
 
 __all__ = ["Report", "continuous_batching_manager", "report", "reset"]

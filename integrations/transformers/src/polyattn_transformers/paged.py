@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from polyattn import Batch, KVCache, LayerGroup
-from polyattn.families.attention.dense import group_for, plan_for, run
+from polyattn.families.attention.dense import plan_for, run
+from polyattn.runtime.stateless import group_for
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from polyattn_transformers.reporting import count
+from polyattn_transformers.ledger import LEDGER
 
 
 def continuous_batching_manager(
@@ -69,7 +70,7 @@ def attend(
         step = plan_for(group, tuple(lens[0]), tuple(lens[1]))
         given = keys[0].transpose(0, 1), values[0].transpose(0, 1)
         out = run(step, flat[:tokens], *given, sinks=sinks)[0]
-    count(group)
+    LEDGER.count(group)
     if tokens < flat.shape[0]:  # padding, whose output is free
         out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])
     return out[None]

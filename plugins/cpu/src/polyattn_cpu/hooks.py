@@ -101,7 +101,7 @@ NATIVE_MLA = BackendInfo(
 
 NATIVE_STORE = BackendInfo(
     name="NATIVE_STORE",
-    summary="keys and values quantised and scattered in one call",
+    summary="queries, keys and values rotated, quantised and scattered in one call",
     path="polyattn_cpu.native.backends:NativeStore",
     probe="polyattn_cpu.native.library:why_not",
     capabilities=Capabilities(
@@ -111,6 +111,7 @@ NATIVE_STORE = BackendInfo(
         kv_cache_dtypes=QUANTISED,
         layouts=("NHD", "HND"),
         phases=frozenset({"store"}),
+        rotates=frozenset({"neox", "gptj"}),
     ),
     priorities=(Priority(score=100, why="one call instead of eight operators"),),
     proof={"cpu": Proof.MEASURED},

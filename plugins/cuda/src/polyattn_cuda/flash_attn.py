@@ -237,7 +237,8 @@ class TorchFlashAttention2(FlashAttention2):
         super().__init__(spec, cache, device)
         from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-        self.func, self.aux = varlen_attn, AuxRequest(lse=True)
+        self.func: Callable[..., Any] = varlen_attn
+        self.aux = AuxRequest(lse=True)
 
     def varlen(
         self,
@@ -255,6 +256,7 @@ class TorchFlashAttention2(FlashAttention2):
         else:
             key, value, starts = cache.key, cache.value, None
             where = {"seqused_k": batch.seq_lens, "block_table": batch.block_table}
+        found: Tensor
         result, found = self.func(
             query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
             return_aux=self.aux, scale=self.spec.scale, window_size=window_sizes(self.spec),

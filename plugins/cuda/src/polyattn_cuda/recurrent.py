@@ -193,10 +193,10 @@ class MambaSSM(SlotStates):
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
         assert self.spec.recurrent is not None
-        spec = self.spec
+        spec, recurrent = self.spec, self.spec.recurrent
         x, slots = plan.take(inputs), plan.slots
         states[slots] = plan.initial(states)
-        shape = (spec.num_heads, spec.head_size, spec.recurrent.state_size)
+        shape = (spec.num_heads, spec.head_size, recurrent.state_size)
 
         def wide(name: str) -> Tensor | None:
             found = params.get(name)
@@ -205,7 +205,7 @@ class MambaSSM(SlotStates):
         result = selective_state_update(
             states, x["x"], x["dt"][..., None].expand(-1, -1, spec.head_size),
             params["A"][:, None, None].expand(shape), x["B"], x["C"], D=wide("D"),
-            dt_bias=wide("dt_bias"), dt_softplus=spec.recurrent.dt_softplus,
+            dt_bias=wide("dt_bias"), dt_softplus=recurrent.dt_softplus,
             state_batch_indices=slots.int(),
         )  # fmt: skip
         plan.put(out, result)

@@ -22,7 +22,7 @@ from polyattn_tpu.profiles import PROFILES
 INTERPRETED = os.environ.get("PALLAS_INTERPRET") == "1"
 """Then the kernels also serve CPU tensors, in Pallas' interpreter: that is how CI checks them."""
 
-PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": ()} | ({"cpu": ()} if INTERPRETED else {})
+PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": (), "cpu": ()} if INTERPRETED else {"tpu": ()}
 DTYPES = frozenset({"bfloat16", "float32"})
 CACHE_DTYPES = frozenset({"auto", "int8", "fp8_e4m3", "fp8_e5m2"})
 COMMON: dict[str, Any] = {

@@ -82,10 +82,10 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
         return rest.pop(0) if present else None
 
     apart = not form.value_in_key
-    r = Refs(
+    r = Refs(*[
         *(take() for _ in range(8)), take(form.alibi), take(), take(apart), take(), take(form.lse),
         take(), take(apart), *(take() for _ in range(4)),
-    )  # fmt: skip
+    ])  # fmt: skip
     tile, head = pl.program_id(0), pl.program_id(1)
     seq, start = r.tile_seq[tile], r.tile_start[tile]
     length, queries = r.seq_lens[seq], r.query_lens[seq]
@@ -141,7 +141,7 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
         slot = lax.rem(index, jnp.int32(2))
 
         @pl.when(index + 1 < steps)
-        def _() -> None:
+        def _next() -> None:
             pages_of(index + 1, lambda copy: copy.start())
 
         pages_of(index, lambda copy: copy.wait())
@@ -219,7 +219,7 @@ def product(a: Any, b: Any, axis: int) -> Any:
 
 def row_count(tokens: int, group: int, dtype: Any) -> int:
     """Return a tile's rows: a multiple of the sublanes that a register of `dtype` has."""
-    sublanes = 8 * 4 // jnp.dtype(dtype).itemsize
+    sublanes = 8 * 4 // int(jnp.dtype(dtype).itemsize)
     return -(-tokens * group // sublanes) * sublanes
 
 

@@ -120,7 +120,8 @@ def attend_rows(
         out = jnp.einsum("hk,kr->hr", weights.astype(q.dtype), rows[:, :rank], **dot)
         return out.astype(q.dtype), lse
 
-    return lax.map(one, (query, slots), batch_size=each)
+    out, lse = lax.map(one, (query, slots), batch_size=each)
+    return out, lse
 
 
 def gathered(cache: Array, slots: Array, scale: Any, dtype: Any) -> Array:

@@ -5,8 +5,9 @@ Plans are pytrees: arrays that a jitted function takes, and beside them what it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -17,21 +18,21 @@ from polyattn_tpu.configs import CHUNK, DENSE_PAGE, tile_tokens
 from polyattn_tpu.step import Step
 
 Array = Any
+T = TypeVar("T")
 
 
-def _pytree(*static: str) -> Any:
+def _pytree(*static: str) -> Callable[[type[T]], type[T]]:
     """Register a dataclass as a pytree; fields named here are part of what is compiled for."""
 
-    def decorate(cls: type[Any]) -> type[Any]:
-        made = dataclass(frozen=True, eq=False)(cls)
-        arrays = [name for name in made.__dataclass_fields__ if name not in static]
-        jax.tree_util.register_dataclass(made, data_fields=arrays, meta_fields=list(static))
-        return made
+    def decorate(cls: type[T]) -> type[T]:
+        arrays = [field.name for field in fields(cls) if field.name not in static]  # type: ignore[arg-type]
+        return jax.tree_util.register_dataclass(cls, data_fields=arrays, meta_fields=list(static))
 
     return decorate
 
 
 @_pytree("step")
+@dataclass(frozen=True, eq=False)
 class Tiles:
     """The queries in tiles of `step` tokens of one sequence each.
 
@@ -48,6 +49,7 @@ class Tiles:
 
 
 @_pytree()
+@dataclass(frozen=True, eq=False)
 class Pages:
     """Where each sequence's keys are: `first` i32 (seqs,) into `table` i32 (pages,), and the lengths."""
 
@@ -58,6 +60,7 @@ class Pages:
 
 
 @_pytree("cached")
+@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
 
@@ -77,6 +80,7 @@ class AttentionPlan:
 
 
 @_pytree()
+@dataclass(frozen=True, eq=False)
 class RecurrentPlan:
     """A step of a recurrence: chunks in the order of their sequences.
 
@@ -223,7 +227,7 @@ def _tiles(step: Step, group: int, buckets: Buckets) -> tuple[Tiles, int]:
             put[start + first : start + first + real] = where
             tile[:, at] = seq, first
             at += 1
-    return Tiles(take, put, *tile, size), tokens
+    return Tiles(take, put, tile[0], tile[1], size), tokens
 
 
 def _pages(step: Step, counts: list[int], table: Any, tiles: Tiles, buckets: Buckets) -> Pages:

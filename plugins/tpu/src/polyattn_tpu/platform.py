@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 from polyattn.plugin import Device
 
@@ -11,13 +13,35 @@ ARCHS = {"v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6 lite": "
          "7x": "v7x", "v7x": "v7x"}  # fmt: skip
 """What a TPU calls itself, and the name that it is known by."""
 
+VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
+"""What Cloud TPU's images and GKE set on a TPU's host."""
+NODES = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
+"""The device files through which libtpu reaches a chip."""
+
+
+def plausible(root: str = "/") -> bool:
+    """Whether a TPU may be here: looked for cheaply, since JAX takes seconds to say that none is.
+
+    `JAX_PLATFORMS` without `tpu` rules it out. A process that has torchax, a variable of `VARIABLES`
+    and a file of `NODES` each make it plausible.
+    """
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    if asked and "tpu" not in asked.split(","):
+        return False
+    if "torchax" in sys.modules or any(os.environ.get(name) for name in VARIABLES):
+        return True
+    return any(next(Path(root).glob(pattern), None) for pattern in NODES)
+
 
 def detect(torch_device: str | None = None) -> Device | None:
     """Return this host's TPU; None where there is none. Unproven: no TPU was at hand.
 
+    JAX is imported only if `jax` was asked for, or a TPU is `plausible`.
     With `PALLAS_INTERPRET=1`, asked for `jax`: JAX's CPU in the place of a TPU, for tests.
     """
     if torch_device is not None and torch_device.split(":")[0] != "jax":
+        return None
+    if torch_device is None and not plausible():
         return None
     if find_spec("jax") is None or find_spec("torchax") is None:
         return None

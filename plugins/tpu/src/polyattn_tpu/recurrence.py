@@ -47,7 +47,7 @@ def recur(
 
     if size == 1:  # single tokens: every chunk is a sequence of its own
         before = jax.vmap(begin, (0, 0, None))(plan.fresh, slot, states)
-        run = jax.vmap(lambda i, n, s: chunk(spec, i, params, n, s))
+        run: Any = jax.vmap(lambda i, n, s: chunk(spec, i, params, n, s))
         out, after = run(cut, plan.count, before)
         # A padding row's slot is past the end; a chunk of padding has none either.
         states = states.at[slot].set(after.astype(states.dtype), mode="drop")

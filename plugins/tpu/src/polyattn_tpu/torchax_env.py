@@ -39,8 +39,8 @@ def complete(module: Any) -> None:
     import jax
     import torch
     from torchax import tensor
-    from torchax.ops import mappings, ops_registry
-    from torchax.view import View
+    from torchax.ops import mappings, op_base, ops_registry
+    from torchax.view import NarrowInfo, View
 
     def as_dtype(array: Any, dtype: Any) -> Any:
         word = mappings.t2j_dtype(dtype)
@@ -59,6 +59,19 @@ def complete(module: Any) -> None:
         moved = tuple(taken(part) for part in parts)
         return here(array, moved if isinstance(index, tuple) else moved[0])
 
+    def write(view: Any, index: Any, value: Any) -> None:
+        parts = index if isinstance(index, tuple) else (index,)
+        arrays = environment.t2j_iso(tuple(taken(part) for part in parts))
+        here = NarrowInfo(arrays if isinstance(index, tuple) else arrays[0])
+        view.update(value, [*view.get_transformation_chain(), here])
+
+    # A view's items are named by tensors too.
+    View.__setitem__ = write
+    # What these write to a view is else lost: torchax decomposes them over a copy of it.
+    for name in ("index_copy", "masked_fill", "fill", "zero"):
+        written = op_base.InplaceOp(getattr(torch.ops.aten, name))
+        in_place = getattr(torch.ops.aten, f"{name}_")
+        environment.override_op_definition(in_place, written, is_view_op=True)
     # An index may be on the CPU, or a list, as on any device.
     environment.override_op_definition(torch.Tensor.__getitem__, item, is_view_op=True)
     # Its functions read `_elem` of what may be a view, and torch's method knows no subclass.

@@ -13,12 +13,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
 from polyattn_triton.variants import decode_constants, prefill_constants, tile_config, ways_of
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-OTHERS = ("paged", "paged pieces", "merge", "write")
+OTHERS = ("paged", "paged pieces", "merge", "write", "rotate")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
@@ -46,7 +47,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     cached = CACHE.get(spec.kv_cache_dtype, query)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
-    if phase in ("merge", "write"):
+    if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
     pointers = {"Q": query, "OUT": query}
@@ -84,6 +85,8 @@ def _compile_small(
             spec.needs_lse, launches_early(arch),
         )  # fmt: skip
         return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
+    if phase == "rotate":
+        return _compile_rotation(spec, arch, query, cached, block_size)
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
@@ -91,6 +94,21 @@ def _compile_small(
     )  # fmt: skip
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
+
+
+def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block_size: int) -> Any:
+    """Compile what stores fused QKV with a bias; without a rope in the spec, whole heads turn."""
+    rope = spec.rope
+    sizes = (spec.head_size, spec.head_size, spec.v_head_size)
+    constants = rotate_constants(
+        spec.num_heads, spec.num_kv_heads, sizes, block_size,
+        spec.head_size if rope is None else rope.span, False,
+        rope is None or rope.pairing == "neox", rope is not None and rope.temperature > 0, True,
+        cached == query, cached != query, cached == "i8", False,
+    )  # fmt: skip
+    given = dict.fromkeys(("QUERY", "KEY", "VALUE", "OUT", "KEY_OUT", "VALUE_OUT"), query)
+    pointers = given | {"K": cached, "V": cached, "SLOTS": "i64"}
+    return compile_kernel(rotate_store_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}

@@ -166,7 +166,7 @@ SERVICES_PROOF = {where: proof for where, proof in PROOF.items() if where != "sm
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
 TRITON_STORE = BackendInfo(
     name="TRITON_STORE",
-    summary="keys and values written to their slots in one launch, quantised where the cache is",
+    summary="keys and values rotated, quantised and written to their slots in one launch",
     path="polyattn_triton.store:TritonStore",
     probe="polyattn_triton.probes:ready",
     requires=("triton>=3.4",),
@@ -180,6 +180,7 @@ TRITON_STORE = BackendInfo(
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND"),
+        rotates=frozenset({"neox", "gptj"}),
     ),
     priorities=(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),

@@ -41,7 +41,7 @@ from polyattn_triton.schedule import Rates, Tiles, max_parts, rows_of, stretches
 RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
-    from polyattn_triton.mla_hopper import mla_hopper_kernel
+    from polyattn_triton.mla_hopper import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
     mla_hopper_kernel = None
 

@@ -7,10 +7,12 @@ from typing import ClassVar
 import torch
 import triton
 import triton.language as tl
-from polyattn.kernel import KVCache, LayerParams, StoreBackend, StorePlan
+from polyattn.kernel import KVCache, LayerParams, NewTokens, Rotation, StoreBackend, StorePlan
 from torch import Tensor
 
 from polyattn_triton.launch import Launcher
+from polyattn_triton.rotated_store import rotate_and_store
+from polyattn_triton.rounding import limit_of, rounded
 
 
 @triton.jit
@@ -32,7 +34,7 @@ def write_kernel(
         at = offs % D
         x = tl.load(KEY + token * key_t + head * key_h + at, mask=head < HEADS)
         if QUANTIZED:
-            x = _rounded(x, k_scale, limit, INTEGER)
+            x = rounded(x, k_scale, limit, INTEGER)
         to = K + block * k_b + offset * k_t + head * k_h + at
         tl.store(to, x.to(K.dtype.element_ty), mask=head < HEADS)
         if not LATENT:
@@ -40,20 +42,9 @@ def write_kernel(
             at = offs % DV
             y = tl.load(VALUE + token * value_t + head * value_h + at, mask=head < HEADS)
             if QUANTIZED:
-                y = _rounded(y, v_scale, limit, INTEGER)
+                y = rounded(y, v_scale, limit, INTEGER)
             to = V + block * v_b + offset * v_t + head * v_h + at
             tl.store(to, y.to(V.dtype.element_ty), mask=head < HEADS)
-
-
-@triton.jit
-def _rounded(x, scale, limit, INTEGER: tl.constexpr):
-    """Divide as IEEE says, saturate, and round to integers with halves to even."""
-    x = tl.div_rn(x.to(tl.float32), scale)
-    x = tl.minimum(tl.maximum(x, -limit), limit)
-    if INTEGER:
-        # At 1.5 * 2^23 float32's last place is 1, so the sum is rounded as every sum is.
-        x = (x + 12582912.0) - 12582912.0
-    return x
 
 
 _write = Launcher(write_kernel)
@@ -75,13 +66,12 @@ class TritonStore(StoreBackend):
         dtype = cache.key.dtype
         quantized = dtype != key.dtype
         integer = dtype == torch.int8
-        limit = 127.0 if integer else torch.finfo(dtype).max if quantized else 0.0
         width = heads * (size if cache.value_in_key else max(size, value.shape[2]))
         k, v = cache.key.stride(), cache.value.stride()
         _write(
             (tokens, 1, 1),
             (key, value, cache.key, cache.value, plan.slots),
-            (params.k_scale, params.v_scale, limit),
+            (params.k_scale, params.v_scale, limit_of(dtype, key.dtype)),
             (
                 key.stride(0), key.stride(1), value.stride(0), value.stride(1),
                 k[0], k[1], k[2], v[0], v[1], v[2],
@@ -93,3 +83,14 @@ class TritonStore(StoreBackend):
             ),
             {"num_warps": 4 if width >= 512 else 1},
         )  # fmt: skip
+
+    def run_rotated(
+        self,
+        plan: StorePlan,
+        rotation: Rotation | None,
+        new: NewTokens,
+        cache: KVCache,
+        params: LayerParams,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return rotate_and_store(plan, rotation, new, cache, params, keep)

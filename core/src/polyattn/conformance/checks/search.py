@@ -22,6 +22,7 @@ from polyattn.conformance.harness.recurrent import RecurrentHarness
 from polyattn.errors import PolyattnError, SelectionError, SpecError
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.discovery import discover
+from polyattn.runtime.group import LayerGroup
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -37,8 +38,13 @@ lengths = st.lists(
 )  # fmt: skip
 
 
-def drawn(harness: Harness, example: Callable[[st.DataObject], None]) -> int:
-    """Run `example` on draw after draw until the harness's budget is spent; returns how many ran."""
+def drawn(
+    harness: Harness, example: Callable[[st.DataObject], None], count: int | None = None
+) -> int:
+    """Run `example` on draw after draw; returns how many ran.
+
+    Until `count` of them did, or, without one, until the harness's budget is spent.
+    """
     end, ran = time.monotonic() + harness.budget, 0
 
     def once(data: st.DataObject) -> None:
@@ -47,10 +53,11 @@ def drawn(harness: Harness, example: Callable[[st.DataObject], None]) -> int:
         ran += 1
 
     at = harness.seed
-    while not ran or time.monotonic() < end:
+    while ran < count if count is not None else not ran or time.monotonic() < end:
         configured = settings(
-            max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.generate],
-            suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+            max_examples=EXAMPLES if count is None else count - ran, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
         )  # fmt: skip
         seed(at)(configured(given(st.data())(once)))()
         at += 1
@@ -63,12 +70,10 @@ def search(case: Case, harness: AttentionHarness) -> None:
 
     def example(data: st.DataObject) -> None:
         spec = data.draw(attention_specs(caps, case.spec), label="spec")
-        assume(len(served_phases(caps, spec, harness.device)) == len(caps.phases - {"mixed"}))
-        layout = data.draw(st.sampled_from(caps.layouts), label="layout") if spec.cached else None
+        group = drawn_group(data, harness, caps, spec)
         steps = [data.draw(lengths, label="(query, length)") for _ in range(2)]
         if "prefill" not in caps.phases:
             steps = [[(1, max(length, 1)) for _, length in step] for step in steps]
-        group = _group(harness, spec, layout)
         layers = [harness.layer(spec, group=group) for _ in range(2)]
         firsts = [harness.inputs(layers[0], step) for step in steps]
         plans = [group.plan(first.batch) for first in firsts]
@@ -80,11 +85,17 @@ def search(case: Case, harness: AttentionHarness) -> None:
     drawn(harness, example)
 
 
-def _group(harness: Harness, spec: LayerSpec, layout: str | None) -> Any:
+def drawn_group(
+    data: st.DataObject, harness: Harness, caps: Capabilities, spec: LayerSpec
+) -> LayerGroup:
+    """Return a group in a layout that is drawn; a draw that isn't claimed is dropped."""
+    assume(len(served_phases(caps, spec, harness.device)) == len(caps.phases - {"mixed"}))
+    layout = data.draw(st.sampled_from(caps.layouts), label="layout") if spec.cached else None
     try:
         return harness.group(spec, layout)
     except SelectionError:  # such a block size in such a layout, say
         assume(False)
+        raise
 
 
 @st.composite
@@ -136,19 +147,12 @@ def latent_search(case: Case, harness: LatentHarness) -> None:
     caps = discover().backend(harness.backend).capabilities
 
     def example(data: st.DataObject) -> None:
-        heads = data.draw(st.sampled_from(caps.gqa_ratios.examples((1, 2, 5, 16)) or [128]))
-        changes: dict[str, Any] = {
-            "num_heads": heads, "num_kv_heads": heads,
-            "dtype": data.draw(st.sampled_from(sorted(caps.dtypes))),
-            "kv_cache_dtype": data.draw(st.sampled_from(sorted(caps.kv_cache_dtypes))),
-            "needs_lse": "lse" in caps.features and data.draw(st.booleans()),
-            "scale": data.draw(st.just(0.0) | st.floats(0.05, 0.2)),
-        }  # fmt: skip
+        spec = data.draw(latent_specs(caps, case.spec), label="spec")
         step = data.draw(lengths, label="(query, length)")
         if "prefill" not in caps.phases and case.spec.latent and case.spec.latent.topk:
             step = [(1, max(length, 1)) for _, length in step]
         try:
-            layer = harness.layer(case.spec.replace(**changes))
+            layer = harness.layer(spec)
         except SelectionError:
             assume(False)
         harness.check(layer, harness.inputs(layer, step), "drawn: ")
@@ -156,19 +160,41 @@ def latent_search(case: Case, harness: LatentHarness) -> None:
     drawn(harness, example)
 
 
+@st.composite
+def latent_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> LayerSpec:
+    """Draw an MLA layer from the claims."""
+    heads = draw(st.sampled_from(caps.gqa_ratios.examples((1, 2, 5, 16)) or [128]))
+    return base.replace(
+        num_heads=heads,
+        num_kv_heads=heads,
+        dtype=draw(st.sampled_from(sorted(caps.dtypes))),
+        kv_cache_dtype=draw(st.sampled_from(sorted(caps.kv_cache_dtypes))),
+        needs_lse="lse" in caps.features and draw(st.booleans()),
+        scale=draw(st.just(0.0) | st.floats(0.05, 0.2)),
+    )
+
+
+NUMBERS = st.sampled_from(["usual", "growing", "forgetting"])
+
+
+@st.composite
+def recurrences(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> LayerSpec:
+    """Draw a recurrence of `base`'s kind from the claims."""
+    dtype = draw(st.sampled_from(sorted(caps.dtypes)))
+    found = draw(st.sampled_from([spec for _, spec in recurrent_specs(base.kind, dtype)]))
+    heads = found.gqa_ratio * draw(st.integers(1, 4))
+    if found.head_size == 1:
+        return found
+    return found.replace(num_heads=heads, num_kv_heads=heads // found.gqa_ratio)
+
+
 def recurrent_search(case: Case, harness: RecurrentHarness) -> None:
     """Any size of this kind, any numbers, over any batch."""
     caps = discover().backend(harness.backend).capabilities
-    kind = case.spec.kind
 
     def example(data: st.DataObject) -> None:
-        dtype = data.draw(st.sampled_from(sorted(caps.dtypes)))
-        base = data.draw(st.sampled_from([spec for _, spec in recurrent_specs(kind, dtype)]))
-        heads = base.gqa_ratio * data.draw(st.integers(1, 4), label="groups")
-        spec = base
-        if base.head_size > 1:
-            spec = base.replace(num_heads=heads, num_kv_heads=heads // base.gqa_ratio)
-        numbers = data.draw(st.sampled_from(["usual", "growing", "forgetting"]))
+        spec = data.draw(recurrences(caps, case.spec), label="spec")
+        numbers = data.draw(NUMBERS)
         step = data.draw(lengths, label="(query, length)")
         try:
             layer = harness.layer(spec, numbers)

@@ -77,14 +77,14 @@ def _merged(case: Case, harness: MergeHarness, backend: MergeBackend, count: int
             backend.run(total, total_lse, given, given_lse)
             unchanged("the part's output", given, out)
             unchanged("the part's LSE", given_lse, kept)
-        expected, expected_lse = _over_all(parts)
+        expected, expected_lse = over_all(parts)
         limit = STATES * (1.0 if precise is torch.float32 else 0.1)
         error, lse_off = output_error(total, expected), lse_error(total_lse, expected_lse)
         assert error <= limit, f"{harness.backend}: merged output is off by {error:.3g}"
         assert lse_off <= 1e-4, f"{harness.backend}: merged LSE is off by {lse_off:.3g}"
 
 
-def _over_all(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def over_all(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The definition in float64: outputs weighted by what each part's softmax summed to."""
     outs = torch.stack([out.cpu().double() for out, _ in parts])
     lses = torch.stack([lse.cpu().double() for _, lse in parts])

@@ -12,6 +12,7 @@ from polyattn.runtime.backend import LayerParams, MergeBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import StorePlan
+from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
 COUNTS = {"some": 37, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
@@ -44,14 +45,7 @@ class StoreHarness(Harness):
         assert form is not None
         cache = group.allocate_cache(-(-2 * count // form.block_size) + 3)
         poison(cache)
-        dtype, heads = STORAGE_DTYPES[spec.dtype], form.num_kv_heads
-        fused = self.random(count, 3 * heads, max(form.head_size, form.v_head_size), dtype=dtype)
-        # Beyond what 8 bits hold now and then: what is stored saturates.
-        fused *= torch.where(self.random(count, 1, 1) > 1.5, 2000.0, 1.0).to(dtype)
-        key = fused[:, :heads, : form.head_size]
-        value = key[..., : form.v_head_size]
-        if not form.value_in_key:
-            value = fused[:, heads : 2 * heads, : form.v_head_size]
+        key, value = self.rows(form, spec, count)
         room = cache.num_blocks * form.block_size
         slots = torch.randperm(room, generator=self.generator)[:count]
         if batch in ("some", "many"):
@@ -61,24 +55,39 @@ class StoreHarness(Harness):
         if batch == "all skipped":
             slots.fill_(-1)
         slots = slots.to(self.torch_device) if like is None else like.slots
-        scale = 1.0
-        if spec.kv_cache_dtype != "auto":
-            scale = 0.05 + 0.01 * self.integers(0, 10, 1)[0]
-        v_scale = scale if form.value_in_key else scale * 1.5
+        return NewTokens(key, value, slots, cache, self.params(form, spec))
+
+    def rows(self, form: CacheFormat, spec: LayerSpec, count: int) -> tuple[Tensor, Tensor]:
+        """Return strided keys and values, now and then beyond what 8 bits hold: those saturate."""
+        dtype, heads = STORAGE_DTYPES[spec.dtype], form.num_kv_heads
+        fused = self.random(count, 3 * heads, max(form.head_size, form.v_head_size), dtype=dtype)
+        fused *= torch.where(self.random(count, 1, 1) > 1.5, 2000.0, 1.0).to(dtype)
+        key = fused[:, :heads, : form.head_size]
+        if form.value_in_key:
+            return key, key[..., : form.v_head_size]
+        return key, fused[:, heads : 2 * heads, : form.v_head_size]
+
+    def params(self, form: CacheFormat, spec: LayerSpec) -> LayerParams:
+        """Return scales for a cache that is quantised, 1 for one that isn't."""
         if spec.kv_cache_dtype == "auto":
-            v_scale = 1.0
-        return NewTokens(key, value, slots, cache, LayerParams(k_scale=scale, v_scale=v_scale))
+            return LayerParams()
+        scale = 0.05 + 0.01 * self.integers(0, 10, 1)[0]
+        return LayerParams(k_scale=scale, v_scale=scale if form.value_in_key else scale * 1.5)
 
     def check(
         self, store: StoreBackend, new: NewTokens, plan: StorePlan | None = None, label: str = ""
     ) -> None:
         """Store and look at every slot of the cache: those of the step, and all others."""
         held, before = copied(new.cache), (new.key.clone(), new.value.clone())
-        scales = (new.params.k_scale, new.params.v_scale)
-        put(held, new.key, new.value, new.slots, scales)
+        put(held, new.key, new.value, new.slots, (new.params.k_scale, new.params.v_scale))
         store.run(plan or store.plan(new.slots), new.key, new.value, new.cache, new.params)
         unchanged("key", new.key, before[0])
         unchanged("value", new.value, before[1])
+        self.compare(new, held, label)
+
+    def compare(self, new: NewTokens, held: KVCache, label: str = "") -> None:
+        """Assert that `new.cache` holds what it must, bit for bit, or rounded to what is as near."""
+        scales = (new.params.k_scale, new.params.v_scale)
         for name, given, scale in (("key", new.key, scales[0]), ("value", new.value, scales[1])):
             found, wanted = getattr(new.cache, name), getattr(held, name)
             wrong = bits(found) != bits(wanted)
@@ -90,11 +99,12 @@ class StoreHarness(Harness):
             elsewhere[at] = False
             assert not elsewhere.any(), f"{label}{self.backend} wrote a {name} where no slot is"
             assert found.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
-            # What is quantised may round another way only where both are as near.
+            # What is quantised may round another way only where both are as near; no 8-bit integer
+            # says NaN, and of an 8-bit float's NaNs any does.
             exact = given[kept].double() / scale
             error = (found[at].double() - exact).abs()
             best = (wanted[at].double() - exact).abs()
-            near = error <= best + 1e-6 * exact.abs()
+            near = (error <= best + 1e-6 * exact.abs()) | exact.isnan()
             assert bool(near.all()), f"{label}{self.backend} rounded a {name} wrong"
 
 
@@ -105,9 +115,9 @@ class MergeHarness(Harness):
         """Return the merge of a group for this layer."""
         return self.group(spec).backend("merge", MergeBackend)
 
-    def states(self, spec: LayerSpec, parts: int) -> list[tuple[Tensor, Tensor]]:
+    def states(self, spec: LayerSpec, parts: int, tokens: int = 40) -> list[tuple[Tensor, Tensor]]:
         """Return (output, LSE) of several parts; some rows saw no key in some, or in any."""
-        tokens, dtype = 40, STORAGE_DTYPES[spec.dtype]
+        dtype = STORAGE_DTYPES[spec.dtype]
         found = []
         for index in range(parts):
             out = self.random(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)

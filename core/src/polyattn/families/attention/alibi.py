@@ -16,4 +16,4 @@ def alibi_slopes(num_heads: int) -> Tensor:
     closest = 2 ** math.floor(math.log2(num_heads))
     slopes = [2.0 ** (-8.0 * (i + 1) / closest) for i in range(closest)]
     extra = [2.0 ** (-4.0 * (i + 1) / closest) for i in range(0, 2 * (num_heads - closest), 2)]
-    return torch.tensor(slopes + extra, dtype=torch.float32)
+    return torch.tensor(slopes + extra, dtype=torch.float32, device="cpu")

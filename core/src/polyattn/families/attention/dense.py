@@ -1,113 +1,62 @@
-"""Attention without a layer, as a function: dense `(batch, seqlen, heads, size)` or packed sequences.
+"""Attention for callers that keep nothing between calls: dense `(batch, seqlen, heads, size)`.
 
-What engines need whose interface keeps nothing between calls: groups by what is asked of them, tensors
-as tokens without a copy, and plans by the lengths.
+What such a caller would otherwise pay at each call is paid once for each way of calling: the group that
+serves it, the plan for these lengths, how these strides are viewed as tokens, every check of a shape.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from polyattn.api import select
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.views import View, ordered, token_view
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan
-from polyattn.settings import Settings, current
+from polyattn.runtime.stateless import group_for, place_of
+from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 
+Count = Callable[[LayerGroup], None]
+"""What is told of each group that served a call."""
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    window_right: int | None = None,
-    logit_soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    query_lens: Sequence[int] | None = None,
-    key_lens: Sequence[int] | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend to keys and values that are given whole. Forward only: gradients are refused.
 
-    - Dense: `query` (batch, queries, num_heads, head_size), `key` and `value` (batch, keys,
-      num_kv_heads, size). `key_lens`: how many keys of each row count, from its first; default: all.
-    - Packed: `query` (tokens, num_heads, head_size) of sequences of `query_lens` one after another,
-      `key` and `value` likewise of `key_lens` (default: `query_lens`).
-    - `causal` is aligned to the bottom right: the last query sees the last key. A query that sees
-      nothing gives 0.
+class Asked(NamedTuple):
+    """What a call asks for beside its tensors: `LayerSpec`'s fields, and a backend by name."""
 
-    Other arguments as `LayerSpec`'s fields of that name. Returns the output in the query's shape with
-    the value's size, and where asked the LSE, float32, natural logarithm, (batch, queries, num_heads)
-    or (tokens, num_heads). `backend` names one. Raises `BatchError`, and what `select` raises.
-    """
-    _check_shapes(query, key, value)
-    group = group_for(
-        query.device, backend, num_heads=query.shape[-2], num_kv_heads=key.shape[-2],
-        head_size=query.shape[-1], v_head_size=value.shape[-1], scale=scale or 0.0,
-        dtype=query.dtype, causal=causal, sliding_window=sliding_window, window_right=window_right,
-        logit_soft_cap=logit_soft_cap, alibi=alibi_slopes is not None,
-        learned_sinks=sinks is not None, needs_lse=return_lse, cached=False,
+    causal: bool = False
+    scale: float | None = None
+    sliding_window: int | None = None
+    window_right: int | None = None
+    logit_soft_cap: float | None = None
+    chunk_size: int | None = None
+    needs_lse: bool = False
+    backend: str | None = None
+
+
+def group_of(
+    query: Tensor, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool, **more: Any
+) -> LayerGroup:
+    """Return the group for `query` (…, num_heads, head_size) and what is asked; `more` as `group_for`."""
+    return group_for(
+        query.device, asked.backend, num_heads=query.shape[-2], num_kv_heads=kv_heads,
+        head_size=query.shape[-1], v_head_size=v_size, dtype=query.dtype, causal=asked.causal,
+        scale=asked.scale or 0.0, sliding_window=asked.sliding_window,
+        window_right=asked.window_right, logit_soft_cap=asked.logit_soft_cap,
+        chunk_size=asked.chunk_size, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
+        **more,
     )  # fmt: skip
-    if query.dim() == 3:
-        if query_lens is None:
-            raise BatchError("packed sequences need query_lens, the tokens of each")
-        lens = query_lens if key_lens is None else key_lens
-        step = plan_for(group, tuple(query_lens), tuple(lens))
-        out, lse = run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
-    else:
-        if query_lens is not None or key.shape[0] != query.shape[0]:
-            raise BatchError(
-                f"query {tuple(query.shape)} and key {tuple(key.shape)} are dense: their first sizes "
-                "agree, and query_lens is left out"
-            )
-        keys, values, apart = keys_as_tokens(key, value)
-        rows, count = query.shape[:2]
-        step = plan_for(group, (count,) * rows, _row_lens(key, key_lens), apart)
-        flat = query.reshape(rows * count, *query.shape[2:])
-        out, lse = run(step, flat, keys, values, sinks=sinks, alibi_slopes=alibi_slopes)
-        out = out.view(rows, count, *out.shape[1:])
-        lse = None if lse is None else lse.view(rows, count, -1)
-    return out if lse is None else (out, lse)
-
-
-def group_for(device: torch.device, backend: str | None = None, **fields: Any) -> LayerGroup:
-    """Return the group that serves a `LayerSpec` of these fields; `dtype` is torch's.
-
-    It is made once for each way of calling: what a caller pays who keeps nothing. Each thread, and on
-    CUDA each stream, has its own, since groups share workspaces. Raises what `select` raises.
-    """
-    place: Any = threading.get_ident()
-    if device.type == "cuda":
-        place = (place, torch.cuda.current_stream(device).cuda_stream)
-    return _group(current(), generation(), place, device, backend, **fields)
-
-
-@lru_cache(maxsize=1024)
-def _group(
-    settings: Settings, plugins: int, place: Any, device: torch.device, backend: str | None,
-    **fields: Any,
-) -> LayerGroup:  # fmt: skip
-    dtype = str(fields.pop("dtype")).removeprefix("torch.")
-    spec = LayerSpec(dtype=dtype, **fields)
-    return LayerGroup(select(spec, device, backend=backend, settings=settings))
 
 
 @lru_cache(maxsize=1024)
@@ -147,22 +96,27 @@ def run(
     Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
     """
     assert isinstance(step, AttentionStep)
-    params = _PLAIN
-    spec = step.group.spec
-    if spec.learned_sinks or spec.alibi:
-        if spec.alibi and alibi_slopes is None:
-            alibi_slopes = default_slopes(spec.num_heads)
-        params = LayerParams(
-            _per_head("sinks", sinks, spec.learned_sinks, query, spec),
-            _per_head("alibi_slopes", alibi_slopes, spec.alibi, query, spec),
-        )
+    params = _params(step.group.spec, query, sinks, alibi_slopes)
     lse = None
-    if spec.needs_lse:
+    if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
     return step.call(query, key, value, cache, params, None, lse), lse
 
 
 _PLAIN = LayerParams()
+
+
+def _params(
+    spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
+) -> LayerParams:
+    if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
+        return _PLAIN
+    if spec.alibi and alibi_slopes is None:
+        alibi_slopes = default_slopes(spec.num_heads)
+    return LayerParams(
+        _per_head("sinks", sinks, spec.learned_sinks, query, spec),
+        _per_head("alibi_slopes", alibi_slopes, spec.alibi, query, spec),
+    )
 
 
 def _per_head(
@@ -174,52 +128,138 @@ def _per_head(
     return None if given is None else given.detach().to(like.device, torch.float32).contiguous()
 
 
-def keys_as_tokens(
-    key: Tensor, value: Tensor, heads_first: bool = False
-) -> tuple[Tensor, Tensor, int]:
-    """View dense keys and values (batch, seqlen, heads, size) as tokens (tokens, heads, size).
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: Asked,
+    *,
+    heads_first: bool = False,
+    key_lens: tuple[int, ...] | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    count: Count | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend for dense rows, (batch, seqlen, heads, size), or `heads_first` (batch, heads, seqlen, size).
 
-    Any order of batch, seqlen and heads in memory is viewed without a copy. Also returns how many
-    tokens lie from one row's first key to the next one's. `heads_first`: they are (batch, heads,
-    seqlen, size).
+    `key_lens`: how many keys of each row count, from its first; default: all. Returns the output
+    (batch, queries, heads, v_size) in either case and, where asked, the LSE (batch, queries, heads),
+    float32. Raises `BatchError`, and what `select` raises.
     """
-    keys, apart = as_tokens(key, heads_first)
-    values, others = as_tokens(value, heads_first)
-    if apart != others:
-        (keys, apart), (values, _) = (as_tokens(t.contiguous(), heads_first) for t in (key, value))
-    return keys, values, apart
+    key_of_call = (
+        current(), generation(), place_of(query.device), asked, heads_first, key_lens,
+        sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
+        key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
+        value.stride(),
+    )  # fmt: skip
+    call = _calls.get(key_of_call)
+    if call is None:
+        call = DenseCall(query, key, value, asked, heads_first, key_lens, sinks, alibi_slopes)
+        if len(_calls) >= KNOWN:
+            _calls.clear()
+        _calls[key_of_call] = call
+    if count is not None:
+        count(call.step.group)
+    return call(query, key, value, sinks, alibi_slopes)
 
 
-def as_tokens(tensor: Tensor, heads_first: bool = False) -> tuple[Tensor, int]:
-    """View one dense tensor as tokens; a copy only where its strides allow no view."""
-    rows, count, heads, size = tensor.shape
-    row, token, head, element = tensor.stride()
-    if heads_first:
-        count, heads, token, head = heads, count, head, token
-    apart = count if rows == 1 else row // (token or 1)
-    if element != 1 or token <= 0 or (rows > 1 and row % token) or not tensor.numel():
-        ordered = tensor.transpose(1, 2) if heads_first else tensor
-        return ordered.reshape(rows * count, heads, size).contiguous(), count
-    return tensor.as_strided(((rows - 1) * apart + count, heads, size), (token, head, 1)), apart
+class DenseCall:
+    """One way of calling `dense`: everything that these shapes, strides and dtypes decide."""
+
+    __slots__ = ("device_type", "lse_shape", "out_shape", "rows", "spec", "step", "views")
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        asked: Asked,
+        heads_first: bool,
+        key_lens: tuple[int, ...] | None,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ):
+        seqlen, heads = (2, 1) if heads_first else (1, 2)
+        _check(query, key, value, seqlen, heads)
+        rows, count, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
+        views = [_view(t, heads_first) for t in (query, key, value)]
+        if views[0] is not None and views[0][2] != count:
+            views[0] = None
+        if views[1] is None or views[2] is None or views[1][2] != views[2][2]:
+            views[1] = views[2] = None
+        self.views = tuple(views)
+        self.rows = heads_first
+        tokens = query.transpose(1, 2) if heads_first else query
+        group = group_of(
+            tokens, key.shape[heads], value.shape[3], asked, sinks is not None,
+            alibi_slopes is not None, cached=False,
+        )  # fmt: skip
+        apart = keys if views[1] is None else views[1][2]
+        self.step = plan_for(group, (count,) * rows, _row_lens(rows, keys, key_lens), apart)
+        self.spec, self.device_type = group.spec, group.device_type
+        self.out_shape = (rows, count, self.spec.num_heads, self.spec.v_head_size)
+        self.lse_shape = self.out_shape[:3]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend: tensors of exactly the shapes, strides and dtypes that this was made for."""
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            refuse_gradients(query=query, key=key, value=value)
+        spec, (of_query, of_key, of_value), step = self.spec, self.views, self.step
+        params = _PLAIN
+        if sinks is not None or alibi_slopes is not None:
+            params = _params(spec, query, sinks, alibi_slopes)
+        out = query.new_empty(step.out_shape)
+        lse = query.new_empty(step.lse_shape, dtype=torch.float32) if spec.needs_lse else None
+        given = (
+            query.as_strided(of_query[0], of_query[1]) if of_query else ordered(query, self.rows),
+            key.as_strided(of_key[0], of_key[1]) if of_key else ordered(key, self.rows),
+            value.as_strided(of_value[0], of_value[1]) if of_value else ordered(value, self.rows),
+        )
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                step.run(*given, None, params, out, lse)
+        else:
+            step.run(*given, None, params, out, lse)
+        return out.view(self.out_shape), None if lse is None else lse.view(self.lse_shape)
 
 
-def _row_lens(key: Tensor, lens: Sequence[int] | None) -> tuple[int, ...]:
-    rows, keys = key.shape[:2]
+_calls: dict[Any, DenseCall] = {}
+KNOWN = 1024
+"""Ways of calling that are remembered; all are forgotten when there are more."""
+
+
+def _view(tensor: Tensor, heads_first: bool) -> View | None:
+    return token_view(tensor.shape, tensor.stride(), heads_first)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, seqlen: int, heads: int) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise BatchError(
+                f"{name} has shape {tuple(tensor.shape)}; dense tensors have four sizes"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise bad_input(name, tensor, tuple(tensor.shape), query.dtype, query.device)
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise BatchError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} differ in their rows or head sizes"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise BatchError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in more than their size"
+        )
+
+
+def _row_lens(rows: int, keys: int, lens: Sequence[int] | None) -> tuple[int, ...]:
     if lens is None:
         return (keys,) * rows
     if len(lens) != rows or any(not 0 <= n <= keys for n in lens):
         raise BatchError(f"key_lens={list(lens[:4])}… must be {rows} lengths of 0 to {keys}")
     return tuple(lens)
-
-
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor) -> None:
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() != query.dim() or tensor.dim() not in (3, 4):
-            raise BatchError(
-                f"{name} has shape {tuple(tensor.shape)}; all three are (batch, seqlen, heads, size) or "
-                "packed (tokens, heads, size)"
-            )
-    if key.shape[:-1] != value.shape[:-1]:
-        raise BatchError(
-            f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in more than their size"
-        )

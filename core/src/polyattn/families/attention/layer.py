@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
+from polyattn.families.attention.fused import fused_bias, in_heads
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.rotation import check_rotate, rotated_here
 from polyattn.runtime import torch_compile
 from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
@@ -21,7 +23,7 @@ from polyattn.runtime.inputs import (
     check_aligned,
 )
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.parameters import HeadValues, positive
+from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
@@ -36,9 +38,14 @@ class Attention(nn.Module):
     verified on an accelerator).
 
     - `sinks` (num_heads,): learned sink logits, where the spec has them. Kept by reference: weights
-      that are loaded into the tensor afterwards count.
+      that are loaded into the tensor afterwards count, also where the layer was built on the meta
+      device. A parameter that was replaced is another tensor: `layer.sinks.given = it`.
     - `alibi_slopes` (num_heads,), likewise; default: the paper's.
     - `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
+    - `rotate`: where the spec has a `rope`, who rotates queries and keys: True, this layer, at the
+      batch's positions; False, its caller did. It has to be said.
+    - `qkv_bias` (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,): added to query,
+      key and value before they are rotated; by reference, likewise.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
@@ -52,6 +59,8 @@ class Attention(nn.Module):
         alibi_slopes: Tensor | None = None,
         k_scale: float = 1.0,
         v_scale: float = 1.0,
+        rotate: bool | None = None,
+        qkv_bias: Tensor | None = None,
         checks: bool | None = None,
     ):
         super().__init__()
@@ -64,20 +73,31 @@ class Attention(nn.Module):
         if spec.alibi and alibi_slopes is None:
             alibi_slopes = default_slopes(spec.num_heads)
         device = self.group.torch_device
-        self.sinks = HeadValues.of("sinks", sinks, spec, spec.learned_sinks, device)
-        self.alibi_slopes = HeadValues.of("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
+        self.sinks = Weight.per_head("sinks", sinks, spec, spec.learned_sinks, device)
+        self.alibi_slopes = Weight.per_head("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
+        self.qkv_bias = fused_bias(qkv_bias, spec, device)
         quantised = spec.stored_dtype != spec.dtype
-        self.params = LayerParams(
-            None if self.sinks is None else self.sinks.current(),
-            None if self.alibi_slopes is None else self.alibi_slopes.current(),
-            positive("k_scale", k_scale, quantised),
-            positive("v_scale", v_scale, quantised),
+        self._params = LayerParams(
+            k_scale=positive("k_scale", k_scale, quantised),
+            v_scale=positive("v_scale", v_scale, quantised),
+            rotate=rotated_here(spec, check_rotate(spec, rotate)),
         )
-        self._per_head = [v for v in (self.sinks, self.alibi_slopes) if v is not None]
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = STORAGE_DTYPES[spec.dtype], spec.needs_lse
         self._handle = torch_compile.handle(self)
+
+    @property
+    def params(self) -> LayerParams:
+        """What kernels are given of this layer: its sinks and slopes as they are now, its scales."""
+        params = self._params
+        if self.sinks is not None:
+            params.sinks = self.sinks.current()
+        if self.alibi_slopes is not None:
+            params.alibi_slopes = self.alibi_slopes.current()
+        if self.qkv_bias is not None:
+            params.qkv_bias = self.qkv_bias.current()
+        return params
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step for all layers of the group: what `forward` takes as `plan`."""
@@ -96,12 +116,16 @@ class Attention(nn.Module):
         """Store the step's keys and values in `cache` and attend.
 
         `query` (num_tokens, num_heads, head_size); `key`, `value` (num_tokens, num_kv_heads, size),
-        or None when the cache holds them already (cross-attention). A layer that is not cached takes
+        or None when the cache holds them already (cross-attention). Each may be two-dimensional,
+        (num_tokens, heads * size); and a fused `query`, (num_tokens, num_heads * head_size +
+        num_kv_heads * (head_size + v_head_size)), holds all three. A layer that is not cached takes
         `cache=None` and all its keys. `plan`: of this layer's group, or the `Batch` itself, which then
         keeps the plan for the group's other layers. Returns the output (num_tokens, num_heads,
         v_head_size), written to `out` where given, and where the spec says `needs_lse` also the LSE
         (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`; nothing was changed then.
         """
+        if query.dim() == 2:
+            query, key, value = in_heads(self.spec, query, key, value)
         if torch.compiler.is_compiling():
             return torch_compile.attention(self, query, key, value, cache, plan, out)
         step: Any = plan
@@ -129,9 +153,6 @@ class Attention(nn.Module):
             self._known_cache = cache
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
-        if self._per_head:
-            for values in self._per_head:
-                values.current()
         return step.call(query, key, value, cache, self.params, out, lse)
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
@@ -141,6 +162,11 @@ class Attention(nn.Module):
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
+        if self.params.rotate or self.qkv_bias is not None:
+            raise BatchError(
+                "store() writes keys and values as they are, and this layer rotates or adds a bias; give "
+                "them to forward, or build a layer with rotate=False and without qkv_bias"
+            )
         tokens, spec = slot_mapping.shape[0], self.spec
         for name, tensor, size in (
             ("key", key, spec.head_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.choice import Chooser
 from polyattn.families.attention.prefix import PrefixDecode
+from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
@@ -20,6 +22,8 @@ from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
+from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.store import RunRotated, claimed_rotation
 
 
 class AttentionStep(StepPlan):
@@ -30,6 +34,10 @@ class AttentionStep(StepPlan):
         self._calls = calls
         self.store: StorePlan | None = None
         self.stored_by: StoreBackend | None = None
+        self.rotated_by: RunRotated | None = None
+        # How the step's tokens are rotated, by a layer that rotates; of given keys, how those are.
+        self.rotation: Rotation | None = None
+        self.key_rotation: Rotation | None = None
         spec, tokens = group.spec, batch.num_tokens
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
@@ -78,7 +86,7 @@ class AttentionStep(StepPlan):
                 if value.shape != self.value_shape or value.dtype is not dtype:
                     raise bad_input("value", value, self.value_shape or (), dtype)
         elif key is not None or value is not None or cache is None:
-            self._check_missing(key, value, cache)
+            self._check_missing(key, value, cache, params)
         if query.requires_grad or (key is not None and key.requires_grad):
             refuse_gradients(query=query, key=key)
         if value is not None and value.requires_grad:
@@ -89,6 +97,38 @@ class AttentionStep(StepPlan):
         else:
             self.run(query, key, value, cache, params, out, lse)
         return out
+
+    def _prepare(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Add the bias, rotate and store. Returns what attention takes."""
+        rotation = self.rotation if params.rotate else None
+        new = NewTokens(query, key, value, params.qkv_bias)
+        if self.store is not None and key is not None:
+            assert cache is not None and self.rotated_by is not None
+            return self.rotated_by(self.store, rotation, new, cache, params, self.keeps_keys)
+        dtype = query.dtype
+        if not self.group.spec.cached:
+            assert key is not None and value is not None
+            # Behind the last sequence's keys lies what nobody reads.
+            new = NewTokens(query, key[: self.keys_reach], value[: self.keys_reach], new.bias)
+        query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
+        if self.group.spec.cached:  # nothing is stored: the cache holds the keys already
+            return query.to(dtype), None, None
+        assert key is not None and value is not None
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+
+    @cached_property
+    def keeps_keys(self) -> bool:
+        """Whether a call can take rotated keys beside the cache: of whole prompts, stored unrounded."""
+        spec, batch = self.group.spec, self.batch
+        lens = zip(batch.query_lens, batch.lens, strict=True)
+        return spec.stored_dtype == spec.dtype and any(1 < q == n for q, n in lens)
 
     def _check_given(self, key: Tensor, value: Tensor) -> None:
         """Keys that are given whole: at least as many as the batch's sequences reach."""
@@ -103,10 +143,12 @@ class AttentionStep(StepPlan):
                 raise bad_input(name, tensor, shape, dtype)
 
     def _check_missing(
-        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None
+        self, key: Tensor | None, value: Tensor | None, cache: KVCache | None, params: LayerParams
     ) -> None:
         if (key is None) != (value is None):
             raise BatchError("key and value come together, or both are None")
+        if key is None and params.qkv_bias is not None:
+            raise BatchError("qkv_bias is added to query, key and value alike; key is missing")
         if cache is None and not self.group.spec.cached:
             raise BatchError(f"{self.group.spec} keeps no cache; pass key and value")
 
@@ -121,7 +163,9 @@ class AttentionStep(StepPlan):
         lse: Tensor | None,
     ) -> None:
         """Store the new keys and values and attend. Writes `out` (and `lse`)."""
-        if self.store is not None and key is not None:
+        if params.rotate or params.qkv_bias is not None:
+            query, key, value = self._prepare(query, key, value, cache, params)
+        elif self.store is not None and key is not None:
             assert value is not None and cache is not None and self.stored_by is not None
             self.stored_by.run(self.store, key, value, cache, params)
         for call in self._calls:
@@ -176,6 +220,7 @@ class Planner(StepPlanner):
         self.prefix = PrefixDecode.of(group)
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
+            self.rotated_by = claimed_rotation(group, self.store)
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
@@ -199,6 +244,11 @@ class Planner(StepPlanner):
         step = AttentionStep(self.group, batch, calls)
         if self.spec.cached and batch.slot_mapping is not None:
             step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
+            step.rotated_by = self.rotated_by
+        if self.spec.rope is not None:
+            step.rotation = rotation_of(self.spec, batch, None if reuse is None else reuse.rotation)
+            if not self.spec.cached:
+                step.key_rotation = key_rotation_of(self.spec, batch)
         return step
 
     def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:

@@ -11,7 +11,7 @@ from polyattn.spec.rope import RopeSpec
 
 
 def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
-    """Return the angle per position of each pair: float64, `(rotary_size / 2,)`.
+    """Return the angle per position of each pair: float64, `(span / 2,)`.
 
     `length` is the longest sequence's, in tokens: dynamic NTK and LongRoPE depend on it.
     """
@@ -23,8 +23,12 @@ def inv_freq(rope: RopeSpec, length: int = 0) -> Tensor:
         base *= (stretched - (rope.factor - 1)) ** (size / (size - 2))
     exponents = torch.arange(0, rope.rotary_size, 2, dtype=torch.float64) / size
     plain = base**-exponents
-    if rope.scaling in ("linear", "proportional"):
+    if rope.scaling == "linear":
         return plain / rope.factor
+    if rope.scaling == "proportional":
+        return torch.nn.functional.pad(
+            plain / rope.factor, (0, (rope.span - rope.rotary_size) // 2)
+        )
     if rope.scaling == "llama3":
         return _llama3(rope, plain)
     if rope.scaling == "yarn":
@@ -63,7 +67,7 @@ def _yarn(rope: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def angles(rope: RopeSpec, positions: Tensor, length: int = 0) -> Tensor:
-    """Return each token's angles: float64, `(num_tokens, rotary_size / 2)`.
+    """Return each token's angles: float64, `(num_tokens, span / 2)`.
 
     `positions` is `(num_tokens,)`, or `(axes, num_tokens)` where `rope.sections` has several.
     """
@@ -75,8 +79,8 @@ def angles(rope: RopeSpec, positions: Tensor, length: int = 0) -> Tensor:
 
 
 def axes(rope: RopeSpec) -> Tensor:
-    """Return which axis of a position each pair follows: int64, `(rotary_size / 2,)`."""
-    sections = rope.sections or (rope.rotary_size // 2,)
+    """Return which axis of a position each pair follows: int64, `(span / 2,)`."""
+    sections = rope.sections or (rope.span // 2,)
     if not rope.sections_interleaved:
         return torch.arange(len(sections)).repeat_interleave(torch.tensor(sections))
     # The axes take pairs in turn; the first one has what the others leave.
@@ -96,9 +100,7 @@ def rotate(
     x = x.to(torch.float64)
     turn = angles(rope, positions, length)[:, None]
     cos, sin = turn.cos() * rope.attention_factor, turn.sin() * rope.attention_factor
-    before, part, after = x.split(
-        [offset, rope.rotary_size, x.shape[-1] - offset - rope.rotary_size], dim=-1
-    )
+    before, part, after = x.split([offset, rope.span, x.shape[-1] - offset - rope.span], dim=-1)
     if rope.pairing == "neox":
         first, second = part.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -19,7 +19,8 @@ def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outc
     """Run a step of `phase` of this group's layer on its device beside the float64 reference."""
     spec, device = group.spec, group.torch_device
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.learned_sinks else None
-    layer = Attention(group, sinks=None if sinks is None else sinks.to(device), checks=False)
+    sinks = None if sinks is None else sinks.to(device)
+    layer = Attention(group, sinks=sinks, rotate=spec.rope is not None, checks=False)
     if spec.cached:
         batch, cache = paged_step(group, phase, generator)
         query, key, value = attention_inputs(spec, batch.num_tokens, generator, device)

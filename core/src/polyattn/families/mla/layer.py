@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from polyattn.errors import BatchError, SpecError
+from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime import torch_compile
@@ -17,7 +18,7 @@ from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.parameters import positive
+from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
@@ -30,9 +31,12 @@ class LatentAttention(nn.Module):
 
     - `group`: as `Attention` takes it.
     - `w_uk` (num_heads, nope size, rank), `w_uv` (num_heads, rank, v_head_size): the halves of the
-      up-projection (`kv_b_proj`), in the layer's dtype. Without both, the caller absorbs and projects:
+      up-projection (`kv_b_proj`), in the layer's dtype, kept by reference as `Attention` keeps its
+      sinks. Without both, the caller absorbs and projects:
       see `forward`.
     - `k_scale`: a quantised cache holds `latent / scale`.
+    - `rotate`: where the spec has a `rope`, who rotates the rope parts of queries and keys: True, this
+      layer; False, its caller did. It has to be said.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
@@ -45,6 +49,7 @@ class LatentAttention(nn.Module):
         w_uv: Tensor | None = None,
         *,
         k_scale: float = 1.0,
+        rotate: bool | None = None,
         checks: bool | None = None,
     ):
         super().__init__()
@@ -55,14 +60,18 @@ class LatentAttention(nn.Module):
         self.sparse = spec.kind is AttentionKind.SPARSE_MLA
         self.checks = current().checks if checks is None else checks
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
-        self.params = LayerParams(k_scale=scale, v_scale=scale)
+        self.params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
         self._dtype = STORAGE_DTYPES[spec.dtype]
-        self.weights = self._checked_weights(w_uk, w_uv)
+        self.w_uk: Weight | None
+        self.w_uv: Weight | None
+        self.w_uk, self.w_uv = self._checked_weights(w_uk, w_uv)
         self._handle = torch_compile.handle(self)
 
-    def _checked_weights(self, w_uk: Tensor | None, w_uv: Tensor | None) -> Weights | None:
+    def _checked_weights(
+        self, w_uk: Tensor | None, w_uv: Tensor | None
+    ) -> tuple[Weight, Weight] | tuple[None, None]:
         if w_uk is None and w_uv is None:
-            return None
+            return None, None
         spec = self.spec
         assert spec.latent is not None
         shapes = {
@@ -78,8 +87,15 @@ class LatentAttention(nn.Module):
                     f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {shape} of "
                     f"{self._dtype}"
                 )
-            found.append(tensor.detach().to(self.group.torch_device))
+            found.append(Weight(name, tensor, self.group.torch_device, self._dtype))
         return found[0], found[1]
+
+    @property
+    def weights(self) -> Weights | None:
+        """W_UK and W_UV as they are now; None where the caller absorbs."""
+        if self.w_uk is None or self.w_uv is None:
+            return None
+        return self.w_uk.current(), self.w_uv.current()
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step for all layers of the group: what `forward` takes as `plan`."""
@@ -99,7 +115,8 @@ class LatentAttention(nn.Module):
         """Store the step's latents in `cache` and attend.
 
         `query` (num_tokens, num_heads, head_size), the part without positions first; `latent`
-        (num_tokens, rank), after its norm; `rope_key` (num_tokens, rope size), rotated. `topk` int32
+        (num_tokens, rank), after its norm; `rope_key` (num_tokens, rope size), rotated as the query's
+        rope part is, or neither where the layer has `rotate=True`. `topk` int32
         (num_tokens, topk), for a sparse layer: positions in the token's sequence, -1 for none. Returns
         (num_tokens, num_heads, v_head_size), written to `out` where given, and the LSE where the spec
         says `needs_lse`. A layer without weights takes the absorbed query (num_tokens, num_heads,
@@ -144,7 +161,7 @@ class LatentAttention(nn.Module):
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None
         absorbed = (*step.out_shape[:2], self.spec.latent.rank)
-        return absorbed if self.weights is None else step.out_shape
+        return absorbed if self.w_uk is None else step.out_shape
 
     def _check(
         self,
@@ -157,7 +174,7 @@ class LatentAttention(nn.Module):
     ) -> None:
         spec, part, tokens = self.spec, self.spec.latent, step.batch.num_tokens
         assert part is not None
-        width = part.size if self.weights is None else spec.head_size
+        width = part.size if self.w_uk is None else spec.head_size
         expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
             "query": (query, (tokens, spec.num_heads, width), self._dtype),
             "latent": (latent, (tokens, part.rank), self._dtype),
@@ -174,7 +191,7 @@ class LatentAttention(nn.Module):
         for name, (tensor, shape, dtype) in expected.items():
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise bad_input(name, tensor, shape, dtype)
-        if self.weights is None and step.expansions:
+        if self.w_uk is None and step.expansions:
             raise BatchError(
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
                 "give them to LatentAttention, or pass shorter rows"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.mla.absorption import Weights, absorb, expand_rows, project
 from polyattn.runtime.backend import (
     AttentionBackend,
@@ -30,6 +31,8 @@ from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
+from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.store import claimed_rotation
 from polyattn.spec.decompose import expanded, expanded_context
 from polyattn.spec.kinds import AttentionKind
 
@@ -56,6 +59,7 @@ class LatentStep(StepPlan):
         self.absorbed: list[Call] = []
         self.expansions: list[Expansion] = []
         self.store: StorePlan | None = None
+        self.rotation: Rotation | None = None
         self.table: Tensor | None = None
         spec, tokens = group.spec, batch.num_tokens
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
@@ -83,9 +87,8 @@ class LatentStep(StepPlan):
         """
         planner = self.group.planner
         assert isinstance(planner, Planner)
-        if self.store is not None and entry is not None:
-            rank = cache.value.shape[3]
-            planner.store.run(self.store, entry, entry[..., :rank], cache, params)
+        if params.rotate or (self.store is not None and entry is not None):
+            query = self._store(planner, query, entry, cache, params)
         slots = None if topk is None else self._slots_of(topk)
         for call in self.absorbed:
             rows: Any = slice(None) if call.rows is None else call.rows
@@ -106,6 +109,28 @@ class LatentStep(StepPlan):
         if self.expansions:
             assert weights is not None
             self._run_expanded(planner, query, cache, weights, params, out, lse)
+
+    def _store(
+        self,
+        planner: Planner,
+        query: Tensor,
+        entry: Tensor | None,
+        cache: KVCache,
+        params: LayerParams,
+    ) -> Tensor:
+        """Store the latents, rotated where the layer rotates. Returns the query, rotated alike."""
+        rotation = self.rotation if params.rotate else None
+        if self.store is None or entry is None:
+            if rotation is None:
+                return query
+            return rotation.applied_to_query(query).to(query.dtype)
+        value = entry[..., : cache.value.shape[3]]
+        if rotation is None:
+            planner.store.run(self.store, entry, value, cache, params)
+            return query
+        new = NewTokens(query, entry, value)
+        found: Tensor = planner.rotated_by(self.store, rotation, new, cache, params, False)[0]
+        return found
 
     def _slots_of(self, topk: Tensor) -> Tensor:
         """Return the cache rows of chosen positions, int32 (num_tokens, topk), -1 for none."""
@@ -170,6 +195,7 @@ class Planner(StepPlanner):
                 "prefill", SparseBackend, cache=group.kernel_format(prefill)
             )
         self.store = group.backend("store", StoreBackend, cache=group.cache_format)
+        self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
         self._buffers: dict[Any, tuple[Tensor, ...]] = {}
 
@@ -195,10 +221,12 @@ class Planner(StepPlanner):
         if self.sparse and batch.block_table is not None:
             step.table = batch.block_table  # as it is, where a captured graph reads it
             if not batch.all_decode:
-                counts = torch.tensor(batch.query_lens, device=batch.device)
+                counts = torch.tensor(batch.query_lens, dtype=torch.int64, device=batch.device)
                 step.table = torch.repeat_interleave(batch.block_table, counts, dim=0)
         if batch.slot_mapping is not None:
             step.store = self.store.plan(batch.slot_mapping)
+        if self.spec.rope is not None:
+            step.rotation = rotation_of(self.spec, batch, None if reuse is None else reuse.rotation)
         return step
 
     def _absorbed(self, phase: str, part: Part, earlier: Call | None) -> Call:

@@ -40,27 +40,43 @@ def forward(
     its row of `topk` names. Returns (num_tokens, num_heads, v_head_size) and the LSE.
     """
     params = params or LayerParams()
-    plain = _plain(spec)
     output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
-        first, last = batch.starts[index], batch.starts[index + 1]
+        mine = slice(batch.starts[index], batch.starts[index + 1])
         rows, _ = reference.read_cache(spec, cache, batch, index, params, dtype)
-        key, value = keys_and_values(rows[:, 0], weights, dtype)
-        if topk is None:
-            output[first:last], lse[first:last] = reference.attend(
-                plain, query[first:last], key, value, None, dtype
+        chosen = None if topk is None else topk[mine]
+        output[mine], lse[mine] = attend(spec, query[mine], rows[:, 0], weights, chosen, dtype)
+    return output, lse
+
+
+def attend(
+    spec: LayerSpec,
+    query: Tensor,
+    rows: Tensor,
+    weights: tuple[Tensor, Tensor],
+    topk: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Attend for one sequence, its latents (tokens, rank + rope) given in full.
+
+    Returns the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads).
+    """
+    plain = _plain(spec)
+    key, value = keys_and_values(rows, weights, dtype)
+    if topk is None:
+        return reference.attend(plain, query, key, value, None, dtype)
+    alone = plain.replace(causal=False)
+    output = torch.zeros(len(query), spec.num_heads, spec.v_head_size, dtype=dtype)
+    lse = torch.full((len(query), spec.num_heads), -torch.inf, dtype=dtype)
+    for token, positions in enumerate(topk.cpu().long()):
+        chosen = positions[positions >= 0]
+        output[token], lse[token] = (
+            found[0]
+            for found in reference.attend(
+                alone, query[token : token + 1], key[chosen], value[chosen], None, dtype
             )
-            continue
-        alone = plain.replace(causal=False)
-        for token in range(first, last):
-            chosen = topk[token][topk[token] >= 0].cpu().long()
-            output[token], lse[token] = (
-                found[0]
-                for found in reference.attend(
-                    alone, query[token : token + 1], key[chosen], value[chosen], None, dtype
-                )
-            )
+        )
     return output, lse
 
 

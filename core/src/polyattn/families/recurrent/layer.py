@@ -16,6 +16,7 @@ from polyattn.runtime.batch_checks import check_state_slots
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
 from polyattn.selection.selection import Selection
@@ -28,8 +29,8 @@ class Recurrent(nn.Module):
     """One recurrent layer on the selected backends. Forward only: gradients are refused.
 
     `group` as `Attention` takes it. `params` are the tensors that `polyattn.spec.recurrence.FORMS`
-    names, kept as float32 on the group's device. `checks`: check state slots each step (default:
-    setting `checks`).
+    names, kept by reference as `Attention` keeps its sinks and read as float32 (`layer.weights[name]`
+    is each one's `Weight`). `checks`: check state slots each step (default: setting `checks`).
 
     The short convolution before a Mamba or delta-rule layer is a layer of its own, of
     `polyattn.spec.decompose.convolution(spec)`. Raises `SpecError`, and what `LayerGroup` raises.
@@ -52,10 +53,10 @@ class Recurrent(nn.Module):
         self.checks = current().checks if checks is None else checks
         self.dtype = STORAGE_DTYPES[spec.dtype]
         self._states_spec = StateCacheSpec.for_layer(spec, 1)
-        self.params = self._checked_params(params)
+        self.weights = self._checked_params(params)
         self._handle = torch_compile.handle(self)
 
-    def _checked_params(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _checked_params(self, given: Mapping[str, Tensor]) -> dict[str, Weight]:
         spec, form = self.spec, self.form
         for name in given:
             if name not in form.params:
@@ -73,8 +74,13 @@ class Recurrent(nn.Module):
             tensor, shape = given[name], shape_of(spec, letters)
             if tensor.shape != shape:
                 raise SpecError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
-            found[name] = tensor.detach().to(device, dtype).contiguous()
+            found[name] = Weight(name, tensor, device, dtype)
         return found
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """The layer's parameters as they are now, as kernels read them."""
+        return {name: weight.current() for name, weight in self.weights.items()}
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step for all layers of the group: what `forward` takes as `plan`."""

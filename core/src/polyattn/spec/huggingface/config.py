@@ -180,13 +180,21 @@ def read_values(config: Source) -> tuple[Mapping[str, Any], str]:
 def _read_file(path: Path) -> tuple[Any, str]:
     path = path / "config.json" if path.is_dir() else path
     try:
-        return json.loads(path.read_text(encoding="utf-8-sig")), str(path)
+        text = path.read_text(encoding="utf-8-sig")
+        return json.loads(text, object_hook=_special_float), str(path)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give a config.json or its directory") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not JSON, or truncated: {error}") from error
     except OSError as error:
         raise ConfigError(f"{path}: can't be read: {error}") from error
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Return the infinity or NaN that transformers 5 writes as `{"__float__": "Infinity"}`."""
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
 
 
 def unknown_choice(cfg: Config, name: str, value: Any, valid: Sequence[str]) -> ConfigError:

@@ -25,6 +25,7 @@ from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
 from polyattn.selection.tree import SERVICES
+from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
@@ -90,7 +91,7 @@ def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
     source, specs = read_specs(model, spec_json)
     for spec in specs:
         if spec.kind is AttentionKind.ATTENTION and spec.cached:
-            return spec
+            return unrotated(spec)  # random queries and keys stand for rotated ones
     raise SettingsError(f"{source}: has no attention layer with a cache to measure")
 
 
@@ -214,6 +215,7 @@ class Step:
         self.layer = Attention(
             group,
             sinks=torch.randn(spec.num_heads) if spec.learned_sinks else None,
+            rotate=spec.rope is not None,
             checks=False,
         )
         self.query = random(spec.num_heads, spec.head_size)

@@ -120,9 +120,17 @@ def run(
     requests: Annotated[
         int, typer.Option(min=1, max=LARGEST_COUNT, help="Requests of the trace to serve.")
     ] = 16,
+    weights: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Run the whole model: a checkpoint's folder (safetensors), or random."),
+    ] = None,
+    arrivals: Annotated[
+        str, typer.Option(help="When requests come: trace, poisson:RATE (per second), or all.")
+    ] = "all",
     layers: Annotated[
-        int, typer.Option(min=1, max=LARGEST_COUNT, help="Layers of each group that run.")
-    ] = 1,
+        Optional[int],  # noqa: UP045
+        typer.Option(min=1, max=LARGEST_COUNT, help="Layers of each group that run (default: 1)."),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=1, max=LARGEST_COUNT, help="Most tokens generated a request.")
     ] = 32,
@@ -149,21 +157,22 @@ def run(
         int, typer.Option(min=0, max=LARGEST_COUNT, help="Tokens checked a layer and step.")
     ] = 2,
     seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random inputs.")
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is random.")
     ] = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
-    """Serve a model's attention layers over a request trace, checked against the reference."""
+    """Serve a model's attention layers, or all of it, over a request trace, checked."""
     from polyattn.tools.cli.running import RunOptions, show
 
     options = RunOptions(
         model=model, trace=trace, requests=requests, layers=layers, max_tokens=max_tokens,
         scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
-        seed=seed, device=device, backend=backend, json=json, plot=plot,
+        seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
+        arrivals=arrivals,
     )  # fmt: skip
     _finish(lambda: show(options))
 

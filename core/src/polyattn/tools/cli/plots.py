@@ -53,7 +53,8 @@ def plot_run(report: Report, path: Path) -> None:
         axes[0, 0].scatter(
             chosen, [steps[i].seconds * 1e3 for i in chosen], s=8, label=label, color=colour
         )
-    axes[0, 0].set(ylabel="attention, ms a step", yscale="log")
+    what = "model" if report.whole_model else "attention"
+    axes[0, 0].set(ylabel=f"{what}, ms per step", yscale="log")
     axes[0, 0].legend()
     axes[1, 0].plot([s.cache_use * 100 for s in steps], color="tab:green")
     axes[1, 0].set(xlabel="step", ylabel="cache in use, %", ylim=(0, 100))

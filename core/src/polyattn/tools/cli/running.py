@@ -15,12 +15,15 @@ from polyattn.registry.devices import resolve_device
 from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
+from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_run
+from polyattn.tools.cli.weights import Whole, model_of, whole_model
+from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
 from polyattn.tools.replay.runners import Options
@@ -34,7 +37,7 @@ class RunOptions:
     model: str | None
     trace: Path | None
     requests: int
-    layers: int
+    layers: int | None
     max_tokens: int
     scale: float
     token_budget: int
@@ -49,6 +52,16 @@ class RunOptions:
     backend: str | None
     json: bool
     plot: Path | None
+    weights: str | None = None
+    arrivals: str = "all"
+
+    @property
+    def running(self) -> int:
+        """Layers of each group that run: a whole model's all do."""
+        return (self.layers or 1) if self.weights is None else LAYERS_OF_A_WHOLE_MODEL
+
+
+LAYERS_OF_A_WHOLE_MODEL = 10**9
 
 
 def show(options: RunOptions) -> int:
@@ -59,30 +72,51 @@ def show(options: RunOptions) -> int:
             raise SettingsError(f"--{name.replace('_', '-')}={value} must be positive")
     if options.plot:
         check_plot(options.plot)
-    path, specs = read_specs(options.model, None)
+    arrivals = Arrivals.parse(options.arrivals)
+    path, specs = read_specs(model_of(options.model, options.weights), None)
     config = read_config(path)
     served = _served(specs, options)
-    requests = read_trace(options.trace or bundled(DEFAULT_TRACE), options.requests)
+    whole = None
+    if options.weights is not None:
+        if options.layers is not None:
+            raise SettingsError(f"--layers={options.layers} and --weights: a model with weights runs "
+                                "whole; drop one of them")  # fmt: skip
+        whole = whole_model(options.weights, path, served, options.seed)
+        served = whole.model.specs
+    trace = options.trace or bundled(DEFAULT_TRACE)
+    requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
     settings = current().with_backend(options.backend, "flag --backend")
     device = resolve_device(options.device)
-    check_room(options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}", device)
+    room, what = options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}"
+    if whole is not None:
+        room, what = room + whole.bytes, f"{what} and the weights of {path}"
+    check_room(room, what, device)
     # On an accelerator the check also compiles kernels, outside the times that are reported.
     verify = True if device.is_accelerator else None
     groups = select_layers(served, device, settings=settings, verify=verify)
     if not options.json:
-        _print_selection(Path(path).stem, groups, options)
+        _print_selection(_name(path), groups, options, whole)
     requests = [request.scaled(options.scale) for request in requests]
     requests, clipped = fit_requests(requests, config, served, options.max_tokens)
+    requests = arrivals.of(requests, options.seed)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
-        engine = Engine(groups, requests, _engine_options(options))
+        model = None if whole is None else whole.load(device)
+        engine = Engine(groups, requests, _engine_options(options), model)
         report = _run(engine, quiet=options.json)
     if options.json:
-        print_json(_json(Path(path).stem, groups, clipped, report))
+        print_json(_json(_name(path), groups, options, clipped, report))
     else:
-        _print_report(report, clipped)
+        _print_report(report, clipped, options)
     if options.plot:
         plot_run(report, options.plot)
     return 0
+
+
+def _name(path: str) -> str:
+    """Return what a report calls a model: its file's name, or its folder's."""
+    file = Path(path).absolute()
+    folder = file.parent if file.name == "config.json" else file
+    return folder.name if folder.is_dir() else file.stem
 
 
 def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
@@ -95,13 +129,14 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
             }
-        served.append(spec.replace(**changes))
+        # Random queries and keys stand for rotated ones.
+        served.append(unrotated(spec.replace(**changes)))
     return served
 
 
 def _engine_options(options: RunOptions) -> Options:
     return Options(
-        layers=options.layers,
+        layers=options.running,
         token_budget=options.token_budget,
         max_seqs=options.max_seqs,
         cache_bytes=int(options.cache_gb * 2**30),
@@ -119,11 +154,15 @@ def _run(engine: Engine, quiet: bool) -> Report:
         return engine.run(lambda done, total: progress.update(task, completed=done, total=total))
 
 
-def _print_selection(model: str, groups: list[SelectedLayers], options: RunOptions) -> None:
+def _print_selection(
+    model: str, groups: list[SelectedLayers], options: RunOptions, whole: Whole | None
+) -> None:
     where = f" on {groups[0].selection.device}" if groups else ""
     console.print(f"{model}{where}", markup=False, highlight=False)
+    if whole is not None:
+        console.print(f"  {whole.describe()}", markup=False, highlight=False)
     for group in groups:
-        running = min(options.layers, len(group.layers))
+        running = min(options.running, len(group.layers))
         console.print(f"  {len(group.layers)} layers ({running} run): {group.spec}", markup=False)
         console.print(f"    => {group.selection.decision.summary()}", markup=False)
         for note in group.selection.decision.notes:
@@ -154,18 +193,18 @@ def memory_line(group: SelectedLayers) -> str | None:
     )
 
 
-def _print_report(report: Report, clipped: int) -> None:
+def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
     data = report.to_dict()
-    phases = table(
-        "steps", ">steps", ">tokens", ">seconds", ">p50 ms", ">p99 ms", ">GB/s", ">TFLOP/s"
-    )
+    rates = {"gb_per_s": ".2f", "tflop_per_s": ".4f"} if not report.whole_model else {}
+    heads = ("steps", ">steps", ">tokens", ">seconds", ">p50 ms", ">p99 ms")
+    phases = table(*heads, *((">GB/s", ">TFLOP/s") if rates else ()))
     for name in ("prefill", "decode"):
         row = data[name]
         add_row(
             phases,
             "with prefill" if name == "prefill" else "decode only",
             str(row["steps"]), str(row["tokens"]), f"{row['seconds']:.2f}", f"{row['p50_ms']:.2f}",
-            f"{row['p99_ms']:.2f}", f"{row['gb_per_s']:.2f}", f"{row['tflop_per_s']:.4f}",
+            f"{row['p99_ms']:.2f}", *(format(row[rate], form) for rate, form in rates.items()),
         )  # fmt: skip
     console.print("", phases, "")
     console.print(
@@ -174,6 +213,13 @@ def _print_report(report: Report, clipped: int) -> None:
         f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}",
         highlight=False,
     )
+    times, alone = data["latency"], "" if report.whole_model else " of the layers that ran"
+    console.print(
+        f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
+        f"ms, p99 {times['ttft_p99_ms']:.2f} ms; between tokens p50 {times['itl_p50_ms']:.2f} ms, p99 "
+        f"{times['itl_p99_ms']:.2f} ms",
+        markup=False, highlight=False,
+    )  # fmt: skip
     if clipped:
         console.print(f"{clipped} prompts were clipped to the model's longest sequence")
     console.print(
@@ -183,9 +229,13 @@ def _print_report(report: Report, clipped: int) -> None:
     )
 
 
-def _json(model: str, groups: list[SelectedLayers], clipped: int, report: Report) -> dict[str, Any]:
+def _json(
+    model: str, groups: list[SelectedLayers], options: RunOptions, clipped: int, report: Report
+) -> dict[str, Any]:
     return {
         "model": model,
+        "weights": options.weights,
+        "arrivals": options.arrivals,
         "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],
         "clipped_prompts": clipped,
         **report.to_dict(),

@@ -15,6 +15,7 @@ from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn.registry.timings import default_path
+from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
@@ -81,7 +82,7 @@ def _layers(models: Sequence[str], device: Device, quantized: bool) -> list[Laye
     for model in models:
         source, specs = read_specs(model, None)
         mine = [
-            spec
+            unrotated(spec)
             for spec in specs
             if spec.kind is AttentionKind.ATTENTION and spec.cached and spec.role is Role.DECODER
         ]

@@ -1,12 +1,14 @@
 """Serves a model's layers over a trace, step by step, as an inference engine would.
 
 Selection, paged caches, state slots, batches, block tables and prefix sharing are real; only the
-tensors are random. Everything here uses polyattn's public API alone.
+tensors are random, unless a whole model with weights is given. Everything here uses polyattn's public
+API alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -17,8 +19,17 @@ from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
+from polyattn.tools.replay.model.decoder import Decoder
+from polyattn.tools.replay.model.runner import ModelRunner
+from polyattn.tools.replay.model.step import GroupMemory
 from polyattn.tools.replay.report import Report, StepRecord
-from polyattn.tools.replay.runners import AttentionRunner, LatentRunner, Options, RecurrentRunner
+from polyattn.tools.replay.runners import (
+    AttentionRunner,
+    LatentRunner,
+    Options,
+    RecurrentRunner,
+    Runner,
+)
 from polyattn.tools.replay.scheduler import Pool, Running, Scheduled, Scheduler
 from polyattn.tools.replay.trace import Request
 
@@ -27,23 +38,37 @@ DECODER_PROMPT = 4
 
 
 class Engine:
-    """A model's groups over one set of requests."""
+    """A model's groups over one set of requests, in order of arrival.
+
+    With a `model` whose weights are loaded it is run whole; else each group's layers by themselves.
+    Time is the steps' own: it passes while one runs, and leaps to the next arrival when none can.
+    """
 
     def __init__(
-        self, groups: Sequence[SelectedLayers], requests: Sequence[Request], options: Options
+        self,
+        groups: Sequence[SelectedLayers],
+        requests: Sequence[Request],
+        options: Options,
+        model: Decoder | None = None,
     ):
-        self.options, self.report = options, Report(requests=len(requests))
+        self.options = options
+        self.report = Report(requests=len(requests), whole_model=model is not None)
         self.checker = Checker(options.check_tokens, options.seed)
+        self.now = 0.0
+        self.last_token: dict[Running, float] = {}
         recurrent = [g for g in groups if g.spec.kind.is_recurrent]
         groups = [g for g in groups if not g.spec.kind.is_recurrent]
         by_role = {role: [g for g in groups if g.spec.role is role] for role in Role}
         self.pools: list[Pool] = []
         blocks = self._size_pools(by_role[Role.DECODER])
         self.decoders = [
-            (LatentRunner if g.spec.kind.is_latent else AttentionRunner)(g, options, n)
+            _cached(g, options, n, model)
             for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
         ]
-        self.recurrent = [RecurrentRunner(g, options) for g in recurrent]
+        self.recurrent: list[Runner] = [
+            RecurrentRunner(g, options) if model is None else GroupMemory(g, options)
+            for g in recurrent
+        ]
         self.slots: dict[Running, int] = {}
         self.encoders = [
             AttentionRunner(g, options, 0)
@@ -53,7 +78,7 @@ class Engine:
         self.crosses = [_Cross(g, options, max(sources)) for g in by_role[Role.CROSS]]
         self.sources: dict[Running, int] = {}
         if self.crosses:
-            requests = [Request(DECODER_PROMPT, r.output) for r in requests]
+            requests = [replace(r, prompt=DECODER_PROMPT, hash_ids=()) for r in requests]
         # A shared prefix would need its state too, and states are kept at sequences' ends alone.
         self.scheduler = Scheduler(
             requests, self.pools, options.token_budget, options.max_seqs,
@@ -61,6 +86,12 @@ class Engine:
         )  # fmt: skip
         for index, running in enumerate(self.scheduler.waiting):
             self.sources[running] = sources[index]
+        self.model: ModelRunner | None = None
+        if model is not None:
+            memories = [r for r in (*self.decoders, *self.recurrent) if isinstance(r, GroupMemory)]
+            self.model = ModelRunner(
+                model, memories, self.scheduler.waiting, self.checker, options.seed
+            )
         self.encoder_only = not self.decoders and not self.recurrent
 
     def _size_pools(self, groups: Sequence[SelectedLayers]) -> list[int]:
@@ -88,8 +119,17 @@ class Engine:
     def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
         """Serve all requests. `progress(done, total)` is called after each step."""
         total = len(self.sources)
-        while plan := self.scheduler.step():
+        while True:
+            plan = self.scheduler.step(self.now)
+            if not plan:
+                if not self.scheduler.waiting:
+                    break
+                arrival = self.scheduler.waiting[0].request.arrival
+                assert arrival > self.now, "a request that has come is served when nothing else is"
+                self.now = arrival
+                continue
             self._step(plan)
+            self._tell_times(plan)
             self.report.generated += self.scheduler.finish(plan)
             for cross in self.crosses:
                 cross.release(item.sequence for item in plan if item.sequence.done)
@@ -99,23 +139,28 @@ class Engine:
         self.report.max_error, self.report.checked = self.checker.worst, self.checker.checked
         return self.report
 
+    def _tell_times(self, plan: list[Scheduled]) -> None:
+        """Account for the tokens that the step brought: each came when it ended."""
+        for sequence in (item.sequence for item in plan if item.generates):
+            before = self.last_token.get(sequence)
+            if before is None:
+                self.report.first_token.append(self.now - sequence.request.arrival)
+            else:
+                self.report.between_tokens.append(self.now - before)
+            self.last_token[sequence] = self.now
+
     def _step(self, plan: list[Scheduled]) -> None:
         counts = [item.count for item in plan]
         lens = [item.start + item.count for item in plan]
         seconds = self._encode(plan)
+        batches = self._batches(plan)
         cost = Cost(0, 0)
-        for index, runner in enumerate(self.decoders):
-            pool = self.pools[index]
-            table = _table([item.sequence.blocks[index] for item in plan], runner.device)
-            batch = Batch.from_lens(counts, lens, table, pool.block_size)
-            seconds += runner.step(batch, self.checker)
-            cost += batch_cost(runner.spec, batch) * len(runner.layers)
-        if self.recurrent:
-            slots = self._state_slots([item.sequence for item in plan])
-            for states in self.recurrent:
-                batch = Batch.from_lens(counts, lens, state_slots=slots.to(states.device))
-                seconds += states.step(batch, self.checker)
-                cost += batch_cost(states.spec, batch) * len(states.layers)
+        for runner, batch in batches:
+            cost += batch_cost(runner.spec, batch) * runner.count
+            if self.model is None:
+                seconds += runner.step(batch, self.checker)
+        if self.model is not None:
+            seconds += self.model.step(plan, [batch for _, batch in batches])
         for cross in self.crosses:
             batch = cross.batch([(i.sequence, i.count) for i in plan], self.sources)
             seconds += cross.runner.step(batch, self.checker, stores=False)
@@ -132,6 +177,23 @@ class Engine:
             if item.start == item.sequence.shared:
                 self.report.shared_tokens += item.sequence.shared
         self.report.steps.append(StepRecord(decode, sum(counts), seconds, cost, used))
+        self.now += seconds
+
+    def _batches(self, plan: list[Scheduled]) -> list[tuple[Runner, Batch]]:
+        """Return the step's batch for every group that has a cache or states."""
+        counts = [item.count for item in plan]
+        lens = [item.start + item.count for item in plan]
+        batches = []
+        for index, runner in enumerate(self.decoders):
+            table = _table([item.sequence.blocks[index] for item in plan], runner.device)
+            batch = Batch.from_lens(counts, lens, table, self.pools[index].block_size)
+            batches.append((runner, batch))
+        slots = self._state_slots([item.sequence for item in plan]) if self.recurrent else None
+        for runner in self.recurrent:
+            assert slots is not None
+            batch = Batch.from_lens(counts, lens, state_slots=slots.to(runner.device))
+            batches.append((runner, batch))
+        return batches
 
     def _state_slots(self, sequences: Sequence[Running]) -> Tensor:
         """Return each sequence's state slot; those that stopped running give theirs back."""
@@ -197,6 +259,16 @@ class _Cross:
                 self.allocator.release(block)
 
 
+def _cached(
+    layers: SelectedLayers, options: Options, num_blocks: int, model: Decoder | None
+) -> Runner:
+    """Return what runs a group of decoder layers, or in a whole model its memory."""
+    if model is not None:
+        return GroupMemory(layers, options, num_blocks)
+    made = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
+    return made(layers, options, num_blocks)
+
+
 def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     width = max((len(row) for row in rows), default=0)
     padded = [[*row, *([0] * (width - len(row)))] for row in rows]
@@ -223,5 +295,5 @@ def fit_requests(
         elif limit is not None:
             prompt = max(1, min(prompt, limit - output))
         clipped += prompt < request.prompt
-        fitted.append(Request(prompt, output, request.hash_ids, request.hash_block))
+        fitted.append(replace(request, prompt=prompt, output=output))
     return fitted, clipped

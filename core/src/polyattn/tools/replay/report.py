@@ -10,7 +10,7 @@ from polyattn.runtime.cost import Cost
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step: `seconds` are those that the attention layers took."""
+    """One step: `seconds` are those that the attention layers took, or the whole model."""
 
     decode: bool
     tokens: int
@@ -21,30 +21,51 @@ class StepRecord:
 
 @dataclass
 class Report:
-    """A run over a trace."""
+    """A run over a trace; of a whole model where `whole_model` says so, else of layers alone.
+
+    `first_token` holds each request's seconds from its arrival to its first token (TTFT),
+    `between_tokens` those from each token to the next of its request (ITL).
+    """
 
     requests: int
+    whole_model: bool = False
     steps: list[StepRecord] = field(default_factory=list)
     generated: int = 0
     shared_tokens: int = 0
     preemptions: int = 0
     max_error: float = 0.0
     checked: int = 0
+    first_token: list[float] = field(default_factory=list)
+    between_tokens: list[float] = field(default_factory=list)
 
     def phase(self, decode: bool) -> dict[str, Any]:
-        """Return counts, milliseconds a step and achieved rates of one kind of step."""
+        """Return counts, milliseconds a step and achieved rates of one kind of step.
+
+        The rates are attention's, so a whole model's times have none.
+        """
         steps = [s for s in self.steps if s.decode is decode]
         seconds = sum(s.seconds for s in steps)
         cost = sum((s.cost for s in steps), start=Cost(0, 0))
         times = sorted(s.seconds for s in steps)
-        return {
+        out = {
             "steps": len(steps),
             "tokens": sum(s.tokens for s in steps),
             "seconds": seconds,
             "p50_ms": _percentile(times, 0.50) * 1e3,
             "p99_ms": _percentile(times, 0.99) * 1e3,
-            "gb_per_s": cost.bytes / seconds / 1e9 if seconds else 0.0,
-            "tflop_per_s": cost.flops / seconds / 1e12 if seconds else 0.0,
+        }
+        if not self.whole_model:
+            out["gb_per_s"] = cost.bytes / seconds / 1e9 if seconds else 0.0
+            out["tflop_per_s"] = cost.flops / seconds / 1e12 if seconds else 0.0
+        return out
+
+    def latency(self) -> dict[str, float]:
+        """Return milliseconds to the first token and between tokens."""
+        kinds = {"ttft": sorted(self.first_token), "itl": sorted(self.between_tokens)}
+        return {
+            f"{name}_p{share}_ms": _percentile(times, share / 100) * 1e3
+            for name, times in kinds.items()
+            for share in (50, 99)
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,6 +79,7 @@ class Report:
             "preemptions": self.preemptions,
             "prefill": self.phase(decode=False),
             "decode": self.phase(decode=True),
+            "latency": self.latency(),
             "cache_use_peak": max((s.cache_use for s in self.steps), default=0.0),
             "checked_tokens": self.checked,
             "max_error": self.max_error,

@@ -102,6 +102,7 @@ class AttentionRunner(Runner):
                 else None,
                 k_scale=self.scale,
                 v_scale=self.scale,
+                rotate=spec.rope is not None,
                 checks=True,
             )
             for _ in range(self.count)

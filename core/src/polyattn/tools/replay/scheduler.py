@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import lcm
+from math import inf, lcm
 
 from polyattn.errors import CacheError
 from polyattn.tools.replay.blocks import BlockAllocator
@@ -50,6 +50,11 @@ class Scheduled:
     start: int
     count: int
 
+    @property
+    def generates(self) -> bool:
+        """Whether the step brings the sequence's next token: all that is known is computed then."""
+        return self.start + self.count == self.sequence.known
+
 
 class Scheduler:
     """Decodes first, then prefill in chunks, in order of arrival.
@@ -83,8 +88,8 @@ class Scheduler:
                     "--cache-gb, or lower --scale, --max-tokens or --layers"
                 )
 
-    def step(self) -> list[Scheduled]:
-        """Return the next step, decodes first; empty when all requests are done."""
+    def step(self, now: float = inf) -> list[Scheduled]:
+        """Return the next step at the time `now`, decodes first; empty when there is nothing to do."""
         budget, preempted = self.budget, self.preemptions
         plan: list[Scheduled] = []
         decodes = [s for s in self.running if s.known - s.computed == 1 and s.computed > 0]
@@ -98,6 +103,7 @@ class Scheduler:
         while (
             budget
             and self.waiting
+            and self.waiting[0].request.arrival <= now
             and len(self.running) < self.max_seqs
             and self.preemptions == preempted  # one that just gave way doesn't come straight back
         ):
@@ -120,9 +126,10 @@ class Scheduler:
         generated = 0
         for item in plan:
             sequence = item.sequence
+            generates = item.generates
             sequence.computed += item.count
             self._publish(sequence)
-            if sequence.computed == sequence.known:
+            if generates:
                 sequence.generated += 1
                 generated += 1
             if sequence.done:

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ HASH_BLOCK = 512
 
 @dataclass(frozen=True)
 class Request:
-    """One request. Equal `hash_ids` mean an equal prefix up to that block of `hash_block` tokens."""
+    """One request. Equal `hash_ids` mean an equal prefix up to that block of `hash_block` tokens.
+
+    `arrival` is in seconds.
+    """
 
     prompt: int
     output: int
     hash_ids: tuple[int, ...] = ()
     hash_block: int = HASH_BLOCK
+    arrival: float = 0.0
 
     def scaled(self, scale: float) -> Request:
         """Return the request with its lengths multiplied, none below 1."""
@@ -35,8 +40,11 @@ class Request:
         )
 
 
-def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
-    """Return the first `limit` requests. Raises `TraceError` that names the file and the line."""
+def read_trace(path: str | Path, limit: int | None = None, times: bool = False) -> list[Request]:
+    """Return the first `limit` requests, with their times where `times` asks for them.
+
+    Raises `TraceError` that names the file and the line.
+    """
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # a fifo would be waited for, without end
@@ -49,7 +57,7 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
         raise TraceError(f"{path}: can't be read: {error}") from error
     parse = _jsonl if path.suffix == ".jsonl" else _csv
     requests = []
-    for request in parse(path, lines):
+    for request in parse(path, lines, times):
         requests.append(request)
         if limit is not None and len(requests) >= limit:
             break
@@ -58,11 +66,11 @@ def read_trace(path: str | Path, limit: int | None = None) -> list[Request]:
     return requests
 
 
-def _csv(path: Path, lines: list[str]) -> Iterator[Request]:
+def _csv(path: Path, lines: list[str], times: bool) -> Iterator[Request]:
     rows = _rows(path, lines)
     header = [name.strip() for name in next(rows, [])]
     columns = []
-    for name in ("ContextTokens", "GeneratedTokens"):
+    for name in ("ContextTokens", "GeneratedTokens", *(["TIMESTAMP"] if times else [])):
         if name not in header:
             raise TraceError(
                 f"{path}, line 1: the header {shown(header)} lacks the column {name!r}"
@@ -72,13 +80,30 @@ def _csv(path: Path, lines: list[str]) -> Iterator[Request]:
         if not row:
             continue
         try:
-            prompt, output = (int(row[c]) for c in columns)
+            prompt, output = (int(row[c]) for c in columns[:2])
         except (ValueError, IndexError):
             raise TraceError(
                 f"{path}, line {number}: {shown(','.join(row))} must have whole numbers in "
                 "ContextTokens and GeneratedTokens"
             ) from None
-        yield _request(path, number, prompt, output, ())
+        arrival = _seconds(path, number, row, columns[2]) if times else 0.0
+        yield _request(path, number, prompt, output, (), arrival)
+
+
+def _seconds(path: Path, number: int, row: list[str], column: int) -> float:
+    """Return the time of a row in seconds; Azure's have seven digits of a second."""
+    text = row[column].strip() if column < len(row) else ""
+    whole, _, part = text.partition(".")
+    try:
+        if part and not (part.isascii() and part.isdigit()):
+            raise ValueError
+        since = datetime.fromisoformat(whole).replace(tzinfo=timezone.utc).timestamp()
+        return since + float(f"0.{part or 0}")
+    except ValueError:
+        raise TraceError(
+            f"{path}, line {number}: TIMESTAMP={shown(text)} must be a date and time like "
+            "2023-11-16 18:15:46.68"
+        ) from None
 
 
 def _rows(path: Path, lines: list[str]) -> Iterator[list[str]]:
@@ -89,7 +114,7 @@ def _rows(path: Path, lines: list[str]) -> Iterator[list[str]]:
         raise TraceError(f"{path}, line {rows.line_num}: not CSV: {error}") from None
 
 
-def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
+def _jsonl(path: Path, lines: list[str], times: bool) -> Iterator[Request]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -106,15 +131,21 @@ def _jsonl(path: Path, lines: list[str]) -> Iterator[Request]:
         ids = entry.get("hash_ids", [])
         if not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise TraceError(f"{where}: hash_ids must be a list of whole numbers")
-        yield _request(path, number, entry["input_length"], entry["output_length"], tuple(ids))
+        stamp: Any = entry.get("timestamp") if times else 0
+        if type(stamp) not in (int, float) or not 0 <= stamp < 1e15:
+            raise TraceError(
+                f"{where}: timestamp={shown(stamp)} must be a number of milliseconds, 0 or more"
+            )
+        lengths = entry["input_length"], entry["output_length"]
+        yield _request(path, number, *lengths, tuple(ids), stamp / 1e3)
 
 
 def _request(
-    path: Path, number: int, prompt: int, output: int, hash_ids: tuple[int, ...]
+    path: Path, number: int, prompt: int, output: int, hash_ids: tuple[int, ...], arrival: float
 ) -> Request:
     if not (1 <= prompt <= MOST_TOKENS and 0 <= output <= MOST_TOKENS):
         raise TraceError(
             f"{path}, line {number}: {shown(prompt)} prompt and {shown(output)} output tokens; a "
             f"request needs at least 1 and 0, and takes {MOST_TOKENS} at most"
         )
-    return Request(prompt, max(output, 1), hash_ids)
+    return Request(prompt, max(output, 1), hash_ids, arrival=arrival)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import torch
 from polyattn.kernel import (
     AttentionBackend,
     Batch,
@@ -12,14 +13,17 @@ from polyattn.kernel import (
     KVCache,
     LayerParams,
     LayerSpec,
+    NewTokens,
     Plan,
+    Rotation,
     StoreBackend,
     StorePlan,
     absorbed,
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, attend, layer_bytes, store
+from polyattn_cpu.native.attention import StepPlan, attend, layer_bytes
+from polyattn_cpu.native.store import Part, store
 
 
 class NativePlan(Plan):
@@ -80,14 +84,53 @@ class NativeMLA(NativeAttention):
 
 
 class NativeStore(StoreBackend):
-    """Quantises and scatters keys and values in one call."""
+    """Turns, quantises and scatters queries, keys and values in one call."""
 
     name: ClassVar[str] = "NATIVE_STORE"
 
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        parts = [(key, cache.key, params.k_scale)]
+        parts = [Part(key, cache.key, params.k_scale)]
         if not cache.value_in_key:
-            parts.append((value, cache.value, params.v_scale))
+            parts.append(Part(value, cache.value, params.v_scale))
         store(parts, plan.slots)
+
+    def run_rotated(
+        self,
+        plan: StorePlan,
+        rotation: Rotation | None,
+        new: NewTokens,
+        cache: KVCache,
+        params: LayerParams,
+        keep: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        query, key, value = new.query, new.key, new.value
+        assert key is not None and value is not None
+        biases = new.biases() or (None, None, None)
+        out = torch.empty(query.shape, dtype=query.dtype)
+        key_out = torch.empty(key.shape, dtype=key.dtype) if keep else None
+        value_out = (
+            torch.empty(value.shape, dtype=value.dtype) if keep and biases[2] is not None else None
+        )
+        of_query, of_key = _turn(rotation, query), _turn(rotation, key)
+        factors = None if rotation is None else rotation.query_scale
+        parts = [
+            Part(query, out=out, bias=biases[0], factors=factors, **of_query),
+            Part(key, cache.key, params.k_scale, out=key_out, bias=biases[1], **of_key),
+        ]
+        if not cache.value_in_key:
+            parts.append(Part(value, cache.value, params.v_scale, out=value_out, bias=biases[2]))
+        store(parts, plan.slots)
+        return out, key_out, value if keep and value_out is None else value_out
+
+
+def _turn(rotation: Rotation | None, x: Tensor) -> dict[str, Any]:
+    """Return the fields of a `Part` that turn its heads."""
+    if rotation is None or not rotation.size:
+        return {}
+    return {
+        "turns": rotation.turns,
+        "first": rotation.offset(x.shape[2]),
+        "neighbours": rotation.pairing == "gptj",
+    }

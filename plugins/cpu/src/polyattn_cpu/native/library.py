@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"

@@ -309,7 +309,7 @@ int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count, int32_
   const KernelTable *kernels = table(isa);
   if (!kernels) return -1;
   for (int32_t i = 0; i < count; i++) {
-    for (int64_t token = 0; token < parts[i].num_tokens; token++) {
+    for (int64_t token = 0; parts[i].cache && token < parts[i].num_tokens; token++) {
       if (parts[i].slots[token] >= parts[i].num_slots) return 1 + token;
     }
   }

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 1  // library.py refuses a library of another number
+#define PA_ABI 2  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -69,15 +69,22 @@ PA_EXPORT void pa_plan_free(pa_plan *plan);
 // Returns 0, or 1 where a block table's entry points outside the cache (its item is left unwritten).
 PA_EXPORT int pa_attend(const pa_plan *plan, const pa_tensors *tensors);
 
-// A step's new rows into a paged cache: cache[slot] = saturate(row / scale), slot -1 skips.
+// A step's new rows, (num_tokens, num_heads, head_size): a bias is added, pairs of a head turn by the
+// token's angles, its factor multiplies; then cache[slot] = saturate(row / scale), slot -1 skips.
 typedef struct {
   const void *source;
-  void *cache;
+  void *cache;           // NULL: nothing is stored
+  void *out;             // NULL, or where the rows go too: contiguous, of `dtype`, each token's
   const int64_t *slots;
+  const float *bias;     // NULL, or (num_heads, head_size)
+  const float *turns;    // (num_tokens, 2 * num_pairs): a token's cosines, then its sines
+  const float *factors;  // NULL, or (num_tokens)
   int64_t num_tokens, num_heads, head_size, block_size, num_slots;
   int64_t source_token, source_head;
   int64_t cache_block, cache_token, cache_head;
   int32_t dtype, cache_dtype;
+  // Pair i is elements i and i + num_pairs behind first_turned; with `neighbours` 2 i and 2 i + 1.
+  int32_t num_pairs, first_turned, neighbours;
   float scale;
 } pa_scatter;
 

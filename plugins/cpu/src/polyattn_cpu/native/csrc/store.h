@@ -1,4 +1,4 @@
-// A step's new rows into the paged cache: divide by the scale, saturate, round to nearest even.
+// A step's new rows into the paged cache: turn, divide by the scale, saturate, round to nearest even.
 // Included inside an anonymous namespace.
 
 // A float to 8 bits of `mantissa` bits and an exponent of `bias`, saturated at `largest`; `nan` for NaN.
@@ -48,28 +48,107 @@ PA_INLINE void quantise(float *x, void *to, int dtype, int count, float scale) {
   }
 }
 
+// Where the elements of one token's head come from and where they go: to the cache, to `out`, or both.
+struct HeadRow {
+  const char *source;
+  char *cache, *out;   // either may be NULL
+  const float *bias;   // or NULL
+  float factor;
+};
+
+constexpr int PIECE = 256;  // elements that are floats at a time
+
+PA_INLINE void read_piece(const pa_scatter *part, const HeadRow &row, int64_t at, int count, float *x) {
+  widen_any(row.source + at * itemsize(part->dtype), part->dtype, x, count);
+  if (row.bias) {
+    for (int i = 0; i < count; i++) x[i] += row.bias[at + i];
+  }
+}
+
+// Writes floats, which it spoils.
+PA_INLINE void write_piece(const pa_scatter *part, const HeadRow &row, int64_t at, int count, float *x) {
+  for (int i = 0; i < count; i++) x[i] *= row.factor;
+  if (row.out) narrow(x, row.out + at * itemsize(part->dtype), part->dtype, count);
+  if (row.cache) {
+    quantise(x, row.cache + at * itemsize(part->cache_dtype), part->cache_dtype, count, part->scale);
+  }
+}
+
+static void pass_elements(const pa_scatter *part, const HeadRow &row, int64_t from, int64_t to) {
+  float x[PIECE];
+  for (int64_t at = from; at < to; at += PIECE) {
+    int count = (int)(to - at < PIECE ? to - at : PIECE);
+    read_piece(part, row, at, count, x);
+    write_piece(part, row, at, count, x);
+  }
+}
+
+// Element a and its partner b become a cos - b sin and b cos + a sin.
+static void turn_halves(const pa_scatter *part, const HeadRow &row, const float *cos, const float *sin) {
+  float a[PIECE], b[PIECE], turned[PIECE];
+  for (int64_t pair = 0; pair < part->num_pairs; pair += PIECE) {
+    int count = (int)(part->num_pairs - pair < PIECE ? part->num_pairs - pair : PIECE);
+    int64_t first = part->first_turned + pair, second = first + part->num_pairs;
+    read_piece(part, row, first, count, a);
+    read_piece(part, row, second, count, b);
+    for (int i = 0; i < count; i++) {
+      turned[i] = a[i] * cos[pair + i] - b[i] * sin[pair + i];
+      b[i] = b[i] * cos[pair + i] + a[i] * sin[pair + i];
+    }
+    write_piece(part, row, first, count, turned);
+    write_piece(part, row, second, count, b);
+  }
+}
+
+static void turn_neighbours(const pa_scatter *part, const HeadRow &row, const float *cos, const float *sin) {
+  float x[PIECE];
+  for (int64_t pair = 0; pair < part->num_pairs; pair += PIECE / 2) {
+    int count = (int)(part->num_pairs - pair < PIECE / 2 ? part->num_pairs - pair : PIECE / 2);
+    int64_t first = part->first_turned + 2 * pair;
+    read_piece(part, row, first, 2 * count, x);
+    for (int i = 0; i < count; i++) {
+      float a = x[2 * i], b = x[2 * i + 1];
+      x[2 * i] = a * cos[pair + i] - b * sin[pair + i];
+      x[2 * i + 1] = b * cos[pair + i] + a * sin[pair + i];
+    }
+    write_piece(part, row, first, 2 * count, x);
+  }
+}
+
+static void store_head(const pa_scatter *part, const HeadRow &row, const float *turns) {
+  if (part->dtype == part->cache_dtype && !row.out && !row.bias && !part->num_pairs && !part->factors) {
+    __builtin_memcpy(row.cache, row.source, part->head_size * itemsize(part->dtype));
+    return;
+  }
+  pass_elements(part, row, 0, part->first_turned);
+  if (part->num_pairs) {
+    const float *sines = turns + part->num_pairs;
+    if (part->neighbours) turn_neighbours(part, row, turns, sines);
+    else turn_halves(part, row, turns, sines);
+  }
+  pass_elements(part, row, part->first_turned + 2 * part->num_pairs, part->head_size);
+}
+
 static void store_tokens(const pa_scatter *part, int64_t first, int64_t last) {
   const int from = itemsize(part->dtype), to = itemsize(part->cache_dtype);
-  constexpr int PIECE = 256;
-  float piece[PIECE];
   for (int64_t token = first; token < last; token++) {
-    int64_t slot = part->slots[token];
-    if (slot < 0) continue;
+    int64_t slot = part->cache ? part->slots[token] : -1;
+    if (slot < 0 && !part->out) continue;
     const char *source = (const char *)part->source + token * part->source_token * from;
-    char *cache = (char *)part->cache + (slot / part->block_size * part->cache_block +
-                                         slot % part->block_size * part->cache_token) * to;
+    char *cache = nullptr, *out = nullptr;
+    if (slot >= 0) {
+      cache = (char *)part->cache + (slot / part->block_size * part->cache_block +
+                                     slot % part->block_size * part->cache_token) * to;
+    }
+    if (part->out) out = (char *)part->out + token * part->num_heads * part->head_size * from;
+    const float *turns = part->turns ? part->turns + token * 2 * part->num_pairs : nullptr;
     for (int64_t head = 0; head < part->num_heads; head++) {
-      const char *row = source + head * part->source_head * from;
-      char *goal = cache + head * part->cache_head * to;
-      if (part->dtype == part->cache_dtype) {
-        __builtin_memcpy(goal, row, part->head_size * to);
-        continue;
-      }
-      for (int64_t d = 0; d < part->head_size; d += PIECE) {
-        int count = (int)(part->head_size - d < PIECE ? part->head_size - d : PIECE);
-        widen_any(row + d * from, part->dtype, piece, count);
-        quantise(piece, goal + d * to, part->cache_dtype, count, part->scale);
-      }
+      HeadRow row = {source + head * part->source_head * from,
+                     cache ? cache + head * part->cache_head * to : nullptr,
+                     out ? out + head * part->head_size * from : nullptr,
+                     part->bias ? part->bias + head * part->head_size : nullptr,
+                     part->factors ? part->factors[token] : 1.0f};
+      store_head(part, row, turns);
     }
   }
 }

@@ -1,4 +1,4 @@
-"""The CUDA plugin's MLA and recurrent adapters, over fakes that bind and compute what they are asked.
+"""The CUDA plugin's MLA adapters, over fakes that bind and compute what they are asked.
 
 Every call is bound against the signature recorded from the real package; the answer is computed in
 float64 from the very arguments, in the library's own conventions, and compared with the reference.
@@ -17,20 +17,15 @@ import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.families.attention import reference
-from polyattn.families.recurrent import inputs as samples
-from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.kernel import (
     AttentionBackend,
     CacheFormat,
     KVCache,
     LayerParams,
-    RecurrentBackend,
     SparseBackend,
 )
-from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.spec.decompose import absorbed
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
-from polyattn.spec.recurrence import form_of
+from polyattn.spec.layer import LatentSpec
 from test_signatures import bind
 from torch import Tensor
 
@@ -245,187 +240,3 @@ def test_sparse_latent(backend: str, module: str, libraries: None) -> None:
         chosen = slots[index][slots[index] >= 0].long()
         expected, _ = mqa(query[index], rows[chosen], SPEC.scale, 512)
         assert output_error(out[index], expected) < 1e-5
-
-
-def scan_by_reference(
-    spec: LayerSpec, inputs: dict[str, Tensor], params: dict[str, Tensor], initial: Tensor,
-    starts: list[int],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    outputs, finals = [], []
-    for index in range(len(starts) - 1):
-        rows = slice(starts[index], starts[index + 1])
-        part = {name: t[rows].double() for name, t in inputs.items()}
-        out, state = reference_recurrent.scan(spec, part, params, initial[index].double())
-        outputs.append(out)
-        finals.append(state)
-    return torch.cat(outputs), torch.stack(finals)
-
-
-def fake_fla(spec: LayerSpec) -> ModuleType:
-    """fla's operators: [1, tokens, heads, size], starts int64, float32 states."""
-    module = ModuleType("fla.ops")
-
-    def gated(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            a = bind("fla", name, *args, **kwargs)
-            assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
-            q, k, v, g = (a[n][0] for n in "qkvg")
-            assert q.shape[1] == v.shape[1], "query heads are value heads"
-            state = a["initial_state"].transpose(2, 3) if a["state_v_first"] else a["initial_state"]
-            outs, finals = [], []
-            starts = a["cu_seqlens"].tolist()
-            for index in range(len(starts) - 1):
-                h = state[index].double()
-                for t in range(starts[index], starts[index + 1]):
-                    h = g[t].double().exp()[:, None, None] * h
-                    h = h + k[t].double()[:, :, None] * v[t].double()[:, None]
-                    outs.append(a["scale"] * torch.einsum("hk,hkv->hv", q[t].double(), h))
-                finals.append(h)
-            final = torch.stack(finals)
-            final = final.transpose(2, 3) if a["state_v_first"] else final
-            return torch.stack(outs)[None].float(), final.float()
-
-        return call
-
-    def delta(name: str) -> Any:
-        def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            a = bind("fla", name, *args, **kwargs)
-            inputs = {n: a[n][0] for n in ("q", "k", "v", "g", "beta")}
-            assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
-            out, final = scan_by_reference(
-                spec.replace(scale=a["scale"]), inputs, {}, a["initial_state"],
-                a["cu_seqlens"].tolist(),
-            )  # fmt: skip
-            return out[None].float(), final.float()
-
-        return call
-
-    for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
-        setattr(module, name, gated(name))
-    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
-        setattr(module, name, delta(name))
-    return module
-
-
-def fake_mamba(spec: LayerSpec) -> ModuleType:
-    """mamba-ssm's two kernels."""
-    module = ModuleType("mamba_ssm")
-
-    def mamba_chunk_scan_combined(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        a = bind("mamba_ssm", "mamba_chunk_scan_combined", *args, **kwargs)
-        assert a["dt_softplus"] is True and a["return_final_states"] is True
-        params = {"A": a["A"], "D": a["D"], "dt_bias": a["dt_bias"]}
-        found = [
-            scan_by_reference(
-                spec, {n: a[n][i] for n in ("x", "dt", "B", "C")}, params,
-                a["initial_states"][i : i + 1], [0, a["x"].shape[1]],
-            )
-            for i in range(len(a["x"]))
-        ]  # fmt: skip
-        return torch.stack([f[0] for f in found]).float(), torch.cat([f[1] for f in found]).float()
-
-    def selective_state_update(*args: Any, **kwargs: Any) -> Tensor:
-        a = bind("mamba_ssm", "selective_state_update", *args, **kwargs)
-        assert a["A"].stride(1) == a["A"].stride(2) == 0 and a["dt"].stride(2) == 0
-        params = {"A": a["A"][:, 0, 0], "D": a["D"][:, 0], "dt_bias": a["dt_bias"][:, 0]}
-        slots = a["state_batch_indices"].long()
-        inputs = {"x": a["x"], "dt": a["dt"][:, :, 0], "B": a["B"], "C": a["C"]}
-        starts = list(range(len(slots) + 1))
-        out, final = scan_by_reference(spec, inputs, params, a["state"][slots], starts)
-        a["state"][slots] = final.float()
-        return out.float()
-
-    module.mamba_chunk_scan_combined = mamba_chunk_scan_combined  # type: ignore[attr-defined]
-    module.selective_state_update = selective_state_update  # type: ignore[attr-defined]
-    return module
-
-
-def fake_conv(spec: LayerSpec) -> ModuleType:
-    """causal-conv1d's two functions, channels before tokens."""
-    module = ModuleType("causal_conv1d")
-
-    def run(x: Tensor, a: dict[str, Any], state: Tensor) -> tuple[Tensor, Tensor]:
-        assert a["activation"] == spec.recurrent.activation
-        params = {"weight": a["weight"].double(), "bias": a["bias"].double()}
-        found = [
-            scan_by_reference(spec, {"x": x[i].T}, params, state[i : i + 1], [0, x.shape[2]])
-            for i in range(len(x))
-        ]
-        return torch.stack([f[0].T for f in found]).float(), torch.cat(
-            [f[1] for f in found]
-        ).float()
-
-    def causal_conv1d_fn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        a = bind("causal_conv1d", "causal_conv1d_fn", *args, **kwargs)
-        assert a["x"].stride(1) == 1 and a["initial_states"].stride(1) == 1
-        return run(a["x"], a, a["initial_states"])
-
-    def causal_conv1d_update(*args: Any, **kwargs: Any) -> Tensor:
-        a = bind("causal_conv1d", "causal_conv1d_update", *args, **kwargs)
-        out, final = run(a["x"][:, :, None], a, a["conv_state"])
-        a["conv_state"].copy_(final)
-        return out[:, :, 0]
-
-    module.causal_conv1d_fn = causal_conv1d_fn  # type: ignore[attr-defined]
-    module.causal_conv1d_update = causal_conv1d_update  # type: ignore[attr-defined]
-    return module
-
-
-def recurrent(kind: str, heads: int, size: int = 1, groups: int = 0, **form: Any) -> LayerSpec:
-    return LayerSpec(
-        kind=kind, num_heads=heads, num_kv_heads=groups, head_size=size, dtype="float32",
-        recurrent=RecurrentSpec(**form),
-    )  # fmt: skip
-
-
-CASES = [
-    ("FlashLinearAttention", recurrent("mamba2", 4, 8, 2, state_size=16)),
-    ("FlashLinearAttention", recurrent("linear", 4, 8, state_size=8)),
-    ("FlashLinearAttention", recurrent("gdn", 4, 8, 2, state_size=8, qk_norm=True)),
-    ("MambaSSM", recurrent("mamba2", 4, 8, 2, state_size=16)),
-    ("CausalConv1d", recurrent("short_conv", 12, conv_width=4, activation="silu")),
-]
-
-
-@pytest.mark.parametrize(("backend", "spec"), CASES)
-@pytest.mark.parametrize("decode", [True, False])
-def test_recurrent(
-    backend: str, spec: LayerSpec, decode: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import polyattn_cuda.recurrent
-
-    fla, mamba, conv = fake_fla(spec), fake_mamba(spec), fake_conv(spec)
-    for name in ("fla", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name in ("fla.ops", "fla.ops.simple_gla", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, fla)
-    for name in ("ssd_combined", "selective_state_update"):
-        monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{name}", mamba)
-    monkeypatch.setitem(sys.modules, "causal_conv1d", conv)
-    made: RecurrentBackend = getattr(polyattn_cuda.recurrent, backend)(spec, None, CUDA_ON_CPU)
-    queries, lens = ([1] * 4, [5, 1, 0, 9]) if decode else ([6, 6, 1, 0, 3], [6, 9, 0, 4, 20])
-    slots = torch.tensor([3, 0, -1, 5, 2][: len(lens)])
-    batch = Batch.from_lens(queries, lens, state_slots=slots)
-    generator = torch.Generator().manual_seed(len(queries))
-    params = {n: t.float() for n, t in samples.recurrent_params(spec, generator).items()}
-    inputs = dict(
-        zip(
-            form_of(spec).inputs,
-            samples.recurrent_inputs(spec, sum(queries), generator),
-            strict=True,
-        )
-    )
-    states = StateCacheSpec.for_layer(spec, 6).allocate().data.fill_(torch.nan)
-    for slot, query, length in zip(slots.tolist(), queries, lens, strict=True):
-        if length > query:
-            states[slot] = torch.randn(states.shape[1:])
-    expected, after = reference_recurrent.forward(spec, inputs, params, states, batch)
-    plan = made.plan(batch)
-    made.plan(Batch.from_lens(queries, queries, state_slots=slots))  # another step's, in between
-    out = torch.zeros(expected.shape)
-    made.run(plan, inputs, params, states, out)
-    rows = len(out)
-    assert output_error(out.reshape(rows, -1), expected.reshape(rows, -1)) < 2e-5
-    used = [s for s, q, n in zip(slots.tolist(), queries, lens, strict=True) if q and n]
-    assert output_error(states[used].flatten(1), after[used].flatten(1)) < 2e-5
-    assert bool(torch.isnan(states[1]).all()) and bool(torch.isnan(states[4]).all())

@@ -1,0 +1,109 @@
+"""Random batches by the hundred thousand through every backend that a CPU runs, beside float64.
+
+python benchmarks/random_batches.py [--batches 100000] [--only NAME,NAME] [--out FILE.json]
+
+What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes
+on where the last one ended, whoever has run least first. FLEX_ATTENTION runs uncompiled: its kernel
+would be compiled for each of thousands of layers and shapes. Two runs may share a file if they name
+other backends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import platform
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from polyattn import __version__, discover, resolve_device
+from polyattn.conformance.random_batches.run import random_batches
+from polyattn.registry.machine import availability
+
+DEVICE = resolve_device("cpu")
+
+
+def backends() -> list[str]:
+    """Return what claims the CPU and is here."""
+    return [
+        name
+        for name, info in discover().backends.items()
+        if "cpu" in info.capabilities.platforms and availability(info, 60.0) is None
+    ]
+
+
+def uncompiled_flex() -> None:
+    """Let FLEX_ATTENTION call torch's function as it is."""
+    import polyattn_cpu.flex as flex
+
+    flex._compiled = flex.flex_attention
+
+
+def piece(name: str, seed: int, count: int) -> dict[str, Any]:
+    """Run one piece and return its row."""
+    began, before = time.time(), time.process_time()
+    tally = random_batches(discover().backends[name], DEVICE, seed, count)
+    row: dict[str, Any] = {
+        "date": str(date.today()), "seed": seed, "batches": tally.batches, "layers": tally.layers,
+        "with_nan_or_inf": tally.spoilt, "failed": tally.failed,
+        "worst_of_tolerance": round(tally.worst, 4), "where": tally.where,
+        "cpu_s": round(time.process_time() - before, 1), "wall_s": round(time.time() - began, 1),
+    }  # fmt: skip
+    return row | ({"failures": tally.failures} if tally.failed else {})
+
+
+def record(out: Path, name: str, row: dict[str, Any]) -> None:
+    """Add a row to the file, which another run may be writing to."""
+    with out.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = json.loads(out.read_text()) if out.exists() else {"backends": {}}
+        found |= {
+            "command": "python benchmarks/random_batches.py",
+            "machine": f"{platform.machine()}, torch threads {torch.get_num_threads()}",
+            "polyattn": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        found["backends"].setdefault(name, []).append(row)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def done(out: Path, name: str) -> list[dict[str, Any]]:
+    """Return the rows that a backend has."""
+    if not out.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["backends"].get(name, [])
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batches", type=int, default=100_000)
+    parser.add_argument("--piece", type=int, default=5_000, help="batches between two savings")
+    parser.add_argument("--only", help="names of backends, by commas")
+    parser.add_argument("--out", type=Path, default=Path("random_batches.json"))
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # batches of a few tokens
+    uncompiled_flex()
+    failed = 0
+    names = args.only.split(",") if args.only else backends()
+
+    def ran(name: str) -> int:
+        return sum(row["batches"] for row in done(args.out, name))
+
+    while (least := min(names, key=ran)) and ran(least) < args.batches:
+        count = min(args.piece, args.batches - ran(least))
+        row = piece(least, len(done(args.out, least)), count)
+        record(args.out, least, row)
+        failed += row["failed"]
+        print(least, ran(least), row["failed"], row["worst_of_tolerance"], flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

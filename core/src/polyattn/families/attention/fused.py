@@ -1,0 +1,64 @@
+"""How do queries, keys and values come? In heads, in rows, or as one fused tensor with a bias."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, SpecError
+from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.parameters import Weight
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+
+def widths(spec: LayerSpec) -> tuple[int, int, int]:
+    """Return the elements of a token's query, key and value: the parts of a fused tensor."""
+    heads = spec.num_kv_heads
+    return spec.num_heads * spec.head_size, heads * spec.head_size, heads * spec.v_head_size
+
+
+def in_heads(
+    spec: LayerSpec, query: Tensor, key: Tensor | None, value: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return views (num_tokens, heads, size) of rows (num_tokens, heads * size), or of a fused tensor.
+
+    Raises `BatchError`.
+    """
+    parts = widths(spec)
+    if key is None and value is None and query.shape[1] == sum(parts):
+        query, key, value = query.split(parts, dim=1)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    found: list[Tensor | None] = []
+    for name, rows, count, width in zip(
+        ("query", "key", "value"), (query, key, value), heads, parts, strict=True
+    ):
+        if rows is not None and rows.dim() == 2:
+            if rows.shape[1] != width:
+                fused = f", or the fused {sum(parts)}" if name == "query" else ""
+                raise BatchError(
+                    f"{name} has rows of {rows.shape[1]} elements; {count} heads of {width // count} are "
+                    f"{width}{fused}"
+                )
+            rows = rows.unflatten(1, (count, width // count))
+        found.append(rows)
+    assert found[0] is not None
+    return found[0], found[1], found[2]
+
+
+def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> Weight | None:
+    """Return a layer's bias as its store reads it. Raises `SpecError`."""
+    if given is None:
+        return None
+    if spec.role is Role.CROSS:
+        raise SpecError(
+            "qkv_bias: a cross-attention's keys don't come with its queries; add it before"
+        )
+    wanted = sum(widths(spec))
+    if given.shape != (wanted,):
+        raise SpecError(
+            f"qkv_bias has shape {tuple(given.shape)}; it must be ({wanted},), that of query, key and "
+            "value one after another"
+        )
+    precise = torch.float64 if STORAGE_DTYPES[spec.dtype] is torch.float64 else torch.float32
+    return Weight("qkv_bias", given, device, precise)

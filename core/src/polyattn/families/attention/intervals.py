@@ -1,0 +1,180 @@
+"""What does a mask say? Which interval of keys each query sees; kernels are asked for that.
+
+Frameworks compose masks of causal, sliding, chunked, packed and padded parts, of image blocks. Whatever
+they were composed of, most come down to intervals, and neighbouring queries' intervals to what kernels
+serve: all keys, causal, a window. A mask is read once and remembered by its tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+
+AT_A_TIME = 1 << 24
+"""Entries of a mask that are read at a time."""
+
+Kind = tuple[bool, int | None, int | None]
+"""What a call asks for: causal, sliding_window, window_right."""
+
+
+@dataclass
+class Part:
+    """Queries that one call serves: runs of neighbours, `firsts` the row and first key of each."""
+
+    kind: Kind
+    rows: Tensor | None = None  # which queries of the flattened batch; None is all, in order
+    query_lens: list[int] = field(default_factory=list)
+    key_lens: list[int] = field(default_factory=list)
+    firsts: list[tuple[int, int]] = field(default_factory=list)
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+
+class UnreadableMask(BatchError):
+    """The mask is no choice of one interval of keys for each query."""
+
+
+def read(mask: Tensor, rows: int, queries: int) -> list[Part]:
+    """Return what the mask asks for, (rows or 1, 1, queries or 1, keys). Raises `UnreadableMask`.
+
+    Bool, True to attend; or float, 0 to attend and the dtype's least value not to. What it says is
+    kept on the tensor until it changes; a tensor of `torch.inference_mode` counts no changes, so it is
+    read again at each call.
+    """
+    version = None if mask.is_inference() else mask._version
+    known = getattr(mask, "_polyattn_parts", None)
+    if known is not None and version is not None and known[0] == (version, rows, queries):
+        return known[1]  # type: ignore[no-any-return]
+    if mask.dim() != 4 or mask.shape[1] != 1:
+        raise UnreadableMask(f"a mask of shape {tuple(mask.shape)}, which differs between heads")
+    low, high = _intervals(mask[:, 0])
+    if low.shape != (rows, queries):
+        low, high = (np.ascontiguousarray(np.broadcast_to(t, (rows, queries))) for t in (low, high))
+    parts = _parts(low, high)
+    mask._polyattn_parts = ((version, rows, queries), parts)  # type: ignore[attr-defined]
+    return parts
+
+
+def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first key that each query sees and the one after the last, int64 (rows, queries)."""
+    rows, queries, keys = mask.shape
+    step = max(1, AT_A_TIME // max(1, rows * keys))
+    found = []
+    for at in range(0, queries, step):
+        seen = mask[:, at : at + step]
+        if seen.dtype != torch.bool:
+            hidden = seen <= torch.finfo(seen.dtype).min / 2
+            if not ((seen == 0) | hidden).all():
+                raise UnreadableMask("a mask that adds numbers to the scores")
+            seen = ~hidden
+        bits = seen.to(torch.uint8)
+        count = bits.sum(-1, dtype=torch.int64)
+        first = bits.argmax(-1)
+        last = keys - bits.flip(-1).argmax(-1)
+        found.append(torch.stack([first * (count > 0), last * (count > 0), count]))
+    low, high, count_ = (
+        torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
+    )
+    if (high - low != count_).any():
+        raise UnreadableMask("a mask with holes")
+    return low, high
+
+
+def _parts(low: np.ndarray, high: np.ndarray) -> list[Part]:
+    runs = [(row, *run) for row in range(len(low)) for run in _runs(low[row], high[row])]
+    kinds: list[Kind] = list(dict.fromkeys(kind for *_, kind in runs if kind))
+    kinds.sort(key=lambda kind: kind[1] is None)
+    found: dict[Kind, Part] = {}
+    queries = low.shape[1]
+    chosen: dict[Kind, list[np.ndarray]] = {}
+    # A run that fits several kinds joins one that is asked for anyway.
+    for row, first, count, start, stop, kind in runs:
+        if kind is None or kind == (True, None, None):
+            causal = [k for k in kinds if k[0] or count == 1]
+            fits = [k for k in causal if k[1] is None or k[1] >= stop - start]
+            kind = fits[0] if fits else (True, None, None)
+        part = found.setdefault(kind, Part(kind))
+        part.query_lens.append(int(count))
+        part.key_lens.append(int(stop - start))
+        part.firsts.append((row, int(start)))
+        chosen.setdefault(kind, []).append(np.arange(count) + row * queries + first)
+    if len(found) > 1:
+        for kind, part in found.items():
+            part.rows = torch.from_numpy(np.concatenate(chosen[kind]))
+    return list(found.values())
+
+
+Run = tuple[int, int, int, int, Kind | None]
+"""First query, queries, first key, key after the last, and what serves them; None is anything."""
+
+GROW, SLIDE, SAME, SHRINK, OTHER = range(5)
+
+
+def _runs(low: np.ndarray, high: np.ndarray) -> list[Run]:
+    """Cut a row's queries into runs that one sequence of a kernel's batch serves."""
+    if len(low) == 1:
+        return [(0, 1, int(low[0]), int(high[0]), None)]
+    down, up = np.diff(low), np.diff(high)
+    step = np.full(len(down), OTHER)
+    for kind, (a, b) in enumerate([(0, 1), (1, 1), (0, 0), (1, 0)]):
+        step[(down == a) & (up == b)] = kind
+    cuts = [0, *(np.flatnonzero(step == OTHER) + 1), len(low)]
+    found: list[Run] = []
+    for first, after in pairwise(cuts):
+        band = None
+        if (step[first : after - 1] == SHRINK).any():
+            band = _band(low, high, first, after)
+        if band is None:
+            found += _causal_runs(low, high, step, first, after)
+        else:
+            at, count = band[:2]
+            found += [(q, 1, int(low[q]), int(high[q]), None) for q in range(first, at)]
+            found.append(band)
+            found += [(q, 1, int(low[q]), int(high[q]), None) for q in range(at + count, after)]
+    return found
+
+
+def _causal_runs(
+    low: np.ndarray, high: np.ndarray, step: np.ndarray, first: int, after: int
+) -> list[Run]:
+    found: list[Run] = []
+    at = first
+    while at < after:
+        last = at
+        kind: Kind | None = None
+        if at + 1 < after and step[at] == SAME:
+            last, kind = _end(step, at, after, SAME), (False, None, None)
+        elif at + 1 < after and step[at] in (GROW, SLIDE):
+            last, kind = _end(step, at, after, GROW), (True, None, None)
+            if last + 1 < after and step[last] == SLIDE:
+                last = _end(step, last, after, SLIDE)
+                kind = (True, int(high[last] - low[last]), None)
+        found.append((at, last + 1 - at, int(low[at]), int(high[last]), kind))
+        at = last + 1
+    return found
+
+
+def _end(step: np.ndarray, at: int, after: int, kind: int) -> int:
+    """Return the last query of a run of steps of one kind from query `at`."""
+    others = np.flatnonzero(step[at : after - 1] != kind)
+    return at + int(others[0]) if len(others) else after - 1
+
+
+def _band(low: np.ndarray, high: np.ndarray, first: int, after: int) -> Run | None:
+    """Return a window to both sides of each of a sequence's own tokens, if that is what there is."""
+    start, stop = int(low[first:after].min()), int(high[first:after].max())
+    if start < first or stop > after:
+        return None
+    at = np.arange(start, stop)
+    left, right = int(stop - 1 - low[stop - 1]), int(high[start] - 1 - start)
+    same = (low[at] == np.maximum(start, at - left)) & (
+        high[at] == np.minimum(stop, at + right + 1)
+    )
+    kind = (False, left + 1, None if left == right else right)
+    return (start, stop - start, start, stop, kind) if same.all() else None

@@ -1,0 +1,152 @@
+"""How is a step rotated? By the formulas' angles at its positions, once for a group's layers."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, SpecError
+from polyattn.families.attention.rope import axes, inv_freq, query_temperature
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.batch_checks import check_positions
+from polyattn.runtime.rotation import Rotation
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.rope import RopeSpec
+
+OWN_DOUBLES = ("cpu", "cuda")
+"""Torch devices that compute in float64; elsewhere the angles are the host's."""
+
+
+def check_rotate(spec: LayerSpec, rotate: bool | None) -> bool:
+    """Return whether a layer rotates what it is given. Raises `SpecError` where nobody says so."""
+    rope = spec.rope
+    if rotate not in (None, True, False):
+        raise SpecError(
+            f"rotate={rotate!r} must be True, False, or None where the spec has no rope"
+        )
+    if rope is None:
+        if rotate:
+            raise SpecError(f"rotate=True, and the spec has no rope; select with one ({spec})")
+        return False
+    if rotate is None:
+        raise SpecError(
+            f"the spec has a rotary embedding ({rope.scaling} scaling, {rope.rotary_size} elements): say "
+            "rotate=True where queries and keys come unrotated and the layer shall rotate them, or "
+            "rotate=False where they come rotated; spec.replace(rope=None) is the layer without one"
+        )
+    if rope.positions == "cache" and not rotate:
+        raise SpecError(
+            "rotate=False with rope.positions='cache': keys that move within the cache are kept "
+            "unrotated; pass rotate=True and unrotated queries and keys"
+        )
+    return rotate
+
+
+def rotated_here(spec: LayerSpec, rotate: bool) -> bool:
+    """Whether a layer that rotates does it before attention: in-cache positions are the kernel's."""
+    return rotate and spec.rope is not None and spec.rope.positions == "absolute"
+
+
+def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) -> Rotation | None:
+    """Return how a batch's tokens are rotated, None where nothing is before attention.
+
+    Dynamic NTK and LongRoPE go by each sequence's own length, so that no request's result depends on
+    another. `reuse`: the rotation that a captured graph reads, into whose tensors it goes.
+    Raises `BatchError`.
+    """
+    rope = spec.rope
+    if rope is None or rope.positions == "cache":
+        return None
+    check_positions(batch, 1 if rope.sections is None else len(rope.sections))
+    host = batch.device.type not in OWN_DOUBLES
+    positions = batch.token_positions
+    found = _at(spec, positions.cpu() if host else positions, batch.query_lens, batch.lens)
+    if host:
+        scale = None if found.query_scale is None else found.query_scale.to(batch.device)
+        found = Rotation(found.turns.to(batch.device), scale, found.pairing, found.size, found.last)
+    return found if reuse is None else reuse.refilled(found)
+
+
+def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
+    """Return how keys that are given whole are rotated: row i of a sequence stands at position i.
+
+    Positions that were given are the queries', and the keys' where each query has one key.
+    """
+    rope = spec.rope
+    if rope is None:
+        return None
+    if batch.query_lens == batch.lens and batch.keys_packed:
+        return rotation_of(spec, batch)
+    if batch.positions is not None:
+        raise BatchError(
+            "positions were given for a layer that is not cached and whose keys aren't its queries' "
+            "tokens; rotate the keys before, and pass rotate=False"
+        )
+    reach = max((a + n for a, n in zip(batch.key_starts, batch.lens, strict=True)), default=0)
+    positions = np.zeros(reach, np.int64)
+    counts = [0] * reach  # what lies between the sequences turns by nothing
+    for start, length in zip(batch.key_starts, batch.lens, strict=True):
+        positions[start : start + length] = np.arange(length)
+        counts[start : start + length] = [length] * length
+    at = torch.from_numpy(positions)
+    at = at.to(batch.device) if batch.device.type in OWN_DOUBLES else at
+    found = _at(spec, at, [1] * reach, counts)
+    return Rotation(found.turns.to(batch.device), None, found.pairing, found.size, found.last)
+
+
+def _at(spec: LayerSpec, positions: Tensor, counts: list[int], lens: list[int]) -> Rotation:
+    """Return the rotation at positions (num_tokens,) or (axes, num_tokens), float64 or int64.
+
+    `counts` says how many of the tokens are each sequence's, `lens` how long the sequences are.
+    """
+    rope = spec.rope
+    assert rope is not None
+    dtype = torch.float64 if spec.dtype == "float64" else torch.float32
+    frequencies = _frequencies(rope, counts, lens, positions.device)
+    along = positions if positions.dim() == 1 else positions[_axes(rope, positions.device)].T
+    along = along.to(torch.float64)
+    turn = (along[:, None] if positions.dim() == 1 else along) * frequencies
+    pairs = turn.shape[1]
+    turns = torch.empty(turn.shape[0], 2 * pairs, dtype=dtype, device=positions.device)
+    torch.cos(turn, out=turns[:, :pairs])
+    torch.sin(turn, out=turns[:, pairs:])
+    if rope.attention_factor != 1.0:
+        turns *= rope.attention_factor
+    scale = None
+    if rope.temperature:
+        first = positions if positions.dim() == 1 else positions[0]
+        scale = query_temperature(rope, first).to(dtype)
+    return Rotation(turns, scale, rope.pairing, 2 * pairs, last=spec.latent is not None)
+
+
+def _frequencies(
+    rope: RopeSpec, counts: list[int], lens: list[int], device: torch.device
+) -> Tensor:
+    """Return the angle per position of each pair, (pairs,), or (num_tokens, pairs) by length."""
+    if rope.scaling not in ("dynamic", "longrope"):
+        return _on(rope, 0, device)
+    assert rope.original_length is not None
+    # A length that changes nothing stands for all like it; LongRoPE has two kinds alone.
+    kinds = [0 if n <= rope.original_length else n for n in lens]
+    if rope.scaling == "longrope":
+        kinds = [kind and rope.original_length + 1 for kind in kinds]
+    distinct = sorted(set(kinds)) or [0]
+    if len(distinct) == 1:
+        return _on(rope, distinct[0], device)
+    rows = torch.stack([inv_freq(rope, length) for length in distinct])
+    places = {length: row for row, length in enumerate(distinct)}
+    row_of = np.repeat(np.asarray([places[kind] for kind in kinds], np.int64), counts)
+    return rows.to(device)[torch.from_numpy(row_of).to(device)]
+
+
+@lru_cache(maxsize=256)
+def _on(rope: RopeSpec, length: int, device: torch.device) -> Tensor:
+    return inv_freq(rope, length).to(device)
+
+
+@lru_cache(maxsize=64)
+def _axes(rope: RopeSpec, device: torch.device) -> Tensor:
+    return axes(rope).to(device)

@@ -1,0 +1,48 @@
+"""A recurrence without a layer, as a function: parameters and states come with the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.families.recurrent.layer import Recurrent
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.state_cache import StateCache
+from polyattn.runtime.stateless import group_for
+
+
+def recurrence(
+    inputs: Sequence[Tensor],
+    params: Mapping[str, Tensor],
+    query_lens: Sequence[int],
+    states: Tensor | None = None,
+    **fields: Any,
+) -> tuple[Tensor, Tensor]:
+    """Run a recurrence over packed sequences of `query_lens`. Forward only: gradients are refused.
+
+    `inputs` in the order of the kind's form (`polyattn.spec.recurrence.FORMS`), (tokens, …); `params` as
+    there. `states` (num_seqs, …): what each sequence starts from; default: zero. `fields`: the
+    `LayerSpec`'s, but the dtype, which is the first input's. Returns the output and the states
+    afterwards, new tensors. Raises `BatchError`, `SpecError`, and what `select` raises.
+    """
+    group = group_for(inputs[0].device, dtype=inputs[0].dtype, **fields)
+    layer = Recurrent(group, checks=False, **params)
+    after = group.allocate_states(max(1, len(query_lens)))
+    if states is not None:
+        after = StateCache(after.data.copy_(states))
+    step = _plan(group, tuple(query_lens), states is not None)
+    return layer(*inputs, states=after, plan=step), after.data[: len(query_lens)]
+
+
+@lru_cache(maxsize=256)
+def _plan(group: LayerGroup, query_lens: tuple[int, ...], continued: bool) -> StepPlan:
+    # A sequence continues where its length exceeds its query.
+    lens = [n + continued for n in query_lens]
+    slots = torch.arange(len(lens), device=group.torch_device)
+    return group.plan(Batch.from_lens(query_lens, lens, state_slots=slots))

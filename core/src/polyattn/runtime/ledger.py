@@ -1,0 +1,61 @@
+"""What was served for a host, by whom, and what was not? Counted by call; a fallback is warned of."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import ClassVar
+
+from polyattn.runtime.group import LayerGroup
+
+
+@dataclass(frozen=True)
+class Report:
+    """Calls of attention since the last `reset()`: what they asked for, and how many there were."""
+
+    served: dict[str, int]
+    fallbacks: dict[str, int]
+
+    def __str__(self) -> str:
+        lines = [f"served {n} calls: {what}" for what, n in self.served.items()]
+        lines += [f"fell back for {n} calls: {why}" for why, n in self.fallbacks.items()]
+        return "\n".join(lines) or "no calls of attention"
+
+
+class Ledger:
+    """The calls of one integration, known by its `host`'s name; compiled graphs find it by that.
+
+    `own`: what the host does instead, where polyattn can't serve.
+    """
+
+    known: ClassVar[dict[str, Ledger]] = {}
+
+    def __init__(self, host: str, own: str):
+        self.own = own
+        self.known[host] = self
+        self._served: Counter[LayerGroup] = Counter()
+        self._fallbacks: Counter[str] = Counter()
+
+    def report(self) -> Report:
+        """Return what was served and what fell back to the host's own attention."""
+        served: Counter[str] = Counter()
+        for group, count in self._served.items():
+            served[f"{group.spec}: {group.selection.decision.summary()}"] += count
+        return Report(dict(served), dict(self._fallbacks))
+
+    def reset(self) -> None:
+        """Forget all counts; what was warned of is warned of again."""
+        self._served.clear()
+        self._fallbacks.clear()
+
+    def count(self, group: LayerGroup) -> None:
+        """Count a call that was served."""
+        self._served[group] += 1
+
+    def count_fallback(self, who: str, why: str) -> None:
+        """Count a call that fell back, and warn of the first."""
+        line = f"{who}: {why}" if who else why
+        self._fallbacks[line] += 1
+        if self._fallbacks[line] == 1:
+            warnings.warn(f"polyattn falls back to {self.own} for {line}", stacklevel=3)

@@ -1,0 +1,104 @@
+"""How are a step's queries and keys rotated? `Rotation`: what a plan holds of it, and torch's form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Each token's turn: computed once for a step, applied by every layer of the group.
+
+    - `turns` (num_tokens, size), float32 (float64 in a float64 layer): the cosines of a token's
+      size / 2 angles, then their sines, all times the rope's attention factor.
+    - `query_scale` (num_tokens,) of the same dtype: what the whole query is multiplied by, None for 1.
+    - `pairing`: pair i is elements i and i + size / 2 (`"neox"`), or 2 i and 2 i + 1 (`"gptj"`), of
+      the part of a head that is rotated. Element a and its partner b become a cos - b sin and
+      b cos + a sin.
+    - `size`: the part's elements: the first of each head, or where `last` says so the last ones (an
+      MLA layer's rope part); the rest passes. 0: nothing is rotated.
+    """
+
+    turns: Tensor
+    query_scale: Tensor | None
+    pairing: str
+    size: int
+    last: bool = False
+
+    def offset(self, width: int) -> int:
+        """Return the first rotated element of a head of `width`."""
+        return width - self.size if self.last else 0
+
+    def applied(self, x: Tensor) -> Tensor:
+        """Return `x` (num_tokens, heads, width) rotated, in at least float32; `x` stays as it is."""
+        x = x.to(self.turns.dtype, copy=True)
+        if not self.size:
+            return x
+        start = self.offset(x.shape[2])
+        part = x[..., start : start + self.size]
+        cos, sin = self.turns[:, None].chunk(2, dim=-1)
+        if self.pairing == "neox":
+            first, second = part.chunk(2, dim=-1)
+        else:
+            first, second = part[..., 0::2], part[..., 1::2]
+        turned = first * cos - second * sin, second * cos + first * sin
+        first.copy_(turned[0])
+        second.copy_(turned[1])
+        return x
+
+    def applied_to_query(self, query: Tensor) -> Tensor:
+        """Return the query rotated and multiplied by its temperature."""
+        query = self.applied(query)
+        return query if self.query_scale is None else query * self.query_scale[:, None, None]
+
+    def refilled(self, other: Rotation) -> Rotation:
+        """Put another step's turns into these tensors, which a captured graph reads."""
+        self.turns.copy_(other.turns)
+        if self.query_scale is not None and other.query_scale is not None:
+            self.query_scale.copy_(other.query_scale)
+        return self
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a step brings, (num_tokens, heads, size) each, strided as views of a fused QKV are.
+
+    `bias` is added first: (num_heads * size + num_kv_heads * size + num_kv_heads * v_size,) in the
+    order of query, key and value, float32 (float64 in a float64 layer).
+    """
+
+    query: Tensor
+    key: Tensor | None
+    value: Tensor | None
+    bias: Tensor | None = None
+
+    def biases(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return the bias of query, key and value, (heads, size) each; None where there is none."""
+        if self.bias is None:
+            return None
+        assert self.key is not None and self.value is not None
+        shapes = [tuple(t.shape[1:]) for t in (self.query, self.key, self.value)]
+        parts = self.bias.split([heads * size for heads, size in shapes])
+        query, key, value = (part.view(shape) for part, shape in zip(parts, shapes, strict=True))
+        return query, key, value
+
+
+def prepared(
+    new: NewTokens, rotation: Rotation | None, of_keys: Rotation | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return query, key and value with the bias added and rotated, by torch's operators.
+
+    `of_keys`: the keys' rotation where it isn't the queries'. In at least float32, but for what nothing
+    is done to.
+    """
+    query, key, value = new.query, new.key, new.value
+    biases = new.biases()
+    if biases is not None:
+        assert key is not None and value is not None
+        query, key, value = query + biases[0], key + biases[1], value + biases[2]
+    if rotation is not None:
+        query = rotation.applied_to_query(query)
+        key = None if key is None else (of_keys or rotation).applied(key)
+    return query, key, value

@@ -1,0 +1,54 @@
+"""Modules that stand in for a library's in this process: when asked, never over the real one."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+
+
+class StandIns:
+    """Modules by the names under which hosts import them, and whose public names each has.
+
+    `names`: a module's name and the module whose `__all__` it offers, None for a package that holds
+    others; parents come before what they hold. `versions`: of each root, the library's version whose
+    signatures the functions have.
+    """
+
+    def __init__(self, names: Mapping[str, ModuleType | None], versions: Mapping[str, str]):
+        self.names, self.versions = names, versions
+        self._installed: dict[str, ModuleType] = {}
+
+    def install(self, *, replace: bool = False) -> None:
+        """Let imports of these names find the stand-ins in this process.
+
+        Raises `ImportError` where a root is really there, unless `replace`.
+        """
+        if self._installed:
+            return
+        for root in self.versions:
+            if not replace and (root in sys.modules or importlib.util.find_spec(root) is not None):
+                raise ImportError(
+                    f"{root} is installed here; uninstall it, or say install(replace=True) to hide it "
+                    "in this process"
+                )
+        for name, source in self.names.items():
+            module = ModuleType(name, None if source is None else source.__doc__)
+            module.__spec__ = importlib.util.spec_from_loader(name, loader=None)
+            module.__path__ = []
+            module.__version__ = self.versions[name.partition(".")[0]]  # type: ignore[attr-defined]
+            if source is not None:
+                module.__dict__.update({n: getattr(source, n) for n in source.__all__})
+            parent, _, last = name.rpartition(".")
+            if parent:
+                setattr(self._installed[parent], last, module)
+            self._installed[name] = module
+        sys.modules.update(self._installed)
+
+    def uninstall(self) -> None:
+        """Take back what `install` did; modules that were imported before it are found again."""
+        for name, module in self._installed.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        self._installed.clear()

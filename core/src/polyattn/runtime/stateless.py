@@ -1,0 +1,41 @@
+"""Who serves a caller that keeps nothing between calls? A group for each way of calling."""
+
+from __future__ import annotations
+
+import threading
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from polyattn.api import select
+from polyattn.registry.discovery import generation
+from polyattn.runtime.group import LayerGroup
+from polyattn.settings import Settings, current
+from polyattn.spec.layer import LayerSpec
+
+
+def group_for(device: torch.device, backend: str | None = None, **fields: Any) -> LayerGroup:
+    """Return the group that serves a `LayerSpec` of these fields; `dtype` is torch's.
+
+    It is made once for each way of calling: what a caller pays who keeps nothing. Each thread, and on
+    CUDA each stream, has its own, since groups share workspaces. Raises what `select` raises.
+    """
+    return _group(current(), generation(), place_of(device), device, backend, **fields)
+
+
+def place_of(device: torch.device) -> Any:
+    """Return what may share workspaces here: a thread, and on CUDA its stream."""
+    if device.type == "cuda":
+        return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
+    return threading.get_ident()
+
+
+@lru_cache(maxsize=1024)
+def _group(
+    settings: Settings, plugins: int, place: Any, device: torch.device, backend: str | None,
+    **fields: Any,
+) -> LayerGroup:  # fmt: skip
+    dtype = str(fields.pop("dtype")).removeprefix("torch.")
+    spec = LayerSpec(dtype=dtype, **fields)
+    return LayerGroup(select(spec, device, backend=backend, settings=settings))

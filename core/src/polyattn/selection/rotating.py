@@ -1,0 +1,35 @@
+"""Who rotates? The store where it claims so, else core: a selection for a layer with a `rope`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from polyattn.registry.capabilities import rotates
+from polyattn.selection.selection import Selection
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.rope import RopeSpec
+
+
+def rotating(found: Selection, spec: LayerSpec) -> Selection:
+    """Return the selection for `spec`, which is the one that was found but for its rotary embedding."""
+    assert spec.rope is not None
+    note = f"{_form(spec.rope)}, where a layer has rotate=True: {_who(found, spec.rope)}"
+    decision = found.decision
+    return replace(found, decision=replace(decision, spec=spec, notes=(*decision.notes, note)))
+
+
+def _form(rope: RopeSpec) -> str:
+    if not rope.rotary_size:
+        return "query temperature"
+    scaling = "" if rope.scaling == "none" else f", {rope.scaling}"
+    return f"rotary embedding ({rope.pairing} pairs, {rope.rotary_size} elements{scaling})"
+
+
+def _who(found: Selection, rope: RopeSpec) -> str:
+    store = found.backend("store")
+    if store is None:
+        return "core's torch operators, before attention, since nothing is stored"
+    if rotates(store.capabilities, rope):
+        return f"in the call in which {store.name} stores"
+    claimed = ", ".join(sorted(store.capabilities.rotates)) or "nothing"
+    return f"core's torch operators, before {store.name}, which rotates {claimed}"

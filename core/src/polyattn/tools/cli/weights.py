@@ -1,0 +1,82 @@
+"""`polyattn run --weights`: a whole model, checked before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from polyattn.device import Device
+from polyattn.errors import SettingsError, shown
+from polyattn.spec.layer import LayerSpec
+from polyattn.tools.replay.model.decoder import Decoder
+from polyattn.tools.replay.model.fields import Fields
+from polyattn.tools.replay.model.weights import (
+    Checkpoint,
+    RandomWeights,
+    Weights,
+    bytes_of,
+    load,
+)
+
+RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A model and where its weights come from, not loaded yet."""
+
+    model: Decoder
+    source: Weights
+    name: str
+
+    @property
+    def bytes(self) -> int:
+        """The bytes of all weights."""
+        return bytes_of(self.model)
+
+    def describe(self) -> str:
+        """Return a line about the weights."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return f"weights: {self.name}, {self.bytes / 2**30:.3g} GiB, {dtype}"
+
+    def load(self, device: Device) -> Decoder:
+        """Return the model with its weights on the device. Raises `WeightsError`."""
+        load(self.model, self.source, torch.device(str(device.torch_device)))
+        return self.model
+
+
+def model_of(model: str | None, weights: str | None) -> str | None:
+    """Return whose config is meant: the model's that is named, else the checkpoint's own.
+
+    Raises `SettingsError` where `--weights` is neither a folder nor `random`.
+    """
+    if weights is None or weights == RANDOM:
+        return model
+    try:
+        folder = Path(weights).is_dir()
+    except (OSError, ValueError):  # a name too long
+        folder = False
+    if not folder:
+        raise SettingsError(
+            f"--weights={shown(weights)} is no folder; give a checkpoint's, or '{RANDOM}'"
+        )
+    return str(Path(weights).absolute()) if model is None else model
+
+
+def whole_model(weights: str, path: str, specs: Sequence[LayerSpec], seed: int) -> Whole:
+    """Return the model of a config, its weights checked against it.
+
+    Raises `ConfigError` where the type isn't run whole, `WeightsError`, `SettingsError`.
+    """
+    if any(spec.kv_cache_dtype == "int8" for spec in specs):
+        raise SettingsError(
+            "--kv-cache-dtype=int8 needs scales that --weights doesn't bring; use fp8_e4m3 or auto"
+        )
+    model = Decoder(Fields(path), specs)
+    source = RandomWeights(seed) if weights == RANDOM else Checkpoint(Path(weights))
+    source.check(model)
+    named = f"{RANDOM}, seed {seed}" if weights == RANDOM else weights
+    return Whole(model, source, named)

@@ -1,0 +1,242 @@
+"""What mixes tokens in a layer: projections in plain torch around polyattn's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from polyattn import Attention, LatentAttention, LayerSpec, Recurrent
+from polyattn.families.attention.rope import rotate
+from polyattn.spec.decompose import convolution, unrotated
+from polyattn.spec.rope import RopeSpec
+from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
+from polyattn.tools.replay.model.fields import Fields
+from polyattn.tools.replay.model.step import GroupMemory, ModelStep
+
+LATENT_EPS = 1e-6
+"""What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
+
+
+def rotated(rope: RopeSpec | None, x: Tensor, positions: Tensor, offset: int = 0) -> Tensor:
+    """Return (tokens, heads, size) as the layer's rotary embedding turns it, in its own dtype."""
+    if rope is None:
+        return x
+    with x.device:  # the tables are made where the positions are
+        return rotate(x, positions, rope, offset=offset).to(x.dtype)
+
+
+def check_rope(fields: Fields, rope: RopeSpec | None) -> None:
+    """Refuse frequencies that depend on a sequence's length: cached keys would have to be turned
+    anew as it grows. Raises `ConfigError`.
+    """
+    if rope is not None and rope.scaling in ("dynamic", "longrope"):
+        raise fields.cfg.error(
+            "rope_scaling", rope.scaling, "isn't run with weights: its frequencies depend on the "
+            "sequence's length; take the field out and stay within max_position_embeddings",
+        )  # fmt: skip
+
+
+class Mixer(nn.Module):
+    """What has layers of polyattn: `bind` gives it its groups, caches and states."""
+
+    spec: LayerSpec
+
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+        """Build the layers, of the weights that are loaded by now."""
+        raise NotImplementedError
+
+
+class SelfAttention(Mixer):
+    """Attention over keys and values."""
+
+    def __init__(self, fields: Fields, spec: LayerSpec, qk_norm: bool = False, offset: float = 0.0):
+        super().__init__()
+        check_rope(fields, spec.rope)
+        self.spec = spec
+        hidden, size = fields.size("hidden_size"), spec.head_size
+        bias = "attention_bias" in fields.defaults and fields.flag("attention_bias")
+        self.q_proj = Linear(hidden, spec.num_heads * size, bias)
+        self.k_proj = Linear(hidden, spec.num_kv_heads * size, bias)
+        self.v_proj = Linear(hidden, spec.num_kv_heads * size, bias)
+        self.o_proj = Linear(spec.num_heads * size, hidden, bias)
+        self.sinks = nn.Parameter(torch.empty(spec.num_heads)) if spec.learned_sinks else None
+        eps = fields.number("rms_norm_eps")
+        self.q_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(size, eps, offset) if qk_norm else nn.Identity()
+
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+        memory = groups[unrotated(self.spec)]
+        sinks = None if self.sinks is None else self.sinks.detach()
+        self.layer = Attention(memory.group, sinks=sinks, checks=True)
+        self.cache = memory.caches[index]
+
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
+        """Return (tokens, hidden)."""
+        rope, size = self.spec.rope, self.spec.head_size
+        query = self.q_norm(self.q_proj(x).unflatten(-1, (-1, size)))
+        key = self.k_norm(self.k_proj(x).unflatten(-1, (-1, size)))
+        value = self.v_proj(x).unflatten(-1, (-1, size))
+        query, key = (rotated(rope, tensor, step.positions) for tensor in (query, key))
+        return self.o_proj(step.attend(self.layer, self.cache, query, key, value).flatten(1))  # type: ignore[no-any-return]
+
+
+class LatentSelfAttention(Mixer):
+    """MLA (DeepSeek-V2, 2024, section 2.1): keys and values are made of a latent."""
+
+    def __init__(self, fields: Fields, spec: LayerSpec):
+        super().__init__()
+        check_rope(fields, spec.rope)
+        assert spec.latent is not None
+        self.spec, self.latent = spec, spec.latent
+        hidden, width = fields.size("hidden_size"), spec.num_heads * spec.head_size
+        bias = fields.flag("attention_bias")
+        self.low_rank = fields.value("q_lora_rank") is not None
+        if self.low_rank:
+            rank = fields.size("q_lora_rank")
+            self.q_a_proj = Linear(hidden, rank, bias)
+            self.q_a_layernorm = RMSNorm(rank, LATENT_EPS)
+            self.q_b_proj = Linear(rank, width)
+        else:
+            self.q_proj = Linear(hidden, width)
+        self.kv_a_proj_with_mqa = Linear(hidden, self.latent.size, bias)
+        self.kv_a_layernorm = RMSNorm(self.latent.rank, LATENT_EPS)
+        self.nope = spec.head_size - self.latent.rope_head_size
+        self.kv_b_proj = Linear(
+            self.latent.rank, spec.num_heads * (self.nope + spec.v_head_size), bias=False
+        )
+        self.o_proj = Linear(spec.num_heads * spec.v_head_size, hidden, bias)
+
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+        memory = groups[unrotated(self.spec)]
+        up = self.kv_b_proj.weight.detach().unflatten(0, (self.spec.num_heads, -1))
+        w_uk, w_uv = up[:, : self.nope], up[:, self.nope :].mT
+        self.layer = LatentAttention(
+            memory.group, w_uk.contiguous(), w_uv.contiguous(), checks=True
+        )
+        self.cache = memory.caches[index]
+
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
+        """Return (tokens, hidden)."""
+        if self.low_rank:
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            query = self.q_proj(x)
+        query = query.unflatten(-1, (-1, self.spec.head_size))
+        both = self.kv_a_proj_with_mqa(x)
+        latent = self.kv_a_layernorm(both[:, : self.latent.rank])
+        key = both[:, None, self.latent.rank :]
+        query = rotated(self.spec.rope, query, step.positions, offset=self.nope)
+        key = rotated(self.spec.rope, key, step.positions)[:, 0]
+        out = step.attend_latent(self.layer, self.cache, query, latent, key)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+
+class _Recurrence(Mixer):
+    """A recurrence and the short convolution before it."""
+
+    conv1d: nn.Conv1d
+
+    def _bind(self, index: int, groups: dict[LayerSpec, GroupMemory], **params: Any) -> None:
+        before = convolution(self.spec)
+        assert before is not None
+        memories = groups[before], groups[self.spec]
+        weights = {"weight": self.conv1d.weight[:, 0].detach()}
+        if self.conv1d.bias is not None:
+            weights["bias"] = self.conv1d.bias.detach()
+        given = (weights, {name: tensor.detach() for name, tensor in params.items()})
+        self.layers = [
+            Recurrent(memory.group, checks=True, **tensors)
+            for memory, tensors in zip(memories, given, strict=True)
+        ]
+        self.states = [memory.states[index] for memory in memories]
+
+    def convolve(self, x: Tensor, step: ModelStep) -> Tensor:
+        """Run the short convolution over (tokens, channels)."""
+        return step.recur(self.layers[0], self.states[0], x.contiguous())
+
+    def scan(self, step: ModelStep, *inputs: Tensor) -> Tensor:
+        """Run the recurrence."""
+        return step.recur(self.layers[1], self.states[1], *(x.contiguous() for x in inputs))
+
+
+def _conv(channels: int, width: int, bias: bool) -> nn.Conv1d:
+    return nn.Conv1d(channels, channels, width, groups=channels, bias=bias)
+
+
+class JambaMamba(_Recurrence):
+    """Mamba-1 (Gu and Dao, 2023) with norms of dt, B and C (Jamba, 2024)."""
+
+    def __init__(self, fields: Fields, spec: LayerSpec):
+        super().__init__()
+        assert spec.recurrent is not None
+        self.spec, hidden = spec, fields.size("hidden_size")
+        channels, state = spec.num_heads, spec.recurrent.state_size
+        auto = fields.value("mamba_dt_rank") == "auto"
+        rank = -(-hidden // 16) if auto else fields.size("mamba_dt_rank")
+        bias, eps = fields.flag("mamba_proj_bias"), fields.number("rms_norm_eps")
+        self.conv1d = _conv(channels, spec.recurrent.conv_width, fields.flag("mamba_conv_bias"))
+        self.in_proj = Linear(hidden, 2 * channels, bias)
+        self.x_proj = Linear(channels, rank + 2 * state)
+        self.dt_proj = Linear(rank, channels, bias=True)
+        self.A_log = nn.Parameter(torch.empty(channels, state))
+        self.D = nn.Parameter(torch.empty(channels))
+        self.out_proj = Linear(channels, hidden, bias)
+        self.dt_layernorm = RMSNorm(rank, eps)
+        self.b_layernorm = RMSNorm(state, eps)
+        self.c_layernorm = RMSNorm(state, eps)
+        self.parts = (rank, state, state)
+
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+        self._bind(index, groups, A=-self.A_log.float().exp(), D=self.D, dt_bias=self.dt_proj.bias)
+
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
+        """Return (tokens, hidden)."""
+        inner, gate = self.in_proj(x).chunk(2, dim=-1)
+        inner = self.convolve(inner, step)
+        dt, b, c = self.x_proj(inner).split(self.parts, dim=-1)
+        dt = functional.linear(
+            self.dt_layernorm(dt), self.dt_proj.weight
+        )  # its bias joins dt later
+        out = self.scan(step, inner, dt, self.b_layernorm(b), self.c_layernorm(c))
+        return self.out_proj(out * functional.silu(gate))  # type: ignore[no-any-return]
+
+
+class Mamba2(_Recurrence):
+    """Mamba-2 (Dao and Gu, 2024)."""
+
+    def __init__(self, fields: Fields, spec: LayerSpec):
+        super().__init__()
+        assert spec.recurrent is not None
+        self.spec, hidden = spec, fields.size("hidden_size")
+        before = convolution(spec)
+        assert before is not None
+        inner, channels = spec.num_heads * spec.head_size, before.num_heads
+        bias = fields.flag("use_bias")
+        self.conv1d = _conv(channels, spec.recurrent.conv_width, fields.flag("use_conv_bias"))
+        self.in_proj = Linear(hidden, inner + channels + spec.num_heads, bias)
+        self.dt_bias = nn.Parameter(torch.empty(spec.num_heads))
+        self.A_log = nn.Parameter(torch.empty(spec.num_heads))
+        self.D = nn.Parameter(torch.empty(spec.num_heads))
+        eps = fields.number("layer_norm_epsilon")
+        self.norm = RMSNorm(inner, eps, groups=spec.num_kv_heads)
+        self.out_proj = Linear(inner, hidden, bias)
+        self.parts: Sequence[int] = (inner, channels, spec.num_heads)
+        shared = spec.num_kv_heads * spec.recurrent.state_size
+        self.channels: Sequence[int] = (inner, shared, shared)
+
+    def bind(self, index: int, groups: dict[LayerSpec, GroupMemory]) -> None:
+        self._bind(index, groups, A=-self.A_log.float().exp(), D=self.D, dt_bias=self.dt_bias)
+
+    def forward(self, x: Tensor, step: ModelStep) -> Tensor:
+        """Return (tokens, hidden)."""
+        spec = self.spec
+        gate, inner, dt = self.in_proj(x).split(self.parts, dim=-1)
+        inner, b, c = self.convolve(inner, step).split(self.channels, dim=-1)
+        b, c = (tensor.unflatten(-1, (spec.num_kv_heads, -1)) for tensor in (b, c))
+        out = self.scan(step, inner.unflatten(-1, (-1, spec.head_size)), dt, b, c)
+        gated = out.flatten(1).float() * functional.silu(gate.float())
+        return self.out_proj(self.norm(gated))  # type: ignore[no-any-return]

@@ -1,0 +1,102 @@
+"""An attention backend for diffusers' dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName
+from polyattn import PolyattnError
+from polyattn.families.attention.sdpa import sdpa
+from polyattn.runtime.ledger import Ledger
+from torch import Tensor
+
+LEDGER = Ledger("diffusers", "diffusers' native attention")
+_REGISTRY: Any = attention_dispatch._AttentionBackendRegistry
+_NATIVE: Callable[..., Tensor] = _REGISTRY._backends[AttentionBackendName.NATIVE]
+
+
+def add_name(name: str, function: Callable[..., Any]) -> AttentionBackendName:
+    """Register `function`, and make `name` a member of diffusers' enumeration. Returns the member.
+
+    `set_attention_backend` and `attention_backend` take nothing but members, and an enumeration with
+    members can't be subclassed, so that one more is put where its look-ups find it.
+    """
+    if name in AttentionBackendName.__members__:
+        return AttentionBackendName[name]
+    member = str.__new__(AttentionBackendName, name)
+    member._name_, member._value_ = name, name
+    AttentionBackendName._member_map_[name] = member
+    AttentionBackendName._value2member_map_[name] = member
+    AttentionBackendName._member_names_.append(name)
+    checks = [attention_dispatch._check_device, attention_dispatch._check_shape]
+    _REGISTRY.register(member, constraints=checks)(function)
+    return member
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend for (batch, seqlen, heads, size), as diffusers' native backend does.
+
+    Masks (batch, keys) or (batch or 1, 1, queries or 1, keys). Returns the output in the query's
+    shape, and where asked the LSE (batch, queries, heads), float32. Raises `PolyattnError` for context
+    parallelism and where the LSE can't be given.
+    """
+    why = _refused(query, key, value, attn_mask, dropout_p, is_causal, _parallel_config)
+    if why is None:
+        try:
+            return _serve(query, key, value, attn_mask, is_causal, scale, return_lse)
+        except PolyattnError as error:
+            why = str(error)
+    if return_lse or _parallel_config is not None:
+        raise PolyattnError(f"diffusers asks for the LSE or context parallelism: {why}")
+    if not torch.compiler.is_compiling():
+        LEDGER.count_fallback("", why)
+    return _NATIVE(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _refused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float,
+    is_causal: bool, parallel: Any,
+) -> str | None:  # fmt: skip
+    if parallel is not None:
+        return "context parallelism, which this backend doesn't claim"
+    if dropout_p:
+        return f"dropout_p={dropout_p}"
+    if mask is not None and is_causal:
+        return "attn_mask and is_causal together"
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value)):
+        return "gradients are asked for"
+    return None
+
+
+def _serve(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool,
+    scale: float | None, return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    if mask is not None and mask.dim() == 2 and mask.shape == (query.shape[0], key.shape[1]):
+        mask = mask[:, None, None]
+    elif mask is not None and mask.dim() in (2, 3):
+        mask = mask[(None,) * (4 - mask.dim())]
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    if torch.compiler.is_compiling() and not return_lse:
+        return torch.ops.polyattn.sdpa(
+            query, key, value, mask, None, is_causal, scale, None, "diffusers"
+        )  # type: ignore[no-any-return]
+    out, lse = sdpa(
+        query, key, value, mask, is_causal=is_causal, scale=scale, needs_lse=return_lse,
+        count=LEDGER.count,
+    )  # fmt: skip
+    return out if lse is None else (out, lse)

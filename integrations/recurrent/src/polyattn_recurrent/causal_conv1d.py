@@ -1,0 +1,81 @@
+"""causal-conv1d's functions: a short convolution along each channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from polyattn import AttentionKind
+from polyattn.families.recurrent.function import recurrence
+from polyattn.spec.layer import RecurrentSpec
+from torch import Tensor
+
+from polyattn_recurrent.calls import given, refuse, refuse_gradients
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Any:
+    """Convolve `x` (batch, channels, seqlen) by `weight` (channels, width).
+
+    States (batch, channels, width - 1). Returns the output, or (output, final states).
+    """
+    refuse(seq_idx=seq_idx)
+    out, after = _convolve(x, weight, bias, initial_states, activation)
+    if not return_final_states:
+        return out
+    return out, after if final_states_out is None else final_states_out.copy_(after)
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """Convolve new tokens, (batch, channels) or (batch, channels, seqlen), after `conv_state`.
+
+    `conv_state` (batch or slots, channels, width - 1 or more) holds the last inputs and is changed in
+    place; `conv_state_indices` (batch,): each sequence's slot.
+    """
+    refuse(cache_seqlens=cache_seqlens)
+    tokens = x[..., None] if x.dim() == 2 else x
+    before = conv_state if conv_state_indices is None else conv_state[conv_state_indices]
+    width = weight.shape[1]
+    out, _ = _convolve(
+        tokens, weight, bias, before[..., before.shape[-1] - width + 1 :], activation
+    )
+    kept = torch.cat([before, tokens.to(before.dtype)], -1)[..., -before.shape[-1] :]
+    if conv_state_indices is None:
+        conv_state.copy_(kept)
+    else:
+        conv_state[conv_state_indices] = kept
+    return out[..., 0] if x.dim() == 2 else out
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    refuse_gradients(x, weight, bias)
+    rows, channels, count = x.shape
+    recurrent = RecurrentSpec(
+        conv_width=weight.shape[1], activation="silu" if activation == "swish" else activation
+    )
+    out, after = recurrence(
+        [x.transpose(1, 2).reshape(rows * count, channels)], given(weight=weight, bias=bias),
+        [count] * rows, states, kind=AttentionKind.SHORT_CONV, num_heads=channels, head_size=1,
+        recurrent=recurrent,
+    )  # fmt: skip
+    return out.view(rows, count, channels).transpose(1, 2), after

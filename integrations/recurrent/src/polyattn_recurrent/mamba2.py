@@ -1,0 +1,71 @@
+"""mamba-ssm's chunked scan (Mamba-2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from polyattn import AttentionKind
+from polyattn.families.recurrent.function import recurrence
+from polyattn.spec.layer import RecurrentSpec
+from torch import Tensor
+
+from polyattn_recurrent.calls import gated, given, limited, per_head, refuse, refuse_gradients
+
+__all__ = ["mamba_chunk_scan_combined"]
+
+NO_LIMIT = (0.0, float("inf"))
+
+
+def mamba_chunk_scan_combined(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    chunk_size: int,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT,
+    return_final_states: bool = False,
+    return_varlen_states: bool = False,
+) -> Any:
+    """Scan `x` (batch, seqlen, heads, size), `dt` (batch, seqlen, heads), `B`, `C` (…, groups, state).
+
+    States (batch, heads, size, state size). `chunk_size` changes no result. Returns the output, or
+    (output, final states).
+    """
+    refuse(seq_idx=seq_idx, cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
+    rows, count = x.shape[:2]
+    flat = [t.flatten(0, 1) for t in (x, dt, B, C)]
+    out, after = scan(
+        flat, [count] * rows, A, D, dt_bias, dt_softplus, tuple(dt_limit), initial_states
+    )  # fmt: skip
+    out = gated(out.view(x.shape), z)
+    if not return_final_states:
+        return out
+    return out, after if initial_states is None else after.to(initial_states.dtype)
+
+
+def scan(
+    inputs: list[Tensor], lens: list[int], A: Tensor, D: Tensor | None, bias: Tensor | None,
+    softplus: bool, limit: tuple[float, ...], states: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run Mamba-2 over packed x, dt, B and C. Returns the output and the states afterwards."""
+    x, dt, B, C = inputs
+    refuse_gradients(*inputs, A, D, bias)
+    if limit != NO_LIMIT:
+        dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False
+    skip = D if D is None or D.dim() == 1 else per_head("D", D, D.dim() - 1)
+    recurrent = RecurrentSpec(state_size=B.shape[-1], dt_softplus=softplus)
+    dt = dt if dt.dtype == torch.float32 else dt.to(x.dtype)
+    return recurrence(
+        [x, dt, B.to(x.dtype), C.to(x.dtype)], given(A=A, D=skip, dt_bias=bias), lens, states,
+        kind=AttentionKind.MAMBA2, num_heads=x.shape[1], num_kv_heads=B.shape[1],
+        head_size=x.shape[2], recurrent=recurrent,
+    )  # fmt: skip

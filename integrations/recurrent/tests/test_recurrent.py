@@ -1,0 +1,286 @@
+"""The functions of three libraries beside transformers' own torch forms, and models that call them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import polyattn_recurrent
+import pytest
+import torch
+from polyattn import PolyattnError
+from polyattn_recurrent import causal_conv1d, gated_delta_rule, mamba1, mamba2, mamba_state
+from torch import Tensor
+from torch.nn.functional import silu, softplus
+from transformers import AutoConfig
+from transformers.models.mamba import modeling_mamba
+from transformers.models.mamba2 import modeling_mamba2
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+MODELS = "transformers.models"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def installed() -> Iterator[None]:
+    roots = polyattn_recurrent.VERSIONS
+    before = {n: sys.modules.pop(n) for n in list(sys.modules) if n.split(".")[0] in roots}
+    polyattn_recurrent.install(replace=True)
+    yield
+    polyattn_recurrent.uninstall()
+    sys.modules.update(before)
+
+
+def close(found: Any, wanted: Any, limit: float = 1e-5) -> None:
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit, check_dtype=False)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@torch.no_grad()
+def test_convolution(activation: str | None) -> None:
+    x, weight, bias = rand(2, 6, 9), rand(6, 4), rand(6)
+    wanted = modeling_mamba2.causal_conv1d_fn(x, weight, bias, activation=activation)
+    close(causal_conv1d.causal_conv1d_fn(x, weight, bias, activation=activation), wanted)
+    # In two parts, the state between them; and the last tokens one by one, over a longer state.
+    _, state = causal_conv1d.causal_conv1d_fn(x[..., :4], weight, bias, return_final_states=True)
+    later = causal_conv1d.causal_conv1d_fn(
+        x[..., 4:], weight, bias, initial_states=state, activation=activation
+    )
+    close(later, wanted[..., 4:])
+    for size in (3, 4):
+        ours, theirs = x[..., 4 - size : 4].clone(), x[..., 4 - size : 4].clone()
+        for at in range(4, 9):
+            token = x[..., at : at + 1]
+            out = causal_conv1d.causal_conv1d_update(token, ours, weight, bias, activation)
+            close(
+                out, modeling_mamba2.causal_conv1d_update(token, theirs, weight, bias, activation)
+            )
+            close(out, wanted[..., at : at + 1])
+            close(ours, theirs)
+
+
+@torch.no_grad()
+def test_convolution_over_slots() -> None:
+    pool, weight, slots = rand(5, 6, 3), rand(6, 4), torch.tensor([3, 1])
+    before, x = pool.clone(), rand(2, 6)
+    out = causal_conv1d.causal_conv1d_update(x, pool, weight, conv_state_indices=slots)
+    state = before[slots]
+    close(out, modeling_mamba2.causal_conv1d_update(x[..., None], state, weight)[..., 0])
+    close(pool[slots], state)
+    assert torch.equal(pool[[0, 2, 4]], before[[0, 2, 4]])
+
+
+def scan_inputs(rows: int = 2, count: int = 11) -> tuple[list[Tensor], dict[str, Any]]:
+    x, dt = rand(rows, count, 6, 8), rand(rows, count, 6)
+    given = {"D": rand(6), "dt_bias": rand(6), "dt_softplus": True}
+    return [x, dt, -torch.rand(6) - 0.1, rand(rows, count, 2, 4), rand(rows, count, 2, 4)], given
+
+
+@pytest.mark.parametrize("limit", [(0.0, float("inf")), (0.2, 0.9)])
+@torch.no_grad()
+def test_chunk_scan(limit: tuple[float, float]) -> None:
+    tensors, given = scan_inputs()
+    given |= {"dt_limit": limit, "return_final_states": True}
+    wanted, state = modeling_mamba2.mamba2_chunk_scan(*tensors, 4, **given)
+    out, after = mamba2.mamba_chunk_scan_combined(*tensors, 4, **given)
+    close(out, wanted, 1e-4)
+    close(after, state, 1e-4)
+    again = {"initial_states": state, **given}
+    z = rand(*wanted.shape)
+    wanted, last = modeling_mamba2.mamba2_chunk_scan(*tensors, 4, **again)
+    out, after = mamba2.mamba_chunk_scan_combined(*tensors, 4, z=z, **again)
+    close(out, wanted * silu(z), 1e-4)
+    close(after, last, 1e-4)
+
+
+@pytest.mark.parametrize("slots", [False, True])
+@torch.no_grad()
+def test_one_token_of_mamba_2(slots: bool) -> None:
+    (x, dt, A, B, C), given = scan_inputs(count=1)
+    pool = rand(4, 6, 8, 4)
+    at = torch.tensor([2, 0]) if slots else None
+    ours = pool.clone() if slots else pool[:2].clone()
+    theirs = pool[at] if at is not None else pool[:2].clone()
+    step = [
+        x[:, 0], dt[:, 0, :, None].expand(-1, -1, 8), A[:, None, None].expand(-1, 8, 4), B[:, 0],
+        C[:, 0], given["D"][:, None].expand(-1, 8),
+    ]  # fmt: skip
+    bias = given["dt_bias"][:, None].expand(-1, 8)
+    more: dict[str, Any] = {"dt_bias": bias, "dt_softplus": True, "z": rand(2, 6, 8)}
+    wanted = modeling_mamba2.mamba2_selective_state_update(theirs, *step, **more)
+    found = mamba_state.selective_state_update(ours, *step, **more, state_batch_indices=at)
+    close(found, wanted)
+    close(ours if at is None else ours[at], theirs)
+    if at is not None:
+        assert torch.equal(ours[[1, 3]], pool[[1, 3]])
+    own = [*step[:2], A[:, None, None] * rand(6, 8, 4), *step[3:]]
+    with pytest.raises(PolyattnError, match="A .* differs within a head"):
+        mamba_state.selective_state_update(ours, *own, **more, state_batch_indices=at)
+
+
+@torch.no_grad()
+def test_mamba_1() -> None:
+    x, dt, z = rand(2, 6, 9), rand(2, 6, 9), rand(2, 6, 9)
+    A, B, C, D, bias = -torch.rand(6, 4), rand(2, 4, 9), rand(2, 4, 9), rand(6), rand(6)
+    more: dict[str, Any] = {
+        "D": D, "z": z, "delta_bias": bias, "delta_softplus": True, "return_last_state": True
+    }  # fmt: skip
+    wanted, state = modeling_mamba.mamba_selective_scan(x, dt, A, B, C, **more)
+    out, last = mamba1.selective_scan_fn(x, dt, A, B, C, **more)
+    close(out, wanted, 1e-4)
+    close(last, state, 1e-4)
+    step = [x[..., 0], dt[..., 0], A, B[..., 0], C[..., 0], D]
+    theirs = state.clone()
+    wanted = modeling_mamba.mamba_selective_state_update(
+        theirs, *step, z=z[..., 0], dt_bias=bias, dt_softplus=True
+    )
+    found = mamba_state.selective_state_update(
+        last, *step, z=z[..., 0], dt_bias=bias, dt_softplus=True
+    )
+    close(found, wanted, 1e-4)
+    close(last, theirs, 1e-4)
+
+
+def delta_inputs(rows: int, count: int) -> list[Tensor]:
+    q, k, v = rand(rows, count, 2, 8), rand(rows, count, 2, 8), rand(rows, count, 4, 6)
+    return [q, k, v, -softplus(rand(rows, count, 4)), rand(rows, count, 4).sigmoid()]
+
+
+@pytest.mark.parametrize("name", ["chunk", "fused_recurrent"])
+@torch.no_grad()
+def test_gated_delta_rule(name: str) -> None:
+    tensors, state = delta_inputs(2, 9), rand(2, 4, 8, 6)
+    ours = getattr(gated_delta_rule, f"{name}_gated_delta_rule")
+    theirs = modeling_qwen3_next.torch_recurrent_gated_delta_rule
+    q, k, v, g, beta = tensors
+    for start in (None, state):
+        more: dict[str, Any] = {
+            "initial_state": start, "output_final_state": True, "use_qk_l2norm_in_kernel": True
+        }  # fmt: skip
+        found = ours(q, k, v, g=g, beta=beta, **more)
+        close(found, theirs(*tensors, **more), 1e-4)
+    packed = [t.flatten(0, 1)[None] for t in tensors]
+    cu = torch.tensor([0, 9, 18])
+    q, k, v, g, beta = packed
+    more["initial_state"] = None
+    out, last = ours(q, k, v, g=g, beta=beta, cu_seqlens=cu, **more)
+    wanted, after = theirs(*tensors, **more)
+    close(out, wanted.flatten(0, 1)[None], 1e-4)
+    close(last, after, 1e-4)
+
+
+def test_what_is_refused() -> None:
+    x, weight = rand(1, 6, 4), torch.nn.Parameter(rand(6, 4))
+    with pytest.raises(PolyattnError, match="gradients are asked for"):
+        causal_conv1d.causal_conv1d_fn(x, weight)
+    q, k, v, g, beta = delta_inputs(1, 3)
+    with pytest.raises(PolyattnError, match="gradients are asked for"):
+        gated_delta_rule.chunk_gated_delta_rule(q.requires_grad_(), k, v, g, beta)
+    with torch.no_grad(), pytest.raises(PolyattnError, match="seq_idx is given"):
+        causal_conv1d.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 4))
+
+
+def fresh(name: str) -> ModuleType:
+    """Import a model's file anew, and leave the one that is there."""
+    path = f"{MODELS}.{name}.modeling_{name}"
+    before = sys.modules.pop(path)
+    try:
+        return importlib.import_module(path)
+    finally:
+        sys.modules[path] = before
+
+
+COMMON = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 3, "eos_token_id": None,
+          "bos_token_id": 1, "pad_token_id": 0}  # fmt: skip
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaForCausalLM", {"state_size": 8, "time_step_rank": 4}),
+    "mamba2": (
+        "Mamba2ForCausalLM",
+        {"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+    ),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        {
+            "num_hidden_layers": 4, "intermediate_size": 32, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.no_grad()
+def test_a_models_tokens(name: str, installed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    class_name, sizes = CONFIGS[name]
+    config = AutoConfig.for_model(name, **{**COMMON, **sizes})
+    config._attn_implementation = "eager"
+    own = importlib.import_module(f"{MODELS}.{name}.modeling_{name}")
+    model = getattr(own, class_name)(config).eval()
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.normal_(0, 0.2)
+    calls: list[str] = []
+    run = importlib.import_module("polyattn.families.recurrent.function").recurrence
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs["kind"].value)
+        return run(*args, **kwargs)
+
+    for module in (causal_conv1d, mamba1, mamba2, gated_delta_rule):
+        monkeypatch.setattr(module, "recurrence", counted)
+    served = getattr(fresh(name), class_name)(config).eval()
+    served.load_state_dict(model.state_dict())
+    ids, mask = torch.randint(3, 96, (2, 13)), torch.ones(2, 13, dtype=torch.int64)
+    mask[0, :4] = 0
+    wanted = model(ids, attention_mask=mask).logits
+    assert not calls, "the model was to be transformers' own"
+    found = served(ids, attention_mask=mask).logits
+    assert (found - wanted).abs().max() / wanted.abs().max() < 1e-5
+    assert len(set(calls)) == 2, calls  # the convolution and the recurrence
+    for cut in (slice(0, 13), slice(4, 13)):
+        more = {"attention_mask": mask[:, cut], "max_new_tokens": 12, "do_sample": False}
+        assert torch.equal(
+            model.generate(ids[:, cut], **more), served.generate(ids[:, cut], **more)
+        )
+
+
+def test_real_packages_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match="fla is installed here"):
+        polyattn_recurrent.install()
+    assert "mamba_ssm" not in sys.modules
+
+
+SIGNATURES = Path(__file__).parents[3] / "tests" / "signatures"
+
+
+def test_signatures_are_the_recorded_ones() -> None:
+    checked = set()
+    for library in ("causal_conv1d", "mamba_ssm", "fla"):
+        recorded = json.loads((SIGNATURES / f"{library}.json").read_text())["functions"]
+        for module in (causal_conv1d, mamba2, mamba_state, gated_delta_rule):
+            for function in set(module.__all__) & recorded.keys():
+                names = list(inspect.signature(getattr(module, function)).parameters)
+                assert names == recorded[function]["positional"], function
+                checked.add(function)
+    assert len(checked) == 6

@@ -1,0 +1,249 @@
+"""TRITON_ATTN's plans: how are a step's tiles and their keys dealt out to a chip's programs?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from polyattn.kernel import (
+    STORAGE_DTYPES,
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    LayerSpec,
+    Plan,
+)
+from torch import Tensor
+
+from polyattn_triton.configs import Config
+from polyattn_triton.launch import (
+    Kept,
+    Workspace,
+    fitting,
+    launches_early,
+    multiprocessors,
+    to_device,
+)
+from polyattn_triton.schedule import (
+    EVEN,
+    Ints,
+    Rates,
+    Tiles,
+    key_tiles,
+    max_parts,
+    rows_of,
+    stretches,
+    whole,
+)
+from polyattn_triton.variants import (
+    FEW_ON_ONE,
+    FEW_SPLITS,
+    MANY_ON_ONE,
+    MAX_SPLITS,
+    MIN_SPLIT_KEYS,
+    MOST_FEW_ROWS,
+    even_splits,
+    merges_itself,
+    on_one,
+    part_rows,
+    shared_bytes,
+    tile_config,
+)
+
+RATES = Rates(item=1, least=2)
+"""Key tiles that a tile of queries costs beside its own, and that are worth a program."""
+
+
+class AttentionPlan(Plan):
+    """One step: the way it runs, and what its launches have in common.
+
+    `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
+    merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
+    stride and last column. `fresh`: all keys are the step's own.
+    """
+
+    __slots__ = (
+        "config", "fresh", "grid", "kept", "merge", "rows", "splits", "table", "variant", "way",
+        "work",
+    )  # fmt: skip
+
+    def __init__(self, batch: Batch, work: Tensor):
+        super().__init__(batch)
+        self.way, self.splits, self.rows, self.merge, self.fresh = "decode", 1, 0, False, False
+        self.work, self.table = work, (0, 0)
+        self.grid: tuple[int, int, int] = (0, 1, 1)
+        self.config: Config
+        self.kept: Kept
+        self.variant: tuple[Any, ...]
+
+
+class PlannedAttention(AttentionBackend):
+    """Plans over tiles of (token, head of group) rows; keys are split where that helps."""
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        arch = device.arch
+        self.decode_config = tile_config(spec, arch, "decode")
+        self.few_config = tile_config(spec, arch, "few")
+        self.prefill_config = tile_config(spec, arch, "prefill")
+        # The plan lists tiles before it is known where the keys are read from.
+        self.paged_config = replace(
+            tile_config(spec, arch, "paged"), block_m=self.prefill_config.block_m,
+            block_n=self.prefill_config.block_n,
+        )  # fmt: skip
+        self.torch_device = torch.device(str(device.torch_device))
+        self.num_sms = multiprocessors(self.torch_device)
+        self.early = launches_early(arch)
+        self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        self.on_one = 0  # what a tuner sets instead of what is planned
+        self.rows = part_rows(spec, self.few_config, False)
+        self.itself = merges_itself(spec, arch, self.rows)
+        self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+        self.workspace = Workspace(self.torch_device)
+        self._residents: dict[tuple[Any, ...], int] = {}
+        self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
+        """Decide the way, and deal the step's tiles out."""
+        plan = AttentionPlan(batch, self._none)
+        before = reuse.work if isinstance(reuse, AttentionPlan) else None
+        table = batch.block_table
+        if table is not None:
+            plan.table = (table.stride(0), table.shape[1] - 1)
+        if table is not None and batch.all_decode:
+            self._plan_decode(plan, before)
+        elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
+            self._plan_few(plan, before)
+        else:
+            self._plan_prefill(plan, before)
+        space, none, starts = self.workspace, self._none, batch.query_start_loc
+        table = none if table is None else table
+        if plan.way in ("prefill", "pieces"):
+            keys = self._key_starts(batch) if plan.fresh else none
+            plan.kept = Kept(
+                space.parts, space.part_lse, table, batch.seq_lens, starts, keys, plan.work
+            )
+        else:
+            plan.kept = Kept(
+                space.parts, space.part_lse, space.done, table, batch.seq_lens, starts, plan.work
+            )
+        config = plan.config
+        plan.variant = (
+            plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages
+        )  # fmt: skip
+        return plan
+
+    def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """One tile a sequence: even splits of even lengths, else stretches."""
+        spec, batch = self.spec, plan.batch
+        plan.config, plan.rows = self.few_config, self.rows
+        lens = np.array(batch.lens, np.int32)
+        last = lens - 1
+        keys = key_tiles(spec, last, last, lens, plan.config.block_n)
+        total, longest = int(keys.sum()), int(keys.max())
+        if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
+            splits = self.splits(batch)
+            if self.itself or splits == 1:
+                programs = batch.num_seqs * spec.num_kv_heads * splits
+                if programs > FEW_ON_ONE * self.num_sms:
+                    plan.config = self.decode_config
+                plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
+                plan.way, plan.splits = "split" if splits > 1 else "decode", splits
+                self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
+                return
+        plan.way, plan.merge = "listed", not self.itself
+        self._deal(plan, keys, None, before, (total, longest))
+
+    def splits(self, batch: Batch) -> int:
+        """Return into how many even splits keys are cut: until the chip is full."""
+        spec = self.spec
+        longest = batch.max_seq_len
+        for limit in (
+            spec.sliding_window and spec.sliding_window + spec.sink_tokens,
+            spec.chunk_size,
+        ):
+            longest = min(longest, limit or longest)
+        programs = max(1, batch.num_seqs * spec.num_kv_heads)
+        # To merge many splits takes longer than a second program on a multiprocessor gains.
+        wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
+        return max(1, min(wanted, -(-longest // MIN_SPLIT_KEYS), MAX_SPLITS))
+
+    def _plan_few(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """Tiles as high as the longest query needs, by stretches."""
+        spec = self.spec
+        rows = plan.batch.max_query_len * spec.gqa_ratio
+        plan.config = tile_config(spec, self.device.arch, "few", rows)
+        plan.way, plan.rows = "few", plan.config.block_m
+        plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
+        tiles = self._tiles(plan)
+        self._deal(plan, tiles.keys, tiles, before)
+
+    def _plan_prefill(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """Whole tiles, the ones with most keys first, where they end together; else stretches."""
+        batch, heads = plan.batch, self.spec.num_kv_heads
+        plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
+        plan.way, plan.config = "prefill", self.prefill_config if plan.fresh else self.paged_config
+        tiles = self._tiles(plan)
+        if not len(tiles.keys):
+            return
+        order = whole(tiles.keys, max(1, self._resident(plan) * self.num_sms // heads), self.rates)
+        if order is None:
+            plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
+            self._deal(plan, tiles.keys, tiles, before)
+            return
+        plan.grid = (len(order), heads, 1)
+        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
+        plan.work = to_device(work, self.torch_device, before)
+
+    def _tiles(self, plan: AttentionPlan) -> Tiles:
+        """Cut the queries into tiles, and count the key tiles that each one sees."""
+        batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
+        queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+        seq, row = rows_of(queries, group, config.block_m)
+        context = (lens - queries)[seq]
+        last = np.minimum(row + config.block_m, queries[seq] * group) - 1
+        keys = key_tiles(
+            self.spec, context + row // group, context + last // group, lens[seq], config.block_n
+        )
+        return Tiles(seq, row, keys)
+
+    def _resident(self, plan: AttentionPlan) -> int:
+        """Return how many of a plan's programs a multiprocessor holds at once."""
+        key = (plan.way, plan.config, self.on_one)
+        found = self._residents.get(key)
+        if found is None:
+            most = self.on_one or on_one(self.spec, plan.config, plan.way)
+            needed = shared_bytes(self.spec, plan.config, plan.way)
+            found = self._residents[key] = fitting(self.torch_device, needed, most)
+        return found
+
+    def _deal(
+        self,
+        plan: AttentionPlan,
+        keys: Ints,
+        tiles: Tiles | None,
+        before: Tensor | None,
+        most: tuple[int, int] | None = None,
+    ) -> None:
+        """Give each of a full chip's programs a stretch of the tiles."""
+        heads = self.spec.num_kv_heads
+        if not len(keys):
+            return
+        programs = max(1, self._resident(plan) * self.num_sms // heads)
+        plan.grid = (programs, heads, 1)
+        work = stretches(keys, programs, self.rates, most).work(tiles)
+        plan.work = to_device(work, self.torch_device, before)
+        self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+
+    def _reserve(self, rows: int, programs: int) -> None:
+        """Have the workspace of a full chip at once: a captured graph goes on writing to it."""
+        self.workspace.reserve(max_parts(programs) * rows, self.spec.v_head_size, programs)
+
+    def _key_starts(self, batch: Batch) -> Tensor:
+        """Return where sequences' own keys start, on the device."""
+        if batch.block_table is not None or (batch.keys_packed and batch.lens == batch.query_lens):
+            return batch.query_start_loc
+        return to_device(np.array(batch.key_starts, np.int32), self.torch_device, None)

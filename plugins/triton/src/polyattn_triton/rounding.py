@@ -1,0 +1,25 @@
+"""How does a store round? As torch does: divided as IEEE says, saturated, halves to even."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rounded(x, scale, limit, INTEGER: tl.constexpr):
+    """Divide as IEEE says, saturate, and round to integers with halves to even."""
+    x = tl.div_rn(x.to(tl.float32), scale)
+    x = tl.minimum(tl.maximum(x, -limit), limit)
+    if INTEGER:
+        # At 1.5 * 2^23 float32's last place is 1, so the sum is rounded as every sum is.
+        x = (x + 12582912.0) - 12582912.0
+    return x
+
+
+def limit_of(stored: torch.dtype, given: torch.dtype) -> float:
+    """Return the largest number that a cache of `stored` takes; 0 where it holds what is given."""
+    if stored == given:
+        return 0.0
+    return 127.0 if stored == torch.int8 else torch.finfo(stored).max

@@ -1,0 +1,90 @@
+"""The CUDA plugin's claims: the kit over fakes that bind signatures and compute, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from adapters import FAKES
+from polyattn import Device, LayerSpec, discover
+from polyattn.api import select
+from polyattn.checking.tolerance import FP8_COMPUTE, TOLERANCES, tolerance_of
+from polyattn.errors import SelectionError, SpecError
+from polyattn.registry.capabilities import check
+
+pytest.importorskip("triton")
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+QUANTISED = SPEC.replace(kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("backend", "profile"),
+    [
+        ("FLASH_ATTN", "a100"),
+        ("FLASH_ATTN_V3", "h100-sxm"),
+        ("FLASHINFER", "h100-sxm"),
+        ("XFORMERS", "a100"),
+    ],
+)
+def test_conforms_over_the_fake(backend: str, profile: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "polyattn_on_cpu",
+         "--pyargs", "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-as", profile,
+         "--polyattn-device", "cpu", "--polyattn-report", str(report), "-x"],
+        cwd="/", env=os.environ | {"PYTHONPATH": str(FAKES), "POLYATTN_DISABLE_PLUGINS": "triton"},
+        capture_output=True, text=True,
+        timeout=1400, check=False,
+    )  # fmt: skip
+    counts = json.loads(report.read_text())
+    assert counts["failed"] == counts["skipped"] == 0, ran.stdout[-3000:]
+    assert counts["passed"] >= 40
+
+
+def test_fp8_products_are_asked_for() -> None:
+    """A kernel that rounds the query too serves only those who said that it may."""
+    with pytest.raises(SelectionError, match="set fp8_compute=True"):
+        select(QUANTISED, "h100-sxm", backend="FLASH_ATTN_V3")
+    with pytest.raises(SpecError, match="fp8_compute=True goes with kv_cache_dtype='fp8_e4m3'"):
+        SPEC.replace(fp8_compute=True)
+    assert "fp8_compute" not in str(select(QUANTISED.replace(fp8_compute=True), "h100-sxm"))
+    assert tolerance_of(QUANTISED) is TOLERANCES["bfloat16"]
+    assert tolerance_of(QUANTISED.replace(fp8_compute=True)) is FP8_COMPUTE
+
+
+def test_bf16_begins_with_ampere() -> None:
+    turing = Device("cuda", "sm_75")
+    info = discover().backends["XFORMERS"].capabilities
+    assert not check(info, SPEC.replace(dtype="float16"), turing)
+    assert "bf16 products begin with sm_80" in str(check(info, SPEC, turing)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"head_size": 96}, "head_size: wanted 96"),
+        ({"head_size": 192, "kv_cache_dtype": "fp8_e4m3"}, "multiples of 128"),
+        ({"head_size": 192, "v_head_size": 128}, "one size for keys and values"),
+    ],
+)
+def test_what_flashinfer_refuses(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(SelectionError, match=why):
+        select(SPEC.replace(**changes), "h100-sxm", backend="FLASHINFER")
+    taken = SPEC.replace(num_heads=56, head_size=192)
+    assert select(taken, "h100-sxm", backend="FLASHINFER").decision.decode == "FLASHINFER"
+
+
+def test_mla_prefills_on_hopper() -> None:
+    spec = LayerSpec.from_hf_config(
+        {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_attention_heads": 128,
+         "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
+         "hidden_size": 7168, "torch_dtype": "bfloat16"}
+    )[0]  # fmt: skip
+    for backend in ("FLASH_ATTN_V3", "FLASHINFER", "XFORMERS"):
+        chosen = select(spec, "h200", backend=f"prefill={backend}").decision
+        assert chosen.prefill == backend

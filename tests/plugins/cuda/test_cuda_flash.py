@@ -1,0 +1,155 @@
+"""FlashAttention's builds, xFormers and cuDNN by value, over fakes that bind signatures and compute."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from adapters import Step, check_given, check_paged, paged_batch
+from builds import CPU, HALF, MASKS, SMALL, fake_varlen, vllm_operators
+from polyattn import Batch, LayerSpec
+from polyattn.kernel import CacheFormat, KVCache, LayerParams
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_flash_attn(mask: str, fakes: None) -> None:
+    from polyattn_cuda.flash_attn import UpstreamFlashAttention2
+
+    spec = SMALL.replace(**MASKS[mask])
+    check_paged(UpstreamFlashAttention2, spec, 256, HALF)
+    check_given(UpstreamFlashAttention2, spec, HALF)
+
+
+def test_flash_attn_with_alibi(fakes: None) -> None:
+    from polyattn_cuda.flash_attn import UpstreamFlashAttention2
+
+    spec = SMALL.replace(alibi=True, needs_lse=False)
+    check_paged(UpstreamFlashAttention2, spec, 256, HALF)
+    check_given(UpstreamFlashAttention2, spec, HALF)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_vllms_builds(mask: str, fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyattn_cuda.flash_attn import VllmFlashAttention2
+    from polyattn_cuda.flash_attn_v3 import VllmFlashAttention3
+
+    vllm_operators(monkeypatch)
+    spec = SMALL.replace(**MASKS[mask])
+    check_paged(VllmFlashAttention2, spec, 16, HALF)
+    check_given(VllmFlashAttention2, spec, HALF)
+    check_paged(VllmFlashAttention3, spec, 8, HALF)
+    check_given(VllmFlashAttention3, spec, HALF)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_flash_attn_3(mask: str, fakes: None) -> None:
+    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
+
+    spec = SMALL.replace(**MASKS[mask])
+    check_paged(UpstreamFlashAttention3, spec, 8, HALF)
+    check_given(UpstreamFlashAttention3, spec, HALF)
+    captured = spec.replace(graph_capture="single_token_decode")
+    check_paged(UpstreamFlashAttention3, captured, 8, HALF, kinds=("decodes", "padding"))
+
+
+def test_flash_attn_3_makes_an_mla_layers_prefill(fakes: None) -> None:
+    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
+
+    spec = SMALL.replace(num_kv_heads=6, head_size=192, v_head_size=128)
+    check_given(UpstreamFlashAttention3, spec, HALF)
+
+
+def test_flash_attn_3_scales_each_requests_queries_by_themselves(fakes: None) -> None:
+    """Over an e4m3 cache: what another request asks, a thousand times as loud or NaN, changes no bit."""
+    from polyattn_cuda.flash_attn_v3 import UpstreamFlashAttention3
+
+    spec = SMALL.replace(
+        dtype="bfloat16", kv_cache_dtype="fp8_e4m3", fp8_compute=True, num_heads=8, num_kv_heads=2
+    )
+    check_paged(UpstreamFlashAttention3, spec, 8, 0.1, lse_tight=0.1)
+    form = CacheFormat(
+        block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="fp8_e4m3"
+    )  # fmt: skip
+    backend = UpstreamFlashAttention3(spec, form, CPU)
+    for queries in ([1, 1, 1], [3, 1, 20]):
+        lens = [30, 9, 25]
+        cache = KVCache.allocate(form, 12)
+        batch = paged_batch(form, lens, lens, list(range(12)))
+        params = LayerParams(k_scale=0.5, v_scale=0.25)
+        Step(spec, cache, batch, params, 1)
+        batch = Batch.from_lens(queries, lens, batch.block_table, 8)
+        step = Step(spec, cache, batch, params, 2)
+
+        def attend(query: torch.Tensor, step: Step = step) -> torch.Tensor:
+            out = torch.empty_like(step.query)
+            plan = backend.plan(step.batch)
+            backend.run(plan, query, None, None, step.cache, step.params, out, None)
+            return out
+
+        calm = attend(step.query)
+        for factor in (1000.0, torch.nan):
+            loud = step.query.clone()
+            rows = slice(queries[0], queries[0] + queries[1])
+            loud[rows] *= factor
+            changed = attend(loud)
+            kept = torch.ones(len(loud), dtype=torch.bool)
+            kept[rows] = False
+            assert torch.equal(changed[kept], calm[kept])
+        loud = step.query.clone()
+        loud[:, 4:] *= 1000.0  # the second KV head's group
+        assert torch.equal(attend(loud)[:, :4], calm[:, :4])
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "non causal", "one group"])
+def test_xformers(mask: str, fakes: None) -> None:
+    from polyattn_cuda.xformers import XFormersAttention
+
+    spec = SMALL.replace(**MASKS[mask])
+    check_paged(XFormersAttention, spec, 8, HALF)
+    check_given(XFormersAttention, spec, HALF)
+    check_given(XFormersAttention, SMALL.replace(v_head_size=32), HALF)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window", "non causal", "window of two sides"])
+def test_torchs_build_and_flash_attn_4(
+    mask: str, fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from polyattn_cuda.flash_attn import TorchFlashAttention2
+    from polyattn_cuda.flash_attn_v4 import FlashAttention4
+
+    spec = SMALL.replace(**MASKS[mask])
+    fake_varlen(monkeypatch, "torch", None)
+    check_paged(TorchFlashAttention2, spec, 256, HALF)
+    check_given(TorchFlashAttention2, spec, HALF)
+    fake_varlen(monkeypatch, "fa4", None)
+    check_paged(FlashAttention4, spec, 8, HALF)
+    check_given(FlashAttention4, spec, HALF)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn(causal: bool, fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel's causal mask is aligned to the top left, and it takes one sequence."""
+    from polyattn.families.attention import reference
+    from polyattn_cuda.cudnn import CudnnAttention
+
+    def attend(
+        q: Any, k: Any, v: Any, bias: None, lse: bool, dropout: float, causal: bool, debug: bool,
+        *, scale: float,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        assert not causal or q.shape[2] == k.shape[2], "elsewhere top left isn't bottom right"
+        spec = LayerSpec(
+            num_heads=q.shape[1], num_kv_heads=k.shape[1], head_size=q.shape[3], scale=scale,
+            causal=causal,
+        )  # fmt: skip
+        out, found = reference.attend(spec, *(t[0].transpose(0, 1) for t in (q, k, v)))
+        return out.to(q.dtype).transpose(0, 1)[None], found.T.float()[None, :, :, None]
+
+    aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=attend)
+    spec = SMALL.replace(causal=causal)
+    monkeypatch.setattr("polyattn_cuda.cudnn.torch.ops", SimpleNamespace(aten=aten))
+    check_paged(CudnnAttention, spec, 8, HALF)
+    check_given(CudnnAttention, spec, HALF)

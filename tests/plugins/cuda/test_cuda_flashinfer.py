@@ -1,0 +1,105 @@
+"""FlashInfer's adapter by value and by its wrappers, over a fake that binds signatures and computes."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from adapters import check_given, check_paged, paged_batch
+from builds import CPU, HALF, SMALL
+from polyattn import Batch, LayerSpec
+from polyattn.kernel import CacheFormat
+
+pytest.importorskip("triton")
+
+FLASHINFER = {
+    "causal": {},
+    "window": {"sliding_window": 7},
+    "non causal": {"causal": False},
+    "soft cap": {"logit_soft_cap": 5.0},
+    "ratio of 5": {"num_heads": 10},
+    "ratio of 7": {"num_heads": 14},
+    "one group": {"num_kv_heads": 6},
+    "size 192": {"head_size": 192},
+    "captured": {"graph_capture": "single_token_decode"},
+}
+
+
+@pytest.mark.parametrize("case", FLASHINFER)
+def test_flashinfer(case: str, fakes: None) -> None:
+    """Planned one after another, each plan has a wrapper of its own."""
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    spec = SMALL.replace(**FLASHINFER[case])
+    check_paged(FlashInferAttention, spec, 8, HALF, lse_tight=3e-3)
+    check_given(FlashInferAttention, spec, HALF, lse_tight=3e-3)
+
+
+def test_flashinfer_over_fp8_and_an_mla_layers_prefill(fakes: None) -> None:
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    check_paged(FlashInferAttention, SMALL.replace(kv_cache_dtype="fp8_e4m3"), 8, HALF)
+    expanded = SMALL.replace(num_kv_heads=6, head_size=192, v_head_size=128)
+    check_given(FlashInferAttention, expanded, HALF)
+
+
+def flashinfer_decode(spec: LayerSpec) -> tuple[Any, Any]:
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    form = CacheFormat(
+        block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
+    )  # fmt: skip
+    return FlashInferAttention(spec, form, CPU), form
+
+
+def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
+    backend, form = flashinfer_decode(SMALL)
+
+    def batch() -> Batch:
+        return paged_batch(form, [1, 1], [9, 4], list(range(8)))
+
+    first, second = backend.plan(batch()), backend.plan(batch())
+    assert first.lease.wrapper is not second.lease.wrapper and not backend.pool.idle
+    before = first.lease.wrapper
+    del first
+    gc.collect()
+    assert [lease.wrapper for _, lease in backend.pool.idle] == [before]
+    third = backend.plan(batch())
+    assert third.lease.wrapper is before and third.lease.wrapper is not second.lease.wrapper
+    backend.prepare("decode")  # one token, and a row of two
+    backend.prepare("prefill")
+    gc.collect()
+    assert {kind for kind, _ in backend.pool.idle} == {"decode", "short", "paged"}
+
+
+def test_a_wrapper_in_flight_is_left_alone(fakes: None) -> None:
+    """Its plan is copied from page-locked memory when the device gets there."""
+    backend, form = flashinfer_decode(SMALL)
+    plan = backend.plan(paged_batch(form, [1], [9], list(range(8))))
+    before, waits = plan.lease.wrapper, []
+    plan.lease.copied = SimpleNamespace(
+        query=lambda: False, synchronize=lambda: waits.append(1), record=lambda: None
+    )
+    again = backend.plan(plan.batch, plan)  # a captured graph's: it has no other buffers
+    assert again.lease.wrapper is before and waits
+    lease = plan.lease
+    del plan, again
+    gc.collect()
+    other = backend.plan(paged_batch(form, [1], [9], list(range(8))))
+    assert other.lease is not lease and backend.pool.idle[0][1] is lease
+
+
+def test_a_captured_steps_buffers_are_refilled(fakes: None) -> None:
+    backend, form = flashinfer_decode(SMALL.replace(graph_capture="single_token_decode"))
+    longest = paged_batch(form, [1, 1], [64, 64], list(range(16)))
+    captured = backend.plan(longest)
+    made = captured.lease.wrapper.made
+    assert made["use_cuda_graph"] and len(made["paged_kv_indices_buffer"]) == 16
+    step = paged_batch(form, [1, 1], [9, 30], list(range(16)))
+    replayed = backend.plan(step, captured)
+    assert replayed.lease is captured.lease
+    assert captured.lease.wrapper.planned["last_page_len"].tolist() == [1, 6]
+    aside = backend.plan(step)  # an eager step of this size beside it
+    assert aside.lease is not captured.lease

@@ -1,0 +1,77 @@
+"""Does TRITON_STORE rotate and store as the float64 formulas say? Interpreted, and as machine code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from polyattn import LayerSpec
+from polyattn.spec.rope import RopeSpec
+
+pytest.importorskip("triton")
+from polyattn_triton.aot import compile_phase
+
+TESTS = Path(__file__).parents[2]
+SCRIPT = f"""
+import sys
+sys.path.insert(0, {str(TESTS)!r})
+import torch
+from polyattn_triton.store import TritonStore
+from rotated import CPU, check, specs
+
+torch.manual_seed(0)
+count = 0
+for label, spec, layout, biased in specs(("float16",), ("auto", "int8")):
+    store = TritonStore(spec, None, CPU)
+    keep = count // 2 % 2 == 0
+    try:
+        check(store.run_rotated, spec, layout, biased, keep)
+    except AssertionError as error:
+        raise AssertionError(f"{{label}}, keep {{keep}}: {{error}}") from error
+    count += 1
+print(count)
+"""
+
+
+def test_interpreted(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr[-2000:]
+    assert found.stdout.strip() == "34"
+
+
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+FORMS = {
+    "neox": SPEC.replace(rope=RopeSpec(rotary_size=128)),
+    "gptj part": SPEC.replace(rope=RopeSpec(rotary_size=32, pairing="gptj")),
+    "warm fp8": SPEC.replace(
+        rope=RopeSpec(rotary_size=128, temperature=0.1, temperature_length=8192),
+        kv_cache_dtype="fp8_e4m3",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "form"),
+    [
+        ("sm_90", "neox"),
+        ("sm_90", "gptj part"),
+        ("sm_90", "warm fp8"),
+        ("sm_100", "neox"),
+        ("gfx942", "warm fp8"),
+    ],
+)
+def test_compiles_to_machine_code(arch: str, form: str) -> None:
+    kernel = compile_phase(FORMS[form], arch, "rotate")
+    binary = kernel.asm["cubin" if arch.startswith("sm_") else "hsaco"]
+    assert len(binary) > 500
+    if arch.startswith("sm_"):
+        # 16 bytes at a time, in and out: what moves bytes as fast as they go.
+        assert "ld.global.v4" in kernel.asm["ptx"] and kernel.metadata.shared <= 48 << 10

@@ -1,0 +1,69 @@
+"""Is the house small? No file over 400 lines, no function over 60; device kernels are exempt."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")
+FILE, FUNCTION = 400, 60
+
+
+def kernels() -> set[str]:
+    """The modules of device kernels, which mypy's settings list."""
+    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
+    (modules,) = (o["module"] for o in overrides if o.get("disallow_untyped_defs") is False)
+    return {f"{module.replace('.', '/')}.py" for module in modules}
+
+
+def sources() -> list[Path]:
+    found = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in found if not {"build", ".venv"} & set(path.parts))
+
+
+def too_large(text: str, kernel: bool = False) -> Iterator[str]:
+    count = text.count("\n")
+    if count > FILE:
+        yield f"{count} lines; at most {FILE}: split it by what its parts answer"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not kernel:
+            count = (node.end_lineno or 0) - node.lineno + 1
+            if count > FUNCTION:
+                yield f"{node.name} has {count} lines; at most {FUNCTION}"
+
+
+def test_no_file_and_no_function_is_too_long() -> None:
+    exempt, paths = kernels(), sources()
+    assert all(any(str(path).endswith(name) for path in paths) for name in exempt)
+    found = [
+        f"{path.relative_to(ROOT)}: {problem}"
+        for path in paths
+        for problem in too_large(
+            path.read_text(encoding="utf-8"), any(str(path).endswith(name) for name in exempt)
+        )
+    ]
+    assert len(paths) > 300
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("x = 1\n" * 400, 0), ("x = 1\n" * 401, 1),
+        ("def f():\n" + "    x = 1\n" * 59, 0), ("def f():\n" + "    x = 1\n" * 60, 1),
+        ("class C:\n    async def f():\n" + "        x = 1\n" * 60, 1),
+    ],
+)  # fmt: skip
+def test_the_measure_sees_what_is_too_long(text: str, problems: int) -> None:
+    assert len(list(too_large(text))) == problems
+    assert not list(too_large(text, kernel=True)) or text.count("\n") > FILE

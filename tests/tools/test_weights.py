@@ -1,0 +1,350 @@
+"""Where weights come from and when requests come: what is right, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from polyattn import LayerSpec, select_layers
+from polyattn.errors import ConfigError, SettingsError, TraceError, WeightsError
+from polyattn.tools.cli import running
+from polyattn.tools.cli.models import bundled, find_config
+from polyattn.tools.cli.running import RunOptions, show
+from polyattn.tools.replay.arrivals import Arrivals
+from polyattn.tools.replay.engine import Engine
+from polyattn.tools.replay.model import weights
+from polyattn.tools.replay.model.decoder import ARCHITECTURES, Decoder
+from polyattn.tools.replay.model.fields import DEFAULTS, Fields
+from polyattn.tools.replay.model.weights import Checkpoint, RandomWeights, shapes_of
+from polyattn.tools.replay.prompts import prompt_tokens
+from polyattn.tools.replay.runners import AttentionRunner, Options
+from polyattn.tools.replay.trace import Request, read_trace
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from whole_models import saved
+
+Tensors = dict[str, Tensor]
+UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+PUBLISHED = {
+    "llama-3.1-8b": 8_030_261_248, "llama-3.1-70b": 70_553_706_496, "qwen3-8b": 8_190_735_360,
+    "gemma-2-9b": 9_241_705_984, "gemma-3-12b": 11_766_034_176, "gpt-oss-20b": 20_914_757_184,
+    "mamba2-2.7b": 2_702_599_680, "jamba-v0.1": 51_570_323_328,
+}  # fmt: skip
+"""Parameters of the bundled models, as published; of Gemma 3 the text tower's."""
+
+
+def decoder(model: str | Path) -> Decoder:
+    return Decoder(Fields(model), LayerSpec.from_hf_config(model))
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    saved("llama", folder)
+    return folder
+
+
+def changed(source: Path, target: Path, change: Callable[[Tensors], Any]) -> Path:
+    """Copy a checkpoint with other tensors."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    return target
+
+
+def with_fields(source: Path, target: Path, **fields: Any) -> Path:
+    """Copy a checkpoint with another config."""
+    if target != source:
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | fields))
+    return target
+
+
+def options(**given: Any) -> RunOptions:
+    plain: dict[str, Any] = {
+        "model": None, "trace": None, "requests": 3, "layers": None, "max_tokens": 3,
+        "scale": 0.1, "token_budget": 64, "max_seqs": 8, "cache_gb": 0.01, "block_size": None,
+        "kv_cache_dtype": "auto", "fp8_compute": False, "check": 1, "seed": 0, "device": "cpu",
+        "backend": None, "json": True, "plot": None,
+    }  # fmt: skip
+    return RunOptions(**(plain | given))
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    assert set(DEFAULTS) == set(ARCHITECTURES)
+    for kind, fields in DEFAULTS.items():
+        config = CONFIG_MAPPING[kind]()
+        assert fields == {name: getattr(config, name) for name in fields}, kind
+
+
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_bundled_models_have_their_published_sizes(model: str) -> None:
+    shapes = shapes_of(decoder(find_config(model)))
+    assert sum(math.prod(shape) for shape in shapes.values()) == PUBLISHED[model]
+
+
+@pytest.mark.slow
+def test_deepseek_has_its_published_size() -> None:
+    shapes = shapes_of(decoder(find_config("deepseek-v3")))
+    assert sum(math.prod(shape) for shape in shapes.values()) == 671_026_419_200
+
+
+def test_random_weights_follow_from_seed_and_name_alone(tiny_llama: Path) -> None:
+    shapes = list(shapes_of(decoder(tiny_llama)).items())
+    first, second, other = RandomWeights(3), RandomWeights(3), RandomWeights(4)
+    again = {name: second.tensor(name, shape) for name, shape in reversed(shapes)}
+    for name, shape in shapes:
+        assert torch.equal(first.tensor(name, shape), again[name])
+        assert not torch.equal(first.tensor(name, shape), other.tensor(name, shape))
+    # The same in every process: Python's own hash of a string isn't.
+    assert first.tensor("a.weight", (2,)).tolist() == pytest.approx([0.2342863, -0.0613615])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mamba2"])
+def test_random_weights_are_served_from_the_command(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(name, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = with_fields(tmp_path, tmp_path, dtype="bfloat16")
+    assert show(options(model=str(model), weights="random", arrivals="poisson:2")) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["weights"] == "random" and data["arrivals"] == "poisson:2"
+    assert data["generated_tokens"] == 9 and data["checked_tokens"] > 0
+    assert 0 < data["latency"]["ttft_p50_ms"] <= data["latency"]["ttft_p99_ms"]
+    assert 0 < data["latency"]["itl_p50_ms"] <= data["latency"]["itl_p99_ms"]
+    assert "gb_per_s" not in data["decode"], "attention's bytes over a model's time mean nothing"
+    assert show(options(model=str(model), weights="random", json=False)) == 0
+    text = capsys.readouterr().out
+    assert "weights: random, seed 0" in text and "to the first token p50" in text
+
+
+def test_a_checkpoint_in_several_files_and_within_a_larger_model(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    tensors = load_file(tiny_llama / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    shutil.copy(tiny_llama / "config.json", tmp_path)
+    where = {}
+    for file, own in parts.items():
+        save_file({f"language_model.{name}": tensors[name] for name in own}, tmp_path / file)
+        where |= {f"language_model.{name}": file for name in own}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    model, source = decoder(tmp_path), Checkpoint(tmp_path)
+    source.check(model)
+    weights.load(model, source, torch.device("cpu"))
+    for name, weight in model.named_parameters():
+        assert torch.equal(weight, tensors[name])
+
+
+CHANGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
+    "missing": (lambda t: t.pop(UP), f"lacks {UP} (40, 96)"),
+    "shape": (lambda t: t.update({UP: torch.ones(41, 96)}),
+              f"{UP} has shape (41, 96), expected (40, 96) by the config"),
+    "dtype": (lambda t: t.update({UP: torch.ones(40, 96, dtype=torch.int8)}), f"{UP} is I8"),
+    "unread": (lambda t: t.update({BIAS: torch.ones(64)}), f"has {BIAS}"),
+    "twice": (lambda t: t.update({f"language_model.{UP}": torch.ones(40, 96)}),
+              "are the same weight; keep one"),
+}  # fmt: skip
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("something ran")
+
+    monkeypatch.setattr(running, "select_layers", refuse)
+    monkeypatch.setattr(weights, "load", refuse)
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_another_models_tensors_are_refused_before_anything_runs(
+    case: str, tiny_llama: Path, tmp_path: Path, nothing_runs: None
+) -> None:
+    change, says = CHANGES[case]
+    folder = changed(tiny_llama, tmp_path, change)
+    with pytest.raises(WeightsError) as caught:
+        show(options(weights=str(folder)))
+    assert says in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_harmless_tensors_are_left_alone(tiny_llama: Path, tmp_path: Path) -> None:
+    names = (
+        "model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.4.enorm.weight",
+        "vision_tower.patch.weight", "model.vision_tower.patch.weight",
+    )  # fmt: skip
+    folder = changed(tiny_llama, tmp_path, lambda t: t.update({n: torch.ones(2) for n in names}))
+    Checkpoint(folder).check(decoder(folder))
+
+
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "truncated": (lambda f: _cut(f / "model.safetensors"), "can't be read, or is truncated"),
+    "none": (lambda f: (f / "model.safetensors").unlink(), "has neither model.safetensors nor"),
+    "index": (lambda f: _index(f, []), "has no weight_map"),
+    "outside": (lambda f: _index(f, {UP: "../x.safetensors"}), f"{UP} is in '../x.safetensors'"),
+    "absent": (lambda f: _index(f, {UP: "x.safetensors"}), "isn't beside it"),
+    "elsewhere": (lambda f: _index(f, dict.fromkeys((*_names(f), BIAS), "model.safetensors")),
+                  f"has {BIAS}"),
+    "promised": (lambda f: _promised(f), f"lacks {UP}"),
+}  # fmt: skip
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(load_file(folder / "model.safetensors"))
+
+
+def _index(folder: Path, listed: Any) -> None:
+    text = json.dumps({"weight_map": listed})
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def _promised(folder: Path) -> None:
+    """An index names a tensor that its file doesn't have."""
+    _index(folder, dict.fromkeys(_names(folder), "model.safetensors"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[UP]
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_broken_files_are_named(
+    case: str, tiny_llama: Path, tmp_path: Path, nothing_runs: None
+) -> None:
+    change, says = FILES[case]
+    folder = changed(tiny_llama, tmp_path, lambda t: None)
+    change(folder)
+    with pytest.raises(WeightsError) as caught:
+        show(options(weights=str(folder)))
+    assert says in str(caught.value)
+
+
+FIELDS: dict[str, tuple[dict[str, Any], str]] = {
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantised checkpoints"),
+    "type": ({"model_type": "olmo2"}, "model_type='olmo2' isn't run with weights"),
+    "activation": ({"hidden_act": "silo"}, "hidden_act='silo' is unknown; did you mean 'silu'?"),
+    "size": ({"vocab_size": -64}, "vocab_size=-64 must be a positive integer"),
+    "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
+    "eps": ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
+    "rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+             "rope_scaling='dynamic' isn't run with weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_are_refused_by_name(
+    case: str, tiny_llama: Path, tmp_path: Path, nothing_runs: None
+) -> None:
+    fields, says = FIELDS[case]
+    folder = with_fields(tiny_llama, tmp_path, **fields)
+    with pytest.raises((ConfigError, WeightsError)) as caught:
+        show(options(weights=str(folder)))
+    assert says in str(caught.value) and str(folder) in str(caught.value)
+
+
+def test_experts_that_cannot_be_chosen_are_refused(tmp_path: Path) -> None:
+    saved("deepseek-v3", tmp_path)
+    for fields, says in (
+        ({"n_group": 3}, "n_group=3 must divide n_routed_experts=8"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok=9 must be at most n_routed_experts=8"),
+        ({"topk_group": 5}, "topk_group=5 must be at most n_group=4"),
+        ({"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            decoder(with_fields(tmp_path, tmp_path / says[:7], **fields))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"weights": "/nowhere"}, "--weights='/nowhere' is no folder"),
+        ({"weights": "random", "layers": 2}, "--layers=2 and --weights"),
+        ({"weights": "random", "kv_cache_dtype": "int8"}, "--kv-cache-dtype=int8 needs scales"),
+        ({"arrivals": "poisson"}, "--arrivals='poisson' must be trace, all, or poisson:RATE"),
+        ({"arrivals": "poisson:-1"}, "--arrivals='poisson:-1'"),
+        ({"arrivals": "poisson:nan"}, "--arrivals='poisson:nan'"),
+        ({"arrivals": "later"}, "--arrivals='later'"),
+    ],
+)
+def test_options_are_refused_by_name(given: dict[str, Any], says: str, nothing_runs: None) -> None:
+    with pytest.raises(SettingsError) as caught:
+        show(options(**given))
+    assert says in str(caught.value)
+
+
+def test_without_safetensors_the_remedy_is_said(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r'pip install "polyattn\[weights\]"'):
+        Checkpoint(tiny_llama)
+
+
+def test_prompts_are_equal_where_hashes_are() -> None:
+    first = prompt_tokens(Request(40, 1, (7, 8, 9), 12), 0, 1000, seed=1)
+    second = prompt_tokens(Request(36, 1, (7, 8, 5), 12), 1, 1000, seed=1)
+    assert len(first) == 40 and first[:24] == second[:24] and first[24:36] != second[24:36]
+    assert max(first) < 1000 and first == prompt_tokens(
+        Request(40, 1, (7, 8, 9), 12), 0, 1000, seed=1
+    )
+    assert first != prompt_tokens(Request(40, 1, (7, 8, 9), 12), 0, 1000, seed=2)
+
+
+def test_arrivals() -> None:
+    requests = read_trace(bundled("azure_conversation.csv"), 3, times=True)
+    times = [r.arrival for r in Arrivals.parse("trace").of(requests, 0)]
+    assert times[:2] == pytest.approx([0.0, 4.314579])
+    assert [r.arrival for r in Arrivals.parse("all").of(requests, 0)] == [0.0] * 3
+    many = [Request(1, 1)] * 4000
+    drawn = [r.arrival for r in Arrivals.parse("poisson:8").of(many, 5)]
+    assert drawn == sorted(drawn) and drawn[-1] == pytest.approx(4000 / 8, rel=0.1)
+    assert drawn == [r.arrival for r in Arrivals.parse("poisson:8").of(many, 5)]
+    late = [Request(1, 1, arrival=9.0), Request(2, 1, arrival=3.0)]
+    assert [(r.prompt, r.arrival) for r in Arrivals("trace").of(late, 0)] == [(2, 0.0), (1, 6.0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("t.csv", "ContextTokens,GeneratedTokens\n5,6\n", "lacks the column 'TIMESTAMP'"),
+        ("t.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nx,5,6\n", "line 2: TIMESTAMP='x'"),
+        ("t.jsonl", '{"input_length": 3, "output_length": 4}', "timestamp=None"),
+        ("t.jsonl", '{"input_length": 3, "output_length": 4, "timestamp": -1}', "timestamp=-1"),
+    ],
+)
+def test_traces_without_times(tmp_path: Path, name: str, text: str, says: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(TraceError) as caught:
+        read_trace(path, times=True)
+    assert says in str(caught.value)
+    if "x" not in text:
+        read_trace(path)
+
+
+def test_latencies_count_from_each_requests_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step takes a second: the second request waits half of one, the third for nobody."""
+    monkeypatch.setattr(AttentionRunner, "step", lambda *args, **kwargs: 1.0)
+    spec = LayerSpec(num_heads=2, head_size=16, dtype="float32", block_size=8)
+    requests = [Request(4, 3, arrival=t) for t in (0.0, 1.5, 20.25)]
+    engine = Engine(select_layers([spec], "cpu"), requests, Options(cache_bytes=1 << 20))
+    report = engine.run()
+    assert report.first_token == [1.0, 1.5, 1.0]
+    assert report.between_tokens == [1.0] * 6
+    assert report.latency() == {
+        "ttft_p50_ms": 1000.0, "ttft_p99_ms": 1500.0, "itl_p50_ms": 1000.0, "itl_p99_ms": 1000.0
+    }  # fmt: skip
+    assert engine.now == 23.25

@@ -1,0 +1,83 @@
+"""A whole model run by the engine is the model that transformers runs, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polyattn import LayerSpec
+from polyattn.tools.cli import main, running
+from polyattn.tools.replay import engine as engine_module
+from polyattn.tools.replay.trace import Request
+from typer.testing import CliRunner
+from whole_models import MODELS, Recorded, disagreement, engine, saved
+
+TOLERANCE = 1e-4
+"""Of the largest logit, in float32."""
+STEPS = 32
+QUICK = ("llama", "deepseek-v3", "jamba")
+EVERY = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "ModelRunner", Recorded)
+
+
+def run(served: engine_module.Engine) -> tuple[Any, Recorded]:
+    report, model = served.run(), served.model
+    assert isinstance(model, Recorded)
+    assert report.generated == sum(s.request.output for s in model.tokens)
+    return report, model
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_tokens_are_those_of_transformers(name: str, tmp_path: Path, recorded: None) -> None:
+    model = saved(name, tmp_path)
+    requests = [Request(37, STEPS), Request(5, STEPS), Request(1, 9), Request(18, STEPS)]
+    report, found = run(engine(tmp_path, requests, token_budget=16, check_tokens=1))
+    assert max(found.widest) == 4, "prefill and decode ran in one batch"
+    assert any(not step.decode and step.tokens == 16 for step in report.steps)
+    for sequence in found.tokens:
+        assert disagreement(found, sequence, model) < TOLERANCE
+    assert report.checked > 0 and report.max_error < TOLERANCE
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_reused_prefixes_and_preemption(name: str, tmp_path: Path, recorded: None) -> None:
+    model = saved(name, tmp_path)
+    requests = [
+        Request(40, STEPS, (1, 2, 3, 4, 5), 8), Request(33, STEPS, (1, 2, 3, 9), 8),
+        Request(41, STEPS, (1, 2, 3, 4, 6), 8), Request(20, STEPS),
+    ]  # fmt: skip
+    options = {"blocks": 20, "token_budget": 24, "check_tokens": 0}
+    report, found = run(engine(tmp_path, requests, **options))
+    for sequence in found.tokens:
+        assert disagreement(found, sequence, model) < TOLERANCE
+    recurrent = any(spec.kind.is_recurrent for spec in LayerSpec.from_hf_config(tmp_path))
+    assert (report.shared_tokens > 0) is not recurrent
+    assert (report.preemptions > 0) is (name != "mamba2"), "Mamba-2 has no cache to run out of"
+
+
+@pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])
+def test_the_command_serves_the_same_model(
+    name: str, tmp_path: Path, recorded: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a checkpoint's folder to tokens, as a user does it."""
+    model, engines = saved(name, tmp_path), []
+
+    def kept(*args: Any) -> engine_module.Engine:
+        engines.append(engine_module.Engine(*args))
+        return engines[-1]
+
+    monkeypatch.setattr(running, "Engine", kept)
+    app = CliRunner().invoke(
+        main.app, ["run", "--weights", str(tmp_path), "--requests", "2", "--scale", "0.1",
+                   "--max-tokens", "6", "--cache-gb", "0.01", "--device", "cpu", "--json"],
+    )  # fmt: skip
+    assert app.exit_code == 0, app.output
+    found = engines[0].model
+    assert isinstance(found, Recorded)
+    for sequence in found.tokens:
+        assert disagreement(found, sequence, model) < TOLERANCE
