@@ -11,7 +11,7 @@ from polyattn_triton.configs import pick_scan
 from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import Way, mla_config, mla_constants, mla_hopper_kernel
 from polyattn_triton.mla_kernels import mla_kernel
-from polyattn_triton.scan import BY_TOKEN, scan_constants
+from polyattn_triton.scan import scan_constants
 from polyattn_triton.scan_kernels import (
     conv_kernel,
     delta_kernel,
@@ -20,6 +20,7 @@ from polyattn_triton.scan_kernels import (
     step_kernel,
 )
 from polyattn_triton.token_kernels import channel_kernel, unit_kernel
+from polyattn_triton.token_scan import token_constants, token_options
 
 PREFILLS = {
     AttentionKind.SHORT_CONV: conv_kernel,
@@ -27,10 +28,6 @@ PREFILLS = {
     AttentionKind.MAMBA2: gated_kernel,
     AttentionKind.LINEAR: gated_kernel,
     AttentionKind.GDN: delta_kernel,
-    AttentionKind.KDA: channel_kernel,
-    AttentionKind.RWKV7: channel_kernel,
-    AttentionKind.PHI_LINEAR: channel_kernel,
-    AttentionKind.RG_LRU: unit_kernel,
 }
 OPTIONAL = frozenset({"D", "dt_bias", "bias"})
 
@@ -55,24 +52,29 @@ def compile_mla(
     return compile_kernel(kernel, pointers, constants, arch, options)
 
 
+def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
+    """Compile TRITON_TOKEN_SCAN's kernel of a recurrent layer to machine code."""
+    element = ELEMENT[spec.dtype]
+    names = ("X", "INPUT_GATE", "RECURRENT_GATE", "Q", "K", "V", "BETA", "A", "B", "OUT")
+    pointers = dict.fromkeys(names, element)
+    pointers |= {"STARTS": "i32", "SEQ_LENS": "i32", "STATE_SLOTS": "i64"}
+    kernel = unit_kernel if spec.kind is AttentionKind.RG_LRU else channel_kernel
+    return compile_kernel(kernel, pointers, token_constants(spec), arch, token_options(spec))
+
+
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     """Compile TRITON_SCAN's kernel for prefill or decode of a recurrent layer to machine code."""
     kind, element = spec.kind, ELEMENT[spec.dtype]
-    stepped = kind in (AttentionKind.MAMBA2, AttentionKind.LINEAR, AttentionKind.GDN)
-    kernel = step_kernel if phase == "decode" and stepped else PREFILLS[kind]
+    matrix = kind not in (AttentionKind.SHORT_CONV, AttentionKind.MAMBA1)
+    kernel = step_kernel if phase == "decode" and matrix else PREFILLS[kind]
     given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
     constants = scan_constants(spec, phase, arch, given)
     pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA"), element)
-    pointers |= dict.fromkeys(("INPUT_GATE", "RECURRENT_GATE"), element)
-    if kind in BY_TOKEN:
-        pointers |= dict.fromkeys(("A", "B"), element)
     pointers |= dict.fromkeys(("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START"), "i32")
     pointers["STATE_SLOTS"] = "i64"
     pointers["STATE"] = element if kind is AttentionKind.SHORT_CONV else "fp32"
     options = {"num_warps": 4}
-    if kind is AttentionKind.RG_LRU:
-        options = {"num_warps": 1}
-    elif kind is not AttentionKind.SHORT_CONV:
+    if kind is not AttentionKind.SHORT_CONV:
         config = pick_scan(arch, kind, phase)
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)

@@ -186,15 +186,6 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
-    *(
-        ScanRow("any", kind, phase, ScanConfig(32, 1, warps, 1))
-        for kind, warps in (
-            (AttentionKind.KDA, 4),
-            (AttentionKind.RWKV7, 4),
-            (AttentionKind.PHI_LINEAR, 8),
-        )
-        for phase in ("prefill", "decode")
-    ),
 )
 
 

@@ -27,22 +27,12 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.token_kernels import channel_kernel, unit_kernel
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS = 16, 128
-UNITS = 64
-"""Channels of RG-LRU that a program holds."""
-BY_TOKEN = {
-    AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
-    AttentionKind.RWKV7: ("r", "k", "v", "w", "", "a", "b"),
-    AttentionKind.PHI_LINEAR: ("q", "k", "v", "", "", "", ""),
-}
-"""The inputs of `channel_kernel`, in its order, of the kinds that it serves."""
 
 _conv, _mamba1 = Launcher(conv_kernel), Launcher(mamba1_kernel)
 _gated, _delta, _step = Launcher(gated_kernel), Launcher(delta_kernel), Launcher(step_kernel)
-_channel, _unit = Launcher(channel_kernel), Launcher(unit_kernel)
 
 
 def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
@@ -66,8 +56,6 @@ def scan_constants(
             spec.num_heads, form.conv_width, 1 if decode else CONV_TOKENS, CONV_CHANNELS,
             "bias" in params, form.activation == "silu", decode,
         )  # fmt: skip
-    if kind is AttentionKind.RG_LRU:
-        return spec.num_heads, UNITS
     if kind is AttentionKind.MAMBA1:
         config = pick_scan(arch, kind, phase)
         n = triton.next_power_of_2(form.state_size)
@@ -78,13 +66,6 @@ def scan_constants(
         spec.num_heads // spec.num_kv_heads, keys, values, power(keys),
         min(config.block_v, power(values)),
     )  # fmt: skip
-    if kind in BY_TOKEN:
-        phi = kind is AttentionKind.PHI_LINEAR
-        if phi:  # the normaliser's column is a program's with all values
-            sizes = (*sizes[:2], values + 1, sizes[3], power(values + 1))
-        return (
-            *sizes, kind is AttentionKind.KDA, phi, form.feature_map == "relu", form.qk_norm,
-        )  # fmt: skip
     mamba, delta = kind is AttentionKind.MAMBA2, kind is AttentionKind.GDN
     softplus = mamba and form.dt_softplus
     if decode:
@@ -150,10 +131,6 @@ class TritonScan(RecurrentBackend):
             self._convolve(plan, inputs["x"], params, states, out, constants)
         elif kind is AttentionKind.MAMBA1:
             self._selective(plan, inputs, params, states, out, constants)
-        elif kind is AttentionKind.RG_LRU:
-            self._units(plan, inputs, params, states, out, constants)
-        elif kind in BY_TOKEN:
-            self._channels(plan, inputs, states, out, constants)
         else:
             self._matrix(plan, inputs, params, states, out, constants)
 
@@ -191,35 +168,6 @@ class TritonScan(RecurrentBackend):
             ),
             (),
             (x.stride(0), dt.stride(0), B.stride(0), C.stride(0), out.stride(0), states.stride(0)),
-            (), constants, {"num_warps": config.num_warps, "num_stages": config.num_stages},
-        )  # fmt: skip
-
-    def _units(
-        self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
-        constants: tuple[Any, ...],
-    ) -> None:  # fmt: skip
-        given = [dense(inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
-        strides = tuple(tensor.stride(0) for tensor in (*given, out, states))
-        _unit(
-            (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, UNITS), 1),
-            (*given, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots),
-            (), strides, (), constants, {"num_warps": 1},
-        )  # fmt: skip
-
-    def _channels(
-        self, plan: ScanPlan, inputs: Tensors, states: Tensor, out: Tensor,
-        constants: tuple[Any, ...],
-    ) -> None:  # fmt: skip
-        spec, none = self.spec, self._none
-        names = BY_TOKEN[spec.kind]
-        q, k, v, g, beta, a, b = (dense(inputs[n]) if n else none for n in names)
-        strides = [s for t in (q, k, v, g, a, b) for s in (*t.stride(), 0)[:2]]
-        config = pick_scan(self.device.arch, spec.kind, plan.phase)
-        _channel(
-            (plan.batch.num_seqs, spec.num_heads, triton.cdiv(constants[2], constants[4])),
-            (q, k, v, g, beta, a, b, out, states, plan.starts, plan.seq_lens, plan.slots),
-            (spec.scale,),
-            (*strides, beta.stride(0), out.stride(0), out.stride(1), states.stride(0), states.stride(1)),
             (), constants, {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
 
