@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from polyattn import LayerSpec
+from polyattn.kernel import RecurrentSpec
 
 triton = pytest.importorskip("triton")
 
@@ -158,6 +159,26 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     else:
         made = [compile_scan(spec, arch, phase) for phase in ("prefill", "decode")]
     assert all(len(kernel.asm[kind]) > 500 for kernel in made)
+
+
+@pytest.mark.parametrize(
+    "arch", [pytest.param(a, marks=[] if a == "sm_90" else [sweep]) for a in TARGETS]
+)
+@pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
+def test_token_scans_compile_to_machine_code(arch: str, kind: str) -> None:
+    from polyattn_triton.aot_families import compile_token_scan
+
+    machine = "cubin" if arch.startswith("sm_") else "hsaco"
+    sizes = (
+        {"num_heads": 2560, "head_size": 1}
+        if kind == "rg_lru"
+        else {"num_heads": 32, "head_size": 128}
+    )
+    form = RecurrentSpec(
+        feature_map="elu+1" if kind == "phi_linear" else None, qk_norm=kind == "kda"
+    )
+    spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
+    assert len(compile_token_scan(spec, arch).asm[machine]) > 500
 
 
 def test_compilation_can_fail() -> None:

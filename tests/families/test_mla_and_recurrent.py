@@ -55,6 +55,7 @@ sweep = pytest.mark.sweep
         pytest.param("TRITON_MLA", True, 15, marks=sweep),
         pytest.param("TRITON_MLA_SPARSE", True, 15, marks=sweep),
         pytest.param("TRITON_SCAN", True, 60, marks=sweep),
+        pytest.param("TRITON_TOKEN_SCAN", True, 50, marks=sweep),
     ],
 )
 def test_conforms(backend: str, interpreted: bool, least: int, tmp_path: Path) -> None:

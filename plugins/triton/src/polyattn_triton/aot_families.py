@@ -19,6 +19,8 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
+from polyattn_triton.token_kernels import channel_kernel, unit_kernel
+from polyattn_triton.token_scan import token_constants, token_options
 
 PREFILLS = {
     AttentionKind.SHORT_CONV: conv_kernel,
@@ -48,6 +50,16 @@ def compile_mla(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     kernel = mla_hopper_kernel if config.hopper else mla_kernel
     return compile_kernel(kernel, pointers, constants, arch, options)
+
+
+def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
+    """Compile TRITON_TOKEN_SCAN's kernel of a recurrent layer to machine code."""
+    element = ELEMENT[spec.dtype]
+    names = ("X", "INPUT_GATE", "RECURRENT_GATE", "Q", "K", "V", "BETA", "A", "B", "OUT")
+    pointers = dict.fromkeys(names, element)
+    pointers |= {"STARTS": "i32", "SEQ_LENS": "i32", "STATE_SLOTS": "i64"}
+    kernel = unit_kernel if spec.kind is AttentionKind.RG_LRU else channel_kernel
+    return compile_kernel(kernel, pointers, token_constants(spec), arch, token_options(spec))
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:

@@ -171,6 +171,35 @@ TRITON_SCAN = BackendInfo(
 )
 
 SERVICES_PROOF = {where: proof for where, proof in PROOF.items() if where != "sm_90"}
+TRITON_TOKEN_SCAN = BackendInfo(
+    name="TRITON_TOKEN_SCAN",
+    summary="KDA, RWKV-7, RG-LRU and linear attention with a normaliser, in Triton, by the token",
+    path="polyattn_triton.token_scan:TritonTokenScan",
+    probe="polyattn_triton.probes:ready",
+    requires=("triton>=3.4",),
+    install='pip install "polyattn[triton]"',
+    capabilities=Capabilities(
+        platforms=PLATFORMS,
+        kinds=frozenset(
+            {
+                AttentionKind.KDA,
+                AttentionKind.RWKV7,
+                AttentionKind.RG_LRU,
+                AttentionKind.PHI_LINEAR,
+            }
+        ),
+        dtypes=DTYPES,
+        head_sizes=multiples(1, high=256),
+        v_head_sizes=multiples(1, high=256),
+        features=TRITON_SCAN.capabilities.features,
+        graph_capture=TRITON_SCAN.capabilities.graph_capture,
+    ),
+    priorities=(
+        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
+        Priority(score=60, why="one launch; states stay in registers; a token after another"),
+    ),
+    proof=SERVICES_PROOF,
+)
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
 TRITON_STORE = BackendInfo(
     name="TRITON_STORE",
@@ -222,5 +251,6 @@ def polyattn_api_versions() -> tuple[int, int]:
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
     return [
-        TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN, TRITON_STORE, TRITON_MERGE
+        TRITON_ATTN, TRITON_MLA, TRITON_MLA_SPARSE, TRITON_SCAN, TRITON_TOKEN_SCAN, TRITON_STORE,
+        TRITON_MERGE
     ]  # fmt: skip
