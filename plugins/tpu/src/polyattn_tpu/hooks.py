@@ -197,6 +197,7 @@ def polyattn_platforms() -> list[Platform]:
             rank=30,
             device_types=("jax",),
             profiles=PROFILES,
+            interpret="polyattn_tpu.platform:interpret",
         )
     ]
 
