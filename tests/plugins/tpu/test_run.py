@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 
-pytest.importorskip("torchax")
+pytestmark = pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 
 FEW = ("--requests", "2", "--scale", "0.005", "--max-tokens", "2", "--cache-gb", "0.05")
 

@@ -51,8 +51,8 @@ def kit(backend: str, door: str, chosen: str, report: Path) -> dict[str, int]:
     ("backend", "chosen", "least"),
     [
         pytest.param("XLA_SCAN", FEW_RECURRENT, 11, marks=slow, id="XLA_SCAN-few"),
-        pytest.param("PALLAS_ATTN", FEW, 4, marks=slow, id="PALLAS_ATTN-few"),
-        pytest.param("XLA_MLA_SPARSE", ALL, 30, marks=sweep),
+        pytest.param("PALLAS_ATTN", FEW, 5, marks=slow, id="PALLAS_ATTN-few"),
+        pytest.param("XLA_MLA_SPARSE", ALL, 30, marks=slow),
         pytest.param("XLA_SCAN", ALL, 90, marks=sweep),
         pytest.param("PALLAS_MLA", ALL, 30, marks=sweep),
         pytest.param("PALLAS_ATTN", ALL, 300, marks=sweep),
@@ -68,9 +68,9 @@ def test_conforms_in_the_interpreter(
 
 
 @sweep
+@pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("backend", "least"), [("JAX_STORE", 20), ("JAX_MERGE", 4)])
 def test_services_conform_through_torchax(backend: str, least: int, tmp_path: Path) -> None:
-    pytest.importorskip("torchax")
     counts = kit(backend, "torchax", ALL, tmp_path / "report.json")
     assert counts["passed"] >= least and counts["failed"] == counts["skipped"] == 0
