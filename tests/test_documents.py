@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from golden.update import TABLES, table
+from golden.update import EXPLAINED, TABLES, explained, table
 from polyattn import discover
 from polyattn.tools.cli.support import matrix
 
@@ -24,6 +24,12 @@ def test_support_matrix_is_fresh() -> None:
 def test_selection_tables_are_fresh(name: str) -> None:
     assert (ROOT / "tests" / "golden" / name).read_text() == table(TABLES[name]), (
         "a choice changed; if that is right: python tests/golden/update.py"
+    )
+
+
+def test_a_tpu_s_explanations_are_fresh() -> None:
+    assert (ROOT / "tests" / "golden" / EXPLAINED).read_text() == explained(TABLES["tpu.md"]), (
+        "a verdict changed; if that is right: python tests/golden/update.py"
     )
 
 

@@ -343,3 +343,19 @@ def test_bad_input_names_field_value_and_remedy() -> None:
         pt.attend(plan, BASE, jnp.zeros((1, 4, 64)), pt.Cache.zeros(BASE, 4, 8))
     with pytest.raises(BatchError, match="plan has no slots"):
         pt.store(plan, jnp.zeros((4, 2, 64)), None, pt.Cache.zeros(BASE, 4, 8))
+
+
+@pytest.mark.parametrize("scale", [0.55, 0.85, 0.9])
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_quantising_divides_as_torch_does(
+    kind: torch.dtype, scale: float, generator: torch.Generator
+) -> None:
+    """Halfway between two 8-bit numbers a reciprocal's last bit decides, in one of a hundred."""
+    from polyattn_tpu.functions import DTYPES, quantised
+
+    rows = torch.randn(4096, 2, 64, generator=generator).to(torch.bfloat16)
+    name = {torch.int8: "int8", torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}[
+        kind
+    ]
+    found = jax.jit(lambda a, s: quantised(a, DTYPES[name], s))(to_jax(rows), scale)
+    assert torch.equal(to_torch(found), quantize(rows, kind, scale).float())

@@ -140,6 +140,24 @@ with environment:
 """)
 
 
+def test_parameters_are_kept_by_reference() -> None:
+    """Sinks in JAX, written to after the layer was built: kernels read what they are now."""
+    run("""
+with environment:
+    layer_spec = spec.replace(learned_sinks=True)
+    sinks = torch.zeros(2).to("jax")
+    layer = Attention(LayerGroup(select(layer_spec, "jax")), sinks=sinks)
+    cache, batch, given = step(layer, [1, 7], [12, 20])
+    for value in (0.0, 2.5):
+        sinks.fill_(value)
+        out = layer(*given, cache, batch)
+        now = type(layer.params)(torch.full((2,), value))
+        right, _ = reference.forward(layer_spec, given[0], None, None, cache, batch, now)
+        error = output_error(out, right)
+        assert error < 2e-5, (value, error)
+""")
+
+
 def test_a_cache_of_another_layout_is_refused() -> None:
     run("""
 from polyattn import KVCache

@@ -29,6 +29,9 @@ class Platform:
     `current` is `"package.module:function"`, which says cheaply which of several devices is the
     current one (`"cuda:1"`); None where there is but one. `profiles` are names of its hardware, to
     reason about without having it (`("h100", Device(...))`); a device may have several names.
+    `interpret` is `"package.module:function"`, which makes a profile run without its hardware, for
+    `polyattn run`: it takes the profile and returns a `Device` with `torch_device` set and a context
+    manager to work in. None where kernels need the hardware.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Platform:
     device_types: tuple[str, ...] = ()
     current: str | None = None
     profiles: tuple[tuple[str, Device], ...] = ()
+    interpret: str | None = None
 
 
 class HookSpecs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,22 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     reasons = "".join(f"\n  {text}" for text in said)
     hint = "" if registry.platforms else '\n  no plugin is installed: pip install "polyattn[cpu]"'
     raise DeviceError(f"no installed plugin finds {asked} on this machine{reasons}{hint}")
+
+
+def interpreted(registry: Registry, profile: Device) -> tuple[Device, AbstractContextManager[Any]]:
+    """Return a device that interprets a profile's kernels here, and the context to work in.
+
+    A profile whose platform interprets nothing comes back as it is. Raises `PluginError`.
+    """
+    platform = registry.platforms.get(profile.platform)
+    if profile.is_real or platform is None or platform.interpret is None:
+        return profile, nullcontext()
+    path = platform.interpret
+    try:
+        device, context = load_object(path)(profile)
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{path} can't interpret {profile}: {describe(error)}") from error
+    return device, context
 
 
 _late_detectors: dict[str, str] = {}

@@ -120,6 +120,8 @@ def _platform_problems(platform: Platform) -> Iterator[str]:
     yield from _path_problems("Platform.detect", platform.detect, "function")
     if platform.current is not None:
         yield from _path_problems("Platform.current", platform.current, "function")
+    if platform.interpret is not None:
+        yield from _path_problems("Platform.interpret", platform.interpret, "function")
     for kind in platform.device_types:
         if not PLATFORM_NAME.fullmatch(kind):
             yield f"Platform.device_types: {shown(kind)} can't be a type of torch device"

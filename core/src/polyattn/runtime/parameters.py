@@ -26,7 +26,7 @@ class Weight:
         self._read: Tensor | None = None
         self._is_copy = False
         self._seen: tuple[int, int] | None = None
-        if not given.is_meta:
+        if given.device.type != "meta":
             self.current()
 
     @classmethod
@@ -70,14 +70,16 @@ class Weight:
         seen = None if given.is_inference() else (_place(given), given._version)
         if self._read is not None and seen is not None and seen == self._seen:
             return self._read
-        if given.is_meta:
+        if given.device.type == "meta":  # not is_meta, which is true of torchax's tensors too
             raise SpecError(
                 f"{self.name} is on the meta device and has no values; load the model's weights, and "
                 f"where that replaced the parameter, set `given` of the layer's {self.name} to the new"
             )
         if self._is_as_read(given):
             if self._read is None or self._is_copy or _place(self._read) != _place(given):
-                self._read, self._is_copy = given.detach(), False
+                # Itself where it may be: what JAX holds is another array after each write to it.
+                self._read = given.detach() if given.requires_grad else given
+                self._is_copy = False
         elif self._read is None or not self._is_copy or self._read.is_inference():
             self._read = given.detach().to(self._device, self._dtype, copy=True).contiguous()
             self._is_copy = True

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from polyattn.plugin import BatchError, LayerSpec
 
 from polyattn_tpu.kernel import LANES, Form, paged_attention
@@ -174,12 +175,15 @@ def quantised(rows: Array, dtype: Any, scale: Any) -> Array:
     """Return `rows / scale` in `dtype`, rounded and saturated where that is an 8-bit one."""
     if rows.dtype == dtype:
         return rows
-    if dtype == jnp.int8:
-        return jnp.clip(jnp.round(rows.astype(jnp.float32) / scale), -127, 127).astype(dtype)
     if jnp.dtype(dtype).itemsize > 1:
         raise BatchError(f"rows are {rows.dtype}, the cache {dtype}; cast one")
+    # By one number XLA divides as a product with its reciprocal, and halves are rounded another way.
+    divisor = jnp.broadcast_to(jnp.asarray(scale, jnp.float32), rows.shape)
+    quotient = rows.astype(jnp.float32) / lax.optimization_barrier(divisor)
+    if dtype == jnp.int8:
+        return jnp.clip(jnp.round(quotient), -127, 127).astype(dtype)
     most = float(jnp.finfo(dtype).max)
-    return jnp.clip(rows.astype(jnp.float32) / scale, -most, most).astype(dtype)
+    return jnp.clip(quotient, -most, most).astype(dtype)
 
 
 def merge(total: Array, total_lse: Array, part: Array, part_lse: Array) -> tuple[Array, Array]:

@@ -165,7 +165,11 @@ JAX_STORE = BackendInfo(
     summary="keys and values scattered into donated pages",
     path="polyattn_tpu.backends:JaxStore",
     capabilities=Capabilities(
-        phases=frozenset({"store"}), block_sizes=PAGES, preferred_block_size=64, **SERVED
+        phases=frozenset({"store"}),
+        block_sizes=PAGES,
+        preferred_block_size=64,
+        excludes=EXCLUDES,
+        **SERVED,
     ),
     priorities=(Priority(score=50, why="in place: torch's indexing would copy the cache"),),
     proof={"tpu": Proof.UNPROVEN},
@@ -197,6 +201,7 @@ def polyattn_platforms() -> list[Platform]:
             rank=30,
             device_types=("jax",),
             profiles=PROFILES,
+            interpret="polyattn_tpu.platform:interpret",
         )
     ]
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from polyattn.plugin import Device
 
@@ -17,6 +19,21 @@ VARIABLES = ("TPU_NAME", "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERAT
 """What Cloud TPU's images and GKE set on a TPU's host."""
 NODES = ("dev/accel[0-9]*", "dev/vfio/[0-9]*")
 """The device files through which libtpu reaches a chip."""
+
+
+def interpret(profile: Device) -> tuple[Device, AbstractContextManager[Any]]:
+    """Return a TPU whose kernels Pallas interprets on the CPU, and torchax's environment.
+
+    JAX must not have been used in this process: it is told to leave a real TPU alone. Raises
+    `ImportError`.
+    """
+    import jax
+
+    from polyattn_tpu.torchax_env import torchax
+
+    jax.config.update("jax_platforms", "cpu")
+    environment: AbstractContextManager[Any] = torchax().default_env()
+    return profile.on("jax:0"), environment
 
 
 def plausible(root: str = "/") -> bool:

@@ -10,8 +10,11 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyattn.api import select_layers
+from polyattn.device import Device
 from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
+from polyattn.registry.discovery import discover
+from polyattn.registry.machine import interpreted
 from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
@@ -27,7 +30,11 @@ from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
 from polyattn.tools.replay.runners import Options
-from polyattn.tools.replay.trace import read_trace
+from polyattn.tools.replay.trace import Request, read_trace
+
+PRETENDED = (
+    "interpreted on this machine's CPU: results are checked, times say nothing of the device"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +81,6 @@ def show(options: RunOptions) -> int:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
     path, specs = read_specs(model_of(options.model, options.weights), None)
-    config = read_config(path)
     served = _served(specs, options)
     whole = None
     if options.weights is not None:
@@ -84,26 +90,46 @@ def show(options: RunOptions) -> int:
         whole = whole_model(options.weights, path, served, options.seed)
     trace = options.trace or bundled(DEFAULT_TRACE)
     requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
+    profile = resolve_device(options.device)
+    device, context = interpreted(discover(), profile)
+    with context:
+        return _serve(options, path, served, whole, requests, arrivals, device, profile)
+
+
+def _serve(
+    options: RunOptions,
+    path: str,
+    served: list[LayerSpec],
+    whole: Whole | None,
+    requests: list[Request],
+    arrivals: Arrivals,
+    device: Device,
+    profile: Device,
+) -> int:
+    """Select, serve and print; of another `device` than the profile, which it interprets, say so."""
+    pretends = device is not profile
     settings = current().with_backend(options.backend, "flag --backend")
-    device = resolve_device(options.device)
     room, what = options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}"
     if whole is not None:
         room, what = room + whole.bytes, f"{what} and the weights of {path}"
     check_room(room, what, device)
     # On an accelerator the check also compiles kernels, outside the times that are reported.
-    verify = True if device.is_accelerator else None
+    verify = True if device.is_accelerator and not pretends else None
     groups = select_layers(served, device, settings=settings, verify=verify)
     if not options.json:
         _print_selection(_name(path), groups, options, whole)
+        if pretends:
+            console.print(f"  {PRETENDED}", markup=False)
     requests = [request.scaled(options.scale) for request in requests]
-    requests, clipped = fit_requests(requests, config, served, options.max_tokens)
+    requests, clipped = fit_requests(requests, read_config(path), served, options.max_tokens)
     requests = arrivals.of(requests, options.seed)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
         engine = Engine(groups, requests, _engine_options(options), model)
         report = _run(engine, quiet=options.json)
     if options.json:
-        print_json(_json(_name(path), groups, options, clipped, report))
+        found = _json(_name(path), groups, options, clipped, report)
+        print_json({"interpreted": pretends, **found})
     else:
         _print_report(report, clipped, options)
     if options.plot:

@@ -1,0 +1,203 @@
+"""Runs the kit through JAX's own door: `-p in_functions --polyattn-device cpu`.
+
+A layer's `run` is replaced by the pure functions alone: planned by `plan`, one jitted program with a
+donated cache. Selection, batches and judging are the kit's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import polyattn_tpu as pt
+from ferry import array_of
+from polyattn.conformance.harness import attention, base, mla, recurrent
+from polyattn.families.attention.layer import Attention
+from polyattn.families.mla.layer import LatentAttention
+from polyattn.families.recurrent.layer import Recurrent
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.spec.decompose import absorbed
+from polyattn_tpu.backends import buckets
+from polyattn_tpu.bridge import to_torch
+from torch import Tensor
+
+SHORT = 4
+"""Tokens up to which a row is attended to in the absorbed form; longer ones are expanded."""
+
+
+class FunctionsGroup(LayerGroup):
+    """A group whose plans are pytrees: made where the kit makes a plan, kept as long as it."""
+
+    def plan(self, batch: Batch, reuse: Any = None) -> Any:
+        step = super().plan(batch, reuse)
+        size = None if self.cache_format is None else self.cache_format.block_size
+        made = pt.plan(batch, self.spec, block_size=size, buckets=buckets())
+        self.__dict__.setdefault("pytrees", {})[id(step)] = (step, made)
+        return step
+
+    def pytree(self, step: Any) -> Any:
+        return self.__dict__["pytrees"][id(step)][1]
+
+
+def cache_of(cache: KVCache) -> pt.Cache:
+    """Return a host's cache as JAX's door has it."""
+    stored = [cache.key] if cache.value_in_key else [cache.key, cache.value]
+    wide = []
+    for tensor in stored:
+        array = np.asarray(array_of(tensor.transpose(1, 2)))
+        missing = -array.shape[3] % 128
+        wide.append(jax.device_put(np.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing)))))
+    return pt.Cache(*wide)
+
+
+def bring(made: pt.Cache, cache: KVCache) -> None:
+    """Write what the cache holds now back to the host's."""
+    for array, tensor in zip(made, (cache.key, cache.value), strict=True):
+        if array is not None:
+            found = to_torch(array, tensor).transpose(1, 2)
+            assert not found[..., tensor.shape[3] :].float().any(), "written past a row"
+            tensor.copy_(found[..., : tensor.shape[3]])
+
+
+def arrays(*tensors: Tensor | None) -> list[Any]:
+    return [None if tensor is None else array_of(tensor) for tensor in tensors]
+
+
+def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None) -> None:
+    out.copy_(to_torch(found, out)[: len(out)])
+    if lse is not None:
+        lse.copy_(to_torch(logs, lse)[: len(lse)])
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "lse"), donate_argnames="cache")
+def over_pages(plan, spec, query, rows, cache, sinks, slopes, scales, lse):  # type: ignore[no-untyped-def]
+    if rows is not None:
+        cache = pt.store(plan, *rows, cache, scales)
+    options = {"sinks": sinks, "alibi_slopes": slopes, "scales": scales, "lse": lse}
+    return cache, pt.attend(plan, spec, query, cache, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("spec", "lse"))
+def over_given(plan, spec, query, key, value, sinks, slopes, lse):  # type: ignore[no-untyped-def]
+    options = {"sinks": sinks, "alibi_slopes": slopes, "lse": lse}
+    return pt.attend_given(plan, spec, query, key, value, **options)
+
+
+class FunctionsAttention(Attention):
+    """`store` and `attend`, or `attend_given`."""
+
+    def run(self, step, query, key, value, cache, out, lse) -> Tensor:  # type: ignore[no-untyped-def]
+        plan, params = self.group.pytree(step), self.params
+        out = query.new_empty(step.out_shape) if out is None else out
+        if not len(query):
+            return out
+        q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
+        q = pt.pad(plan, q)
+        if cache is None:
+            found = over_given(plan, self.spec, q, k, v, sinks, slopes, lse is not None)
+        else:
+            rows = None
+            if k is not None and step.batch.slot_mapping is not None:
+                rows = (pt.pad(plan, k), pt.pad(plan, v))
+            scales = pt.Scales(params.k_scale, params.v_scale)
+            given = (plan, self.spec, q, rows, cache_of(cache), sinks, slopes, scales)
+            made, found = over_pages(*given, lse is not None)
+            bring(made, cache)
+        give(*found, out, lse)
+        return out
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "lse", "form"), donate_argnames="cache"
+)  # fmt: skip
+def over_latents(plan, dense, spec, query, entry, cache, weights, scales, chosen, lse, form):  # type: ignore[no-untyped-def]
+    cache = pt.store(plan, entry, None, cache, scales)
+    options = {"scales": scales, "lse": lse}
+    if form == "absorbed by the caller":
+        found = pt.attend(plan, absorbed(spec), query, cache, **options)
+    elif form == "absorbed":
+        found = pt.attend_latent(plan, spec, query, cache, *weights, **options)
+    elif form == "expanded":
+        found = pt.attend_expanded(*dense, spec, query, cache, *weights, **options)
+    else:
+        if weights is not None:
+            nope = weights[0].shape[1]
+            inner = jnp.einsum("thn,hnr->thr", query[..., :nope], weights[0]).astype(query.dtype)
+            query = jnp.concatenate([inner, query[..., nope:]], axis=-1)
+        out, logs = pt.attend_rows(query, chosen, cache, spec.scale, spec.latent.rank, scales.key)
+        if weights is not None:
+            out = jnp.einsum("thr,hrv->thv", out, weights[1]).astype(query.dtype)
+        found = (out, logs)
+    return cache, found
+
+
+class FunctionsLatent(LatentAttention):
+    """`store`, and one of the forms of MLA for the whole step."""
+
+    def run(self, step, query, latent, rope_key, cache, topk, out, lse) -> None:  # type: ignore[no-untyped-def]
+        if not len(query):
+            return
+        plan, batch, spec = self.group.pytree(step), step.batch, self.spec
+        q, rows, ropes, chosen = arrays(query, latent, rope_key, topk)
+        entry = pt.pad(plan, np.concatenate([rows, ropes], axis=1)[:, None])
+        weights = None if self.weights is None else tuple(arrays(*self.weights))
+        form, dense = "absorbed", None
+        if topk is not None:
+            form, chosen = "chosen", self._slots(batch, chosen, cache.block_size, plan.num_tokens)
+        elif weights is None:
+            form = "absorbed by the caller"
+        elif batch.max_query_len > SHORT:
+            form = "expanded"
+            dense = pt.plan_expanded(pt.Step.from_batch(batch), spec, cache.block_size, buckets())
+        scales = pt.Scales(self.params.k_scale, self.params.k_scale)
+        made, found = over_latents(
+            plan, dense, spec, pt.pad(plan, q), entry, cache_of(cache), weights, scales, chosen,
+            lse is not None, form,
+        )  # fmt: skip
+        bring(made, cache)
+        give(*found, out, lse)
+
+    @staticmethod
+    def _slots(batch: Batch, chosen: Any, size: int, tokens: int) -> Any:
+        chosen = np.asarray(chosen)
+        assert batch.block_table is not None
+        seq = np.repeat(np.arange(batch.num_seqs), batch.query_lens)
+        table = batch.block_table.numpy()
+        at = np.maximum(chosen, 0)
+        slots = table[seq[:, None], at // size] * size + at % size
+        found = np.full((tokens, chosen.shape[1]), -1, np.int32)
+        found[: len(slots)] = np.where(chosen < 0, -1, slots)
+        return found
+
+
+recur = jax.jit(pt.recur, static_argnames="spec", donate_argnames="states")
+
+
+class FunctionsRecurrent(Recurrent):
+    """`recur`."""
+
+    def run(self, step, inputs, states, out) -> None:  # type: ignore[no-untyped-def]
+        if not len(out):
+            return
+        plan = self.group.pytree(step)
+        rows = {
+            name: pt.pad(plan, array_of(tensor))
+            for name, tensor in zip(self.form.inputs, inputs, strict=True)
+        }
+        weights = {name: array_of(tensor) for name, tensor in self.params.items()}
+        found, after = recur(plan, self.spec, rows, weights, array_of(states.data))
+        states.data.copy_(to_torch(after, states.data))
+        out.copy_(to_torch(found, out)[: len(out)])
+
+
+def pytest_configure() -> None:
+    """Let harnesses build these layers."""
+    base.LayerGroup = FunctionsGroup  # type: ignore[misc]
+    attention.Attention = FunctionsAttention  # type: ignore[misc]
+    mla.LatentAttention = FunctionsLatent  # type: ignore[misc]
+    recurrent.Recurrent = FunctionsRecurrent  # type: ignore[misc]
