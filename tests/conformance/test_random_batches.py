@@ -17,6 +17,7 @@ from liars.declare import Plugin, info
 from polyattn import discover, register, resolve_device, unregister
 from polyattn.conformance.random_batches.compose import Composition, Requests
 from polyattn.conformance.random_batches.run import random_batches
+from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability
 from torch import Tensor
 
@@ -24,7 +25,8 @@ CPU = resolve_device("cpu")
 BACKENDS = [
     name
     for name, info in discover().backends.items()
-    if "cpu" in info.capabilities.platforms and availability(info, 60.0) is None
+    if {"cpu", ANY_PLATFORM} & info.capabilities.platforms.keys()
+    and availability(info, 60.0) is None
 ]
 
 
