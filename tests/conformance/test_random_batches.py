@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import polyattn_cpu.flex as flex
 import pytest
-import torch
+from defined_flex import without_compiler
 from liars import latents, masks, recurrences, services, shapes, steps
 from liars.declare import Plugin, info
 from polyattn import discover, register, resolve_device, unregister
@@ -19,7 +18,6 @@ from polyattn.conformance.random_batches.compose import Composition, Requests
 from polyattn.conformance.random_batches.run import random_batches
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability
-from torch import Tensor
 
 CPU = resolve_device("cpu")
 BACKENDS = [
@@ -30,44 +28,10 @@ BACKENDS = [
 ]
 
 
-class Mask:
-    """What stands for torch's block mask: the function of which it is made."""
-
-    def __init__(self, visible: Callable[..., Tensor], *args: object, device: str):
-        self.visible = visible
-
-
-def defined_flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor] | None,
-    block_mask: Mask,
-    scale: float,
-    enable_gqa: bool,
-) -> Tensor:
-    """flex_attention as torch documents it: scores changed and masked, element by element."""
-    if enable_gqa:
-        each = query.shape[1] // key.shape[1]
-        key, value = (t.repeat_interleave(each, 1) for t in (key, value))
-    b, h = torch.zeros((), dtype=torch.int64), torch.arange(query.shape[1])[:, None, None]
-    at = torch.arange(query.shape[2])[:, None], torch.arange(key.shape[2])[None]
-    scores = query.float() @ key.float().transpose(-1, -2) * scale
-    if score_mod is not None:
-        scores = score_mod(scores, b, h, *at)
-    scores = scores.masked_fill(~block_mask.visible(b, h, *at), -torch.inf)
-    weights = torch.softmax(scores, -1).nan_to_num(nan=0.0)
-    return (weights @ value.float()).to(query.dtype)
-
-
 @pytest.fixture
 def flex_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of layers and shapes can't be compiled; the kit's cases run the compiled kernel.
-
-    Everything of FLEX_ATTENTION's own is looked at: masks, scores, padding, pages, what isn't finite.
-    """
-    monkeypatch.setattr(flex, "create_block_mask", Mask)
-    monkeypatch.setattr(flex, "_compiled", defined_flex)
+    """Thousands of layers and shapes can't be compiled; the kit's cases run the compiled kernel."""
+    without_compiler(monkeypatch)
 
 
 @pytest.mark.slow
