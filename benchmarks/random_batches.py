@@ -2,10 +2,10 @@
 
 python benchmarks/random_batches.py [--batches 100000] [--only NAME,NAME] [--out FILE.json]
 
-What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes
-on where the last one ended, whoever has run least first. FLEX_ATTENTION runs uncompiled: its kernel
-would be compiled for each of thousands of layers and shapes. Two runs may share a file if they name
-other backends.
+What ran is in the file, a piece of batches at a time, each with its seed: the same command again goes on
+where the last one ended, whoever has run least first. FLEX_ATTENTION runs uncompiled: its kernel would
+be compiled for each of thousands of layers and shapes. Two runs may share a file if they name other
+backends.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import fcntl
 import json
 import platform
+import subprocess
 import sys
 import time
 from datetime import date
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from polyattn import __version__, discover, resolve_device
 from polyattn.conformance.random_batches.run import random_batches
+from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability
 
 DEVICE = resolve_device("cpu")
@@ -33,7 +35,8 @@ def backends() -> list[str]:
     return [
         name
         for name, info in discover().backends.items()
-        if "cpu" in info.capabilities.platforms and availability(info, 60.0) is None
+        if {"cpu", ANY_PLATFORM} & info.capabilities.platforms.keys()
+        and availability(info, 60.0) is None
     ]
 
 
@@ -42,6 +45,14 @@ def uncompiled_flex() -> None:
     import polyattn_cpu.flex as flex
 
     flex._compiled = flex.flex_attention
+
+
+def revision() -> str:
+    """Return the commit that runs, with a + where files differ from it."""
+    here = Path(__file__).parent
+    words = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(words, cwd=here, capture_output=True, text=True, check=False)
+    return found.stdout.strip()
 
 
 def piece(name: str, seed: int, count: int) -> dict[str, Any]:
@@ -54,6 +65,7 @@ def piece(name: str, seed: int, count: int) -> dict[str, Any]:
         "worst_of_tolerance": round(tally.worst, 4), "where": tally.where,
         "cpu_s": round(time.process_time() - before, 1), "wall_s": round(time.time() - began, 1),
     }  # fmt: skip
+    row["revision"] = revision()
     return row | ({"failures": tally.failures} if tally.failed else {})
 
 

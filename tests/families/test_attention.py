@@ -180,3 +180,22 @@ def test_batch_from_tensors_equals_batch_from_lists() -> None:
     assert torch.equal(lists.query_start_loc, tensors.query_start_loc)
     with pytest.raises(SpecError):
         LayerSpec(num_heads=1, head_size=0)
+
+
+def test_a_long_prefill_s_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a soft cap the scores are made in memory: never more at a time than SCORES."""
+    import polyattn_cpu.sdpa as sdpa
+
+    sizes, real = [], sdpa.TorchSDPA._attend
+
+    def counted(self: Any, query: torch.Tensor, keys: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(query.shape[0] * query.shape[1] * keys.shape[1])
+        return real(self, query, keys, *rest)
+
+    monkeypatch.setattr(sdpa, "SCORES", 1 << 14)
+    monkeypatch.setattr(sdpa.TorchSDPA, "_attend", counted)
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=8, dtype="float32", logit_soft_cap=5.0)
+    harness = AttentionHarness("TORCH_SDPA", DEVICE, 1)
+    layer = harness.layer(spec)
+    harness.check(layer, harness.inputs(layer, [(300, 700)]))
+    assert max(sizes) <= 1 << 14 and len(sizes) > 300 * 700 * 8 >> 15

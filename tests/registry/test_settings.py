@@ -61,6 +61,18 @@ def test_bad_settings_are_named(
     assert says in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["mla=NOPE", "prefill.mla=NOPE", "encoder=NOPE", "store=NOPE"])
+def test_a_name_that_nobody_has_is_an_error_for_every_layer(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the model has a layer that it speaks of or not."""
+    with pytest.raises(SettingsError, match="argument backend: backend 'NOPE' is unknown"):
+        select(LLAMA, "cpu", backend=text)
+    monkeypatch.setenv("POLYATTN_BACKEND", text)
+    with pytest.raises(SettingsError, match="POLYATTN_BACKEND: backend 'NOPE' is unknown"):
+        select(LLAMA, "cpu")
+
+
 def test_foreign_variables_are_honoured_with_a_note() -> None:
     found = load({"VLLM_ATTENTION_BACKEND": "FLASH_ATTN_VLLM_V1"}, {}, "")
     assert found.override(LLAMA, "decode").backend == "FLASH_ATTN"  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from defined_flex import without_compiler
 from polyattn import (
     Attention,
     Batch,
@@ -29,6 +30,11 @@ CPU = resolve_device("cpu")
 TABLE = torch.zeros(0, 2, dtype=torch.int32)
 NARROW = torch.zeros(0, 0, dtype=torch.int32)
 ATTENTION = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", needs_lse=False)
+
+
+@pytest.fixture(autouse=True)
+def flex_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_compiler(monkeypatch)
 
 
 def backends(kind: AttentionKind) -> list[str]:

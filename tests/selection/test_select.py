@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import polyattn.api
 import pytest
+import torch
 import two_chips
 from polyattn import Device, LayerSpec, register, resolve_device, select, unregister
+from polyattn.errors import DeviceError
 from polyattn.plugin import BackendInfo, Capabilities, Platform, hookimpl
 from polyattn.selection.decision import Decision
 from polyattn.settings import Settings, parse_overrides
@@ -108,3 +110,12 @@ def test_the_current_device_is_asked_anew(chips: None, monkeypatch: pytest.Monke
     assert resolve_device().torch_device == "fakechip:1"
     monkeypatch.setattr(two_chips, "current_index", 0)
     assert select(SPEC) is first
+
+
+def test_a_torch_device_is_a_device() -> None:
+    assert select(SPEC, torch.device("cpu")) is select(SPEC, "cpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(DeviceError, match="'cuda:0'"):
+            select(SPEC, torch.device("cuda:0"))
+    with pytest.raises(DeviceError, match="device 'meta' is unknown"):
+        select(SPEC, torch.device("meta"))

@@ -210,7 +210,7 @@ def test_a_trace_may_begin_with_a_bom_and_hold_line_separators(files: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("seed", "count"), [(7, 100), pytest.param(8, 1000, marks=pytest.mark.sweep)]
+    ("seed", "count"), [(7, 100), pytest.param(8, 1000, marks=pytest.mark.slow)]
 )
 def test_generated_command_lines(files: Path, seed: int, count: int) -> None:
     """Nothing but an exit code may come out of a command line; an exception fails the test."""

@@ -21,3 +21,13 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     if any(kind.is_latent for kind in caps.kinds):
         return mla.derive(info, device)
     return attention.derive(info, device)
+
+
+def batch_cases(cases: list[Case], count: int) -> list[Case]:
+    """Return the cases of `count` random batches: each has a seed of its own, and draws its layers."""
+    from polyattn.conformance.random_batches.run import CASE  # loads torch
+
+    return [
+        Case("batches", str(index + 1), cases[0].spec, "drawn")
+        for index in range(-(-count // CASE))
+    ]

@@ -38,6 +38,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SECONDS",
         help="how long each search draws layers and batches from the claims (default: 5)",
     )
+    group.addoption(
+        "--polyattn-batches",
+        type=int,
+        default=0,
+        metavar="N",
+        help="run so many random small batches, too, a thousand a case (default: none)",
+    )
     group.addoption("--polyattn-report", metavar="FILE", help="write the counts as JSON")
 
 
@@ -58,7 +65,7 @@ class _Kit:
     """The backend under test, its cases and what became of them."""
 
     def __init__(self, config: pytest.Config):
-        from polyattn.conformance.derive import derive
+        from polyattn.conformance.derive import batch_cases, derive
         from polyattn.errors import PolyattnError
         from polyattn.registry.devices import resolve_device
         from polyattn.registry.discovery import discover
@@ -87,6 +94,7 @@ class _Kit:
         self.budget: float = config.getoption("--polyattn-budget")
         self.report = config.getoption("--polyattn-report")
         self.cases: list[Case] = derive(self.info, self.device)
+        self.cases += batch_cases(self.cases, config.getoption("--polyattn-batches") or 0)
         self.counts: Counter[tuple[str, str]] = Counter()
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:

@@ -11,8 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
-from polyattn.runtime.batch_checks import check_lengths, check_table_width, check_tensors
+from polyattn.errors import BatchError, describe, shown
+from polyattn.runtime.batch_checks import (
+    LARGEST,
+    check_lengths,
+    check_table_width,
+    check_tensors,
+    integers,
+)
 
 Ints = Sequence[int] | Tensor
 
@@ -59,14 +65,14 @@ class Batch:
         positions: Tensor | None = None,
         device: torch.device | str | None = None,
     ):
-        self.starts = _ints("query_start_loc", query_start_loc)
-        self.lens = _ints("seq_lens", seq_lens)
+        self.starts = integers("query_start_loc", query_start_loc)
+        self.lens = integers("seq_lens", seq_lens)
         check_lengths(self.starts, self.lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
             source = next((t for t in given if t is not None), "cpu")
             device = source.device if isinstance(source, Tensor) else source
-        self.device = torch.device(device)
+        self.device = _device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         check_tensors(self)
@@ -74,9 +80,11 @@ class Batch:
             self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
-            if tuple(host_block_table.shape) != shape:
+            theirs = getattr(host_block_table, "shape", None)
+            if not isinstance(host_block_table, np.ndarray) or theirs != shape:
                 raise BatchError(
-                    f"host_block_table has shape {tuple(host_block_table.shape)}, block_table {shape}"
+                    f"host_block_table is {type(host_block_table).__name__} of shape {theirs}; it must "
+                    f"be an ndarray of block_table's, {shape}"
                 )
             self.__dict__["host_block_table"] = host_block_table
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
@@ -102,8 +110,9 @@ class Batch:
         `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
         stored.
         """
+        query_lens = integers("query_lens", query_lens)
         for index, length in enumerate(query_lens):
-            if not isinstance(length, int) or length < 0:
+            if length < 0:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
@@ -112,6 +121,8 @@ class Batch:
         if block_table is not None:
             if block_size is None:
                 raise BatchError("block_table without block_size; give the cache's block size")
+            if type(block_size) is not int or not 0 < block_size <= LARGEST:
+                raise BatchError(f"block_size={shown(block_size)} must be a positive integer")
             batch.slot_mapping = batch.tail_slots(block_size)
             batch.block_size = block_size
         return batch
@@ -283,19 +294,15 @@ class Batch:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
 
 
-def _ints(name: str, values: Ints) -> list[int]:
-    if isinstance(values, Tensor):
-        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
-            raise BatchError(
-                f"{name} is {values.dtype} of shape {tuple(values.shape)}; it must be one-dimensional "
-                "int32"
-            )
-        return list(values.tolist())
-    return list(values)
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"device={shown(given)} is no torch device: {describe(error)}") from error
 
 
-def _checked_key_starts(starts: Sequence[int], lens: list[int]) -> list[int]:
-    starts = list(starts)
+def _checked_key_starts(given: Sequence[int], lens: list[int]) -> list[int]:
+    starts = integers("key_starts", given)
     if len(starts) != len(lens) or any(start < 0 for start in starts):
         raise BatchError(
             f"key_starts={starts[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"

@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, shown
 
 if TYPE_CHECKING:
     from polyattn.runtime.batch import Batch
+
+
+LARGEST = (1 << 31) - 1
+
+
+def integers(name: str, values: Any) -> list[int]:
+    """Return a list of Python's integers, of a sequence or a tensor. Raises `BatchError`."""
+    if isinstance(values, torch.Tensor):
+        if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+            raise BatchError(
+                f"{name} is {values.dtype} of shape {tuple(values.shape)}; it must be one-dimensional "
+                "int32"
+            )
+        return list(values.tolist())
+    if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
+        raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
+    found = list(values) if not isinstance(values, np.ndarray) else values.ravel().tolist()
+    for index, value in enumerate(found if set(map(type, found)) - {int} else ()):
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
+            raise BatchError(f"{name}[{index}]={shown(value)} must be an integer")
+        found[index] = int(value)
+    return found
 
 
 def check_lengths(starts: list[int], lens: list[int]) -> None:
@@ -22,6 +46,9 @@ def check_lengths(starts: list[int], lens: list[int]) -> None:
             f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
             "than there are sequences"
         )
+    for name, values in (("query_start_loc", starts), ("seq_lens", lens)):
+        if max(values, default=0) > LARGEST:
+            raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
     for index, (a, b) in enumerate(pairwise(starts)):
         if b < a:
             raise BatchError(
@@ -42,6 +69,8 @@ def check_tensors(batch: Batch) -> None:
     ):
         if tensor is None:
             continue
+        if not isinstance(tensor, torch.Tensor):
+            raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
         fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
         if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
             wanted = ", ".join("max_blocks" if n is None else str(n) for n in shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from polyattn.device import Device
-from polyattn.errors import CacheError, nearest
+from polyattn.errors import CacheError, nearest, shown
 from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS
 from polyattn.spec.layer import LayerSpec
 
@@ -33,11 +33,16 @@ class CacheFormat:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
                 raise CacheError(f"CacheFormat.{name}={value!r} must be a positive integer")
-        if self.dtype not in ITEM_BYTES:
+        for name in ("value_in_key", "interleaved"):
+            if not isinstance(getattr(self, name), bool):
+                raise CacheError(
+                    f"CacheFormat.{name}={shown(getattr(self, name))} must be True or False"
+                )
+        if not isinstance(self.dtype, str) or self.dtype not in ITEM_BYTES:
             raise CacheError(
                 f"CacheFormat.dtype={self.dtype!r} is unknown{nearest(str(self.dtype), ITEM_BYTES)}"
             )
-        if self.layout not in LAYOUTS:
+        if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise CacheError(
                 f"CacheFormat.layout={self.layout!r} is unknown{nearest(str(self.layout), LAYOUTS)}"
             )

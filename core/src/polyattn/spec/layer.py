@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any
 
-from polyattn.errors import SpecError, nearest
+from polyattn.errors import SpecError, nearest, shown
 from polyattn.spec.checks import (
     check_fields,
     check_latent,
@@ -124,9 +124,15 @@ class LayerSpec:
         ):
             set_(self, name, member(name, getattr(self, name), enum))
         for name, default in self._derived().items():
-            if getattr(self, name) == _DERIVED[name]:
+            value = getattr(self, name)
+            if type(value) is type(_DERIVED[name]) and value == _DERIVED[name]:
                 set_(self, name, default)
         check_fields(self)
+        for name, part in _PARTS.items():
+            if not isinstance(getattr(self, name), (part, type(None))):
+                raise SpecError(
+                    f"{name}={shown(getattr(self, name))} must be a {part.__name__}, or None for none"
+                )
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
         check_relations(self)
         if self.window_right is not None and self.window_right + 1 == self.sliding_window:
@@ -270,6 +276,9 @@ class LayerSpec:
         return ", ".join(words)
 
 
+_PARTS: dict[str, type[Any]] = {
+    "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec,
+}  # fmt: skip
 _DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
 """What says that a field was left out."""
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.errors import SpecError, nearest
+from polyattn.errors import SpecError, nearest, shown
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -66,6 +66,10 @@ class RopeSpec:
         for name in ("short_factors", "long_factors", "sections"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
+            if not isinstance(getattr(self, name), (tuple, type(None))):
+                raise SpecError(
+                    f"rope.{name}={shown(getattr(self, name))} must be a list of numbers"
+                )
         _check_choices(self)
         _check_numbers(self)
         _check_scaling(self)
@@ -103,7 +107,7 @@ class RopeSpec:
 def _check_choices(rope: RopeSpec) -> None:
     for name, valid in (("pairing", PAIRINGS), ("scaling", SCALINGS), ("positions", POSITIONS)):
         value = getattr(rope, name)
-        if value not in valid:
+        if not isinstance(value, str) or value not in valid:
             raise SpecError(f"rope.{name}={value!r} is unknown{nearest(str(value), valid)}")
     for name in ("truncate", "sections_interleaved"):
         if not isinstance(getattr(rope, name), bool):
@@ -132,6 +136,13 @@ def _check_numbers(rope: RopeSpec) -> None:
             raise SpecError(f"rope.{name} has {len(factors)} entries for {pairs} rotated pairs")
         for factor in factors or ():
             _positive(name, factor)
+    for name in ("temperature", "temperature_offset"):
+        value, kinds = getattr(rope, name), (int, float) if name == "temperature" else int
+        if not isinstance(value, kinds) or isinstance(value, bool) or not math.isfinite(value):
+            raise SpecError(f"rope.{name}={shown(value)} must be a number")
+    for part in rope.sections or ():
+        if not isinstance(part, int) or isinstance(part, bool) or part < 0:
+            raise SpecError(f"rope.sections={shown(rope.sections)} must be numbers of pairs")
     if rope.sections is not None and sum(rope.sections) != pairs:
         raise SpecError(f"rope.sections={rope.sections} must sum to the {pairs} rotated pairs")
 

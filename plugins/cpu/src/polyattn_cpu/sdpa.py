@@ -95,8 +95,7 @@ class TorchSDPA(AttentionBackend):
             blind = count if length == 0 else -context
             out[:blind] = 0.0
             if lse is not None:
-                sink = call.params.sinks if length else None
-                lse[:blind] = -torch.inf if sink is None else sink
+                lse[:blind] = -torch.inf
             if blind < count:
                 self._sequence(
                     query[blind:], call, out[blind:], None if lse is None else lse[blind:]

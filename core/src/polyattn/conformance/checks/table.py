@@ -13,6 +13,7 @@ from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.mla import LatentHarness
 from polyattn.conformance.harness.recurrent import RecurrentHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
+from polyattn.conformance.random_batches.run import batches
 from polyattn.device import Device
 
 Check = Callable[[Case, Any], None]
@@ -37,6 +38,7 @@ _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
     "refusal": (Harness, attention.refusal),
+    "batches": (Harness, batches),
     **{check.__name__: (AttentionHarness, check) for check in _ATTENTION},
     **{check.__name__: (LatentHarness, check) for check in _LATENT},
     **{check.__name__: (RecurrentHarness, check) for check in _RECURRENT},

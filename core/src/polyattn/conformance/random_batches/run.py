@@ -36,12 +36,15 @@ from polyattn.conformance.random_batches.tally import Job, Tally
 from polyattn.device import Device
 from polyattn.errors import PolyattnError
 from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.discovery import discover
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import MergeBackend
 from polyattn.spec.layer import LayerSpec
 
 ROUND = 50
 """Batches of one layer."""
+CASE = 1000
+"""Batches of one of the kit's cases."""
 WIDEST_ROW = 512
 """Most elements of a query that is drawn: the reference is slow."""
 
@@ -133,3 +136,10 @@ def _run(
         lambda data: run_round(data, harness, info.capabilities, case.spec, job),
         -(-count // job.count),
     )
+
+
+def batches(case: Case, harness: Harness) -> None:
+    """A thousand random batches, composed of requests with known answers, NaN beside them."""
+    info = discover().backend(harness.backend)
+    tally = random_batches(info, harness.device, harness.seed, CASE)
+    assert not tally.failed, f"{tally.failed} failures: " + "\n".join(tally.failures)

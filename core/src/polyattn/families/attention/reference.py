@@ -51,7 +51,8 @@ def attend(
 
     `query` (queries, num_heads, head_size); `key`, `value` (keys, num_kv_heads, size). Returns
     the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads) in `dtype`. A
-    learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf.
+    learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf, beside a
+    sink, too.
     """
     params = params or LayerParams()
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
@@ -67,13 +68,14 @@ def attend(
         position = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
         distance = (torch.arange(num_keys) - position).to(dtype)
         scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
-    scores = scores.masked_fill(~visible(spec, num_queries, num_keys), -torch.inf)
+    mask = visible(spec, num_queries, num_keys)
+    scores = scores.masked_fill(~mask, -torch.inf)
     if spec.learned_sinks:
         assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
         sinks = params.sinks.detach().to("cpu", dtype)[:, None, None]
         scores = torch.cat([scores, sinks.expand(-1, num_queries, 1)], dim=2)
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
-    lse = torch.logsumexp(scores, dim=2)
+    lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(1), -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return torch.einsum("hqk,khd->qhd", weights, value), lse.T
 
