@@ -308,3 +308,43 @@ def test_bad_positions(positions: Tensor, says: str) -> None:
 def test_impossible_layers(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(SpecError, match=says):
         SPEC.replace(**changes)
+
+
+def streaming(
+    cached: list[Tensor], query: Tensor, window: int, sinks: int, rope: RopeSpec
+) -> Tensor:
+    """Keep the first tokens and the last ones, number what is left anew, turn, attend: in float64."""
+    keep = [i for i in range(len(cached[0])) if i < sinks or i >= len(cached[0]) - window]
+    keys, values = (x[keep].double().repeat_interleave(2, dim=1) for x in cached)
+    keys = rotate(keys, torch.arange(len(keep)), rope)
+    turned = rotate(query, torch.tensor([len(keep) - 1]), rope)
+    weights = torch.softmax(torch.einsum("qhd,khd->hqk", turned, keys) * 32**-0.5, dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, values)
+
+
+def test_positions_within_the_cache_are_streaming_llm_s() -> None:
+    rope = RopeSpec(rotary_size=32, base=30.0, positions="cache")
+    spec = SPEC.replace(rope=rope, sliding_window=9, sink_tokens=3)
+    group = LayerGroup(select(spec, "cpu"))
+    layer, cache = Attention(group, rotate=True), group.allocate_cache(4)
+    q, k, v = Layers(SPEC).tokens(50)
+    table = torch.arange(4).int()[None]
+    found = []
+    for start, stop in ((0, 20), *((i, i + 1) for i in range(20, 50))):
+        batch = Batch.from_lens([stop - start], [stop], table, group.cache_format.block_size)
+        rows = slice(start, stop)
+        found.append(layer(q[rows], k[rows], v[rows], cache, batch))
+    expected = [streaming([k[: i + 1], v[: i + 1]], q[i : i + 1], 9, 3, rope) for i in range(50)]
+    torch.testing.assert_close(torch.cat(found).double(), torch.cat(expected), rtol=0, atol=2e-5)
+    stored = cache.key.flatten(0, 1)[:50]
+    assert torch.equal(stored, k)  # as they came
+
+
+def test_kernels_that_do_not_turn_what_they_read_say_so() -> None:
+    spec = SPEC.replace(rope=RopeSpec(rotary_size=32, positions="cache"))
+    chosen = select(spec, "cpu").decision
+    assert (chosen.prefill, chosen.decode) == ("TORCH_SDPA", "TORCH_SDPA")
+    native = [v for v in chosen.verdicts() if v.backend == "NATIVE_ATTN"]
+    assert native and all("cache_positions" in str(v.rejections) for v in native)
+    with pytest.raises(SpecError, match="pass rotate=True"):
+        Attention(select(spec, "cpu"), rotate=False)
