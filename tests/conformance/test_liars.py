@@ -52,4 +52,6 @@ def test_the_honest_one_never(kind: type[Any]) -> None:
 def test_there_are_enough_liars() -> None:
     assert len(LIARS) >= 60
     families = {kind.__module__.rpartition(".")[2] for kind in LIARS}
-    assert families == {"masks", "shapes", "steps", "latents", "recurrences", "services"}
+    assert families == {
+        "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations"
+    }  # fmt: skip

@@ -3,6 +3,7 @@
 from polyattn.device import Device, arch_matches
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     AttentionBackend,
     LayerParams,
@@ -68,6 +69,7 @@ __all__ = [
     "merge_states",
     "quantize",
     "raw",
+    "rotation_at",
     "store_lse",
     "window_sizes",
 ]

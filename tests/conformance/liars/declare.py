@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from liars import latents, masks, plain, recurrences, services, shapes, steps
+from liars import latents, masks, plain, recurrences, rotations, services, shapes, steps
 from liars.plain import HonestGraph, Plain
 from polyattn.plugin import (
     BackendInfo,
@@ -63,10 +63,12 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (TorchStore, TORCH_STORE.capabilities),
     (TorchMerge, TORCH_MERGE.capabilities),
 )
-MODULES: tuple[ModuleType, ...] = (plain, masks, shapes, steps, latents, recurrences, services)
+MODULES: tuple[ModuleType, ...] = (
+    plain, masks, shapes, steps, latents, recurrences, services, rotations,
+)  # fmt: skip
 BASES = {
     plain.Plain, masks.Numeric, masks.OtherMask, recurrences.Scan, recurrences.Without,
-    recurrences.OtherForm, services.Store, services.Merge,
+    recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
 }  # fmt: skip
 
 

@@ -123,10 +123,12 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
         raise SpecError(
             f"rope.rotary_size={rope.rotary_size} turns {rope.span} elements, and {name}={part}"
         )
-    if rope.positions == "cache" and (not spec.cached or spec.kind.family != "attention"):
+    attends = spec.kind.family == "attention" and spec.role is Role.DECODER
+    if rope.positions == "cache" and not (spec.cached and attends):
+        what = "MLA" if spec.kind.is_latent else f"a {spec.role.value} layer"
         raise SpecError(
-            "rope.positions='cache' is for attention over cached keys; use 'absolute' for "
-            f"{'MLA' if spec.kind.is_latent else 'a layer that keeps none'}"
+            "rope.positions='cache' is for a decoder's attention over cached keys; use 'absolute' for "
+            f"{what if spec.cached else 'a layer that keeps none'}"
         )
 
 

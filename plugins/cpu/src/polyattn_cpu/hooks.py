@@ -35,6 +35,7 @@ TORCH_SDPA = BackendInfo(
         features=MASKS
         | {
             "window_right",
+            "cache_positions",
             "v_head_size",
             "logit_soft_cap",
             "alibi",

@@ -24,6 +24,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cpu.alike import Alike
+from polyattn_cpu.cache_rope import turned_in_cache
 from polyattn_cpu.gather import PagedReader, Span, seen
 
 QUERY_BLOCK = 256
@@ -127,7 +128,13 @@ class TorchSDPA(AttentionBackend):
             self.device.platform == "cpu"
             and spec.v_head_size == spec.head_size
             and spec.logit_soft_cap is None
+            and not self._turns
         )
+
+    @property
+    def _turns(self) -> bool:
+        rope = self.spec.rope
+        return rope is not None and rope.positions == "cache"
 
     def _causal(self, query: Tensor, call: _Call, context: int) -> AttentionState:
         """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
@@ -173,6 +180,8 @@ class TorchSDPA(AttentionBackend):
             none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
             return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
         bias, blind = self._bias(query, span, first, call.params)
+        if self._turns:
+            query, keys = turned_in_cache(self.spec, query, keys, span, first, call.length)
         state = self._attend(query, keys, values, call, bias)
         if blind is None:
             return state

@@ -19,7 +19,7 @@ from polyattn_triton.variants import decode_constants, prefill_constants, tile_c
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
-OTHERS = ("paged", "paged pieces", "merge", "write", "rotate")
+OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
@@ -38,7 +38,7 @@ def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
-    """Compile one of TRITON_ATTN's phases (`phases_of`) down to machine code.
+    """Compile one of TRITON_ATTN's phases (`phases_of`), or `"rotate"`, down to machine code.
 
     Returns Triton's compiled kernel, whose `asm` holds `cubin` or `hsaco`. Raises what Triton
     raises when the target can't do it.

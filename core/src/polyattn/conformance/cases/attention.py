@@ -12,6 +12,7 @@ from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.rope import RopeSpec
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -31,6 +32,7 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "alibi": {"alibi": True},
     "learned_sinks": {"learned_sinks": True},
     "sink_tokens": {"sliding_window": 21, "sink_tokens": 3},
+    "cache_positions": {"rope": RopeSpec(rotary_size=8, base=50.0, positions="cache")},
     "lse": {"needs_lse": True},
     "non_causal": {"causal": False},
     "deterministic": {"deterministic": True},
@@ -205,6 +207,8 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
         claimed = [name for name in claimed if name in wanted - unlike]
     elif not base.causal:
         claimed = [name for name in claimed if name != "non_causal"]
+    if not base.cached:
+        claimed = [name for name in claimed if name != "cache_positions"]
     for name in claimed:
         yield f"feature {name}", base.replace(**FEATURE_FIELDS[name])
     if base.role is Role.DECODER or not base.cached:
@@ -268,6 +272,8 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
 def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
     """One case for each thing that the backend doesn't claim."""
     attempts: dict[str, dict[str, Any]] = dict(FEATURE_FIELDS)
+    if not base.cached or base.role is not Role.DECODER:
+        del attempts["cache_positions"]
     attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}
     attempts |= {f"head_size {size}": {"head_size": size} for size in HEAD_SIZES}
     attempts |= {f"gqa {r}": {"num_heads": 2 * r, "num_kv_heads": 2} for r in GQA_RATIOS}

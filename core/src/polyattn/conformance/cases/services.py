@@ -10,6 +10,7 @@ from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
 from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.spec.rope import RopeSpec
 
 SLOTS = ("some", "all skipped", "none", "one", "many")
 """How a step's tokens lie: some skipped and in no order, none kept, no token, a decode, thousands."""
@@ -39,6 +40,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             if label in ("cache int8", "cache fp8_e4m3", "cache fp8_e5m2"):
                 cases += [Case("store_ties", where, spec, "some")]
                 cases += [Case("store_plans", where, spec, "some")]
+        if phase == "store":
+            cases += _rotated(caps, _base(caps, kind))
     can = [c for c in cases if not check(caps, c.spec, device, phase)]
     refused = [
         Case(
@@ -49,6 +52,35 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         if dtype not in caps.dtypes
     ]
     return can + refused
+
+
+def _rotated(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
+    """Yield the cases of each pairing that is claimed: whole heads and parts, biases, 8-bit caches."""
+    whole = base.head_size if base.latent is None else base.latent.rope_head_size
+    factor = {"base": 5000.0, "attention_factor": 1.3}
+    warm = {"temperature": 0.2, "temperature_length": 300}
+    for pairing in sorted(caps.rotates):
+        spec = base.replace(rope=RopeSpec(pairing=pairing, rotary_size=whole, **factor))  # type: ignore[arg-type]
+        where = f"{base.kind.value} {pairing}"
+        yield from (Case("store_rotated", where, spec, name) for name in SLOTS)
+        yield Case("store_rotated_plans", where, spec, "some")
+        heated = RopeSpec(pairing=pairing, rotary_size=whole, **warm)  # type: ignore[arg-type]
+        yield Case("store_rotated", f"{where} temperature", spec.replace(rope=heated), "some")
+        for dtype in sorted(caps.dtypes - {base.dtype}):
+            yield Case("store_rotated", f"{where} {dtype}", spec.replace(dtype=dtype), "some")
+        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+            eight = spec.replace(kv_cache_dtype=cached)
+            yield Case("store_rotated", f"{where} cache {cached}", eight, "some")
+        if base.latent is not None:
+            continue
+        for size in (24, 2):
+            part = RopeSpec(pairing=pairing, rotary_size=size, **factor)  # type: ignore[arg-type]
+            for label in ("", " bias"):
+                yield Case(
+                    "store_rotated", f"{where} {size} of {whole}{label}", spec.replace(rope=part),
+                    "some",
+                )  # fmt: skip
+        yield Case("store_rotated", f"{where} v 32 bias", spec.replace(v_head_size=32), "some")
 
 
 def _base(caps: Capabilities, kind: AttentionKind) -> LayerSpec:

@@ -8,6 +8,7 @@ from torch import Tensor
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.conformance.case import Case
 from polyattn.conformance.harness.base import unchanged
+from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.kv_cache import quantize
@@ -33,6 +34,27 @@ def store_plans(case: Case, harness: StoreHarness) -> None:
         layers = [steps[index], harness.tokens(group, case.batch, like=steps[index])]
         for number, new in enumerate(layers, 1):
             harness.check(backend, new, plans[index], f"plan {index + 1}, layer {number}: ")
+
+
+def store_rotated(case: Case, harness: RotationHarness) -> None:
+    """Queries and keys turn as the float64 formulas say, with the bias before; inputs stay."""
+    group, backend = harness.store(case.spec)
+    biased = "bias" in case.label
+    for keep in (False, True):
+        step = harness.rotated(group, case.batch, biased)
+        harness.check_rotated(backend, case.spec, step, keep)
+
+
+def store_rotated_plans(case: Case, harness: RotationHarness) -> None:
+    """Steps at other positions are alive together; layers of one step share its rotation."""
+    group, backend = harness.store(case.spec)
+    steps = [harness.rotated(group, case.batch, False) for _ in range(2)]
+    plans = [backend.plan(step.slots) for step in steps]
+    for index in (1, 0, 1):
+        layers = [steps[index], harness.rotated(group, case.batch, False, like=steps[index])]
+        for number, step in enumerate(layers, 1):
+            label = f"plan {index + 1}, layer {number}: "
+            harness.check_rotated(backend, case.spec, step, False, plans[index], label)
 
 
 def store_ties(case: Case, harness: StoreHarness) -> None:

@@ -12,6 +12,7 @@ from polyattn.conformance.harness.attention import AttentionHarness
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.mla import LatentHarness
 from polyattn.conformance.harness.recurrent import RecurrentHarness
+from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.conformance.random_batches.run import batches
 from polyattn.device import Device
@@ -34,6 +35,7 @@ _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrent_reuse, search.recurrent_search,
 )  # fmt: skip
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
+_ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)
 _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
@@ -43,6 +45,7 @@ CHECKS: dict[str, tuple[type[Harness], Check]] = {
     **{check.__name__: (LatentHarness, check) for check in _LATENT},
     **{check.__name__: (RecurrentHarness, check) for check in _RECURRENT},
     **{check.__name__: (StoreHarness, check) for check in _STORE},
+    **{check.__name__: (RotationHarness, check) for check in _ROTATED},
     **{check.__name__: (MergeHarness, check) for check in _MERGE},
 }
 """A check's name in `Case.check` and in test ids: what builds its inputs, and what asserts."""

@@ -22,6 +22,7 @@ from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Plan
 from polyattn.runtime.shared_prefix import Levels, SharedRun, shared_prefixes
+from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -56,6 +57,7 @@ def why_not(spec: LayerSpec) -> str | None:
     for name, asked in (
         ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
         ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
+        ("positions within the cache", unrotated(spec).rope),
     ):  # fmt: skip
         if asked:
             return f"{name}: a shared key's part depends on each row's own position or batch"
@@ -68,7 +70,7 @@ class PrefixDecode:
     """Runs decodes that share leading blocks; stands where a backend does in a step's calls."""
 
     def __init__(self, group: LayerGroup, shared: BackendInfo, own: BackendInfo):
-        self.group, spec = group, group.spec
+        self.group, spec = group, unrotated(group.spec)
         self.cache = group.cache_format
         over_all = spec.replace(causal=False, needs_lse=True, learned_sinks=False)
         load, form = group.load, group.kernel_format
@@ -80,7 +82,7 @@ class PrefixDecode:
     @classmethod
     def of(cls, group: LayerGroup) -> PrefixDecode | None:
         """Return the runner for a group, or None where no two of its candidates can serve it."""
-        spec, selection = group.spec, group.selection
+        spec, selection = unrotated(group.spec), group.selection
         if not spec.cached or why_not(spec) or spec.graph_capture:
             return None
         over_all = spec.replace(causal=False, needs_lse=True, learned_sinks=False)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.rope import RopeSpec
 
 
 def visible(spec: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
@@ -58,7 +60,10 @@ def attend(
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
     key = key.repeat_interleave(spec.gqa_ratio, dim=1)
     value = value.repeat_interleave(spec.gqa_ratio, dim=1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
+    if spec.rope is not None and spec.rope.positions == "cache":
+        scores = products_in_cache(spec, spec.rope, query, key) * spec.scale
+    else:
+        scores = torch.einsum("qhd,khd->hqk", query, key) * spec.scale
     if spec.logit_soft_cap is not None:
         scores = spec.logit_soft_cap * torch.tanh(scores / spec.logit_soft_cap)
     num_queries, num_keys = query.shape[0], key.shape[0]
@@ -78,6 +83,32 @@ def attend(
     lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(1), -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return torch.einsum("hqk,khd->qhd", weights, value), lse.T
+
+
+def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tensor) -> Tensor:
+    """Return query times key, (heads, queries, keys), rotated at their places within the cache.
+
+    A query's cache is what its window leaves it: the kept first tokens, then the window's, moved up
+    next to them (StreamingLLM, Xiao et al., 2023).
+    """
+    num_queries, num_keys = query.shape[0], key.shape[0]
+    length, held = num_keys, None
+    if spec.causal and spec.sliding_window is not None:
+        held = spec.sink_tokens + spec.sliding_window
+        length = min(num_keys, held)
+    rows = []
+    for index in range(num_queries):
+        place, places = index + num_keys - num_queries, torch.arange(num_keys)
+        gone = 0 if held is None else max(0, place + 1 - held)
+        places = torch.where(places < spec.sink_tokens, places, places - gone)
+        at = torch.tensor([place - gone])
+        turned = rotate(query[index : index + 1], at, rope, length)
+        turned = turned * query_temperature(rope, at)[:, None, None]
+        keys = rotate(key, places, rope, length)
+        rows.append(torch.einsum("qhd,khd->hqk", turned, keys))
+    return (
+        torch.cat(rows, 1).to(query.dtype) if rows else query.new_zeros(query.shape[1], 0, num_keys)
+    )
 
 
 def read_cache(

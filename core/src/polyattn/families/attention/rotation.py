@@ -97,6 +97,11 @@ def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
     return Rotation(found.turns.to(batch.device), None, found.pairing, found.size, found.last)
 
 
+def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
+    """Return the rotation at positions, int64 (num_tokens,), of one sequence of `length` tokens."""
+    return _at(spec, positions, [len(positions)], [length])
+
+
 def _at(spec: LayerSpec, positions: Tensor, counts: list[int], lens: list[int]) -> Rotation:
     """Return the rotation at positions (num_tokens,) or (axes, num_tokens), float64 or int64.
 

@@ -52,6 +52,7 @@ def _row(info: BackendInfo) -> list[str]:
         f"no {name}" for name in sorted(COMMON - caps.features)
     ]
     features += ["rounds queries to fp8"] if caps.fp8_compute else []
+    features += [f"rotates {', '.join(sorted(caps.rotates))}"] if caps.rotates else []
     apart = [" + ".join(sorted(together)) for together, _ in caps.excludes]
     features += [f"not together: {'; '.join(apart)}"] if apart else []
     return [

@@ -1,0 +1,189 @@
+"""TRITON_STORE on one GPU: fused QKV, rotated and stored, beside its bytes and beside storing alone.
+
+    python benchmarks/h200_store.py [--out FILE.json] [--tokens 8192] [--batches 1,16,64,256]
+
+Device times with a cold L2 (see `timing.py`), median of twenty. The bytes: those that the call must
+read (fused QKV, cosines and sines) and write (queries, pages), moved by torch's `copy_`. Storing
+alone: the same tokens' keys and values, already rotated. Bars: 1.15 times the bytes at 8,192 tokens
+over an fp8 cache, 1.02 times storing alone for one token of each sequence. Each result is compared with
+the float64 formulas. Under TRITON_INTERPRET=1, for tiny sizes, everything runs but the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from polyattn import Batch, Device, LayerSpec
+from polyattn.families.attention.rope import rotate
+from polyattn.families.attention.rotation import rotation_of
+from polyattn.kernel import CacheFormat, KVCache, LayerParams, NewTokens, Rotation, StorePlan
+from polyattn.spec.rope import RopeSpec
+from polyattn_triton.store import TritonStore
+from timing import graph_us, kernel_us
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DTYPE = torch.float16 if INTERPRETED else torch.bfloat16
+STORED = "int8" if INTERPRETED else "fp8_e4m3"  # the interpreter knows no fp8
+BLOCK = 16
+SPEC = LayerSpec(
+    num_heads=32, num_kv_heads=8, head_size=128, dtype=str(DTYPE).removeprefix("torch."),
+    rope=RopeSpec(
+        rotary_size=128, base=500000.0, scaling="llama3", factor=8.0, original_length=8192,
+        low_freq_factor=1.0, high_freq_factor=4.0,
+    ),
+)  # fmt: skip
+PAIRINGS = ("neox", "gptj")
+
+
+@dataclass
+class Step:
+    """New tokens of a step, and all that a store is called with."""
+
+    store: TritonStore
+    new: NewTokens
+    cache: KVCache
+    plan: StorePlan
+    rotation: Rotation
+    positions: torch.Tensor
+    params: LayerParams
+
+    @classmethod
+    def of(cls, queries: list[int], context: int, pairing: str, stored: str) -> Step:
+        """Return a step of sequences with `context` cached tokens each."""
+        rope = {f: getattr(SPEC.rope, f) for f in RopeSpec.__dataclass_fields__}
+        spec = SPEC.replace(
+            rope=RopeSpec(**rope | {"pairing": pairing}), kv_cache_dtype=stored
+        )  # fmt: skip
+        form = CacheFormat(
+            block_size=BLOCK, num_kv_heads=8, head_size=128, v_head_size=128,
+            dtype=spec.stored_dtype, layout="NHD",
+        )  # fmt: skip
+        tokens, blocks = sum(queries), sum(queries) // BLOCK + 2
+        cache = KVCache.allocate(form, blocks, DEVICE)
+        fused = torch.randn(tokens, 48 * 128, device=DEVICE).to(DTYPE)
+        parts = fused.split((4096, 1024, 1024), dim=1)
+        query, key, value = (part.unflatten(1, (-1, 128)) for part in parts)
+        slots = torch.randperm(blocks * BLOCK, device=DEVICE)[:tokens]
+        starts = [0, *accumulate(queries)]
+        batch = Batch(starts, [context + n for n in queries], slot_mapping=slots)
+        rotation = rotation_of(spec, batch)
+        assert rotation is not None
+        store = TritonStore(spec, form, Device("cuda", "sm_90", torch_device=str(DEVICE)))
+        scale = 1.0 if stored == "auto" else 0.05
+        return cls(
+            store, NewTokens(query, key, value), cache, store.plan(slots), rotation,
+            batch.token_positions, LayerParams(k_scale=scale, v_scale=scale),
+        )  # fmt: skip
+
+    def rotate_and_store(self) -> torch.Tensor:
+        """What is measured."""
+        run = self.store.run_rotated
+        return run(self.plan, self.rotation, self.new, self.cache, self.params, False)[0]
+
+    def store_alone(self) -> None:
+        """Keys and values as they are."""
+        key, value = self.new.key, self.new.value
+        assert key is not None and value is not None
+        self.store.run(self.plan, key, value, self.cache, self.params)
+
+    def moved_bytes(self) -> int:
+        """Bytes that the call must read and write."""
+        new, item = self.new, self.cache.key.element_size()
+        assert new.key is not None and new.value is not None
+        given = sum(t.numel() * t.element_size() for t in (new.query, new.key, new.value))
+        pages = (new.key.numel() + new.value.numel()) * item
+        table = self.rotation.turns.numel() * self.rotation.turns.element_size()
+        return given + table + new.query.numel() * new.query.element_size() + pages
+
+    def error(self) -> float:
+        """Return how far queries and stored keys are from the formulas, of their largest element.
+
+        Half a step of the dtype's is in it.
+        """
+        found, rope = self.rotate_and_store(), self.store.spec.rope
+        assert rope is not None and self.new.key is not None
+        slots, size = self.plan.slots, self.cache.block_size
+        keys = self.cache.key[slots // size, slots % size].double().cpu() * self.params.k_scale
+        worst = 0.0
+        for got, given in ((found.double().cpu(), self.new.query), (keys, self.new.key)):
+            exact = rotate(given.cpu(), self.positions.cpu(), rope)
+            worst = max(worst, float((got - exact).abs().max() / exact.abs().max()))
+        return worst
+
+
+def time(call: Callable[[], object]) -> float | None:
+    """Return device microseconds, None where there is no clock."""
+    if INTERPRETED:
+        call()
+        return None
+    return kernel_us(call)
+
+
+def copy_us(count: int) -> float | None:
+    """Return the time of moving `count` bytes, read and written together."""
+    source = torch.zeros(count // 2, dtype=torch.uint8, device=DEVICE)
+    goal = torch.empty_like(source)
+    return time(lambda: goal.copy_(source))
+
+
+def prefill(tokens: int, pairing: str, stored: str) -> dict[str, Any]:
+    """Measure a prompt against the time to move its bytes."""
+    step = Step.of([tokens], 0, pairing, stored)
+    error = step.error()
+    us, floor = time(step.rotate_and_store), copy_us(step.moved_bytes())
+    ratio = None if us is None or floor is None else us / floor
+    return {
+        "tokens": tokens, "pairing": pairing, "cache": stored, "us": us, "copy_us": floor,
+        "bytes": step.moved_bytes(), "ratio": ratio, "bar": 1.15, "error": error,
+    }  # fmt: skip
+
+
+def decode(rows: int, pairing: str, stored: str) -> dict[str, Any]:
+    """Measure one token of each sequence against storing alone, launched and replayed in a graph."""
+    step = Step.of([1] * rows, 5000, pairing, stored)
+    error, us, alone = step.error(), time(step.rotate_and_store), time(step.store_alone)
+    found = {
+        "rows": rows, "pairing": pairing, "cache": stored, "us": us, "store_us": alone,
+        "ratio": None if us is None or alone is None else us / alone, "bar": 1.02, "error": error,
+    }  # fmt: skip
+    if not INTERPRETED:
+        found["graph_us"] = graph_us(step.rotate_and_store)
+        found["store_graph_us"] = graph_us(step.store_alone)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--batches", default="1,16,64,256")
+    options = parser.parse_args()
+    rows = []
+    for pairing in PAIRINGS:
+        for stored in (STORED, "auto"):
+            rows.append(prefill(options.tokens, pairing, stored))
+            rows += [decode(int(n), pairing, stored) for n in options.batches.split(",")]
+    for row in rows:
+        print(
+            "  ".join(
+                f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()
+            )
+        )
+    machine = "interpreter" if INTERPRETED else torch.cuda.get_device_name()
+    report = {"machine": machine, "torch": torch.__version__, "triton": triton.__version__}
+    if options.out:
+        options.out.write_text(json.dumps(report | {"rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

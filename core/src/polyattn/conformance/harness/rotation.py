@@ -1,0 +1,143 @@
+"""Runs a store that rotates: a fused QKV tensor at positions in no order, looked at in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyattn.conformance.harness.base import bits, unchanged
+from polyattn.conformance.harness.services import StoreHarness
+from polyattn.families.attention.rope import query_temperature, rotate
+from polyattn.families.attention.rotation import rotation_of
+from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.spec.layer import LayerSpec
+
+FARTHEST = 100_000
+"""Positions are below; float32 angles there would be off by a hundredth."""
+OWN_ERRORS = 3e-6
+"""What float32 products and sums may add, of the largest element of a head."""
+
+
+@dataclass
+class RotatedTokens:
+    """A step's new tokens, where they stand in their texts, and the cache that they go to."""
+
+    new: NewTokens
+    positions: Tensor
+    slots: Tensor
+    rotation: Rotation
+    cache: KVCache
+    params: LayerParams
+
+
+class RotationHarness(StoreHarness):
+    """Rotates and stores."""
+
+    def rotated(
+        self, group: LayerGroup, batch: str, biased: bool, like: RotatedTokens | None = None
+    ) -> RotatedTokens:
+        """Return views of one fused tensor; `like`: another layer's tokens of the same step."""
+        spec = group.spec
+        base = self.tokens(group, batch)
+        count, dtype = base.slots.shape[0], STORAGE_DTYPES[spec.dtype]
+        parts = [(spec.num_heads, spec.head_size), base.key.shape[1:], base.value.shape[1:]]
+        widths = [heads * size for heads, size in parts]
+        fused = self.random(count, sum(widths) + 8, dtype=dtype)
+        views = fused[:, : sum(widths)].split(widths, dim=1)
+        query, key, value = (
+            view.unflatten(1, tuple(part)) for view, part in zip(views, parts, strict=True)
+        )
+        key.copy_(base.key)  # some of it beyond what 8 bits hold
+        if base.cache.value_in_key:
+            value = key[..., : value.shape[2]]
+        precise = torch.float64 if dtype == torch.float64 else torch.float32
+        bias = self.random(sum(widths), dtype=precise) if biased else None
+        new = NewTokens(query, key, value, bias)
+        if like is not None:
+            return RotatedTokens(
+                new, like.positions, like.slots, like.rotation, base.cache, base.params
+            )
+        positions = torch.randint(FARTHEST, (count,), generator=self.generator)
+        positions = positions.to(self.torch_device)
+        step = Batch(
+            list(range(count + 1)), [1] * count, slot_mapping=base.slots, positions=positions
+        )
+        rotation = rotation_of(spec, step)
+        assert rotation is not None
+        return RotatedTokens(new, positions, base.slots, rotation, base.cache, base.params)
+
+    def check_rotated(
+        self, store: StoreBackend, spec: LayerSpec, step: RotatedTokens, keep: bool,
+        plan: StorePlan | None = None, label: str = "",
+    ) -> None:  # fmt: skip
+        """Rotate and store; look at the query, the kept keys and values, and every slot."""
+        new, cache = step.new, step.cache
+        assert new.key is not None and new.value is not None
+        named = {"query": new.query, "key": new.key, "value": new.value, "bias": new.bias}
+        before = {n: t.clone() for n, t in named.items() if t is not None}
+        held = cache.key.clone(), cache.value.clone()
+        query, key, value = store.run_rotated(
+            plan or store.plan(step.slots), step.rotation, new, cache, step.params, keep
+        )
+        for name, then in before.items():
+            unchanged(name, named[name], then)
+        exact = self._exact(spec, step)
+        dtype = new.query.dtype
+        self.near(f"{label}query", query, exact["query"], dtype, 1.0)
+        if keep:
+            assert key is not None and value is not None, f"{self.backend} kept no keys"
+            self.near(f"{label}kept key", key, exact["key"], dtype, 1.0)
+            self.near(f"{label}kept value", value, exact["value"], dtype, 1.0)
+        kept = step.slots >= 0
+        at = step.slots[kept] // cache.block_size, step.slots[kept] % cache.block_size
+        scales = step.params.k_scale, step.params.v_scale
+        for name, stored, was, scale in zip(
+            ("key", "value"), (cache.key, cache.value), held, scales, strict=True
+        ):
+            self.near(f"{label}stored {name}", stored[at], exact[name][kept], stored.dtype, scale)
+            rest = bits(stored) != bits(was)
+            rest[at] = False
+            assert not rest.any(), f"{label}{self.backend} wrote a {name} where no slot is"
+
+    def _exact(self, spec: LayerSpec, step: RotatedTokens) -> dict[str, Tensor]:
+        new, rope = step.new, spec.rope
+        assert rope is not None and new.key is not None and new.value is not None
+        at, last = step.positions.cpu(), spec.latent is not None
+        parts = [x.cpu().double() for x in (new.query, new.key, new.value)]
+        biases = new.biases()
+        if biases is not None:
+            parts = [x + bias.cpu().double() for x, bias in zip(parts, biases, strict=True)]
+        query, key = (
+            rotate(x, at, rope, offset=x.shape[2] - rope.span if last else 0) for x in parts[:2]
+        )
+        query = query * query_temperature(rope, at)[:, None, None]
+        value = key[..., : parts[2].shape[2]] if last else parts[2]
+        return {"query": query, "key": key, "value": value}
+
+    def near(
+        self, name: str, found: Tensor, exact: Tensor, dtype: torch.dtype, scale: float
+    ) -> None:
+        """Assert that numbers are as near to what is exact as their dtype allows, but for own errors."""
+        assert found.shape == exact.shape and found.dtype == dtype, f"{name} is {found.dtype}"
+        if not exact.numel():
+            return
+        own = OWN_ERRORS if dtype != torch.float64 else 1e-14
+        exact = exact / scale
+        if dtype.itemsize == 1:
+            limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+            exact = exact.clamp(-limit, limit)
+            best = quantize(exact.float(), dtype, 1.0).double()
+        else:
+            best = exact.to(dtype).double()
+        slack = own * exact.abs().amax(-1, keepdim=True)
+        wrong = (found.cpu().double() - exact).abs() - (best - exact).abs() > slack
+        assert not wrong.any(), (
+            f"{self.backend}: {name} is wrong, first for token {int(wrong.nonzero()[0, 0])}"
+        )
