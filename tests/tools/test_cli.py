@@ -32,8 +32,20 @@ def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProce
 def test_list() -> None:
     text = polyattn("list").stdout
     assert "TORCH_SDPA" in text and "polyattn-cpu" in text and "measured" in text
-    names = {b["name"] for b in json.loads(polyattn("list", "--json").stdout)["backends"]}
-    assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= names
+    found = json.loads(polyattn("list", "--json").stdout)
+    assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= {
+        b["name"] for b in found["backends"]
+    }
+    hosts = {row["name"]: row["made for"] for row in found["integrations"]}
+    assert hosts.keys() >= {
+        "diffusers",
+        "flash-attn",
+        "recurrent",
+        "sglang",
+        "torch",
+        "transformers",
+    }
+    assert hosts["transformers"].startswith("transformers") and "polyattn-torch" in text
 
 
 @pytest.mark.parametrize(
@@ -105,7 +117,8 @@ def test_explain_notes_a_scope_that_matched_nothing() -> None:
 def test_doctor() -> None:
     data = json.loads(polyattn("doctor", "--json", POLYATTN_CHECKS="1").stdout)
     assert data["problems"] == [] and data["variables"] == {"POLYATTN_CHECKS": "1"}
-    assert "cpu" in polyattn("doctor").stdout
+    text = polyattn("doctor").stdout
+    assert "cpu" in text and "polyattn-transformers" in text
     assert "PLYATTN" in json.loads(
         polyattn("doctor", "--json", POLYATTN_PLYATTN="1", code=1).stdout
     )["problems"][0]  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import polyattn_transformers
 import pytest
 import torch
@@ -44,3 +47,14 @@ def test_tokens_equal_generate(name: str) -> None:
     report = polyattn_transformers.report()
     assert report.served and not report.fallbacks, str(report)
     assert any("block 16" in spec for spec in report.served), str(report)
+
+
+def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[3] / "examples/transformers_batching.py"))
+    torch.set_num_threads(1)
+    polyattn_transformers.reset()
+    example["main"]()
+    printed = capsys.readouterr().out
+    assert printed.count("req_") == 6, printed
+    assert "served" in printed
+    assert not polyattn_transformers.report().fallbacks

@@ -7,7 +7,8 @@ serves it, the plan for these lengths, how these strides are viewed as tokens, e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -146,8 +147,9 @@ def dense(
     (batch, queries, heads, v_size) in either case and, where asked, the LSE (batch, queries, heads),
     float32. Raises `BatchError`, and what `select` raises.
     """
+    place = place_of(query.device) if query.is_cuda else get_ident()
     key_of_call = (
-        current(), generation(), place_of(query.device), asked, heads_first, key_lens,
+        current(), generation(), place, asked, heads_first, key_lens,
         sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
         key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
         value.stride(),
@@ -166,7 +168,10 @@ def dense(
 class DenseCall:
     """One way of calling `dense`: everything that these shapes, strides and dtypes decide."""
 
-    __slots__ = ("device_type", "lse_shape", "out_shape", "rows", "spec", "step", "views")
+    __slots__ = (
+        "device_type", "heads_first", "lse_shape", "needs_lse", "out_shape", "run", "step",
+        "tokens_shape", "views",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -187,8 +192,7 @@ class DenseCall:
             views[0] = None
         if views[1] is None or views[2] is None or views[1][2] != views[2][2]:
             views[1] = views[2] = None
-        self.views = tuple(views)
-        self.rows = heads_first
+        self.views, self.heads_first = tuple(views), heads_first
         tokens = query.transpose(1, 2) if heads_first else query
         group = group_of(
             tokens, key.shape[heads], value.shape[3], asked, sinks is not None,
@@ -196,9 +200,14 @@ class DenseCall:
         )  # fmt: skip
         apart = keys if views[1] is None else views[1][2]
         self.step = plan_for(group, (count,) * rows, _row_lens(rows, keys, key_lens), apart)
-        self.spec, self.device_type = group.spec, group.device_type
-        self.out_shape = (rows, count, self.spec.num_heads, self.spec.v_head_size)
+        self.device_type, self.needs_lse = group.device_type, asked.needs_lse
+        self.tokens_shape = self.step.out_shape
+        self.out_shape = (rows, count, *self.tokens_shape[1:])
         self.lse_shape = self.out_shape[:3]
+        self.run = self.step.run
+        if len(self.step.calls) == 1:  # of all tokens, there being no cache
+            only = self.step.calls[0]
+            self.run = partial(only.backend.run, only.plan)
 
     def __call__(
         self,
@@ -211,22 +220,22 @@ class DenseCall:
         """Attend: tensors of exactly the shapes, strides and dtypes that this was made for."""
         if query.requires_grad or key.requires_grad or value.requires_grad:
             refuse_gradients(query=query, key=key, value=value)
-        spec, (of_query, of_key, of_value), step = self.spec, self.views, self.step
         params = _PLAIN
         if sinks is not None or alibi_slopes is not None:
-            params = _params(spec, query, sinks, alibi_slopes)
-        out = query.new_empty(step.out_shape)
-        lse = query.new_empty(step.lse_shape, dtype=torch.float32) if spec.needs_lse else None
-        given = (
-            query.as_strided(of_query[0], of_query[1]) if of_query else ordered(query, self.rows),
-            key.as_strided(of_key[0], of_key[1]) if of_key else ordered(key, self.rows),
-            value.as_strided(of_value[0], of_value[1]) if of_value else ordered(value, self.rows),
-        )
+            params = _params(self.step.group.spec, query, sinks, alibi_slopes)
+        out, lse = query.new_empty(self.tokens_shape), None
+        if self.needs_lse:
+            lse = query.new_empty(self.step.lse_shape, dtype=torch.float32)
+        of_query, of_key, of_value = self.views
+        first = self.heads_first
+        query = query.as_strided(of_query[0], of_query[1]) if of_query else ordered(query, first)
+        key = key.as_strided(of_key[0], of_key[1]) if of_key else ordered(key, first)
+        value = value.as_strided(of_value[0], of_value[1]) if of_value else ordered(value, first)
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
-                step.run(*given, None, params, out, lse)
+                self.run(query, key, value, None, params, out, lse)
         else:
-            step.run(*given, None, params, out, lse)
+            self.run(query, key, value, None, params, out, lse)
         return out.view(self.out_shape), None if lse is None else lse.view(self.lse_shape)
 
 

@@ -18,7 +18,7 @@ from polyattn.registry.info import API_VERSION
 from polyattn.registry.machine import Fault, ask_detector, load_problem
 from polyattn.registry.timings import timings
 from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
-from polyattn.tools.cli.listing import backend_rows, plugin_rows
+from polyattn.tools.cli.listing import backend_rows, integration_rows, plugin_rows
 from polyattn.tools.cli.output import add_row, console, print_json, table
 
 
@@ -50,6 +50,7 @@ def examine() -> dict[str, Any]:
         "timings": [],
         "plugins": [],
         "backends": [],
+        "integrations": integration_rows(),
     }
     try:
         settings = current()
@@ -162,6 +163,11 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["backends"]:
         add_row(backends, row["name"], row["plugin"], row["state"])
     console.print(backends, "")
+    if report["integrations"]:
+        integrations = table("integration", "distribution", "version", "made for")
+        for row in report["integrations"]:
+            add_row(integrations, *row.values())
+        console.print(integrations, "")
     variables = table("variable with an effect", "meaning")
     for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
         add_row(variables, name, meaning)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.machine import availabilities
+from polyattn.registry.requirements import requirement_problem
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
+
+INTEGRATIONS = "polyattn.integrations"
+"""The entry points by which distributions say which host they serve."""
 
 
 def show(as_json: bool) -> int:
@@ -22,7 +27,9 @@ def show(as_json: bool) -> int:
     registry = discover()
     rows = backend_rows(registry)
     if as_json:
-        found = {"plugins": plugin_rows(registry), "backends": rows}
+        found = {
+            "plugins": plugin_rows(registry), "backends": rows, "integrations": integration_rows()
+        }  # fmt: skip
         write(json.dumps(found | {"problems": registry.problems}, indent=2))
         return 0
     plugins = [("plugin", "distribution", "version", "status")]
@@ -35,7 +42,12 @@ def show(as_json: bool) -> int:
         here = [name for name, problem in row["builds"].items() if problem is None]
         state = row["problem"] or (f"installed: {', '.join(here)}" if here else "installed")
         backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
-    write(f"{columns(plugins)}\n\n{columns(backends)}")
+    integrations: list[Sequence[str]] = [("integration", "distribution", "version", "made for")]
+    integrations += [tuple(row.values()) for row in integration_rows()]
+    tables: list[Sequence[Sequence[str]]] = [plugins, backends]
+    if len(integrations) > 1:
+        tables.append(integrations)
+    write("\n\n".join(columns(table) for table in tables))
     for problem in registry.problems:
         write(f"\nproblem: {problem}")
     if not registry.plugins:
@@ -63,6 +75,29 @@ def plugin_rows(registry: Registry) -> list[dict[str, str]]:
         }
         for p in registry.plugins
     ]
+
+
+def integration_rows() -> list[dict[str, str]]:
+    """Return a row for each host that an installed distribution serves: `polyattn.integrations`.
+
+    Nothing is imported: the entry point's name is the host's, and the distribution says its versions.
+    """
+    rows = []
+    for point in sorted(entry_points(group=INTEGRATIONS), key=lambda point: point.name):
+        dist = point.dist
+        needs = [] if dist is None else dist.requires or []
+        hosts = [r.partition(";")[0].strip() for r in needs if r.startswith(point.name)]
+        host = hosts[0] if hosts else ""
+        problem = requirement_problem(host) if host else None
+        rows.append(
+            {
+                "name": point.name,
+                "distribution": "" if dist is None else dist.name,
+                "version": "" if dist is None else dist.version,
+                "made for": f"{host}: {problem}" if problem else host,
+            }
+        )
+    return rows
 
 
 def backend_rows(registry: Registry) -> list[dict[str, Any]]:

@@ -1,0 +1,41 @@
+"""SGLang on polyattn.
+
+    python -m sglang.launch_server --model-path … --attention-backend polyattn --disable-cuda-graph
+
+SGLang finds the plugin by its entry point (group `sglang.srt.plugins`) in every process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn_sglang.attention import LEDGER, ServedAttention
+
+report, reset = LEDGER.report, LEDGER.reset
+
+__all__ = ["create", "register", "report", "reset"]
+
+
+def register() -> None:
+    """Add the name to SGLang's attention backends and to what its arguments accept."""
+    from sglang.srt.arg_groups.choices import (  # type: ignore[import-not-found]
+        ATTENTION_BACKEND_CHOICES,
+        add_attention_backend_choices,
+    )
+    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]
+        register_attention_backend,
+    )
+
+    if "polyattn" not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices(["polyattn"])
+    register_attention_backend("polyattn")(create)
+
+
+def create(runner: Any) -> Any:
+    """Return the backend for one model runner, of SGLang's own base class."""
+    from sglang.srt.layers.attention.base_attn_backend import (  # type: ignore[import-not-found]
+        AttentionBackend,
+    )
+
+    backend: Any = type("PolyattnAttnBackend", (ServedAttention, AttentionBackend), {})
+    return backend(runner)

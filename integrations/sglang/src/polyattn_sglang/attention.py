@@ -1,0 +1,175 @@
+"""The attention backend: SGLang's token pools read as pages, a plan once a forward pass."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from polyattn import Batch, KVCache, LayerGroup, PolyattnError
+from polyattn.families.attention.dense import Asked, group_of, plan_for, run
+from polyattn.runtime.ledger import Ledger
+from torch import Tensor
+
+LEDGER = Ledger("sglang", "nothing")
+
+
+class Step:
+    """What one forward pass is, on the host, and its batches over the pools."""
+
+    def __init__(self, forward: Any, table: Any):
+        mode = forward.forward_mode
+        if getattr(forward, "spec_info", None) is not None or not (
+            mode.is_decode_or_idle() or mode.name in ("EXTEND", "MIXED")
+        ):
+            raise PolyattnError(
+                f"forward mode {mode.name}: speculative decoding has no form here yet; start SGLang "
+                "without --speculative-algorithm, or with another --attention-backend"
+            )
+        lens = forward.seq_lens_cpu if forward.seq_lens_cpu is not None else forward.seq_lens
+        self.lens: list[int] = lens.tolist()
+        self.query_lens = [1] * len(self.lens)
+        if not mode.is_decode_or_idle():
+            self.query_lens = list(forward.extend_seq_lens_cpu)
+        self.slots, self.table = forward.out_cache_loc, table
+        self._batches: dict[tuple[bool, bool], Batch] = {}
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens, without what SGLang pads."""
+        return sum(self.query_lens)
+
+    def batch(self, sliding: bool, store: bool) -> Batch:
+        """Return the step over the pool of sliding layers, or the other; made once."""
+        found = self._batches.get((sliding, store))
+        if found is None:
+            longest = max(self.lens, default=0)
+            table, slots = self.table(longest, self.slots[: self.tokens], sliding)
+            found = self._batches[sliding, store] = Batch(
+                [0, *accumulate(self.query_lens)], self.lens, table, slots if store else None
+            )
+        return found
+
+
+class ServedAttention:
+    """SGLang's `AttentionBackend`, its methods: `create` joins it with the class itself."""
+
+    def __init__(self, runner: Any):
+        super().__init__()
+        if runner.use_mla_backend:
+            raise PolyattnError(
+                "MLA models: this backend serves attention; use SGLang's own for them"
+            )
+        self.page = int(runner.page_size)
+        self.requests, self.pool = runner.req_to_token_pool, runner.token_to_kv_pool
+        if getattr(self.pool, "requires_physical_write_loc", False):
+            raise PolyattnError("SGLang's unified pool has virtual slots; disable it")
+        self.two_pools = bool(getattr(self.pool, "swa_layer_nums", 0))
+        self.forward_metadata: Any = None
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Read the step: once a forward pass, before its layers."""
+        indices = forward_batch.req_pool_indices
+        self.forward_metadata = Step(forward_batch, lambda *which: self._table(indices, *which))
+
+    def _table(
+        self, requests: Tensor, longest: int, slots: Tensor, sliding: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Return the block table and the slots: SGLang keeps a slot for each token."""
+        first = self.requests.req_to_token[requests, : longest : self.page].long()
+        if sliding and self.two_pools:
+            first = self.pool.translate_loc_from_full_to_swa(first)
+            slots = self.pool.translate_loc_from_full_to_swa(slots)
+        return (first // self.page).int(), slots.long()
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Store and attend, one query token a sequence."""
+        return self._attend(q, k, v, layer, save_kv_cache, **kwargs)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any,
+        save_kv_cache: bool = True, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        """Store and attend, any number of new tokens a sequence."""
+        return self._attend(q, k, v, layer, save_kv_cache, **kwargs)
+
+    def _attend(
+        self, q: Tensor, k: Tensor | None, v: Tensor | None, layer: Any, store: bool,
+        sinks: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        _refuse(layer, kwargs)
+        step: Step = self.forward_metadata
+        tokens, heads = step.tokens, layer.tp_q_head_num
+        query = q.reshape(-1, heads, layer.qk_head_dim)
+        out = query.new_zeros(query.shape[0], heads * layer.v_head_dim)
+        window = layer.sliding_window_size
+        sliding = window is not None and window > -1
+        asked = Asked(
+            layer.attn_type.value == "decoder", float(layer.scaling),
+            window + 1 if sliding else None, logit_soft_cap=layer.logit_cap or None,
+        )  # fmt: skip
+        given: list[Tensor | None] = [None, None]
+        if k is not None and v is not None:
+            given[0] = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)[:tokens]
+            given[1] = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:tokens]
+        cache = None
+        if layer.attn_type.value == "encoder_only":
+            group = self._group(query, layer, asked, sinks, cached=False)
+            plan: Any = plan_for(group, tuple(step.query_lens), tuple(step.query_lens))
+        else:
+            cache = self._cache(layer, q)
+            group = self._group(query, layer, asked, sinks, block_size=self.page)
+            group.check_format(cache.format)
+            if not store:  # what shares another layer's cache attends to what that one stored
+                given = [None, None]
+            plan = group.plan_for(step.batch(sliding, store and k is not None))
+        LEDGER.count(group)
+        found, _ = run(plan, query[:tokens], *given, cache, sinks=sinks)
+        out[:tokens] = found.flatten(1)
+        return out
+
+    def _group(
+        self, query: Tensor, layer: Any, asked: Asked, sinks: Tensor | None, **more: Any
+    ) -> LayerGroup:
+        return group_of(
+            query, layer.tp_k_head_num, layer.v_head_dim, asked, sinks is not None, False, **more
+        )
+
+    def _cache(self, layer: Any, like: Tensor) -> KVCache:
+        """View the pool's (tokens, heads, size) as pages."""
+        key = self.pool.get_key_buffer(layer.layer_id)
+        value = self.pool.get_value_buffer(layer.layer_id)
+        if key.dtype != like.dtype or key.dim() != 3:
+            raise PolyattnError(
+                f"the KV pool holds {key.dtype} of {key.dim()} sizes, the model {like.dtype}: quantised "
+                "and head-first pools have no form here yet; --kv-cache-dtype auto"
+            )
+        return KVCache(key.unflatten(0, (-1, self.page)), value.unflatten(0, (-1, self.page)))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a padding row."""
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Refuse graphs, which would read a plan that no replay refills. Raises `PolyattnError`."""
+        raise PolyattnError("CUDA graphs are not served by this backend; --disable-cuda-graph")
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may use its own Triton kernels beside this backend."""
+        return True
+
+
+def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if value is not None and value is not False:
+            raise PolyattnError(f"layer {layer.layer_id}: the argument {name} isn't served; use another "
+                                "--attention-backend for this model")  # fmt: skip
+    if layer.is_cross_attention or layer.attn_type.value not in ("decoder", "encoder_only"):
+        raise PolyattnError(f"layer {layer.layer_id}: attention of type {layer.attn_type.value} (cross: "
+                            f"{layer.is_cross_attention}) isn't served")  # fmt: skip
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        raise PolyattnError(
+            f"logit_capping_method={layer.logit_capping_method!r}; 'tanh' is served"
+        )

@@ -1,0 +1,275 @@
+"""The SGLang backend over its pools' layout, by value; its calls bound against recorded signatures.
+
+SGLang itself needs a platform's kernel packages to be imported, so stand-ins have its fields: the names
+are those of sglang 0.5.23.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import polyattn_sglang
+import pytest
+import torch
+from polyattn import PolyattnError
+from polyattn_sglang.attention import ServedAttention
+from torch import Tensor
+
+RECORDED = json.loads(
+    (Path(__file__).parents[3] / "tests" / "signatures" / "sglang.json").read_text()
+)["functions"]
+PAGE, SLOTS, CONTEXT = 4, 64, 32
+
+
+class Pool:
+    """Token-major keys and values: (size + page, heads, size) for each layer."""
+
+    requires_physical_write_loc = False
+
+    def __init__(self, heads: int, size: int, v_size: int, sliding: bool):
+        self.key = torch.full((SLOTS + PAGE, heads, size), torch.nan)
+        self.value = torch.full((SLOTS + PAGE, heads, v_size), torch.nan)
+        self.swa_layer_nums = int(sliding)
+
+    def get_key_buffer(self, layer_id: int) -> Tensor:
+        return self.key
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        return self.value
+
+    def translate_loc_from_full_to_swa(self, kv_indices: Tensor) -> Tensor:
+        """The second pool's pages lie in the opposite order."""
+        return (SLOTS // PAGE - kv_indices // PAGE) * PAGE + kv_indices % PAGE
+
+
+class Mode:
+    """A ForwardMode."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def is_decode_or_idle(self) -> bool:
+        return self.name in ("DECODE", "IDLE")
+
+
+def layer(heads: int = 4, kv_heads: int = 2, size: int = 16, **more: Any) -> Any:
+    fields = {
+        "tp_q_head_num": heads, "tp_k_head_num": kv_heads, "tp_v_head_num": kv_heads,
+        "qk_head_dim": size, "v_head_dim": size, "scaling": 0.3, "layer_id": 0, "logit_cap": 0.0,
+        "sliding_window_size": -1, "is_cross_attention": False, "logit_capping_method": "tanh",
+        "attn_type": SimpleNamespace(value="decoder"),
+    }  # fmt: skip
+    return SimpleNamespace(**(fields | more))
+
+
+class Served:
+    """A runner with two requests, and what they hold."""
+
+    def __init__(self, sliding: bool = False, size: int = 16):
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self.req_to_token = torch.zeros(5, CONTEXT, dtype=torch.int32)
+        pages = torch.randperm(SLOTS // PAGE).view(2, -1) + 1
+        slots = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(1)
+        self.rows = torch.tensor([3, 1])
+        width = slots.shape[1]
+        self.req_to_token[self.rows, :width] = slots.int()
+        self.pool = Pool(2, size, size, sliding)
+        runner = SimpleNamespace(
+            use_mla_backend=False, page_size=PAGE, token_to_kv_pool=self.pool,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
+        )  # fmt: skip
+        self.backend = ServedAttention(runner)
+        self.lens = [0, 0]
+        self.keys: list[Tensor] = [torch.empty(0, 2, size)] * 2
+        self.values = list(self.keys)
+
+    def step(
+        self, counts: list[int], layer: Any, padding: int = 0, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """Serve new tokens of both requests. Returns the output and the queries of each."""
+        self.lens = [a + b for a, b in zip(self.lens, counts, strict=True)]
+        decode = counts == [1, 1]
+        slots = [
+            self.req_to_token[row, n - c : n]
+            for row, n, c in zip(self.rows.tolist(), self.lens, counts, strict=True)
+        ]
+        batch = SimpleNamespace(
+            forward_mode=Mode("DECODE" if decode else "EXTEND"), seq_lens_cpu=torch.tensor(self.lens),
+            seq_lens=torch.tensor(self.lens), extend_seq_lens_cpu=None if decode else counts,
+            req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(), spec_info=None,
+        )  # fmt: skip
+        total = sum(counts) + padding
+        q = torch.randn(total, layer.tp_q_head_num * layer.qk_head_dim)
+        k, v = (torch.randn(total, 2, layer.qk_head_dim) for _ in range(2))
+        for row, (a, b) in enumerate(zip(k.split([*counts, padding]), v.split([*counts, padding]),
+                                         strict=True)):  # fmt: skip
+            if row < 2:
+                self.keys[row] = torch.cat([self.keys[row], a])
+                self.values[row] = torch.cat([self.values[row], b])
+        self.backend.init_forward_metadata(batch)
+        forward = self.backend.forward_decode if decode else self.backend.forward_extend
+        out = forward(q, k, v, layer, batch, save_kv_cache=True, **kwargs)
+        return out, q.unflatten(1, (layer.tp_q_head_num, -1)).split([*counts, padding])
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, layer: Any, sinks: Tensor | None = None) -> Tensor:
+    """One request, in float64, as SGLang's torch_native backend defines it."""
+    k, v = (t.double().repeat_interleave(2, 1) for t in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * layer.scaling
+    if layer.logit_cap:
+        scores = layer.logit_cap * torch.tanh(scores / layer.logit_cap)
+    at = torch.arange(len(q))[:, None] + len(k) - len(q)
+    key = torch.arange(len(k))
+    seen = key <= at
+    if layer.sliding_window_size > -1:
+        seen = seen & (key >= at - layer.sliding_window_size)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        column = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        return torch.einsum(
+            "hqk,khd->qhd", torch.cat([scores, column], -1).softmax(-1)[..., :-1], v
+        )
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
+
+
+CASES: dict[str, tuple[dict[str, Any], bool, bool]] = {
+    "plain": ({}, False, False),
+    "soft cap": ({"logit_cap": 5.0}, False, False),
+    "window": ({"sliding_window_size": 6}, False, False),
+    "window, a pool of its own": ({"sliding_window_size": 6}, True, False),
+    "sinks": ({}, False, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prefill_chunks_and_decodes(name: str) -> None:
+    fields, two_pools, sinks = CASES[name]
+    served, its = Served(two_pools), layer(**fields)
+    kwargs = {"sinks": torch.randn(4)} if sinks else {}
+    for counts, padding in (([5, 9], 0), ([7, 3], 2), ([1, 1], 0), ([1, 4], 0), ([1, 1], 0)):
+        out, queries = served.step(counts, its, padding, **kwargs)
+        found = out.unflatten(1, (4, -1)).split([*counts, padding])
+        for row in range(2):
+            wanted = formula(queries[row], served.keys[row], served.values[row], its, **kwargs)
+            torch.testing.assert_close(found[row].double(), wanted, rtol=1e-5, atol=1e-5)
+        assert not found[2].any()
+    written = ~served.pool.key.isnan().any(-1).any(-1)
+    assert int(written.sum()) == sum(served.lens), "another slot was written"
+
+
+def test_a_layer_that_shares_anothers_cache() -> None:
+    served, its = Served(), layer()
+    served.step([5, 9], its)
+    before = served.pool.key.clone()
+    q = torch.randn(14, 64)
+    batch: Any = None
+    out = served.backend.forward_extend(q, None, None, its, batch, save_kv_cache=False)  # type: ignore[arg-type]
+    wanted = formula(q[:5].unflatten(1, (4, -1)), served.keys[0], served.values[0], its)
+    torch.testing.assert_close(out[:5].unflatten(1, (4, -1)).double(), wanted, rtol=1e-5, atol=1e-5)
+    assert torch.equal(served.pool.key.nan_to_num(9.0), before.nan_to_num(9.0))
+
+
+def test_what_is_refused() -> None:
+    served = Served()
+    for its, kwargs, why in (
+        (layer(is_cross_attention=True), {}, "isn't served"),
+        (layer(logit_cap=1.0, logit_capping_method="sigmoid"), {}, "'tanh' is served"),
+        (layer(), {"k_rope": torch.ones(1)}, "argument k_rope"),
+        (
+            layer(attn_type=SimpleNamespace(value="decoder_bidirectional")),
+            {},
+            "decoder_bidirectional",
+        ),
+    ):
+        with pytest.raises(PolyattnError, match=why):
+            served.step([2, 2], its, **kwargs)
+    served.pool.key = served.pool.key.to(torch.float8_e4m3fn)
+    with pytest.raises(PolyattnError, match="--kv-cache-dtype auto"):
+        served.step([2, 2], layer())
+    verify = SimpleNamespace(forward_mode=Mode("TARGET_VERIFY"), req_pool_indices=None)
+    with pytest.raises(PolyattnError, match="speculative"):
+        served.backend.init_forward_metadata(verify)
+    with pytest.raises(PolyattnError, match="--disable-cuda-graph"):
+        served.backend.init_cuda_graph_state(1, 1)
+    with pytest.raises(PolyattnError, match="MLA"):
+        ServedAttention(SimpleNamespace(use_mla_backend=True))
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Modules with what `register` imports of SGLang."""
+
+    class AttentionBackend:
+        pass
+
+    choices: list[str] = ["triton"]
+    registered: dict[str, Any] = {}
+
+    def register_attention_backend(name: str) -> Any:
+        return lambda function: registered.__setitem__(name, function)
+
+    contents: dict[str, dict[str, Any]] = {
+        "arg_groups.choices": {
+            "ATTENTION_BACKEND_CHOICES": choices, "add_attention_backend_choices": choices.extend,
+        },
+        "layers.attention.attention_registry": {
+            "register_attention_backend": register_attention_backend
+        },
+        "layers.attention.base_attn_backend": {"AttentionBackend": AttentionBackend},
+    }  # fmt: skip
+    for path, names in contents.items():
+        whole = f"sglang.srt.{path}"
+        parts = whole.split(".")
+        for end in range(1, len(parts)):
+            package = ModuleType(".".join(parts[:end]))
+            package.__path__ = []
+            monkeypatch.setitem(sys.modules, package.__name__, package)
+        module = ModuleType(whole)
+        module.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, whole, module)
+    yield {"choices": choices, "registered": registered, "base": AttentionBackend}
+
+
+def test_the_plugin_registers_itself(host: dict[str, Any]) -> None:
+    (found,) = [e for e in entry_points(group="sglang.srt.plugins") if e.name == "polyattn"]
+    found.load()()
+    found.load()()
+    assert host["choices"] == ["triton", "polyattn"]
+    runner = SimpleNamespace(
+        use_mla_backend=False, page_size=1, token_to_kv_pool=Pool(2, 16, 16, False),
+        req_to_token_pool=SimpleNamespace(req_to_token=None),
+    )  # fmt: skip
+    backend = host["registered"]["polyattn"](runner)
+    assert isinstance(backend, host["base"])
+    assert isinstance(backend, ServedAttention)
+
+
+def test_methods_have_the_recorded_signatures() -> None:
+    for name in (
+        "forward_decode",
+        "forward_extend",
+        "init_forward_metadata",
+        "init_cuda_graph_state",
+    ):
+        recorded = RECORDED[f"AttentionBackend.{name}"]
+        signature = inspect.signature(getattr(ServedAttention, name))
+        names = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        assert names[1:] == recorded["positional"], name
+    for name, stand_in in (
+        ("MHATokenToKVPool.get_key_buffer", Pool.get_key_buffer),
+        ("MHATokenToKVPool.get_value_buffer", Pool.get_value_buffer),
+        ("SWAKVPool.translate_loc_from_full_to_swa", Pool.translate_loc_from_full_to_swa),
+    ):
+        assert list(inspect.signature(stand_in).parameters)[1:] == RECORDED[name]["positional"]
+    given = set(RECORDED["RadixAttention.__init__"]["positional"])
+    assert {"logit_cap", "logit_capping_method", "sliding_window_size", "attn_type"} <= given
+    assert RECORDED["register_attention_backend"]["positional"] == ["name"]
+    assert polyattn_sglang.create is not None
