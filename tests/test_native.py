@@ -280,7 +280,7 @@ def test_doctor_and_explain_say_which_instruction_set_runs(isa):
 @needs_library
 @pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2", "int8"])
 def test_all_256_bytes_are_read_as_what_they_stand_for(isa, stored):
-    """Each byte once as a value: where the query is zero the output is the mean of all that are finite."""
+    """Where all values of an element are one byte, the mean of them is what it stands for."""
     spec = LayerSpec(
         num_heads=8, num_kv_heads=1, head_size=64, dtype="bfloat16", kv_cache_dtype=stored
     )
