@@ -12,11 +12,12 @@
 //   O  [v][lane]      per panel, float32
 
 constexpr int MATRIX_TILE = 128;  // keys of a tile
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(__AVX512F__)
 constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
 #else
 constexpr int BLOCK = 4;  // 12 of 16
 #endif
+static_assert(BLOCK <= W, "values are packed a vector at a time");
 
 struct Sizes {
   int k, v, keys;  // head size in elements, V head size, keys of a tile; each padded
