@@ -10,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Batch, LayerSpec
+from polyattn import Batch, LayerSpec, select
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
+from polyattn.registry.discovery import refresh
+from polyattn.tools.cli import doctoring
 from polyattn_cpu.native import attention, library, store
 
 ROOT = Path(__file__).parents[1]
@@ -261,6 +263,41 @@ def test_store_has_torch_s_bits(isa, stored):
 def test_an_unknown_instruction_set_is_named(monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, "avx1024")
     assert "POLYATTN_CPU_ISA='avx1024'" in (library.why_not() or "")
+
+
+@needs_library
+def test_doctor_and_explain_say_which_instruction_set_runs(isa):
+    refresh()
+    try:
+        selection = select(make_spec())
+        state = {row["name"]: row["state"] for row in doctoring.examine()["backends"]}
+    finally:
+        refresh()
+    assert f"NATIVE_ATTN for decode, by {isa} (priority" in selection.explain()
+    assert state["NATIVE_MLA"] == f"ready: {isa}"
+
+
+@needs_library
+@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_all_256_bytes_are_read_as_what_they_stand_for(isa, stored):
+    """Where all values of an element are one byte, the mean of them is what it stands for."""
+    spec = LayerSpec(
+        num_heads=8, num_kv_heads=1, head_size=64, dtype="bfloat16", kv_cache_dtype=stored
+    )
+    step = Step(spec, [1], [128])
+    numbers = torch.arange(256, dtype=torch.uint8).view(STORAGE_DTYPES[spec.stored_dtype])
+    numbers = numbers[numbers.float().isfinite()]
+    for start in range(0, len(numbers), 64):
+        part = numbers[start : start + 64]
+        step.value.view(torch.uint8).zero_()
+        step.value.view(torch.uint8)[step.table[0, :8].long(), :, :, : len(part)] = part.view(
+            torch.uint8
+        )
+        step.query.zero_()
+        step.key.view(torch.uint8).zero_()
+        out, _ = step.run()
+        want = (part.float() * step.params.v_scale).bfloat16()
+        assert torch.equal(out[0, 0, : len(part)], want)
 
 
 @needs_library

@@ -11,7 +11,7 @@ from polyattn.device import Device
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.registry.machine import availability
+from polyattn.registry.machine import availability, running
 from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings
 from polyattn.selection.builds import as_built
@@ -166,4 +166,5 @@ def _facts(
         rank=rank,
         failed=failed,
         problems=tuple(registry.problems),
+        running=lambda info: running(info, settings.probe_timeout),
     )

@@ -76,6 +76,8 @@ class BackendInfo:
     - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
       returns None when the backend can run here, else the reason as text. It must not import
       the vendor's library: look it up with `find_spec` and `importlib.metadata`.
+    - `runs`: `"package.module:function"`, or None. Called as the probe is, where that found nothing
+      against the backend; returns in a word what of it runs here (an instruction set), or None.
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
@@ -91,6 +93,7 @@ class BackendInfo:
     path: str
     capabilities: Capabilities
     probe: str | None = None
+    runs: str | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
     priorities: tuple[Priority, ...] = ()

@@ -154,6 +154,18 @@ def _of_builds(answers: dict[str, str | None]) -> str | None:
     return Fault(text) if any(isinstance(reason, Fault) for reason in reasons) else text
 
 
+def running(info: BackendInfo, timeout: float) -> str:
+    """Return what of an available backend runs here, in a word; "" where it doesn't say.
+
+    Not remembered: a setting of the plugin's may change it.
+    """
+    path = info.runs
+    if path is None:
+        return ""
+    answer = _probe_answer(PluginCall(path, lambda: load_object(path)()), timeout)
+    return "" if answer is None else answer
+
+
 _probed: dict[str, str | None] = {}
 
 
@@ -195,7 +207,5 @@ def _probe_answer(call: PluginCall, timeout: float) -> str | None:
     if answer is None:
         return None
     if type(answer) is not str or not answer.strip():
-        return Fault(
-            f"its probe returned {shown(answer)}; it must return None or the reason as text"
-        )
+        return Fault(f"{call.what} returned {shown(answer)}; it must return None or a text")
     return plain(answer)

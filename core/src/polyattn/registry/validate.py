@@ -165,6 +165,8 @@ def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
     yield from _path_problems(f"{kind}.path", info.path, "Class")
     if info.probe is not None:
         yield from _path_problems(f"{kind}.probe", info.probe, "function")
+    if isinstance(info, BackendInfo) and info.runs is not None:
+        yield from _path_problems(f"{kind}.runs", info.runs, "function")
     for text in info.requires:
         problem = requirement_syntax_problem(text)
         if problem:

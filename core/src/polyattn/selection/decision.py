@@ -16,7 +16,8 @@ from polyattn.spec.layer import LayerSpec
 class Verdict:
     """What became of one candidate in one phase. No rejections means that it can serve.
 
-    `build` is the package whose claims were judged, where several bring the library.
+    `build` is the package whose claims were judged, where several bring the library; `runs` what of
+    the backend runs on this device, where it says so (an instruction set).
     """
 
     backend: str
@@ -26,6 +27,7 @@ class Verdict:
     why: str = ""
     proof: str = ""
     build: str = ""
+    runs: str = ""
 
     @property
     def accepted(self) -> bool:
@@ -133,6 +135,7 @@ def verdict_line(verdict: Verdict) -> str:
     build = f" ({verdict.build}'s build)" if verdict.build else ""
     text = f"{verdict.backend}{build} for {verdict.phase}"
     if verdict.accepted:
+        text += f", by {verdict.runs}" if verdict.runs else ""
         text += f" (priority {verdict.score}, {verdict.proof})"
         text += f": {verdict.why}" if verdict.why else ""
     return text
@@ -142,6 +145,7 @@ def _verdict_dict(verdict: Verdict) -> dict[str, Any]:
     return {
         "backend": verdict.backend,
         "build": verdict.build,
+        "runs": verdict.runs,
         "phase": verdict.phase,
         "accepted": verdict.accepted,
         "priority": verdict.score,

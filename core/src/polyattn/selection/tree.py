@@ -29,7 +29,8 @@ class Facts:
     """All that the tree may know beside the question.
 
     `unavailable(info)` says why a backend can't run on this machine (always None for a profile),
-    `failed` which backends were found wrong by verification, `rank` lets policy plugins re-rank.
+    `failed` which backends were found wrong by verification, `rank` lets policy plugins re-rank,
+    `running(info)` says what of a backend runs here.
     """
 
     backends: Mapping[str, BackendInfo]
@@ -37,6 +38,7 @@ class Facts:
     rank: Rank
     failed: Mapping[str, str]
     problems: tuple[str, ...] = ()
+    running: Callable[[BackendInfo], str] = lambda info: ""
 
 
 def phases_of(spec: LayerSpec) -> tuple[str, ...]:
@@ -223,9 +225,12 @@ def _judge(
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)
         proof = info.proof_on(device).value
+        runs = facts.running(info) if device.is_real and not rejections else ""
         judged.append(
-            Verdict(info.name, phase, priority.score, rejections, priority.why, proof, info.build)
-        )
+            Verdict(
+                info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs
+            )
+        )  # fmt: skip
     return sorted(judged, key=lambda v: (not v.accepted, -v.score, v.backend))
 
 

@@ -111,7 +111,8 @@ def _backends(
             reason = load_problem(registry.backends[name])
             problem = row["problem"] = None if reason is None else Fault(reason)
         nowhere = f"no device of {', '.join(row['platforms'])} here"
-        row["state"] = problem or ("ready" if here else nowhere)
+        ready = f"ready: {row['runs']}" if row["runs"] else "ready"
+        row["state"] = problem or (ready if here else nowhere)
         if isinstance(problem, Fault):
             owner = registry.owners[name]
             problems.append(f"{owner.origin}: backend {name}: {problem} ({owner.removal})")

@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
-from polyattn.registry.machine import availabilities
+from polyattn.registry.machine import availabilities, running
 from polyattn.registry.requirements import requirement_problem
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
@@ -114,6 +114,7 @@ def backend_rows(registry: Registry) -> list[dict[str, Any]]:
             "kinds": sorted(kind.value for kind in info.capabilities.kinds),
             "proof": {where: proof.value for where, proof in info.proof.items()},
             "problem": problem,
+            "runs": "" if problem else running(info, timeout),
             "builds": _builds(info, timeout),
             "summary": info.summary,
         }

@@ -35,7 +35,7 @@ _BF16 = (*_AVX512, "-mavx512bf16")
 _ON_AVX512 = "-DPA_BASE=pa_kernels_avx512"  # what isn't bfloat16's is left to it
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16", _ON_AVX512),
+        "amx": (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", _ON_AVX512),
         "avx512_bf16": (*_BF16, _ON_AVX512),
         "avx512": _AVX512,
         "avx2": _AVX2,

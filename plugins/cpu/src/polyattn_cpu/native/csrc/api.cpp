@@ -48,7 +48,8 @@ bool has(const char *name) {
     __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
     bool tiles = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
     // Tile registers are the kernel's to give: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
-    return bf16 && tiles && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return bf16 && tiles && __builtin_cpu_supports("avx512vbmi") &&
+           syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   }
 #endif
 #endif
@@ -142,7 +143,8 @@ bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts)
     for (int32_t h = 0; h < heads; h += each) {
       item.head0 = h;
       item.heads = pa_min(each, heads - h);
-      if (!add_pieces(plan, items, item, SPLIT_KEYS)) return false;
+      int32_t split = queries * ratio <= 8 ? SPLIT_KEYS : 2 * SPLIT_KEYS;
+      if (!add_pieces(plan, items, item, split)) return false;
     }
     return true;
   }

@@ -34,7 +34,6 @@ PA_INLINE vu value_pair(const T *a, const T *b, int some) {
 struct PairEngine {
   typedef Pairs Form;
   static constexpr int VECTORS = 3, STEP = BLOCK;
-  static constexpr bool ROW_OUTPUT = false;
   static int cost(int depth, int vectors) { return 4 * vectors * depth; }
   static int value_depth(int keys) { return keys / 2; }
   static Sizes sizes(const pa_layer &layer) {
@@ -129,7 +128,6 @@ PA_INLINE void tiles(const uint32_t *a, int64_t lda, const uint32_t *b, float *c
 struct TileEngine {
   typedef Pairs Form;
   static constexpr int VECTORS = 2, STEP = 32;
-  static constexpr bool ROW_OUTPUT = false;
   static int cost(int depth, int vectors) { return 2 * vectors * depth; }
   static int value_depth(int keys) { return keys / 2; }
   static Sizes sizes(const pa_layer &layer) {
@@ -198,69 +196,4 @@ struct TileEngine {
   }
 };
 
-// The same for few rows, as decode of large groups has: O = P V instead of O^T = V^T P^T. Not the
-// values are turned but the weights, which are fewer; values are only interleaved in pairs.
-struct RowTileEngine : TileEngine {
-  static constexpr bool ROW_OUTPUT = true;
-  static constexpr int MOST_ROWS = 128;
-  // V in panels [v / 16][pair of keys][16]: a tile register is one run of memory.
-  template <class T>
-  static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
-                          const Sizes &is, Ahead &ahead) {
-    const int64_t panel = (int64_t)is.keys / 2 * 16;
-    for (int t = 0; t < pa_round_up(count, 32); t += 2) {
-      const T *a = t < count ? (const T *)(rows[t] + offset) : NULL;
-      const T *b = t + 1 < count ? (const T *)(rows[t + 1] + offset) : NULL;
-      ahead(is.v / 4);
-      for (int d = 0; d < size; d += W) {
-        vu x = a ? value_pair(a + d, b ? b + d : NULL, pa_min(W, size - d)) : vu{};
-        write(to + d / 16 * panel + t / 2 * 16, x);
-      }
-    }
-  }
-  template <int V>
-  static void output(const uint32_t *v, const float *, uint32_t *pairs, float *o, int keys,
-                     const Sizes &is, Ahead &ahead) {
-    const int64_t panel = (int64_t)is.keys / 2 * 16, row = is.v * 4;
-    const int used = (keys + 1) / 2, depth = pa_round_up(used, 16);
-    __builtin_memset(pairs + (int64_t)used * V * W, 0, 4L * (depth - used) * V * W);
-    alignas(64) uint32_t turned[V][MATRIX_TILE / 32][16 * 16];
-    for (int i = 0; i < V; i++) {
-      for (int k = 0; k < depth; k += 16) {
-        vf block[W];
-        for (int j = 0; j < W; j++) block[j] = read<vf>(pairs + (int64_t)(k + j) * V * W + i * W);
-        transpose(block);
-        for (int j = 0; j < W; j++) write(turned[i][k / 16] + j * 16, block[j]);
-      }
-    }
-    for (int d = 0; d < is.v; d += 32) {
-      _tile_loadd(0, o + d, row);
-      _tile_loadd(1, o + d + 16, row);
-      if constexpr (V == 2) {
-        _tile_loadd(2, o + 16 * is.v + d, row);
-        _tile_loadd(3, o + 16 * is.v + d + 16, row);
-      }
-      const uint32_t *from = v + d / 16 * panel;
-      for (int k = 0; k < depth; k += 16) {
-        _tile_loadd(4, from + (int64_t)k * 16, 64);
-        _tile_loadd(6, turned[0][k / 16], 64);
-        _tile_dpbf16ps(0, 6, 4);
-        _tile_loadd(5, from + panel + (int64_t)k * 16, 64);
-        _tile_dpbf16ps(1, 6, 5);
-        if constexpr (V == 2) {
-          _tile_loadd(7, turned[1][k / 16], 64);
-          _tile_dpbf16ps(2, 7, 4);
-          _tile_dpbf16ps(3, 7, 5);
-        }
-      }
-      _tile_stored(0, o + d, row);
-      _tile_stored(1, o + d + 16, row);
-      if constexpr (V == 2) {
-        _tile_stored(2, o + 16 * is.v + d, row);
-        _tile_stored(3, o + 16 * is.v + d + 16, row);
-      }
-      ahead(cost(keys / 2, V));
-    }
-  }
-};
 #endif

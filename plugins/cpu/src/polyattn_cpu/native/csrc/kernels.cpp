@@ -26,13 +26,13 @@ namespace {
 #include "convert.h"
 #include "softmax.h"
 #include "item.h"
+#include "ahead.h"
 #include "matrix_path.h"
 #if defined(__AMX_BF16__)
+#include "tile_path.h"
 #define PA_ENGINE TileEngine
-#define PA_DOT_ROWS 8
 #elif defined(__AVX512BF16__)
 #define PA_ENGINE PairEngine
-#define PA_DOT_ROWS 8
 #endif
 #if !defined(PA_BASE)
 #include "dot_path.h"
@@ -44,6 +44,12 @@ namespace {
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t base = PA_BASE.scratch_bytes(layer, heads, rows);
   int64_t own = matrix_scratch<PA_ENGINE>(*layer, rows);
+#if defined(__AMX_BF16__)
+  int64_t few = tile_scratch(*layer, heads, pa_min(rows, TILE_HEAD_ROWS));
+  int64_t one = tile_scratch(*layer, 1, pa_min(rows, TILE_ROWS));
+  own = own > few ? own : few;
+  own = own > one ? own : one;
+#endif
   return base > own ? base : own;
 }
 
@@ -52,15 +58,17 @@ bool multiplies_bf16(const pa_layer &layer) {  // the query is, and bfloat16 hol
 }
 
 int32_t dot_rows(const pa_layer *layer) {
-  int32_t base = PA_BASE.dot_rows(layer);
-  return multiplies_bf16(*layer) ? pa_min(base, PA_DOT_ROWS) : base;
+#if defined(__AMX_BF16__)
+  if (multiplies_bf16(*layer)) return TILE_HEAD_ROWS;
+#endif
+  return PA_BASE.dot_rows(layer);
 }
 
 template <class T>
 void run_item_of(Run *run, const Item &item, char *scratch) {
 #if defined(__AMX_BF16__)
   int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
-  if (rows <= RowTileEngine::MOST_ROWS) return matrix_item<T, RowTileEngine>(run, item, scratch);
+  if (rows <= TILE_ROWS) return tile_item<T>(run, item, scratch);
 #endif
   matrix_item<T, PA_ENGINE>(run, item, scratch);
 }
@@ -68,10 +76,14 @@ void run_item_of(Run *run, const Item &item, char *scratch) {
 void run_item(Run *run, int32_t index, char *scratch) {
   const Item &item = run->plan->items[index];
   const pa_layer &layer = run->plan->layer;
-  int rows = item.tokens * (layer.num_heads / layer.num_kv_heads);
-  if (!multiplies_bf16(layer) || rows <= dot_rows(&layer)) {
-    return PA_BASE.run_item(run, index, scratch);
-  }
+  const int rows = item.tokens * (layer.num_heads / layer.num_kv_heads);
+#if defined(__AMX_BF16__)
+  // Few rows waste a tile register, and are worth it where each element costs more to make.
+  const int most = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2 ? 0 : 4;
+#else
+  const int most = PA_BASE.dot_rows(&layer);
+#endif
+  if (!multiplies_bf16(layer) || rows <= most) return PA_BASE.run_item(run, index, scratch);
   switch (layer.cache_dtype) {
     case PA_BF16: return run_item_of<bf16>(run, item, scratch);
     case PA_E4M3: return run_item_of<e4m3>(run, item, scratch);

@@ -12,11 +12,12 @@
 //   O  [v][lane]      per panel, float32
 
 constexpr int MATRIX_TILE = 128;  // keys of a tile
-#if defined(__AVX512F__) || defined(__ARM_NEON)
+#if defined(__AVX512F__)
 constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
 #else
 constexpr int BLOCK = 4;  // 12 of 16
 #endif
+static_assert(BLOCK <= W, "values are packed a vector at a time");
 
 struct Sizes {
   int k, v, keys;  // head size in elements, V head size, keys of a tile; each padded
@@ -51,43 +52,10 @@ struct MulFloat {
   }
 };
 
-// The next tile's lines, asked for a few at a time while this one is computed: in proportion to the
-// cycles that each step takes, so that the memory has something to do all the time.
-struct Ahead {
-  const char *const *keys, *const *values;
-  int64_t key_offset, value_offset;
-  int tokens, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
-  float rate, credit;                  // lines per cycle, lines due
-  int token, at;                       // what comes next
-
-  void pace(int cycles) {
-    float lines = (float)tokens * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
-    rate = lines / (float)pa_max(cycles, 1);
-    credit = 0;
-    token = at = 0;
-  }
-  void line() {
-    bool key = at < key_bytes;
-    prefetch_l2(key ? keys[token] + key_offset + at
-                    : values[token] + value_offset + (at - key_bytes));
-    at += 64;
-    if (key && at > key_bytes) at = key_bytes;
-    if (at >= key_bytes + value_bytes) {
-      at = 0;
-      token++;
-    }
-  }
-  void operator()(int cycles) {
-    credit += (float)cycles * rate;
-    for (; credit >= 1.0f && token < tokens; credit -= 1.0f) line();
-  }
-};
-
 // Keys and values as float32, from any storage.
 struct FloatEngine {
   typedef Floats Form;
   static constexpr int VECTORS = 3, STEP = BLOCK;  // of a panel; rows of a product's step
-  static constexpr bool ROW_OUTPUT = false;        // O as [lane][v]
   // Cycles of a step whose sum has `depth` elements, about.
   static int cost(int depth, int vectors) { return 4 * vectors * depth; }
   static int value_depth(int keys) { return keys; }
@@ -157,7 +125,7 @@ static int64_t matrix_scratch(const pa_layer &layer, int rows) {
   int64_t lanes = pa_round_up(rows, Engine::VECTORS * W), width = Engine::VECTORS * W;
   int64_t words = lanes * (is.k + is.v + LANE_ARRAYS) + (int64_t)is.keys * (is.k + is.v) +
                   2 * is.keys * width + width + (int64_t)W * pa_max(is.k, is.v) + 4 * BLOCK * width;
-  return words * 4 + 4 * is.keys * (int64_t)sizeof(char *) + 20 * 64;
+  return words * 4 + Walk::scratch(is.keys) + 20 * 64;
 }
 
 template <class Engine>
@@ -222,21 +190,12 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
 
   template <int V>
   void rescale(float *out) {
-    if constexpr (Engine::ROW_OUTPUT) {
-      for (int row = 0; row < V * W; row++) {
-        if (alpha[row] == 1.0f) continue;
-        vf by = splat(alpha[row]);
-        float *at = out + (int64_t)row * is.v;
-        for (int d = 0; d < is.v; d += W) write(at + d, loadf(at + d) * by);
-      }
-    } else {
-      vf by[V];
-      for (int i = 0; i < V; i++) by[i] = loadf(alpha + i * W);
-      for (int d = 0; d < is.v; d++) {
-        for (int i = 0; i < V; i++) {
-          float *at = out + (int64_t)d * V * W + i * W;
-          write(at, loadf(at) * by[i]);
-        }
+    vf by[V];
+    for (int i = 0; i < V; i++) by[i] = loadf(alpha + i * W);
+    for (int d = 0; d < is.v; d++) {
+      for (int i = 0; i < V; i++) {
+        float *at = out + (int64_t)d * V * W + i * W;
+        write(at, loadf(at) * by[i]);
       }
     }
   }
@@ -284,11 +243,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
     for (int row0 = 0; row0 < panels.rows; row0 += W) {
       int panel = row0 / (Engine::VECTORS * W), ld = panels.vectors(panel, Engine::VECTORS) * W;
       const float *from = o_of(panel);
-      if constexpr (Engine::ROW_OUTPUT) {
-        rows = o_of(panel) + (int64_t)(row0 % (Engine::VECTORS * W)) * is.v;
-      } else {
-        turn_rows(from + row0 % (Engine::VECTORS * W), ld, rows);
-      }
+      turn_rows(from + row0 % (Engine::VECTORS * W), ld, rows);
       for (int r = 0; r < W && row0 + r < panels.rows; r++) {
         leave(run, item, 0, row0 + r, rows + (int64_t)r * is.v, lanes.m[row0 + r], lanes.l[row0 + r]);
       }
@@ -311,53 +266,27 @@ static void matrix_item(Run *run, const Item &item, char *scratch) {
   Matrix<Engine> matrix(run, item, arena);
   const Sizes &is = matrix.is;
   const pa_layer &layer = matrix.layer;
-  const char **keys[2], **values[2];
-  for (int i = 0; i < 2; i++) {
-    keys[i] = arena.take<const char *>(is.keys);
-    values[i] = arena.take<const char *>(is.keys);
-  }
-  const Source source = source_of(run, item.seq);
-  const int64_t key_offset = item.head0 * source.key_head;
-  const int64_t value_offset = item.head0 * source.value_head;
-  const int size = (int)sizeof(T);
+  Walk walk(run, item, arena, is.keys);
+  Ahead &ahead = walk.ahead;
   __builtin_memset(matrix.k, 0, 4L * is.keys * is.k);
   __builtin_memset(matrix.v, 0, 4L * is.keys * is.v);
   Engine::begin();
-  Tiles next = {&item, item.from, is.keys, 0, 0};
-  bool more = next.next(), fine = true;
-  if (more) fine = token_addresses(source, next.first_key, next.count, keys[0], values[0]);
-  Ahead ahead = {keys[0], values[0], key_offset, value_offset, more && fine ? next.count : 0,
-                 layer.head_size * size, layer.v_head_size * size, 0, 0, 0, 0};
-  if (ahead.tokens) {
-    int64_t apart = values[0][0] + value_offset - (keys[0][0] + key_offset);
-    if (apart >= 0 && apart + ahead.value_bytes <= ahead.key_bytes) ahead.value_bytes = 0;
-    while (ahead.token < ahead.tokens) ahead.line();
-  }
   matrix.take_queries();
-  for (int turn = 0; more && fine; turn ^= 1) {
-    Tiles tile = next;
-    more = next.next();
-    if (more) {
-      fine = token_addresses(source, next.first_key, next.count, keys[turn ^ 1], values[turn ^ 1]);
-      if (!fine) break;
-    }
-    ahead.keys = keys[turn ^ 1];
-    ahead.values = values[turn ^ 1];
-    ahead.tokens = more ? next.count : 0;
-    ahead.pace(matrix.cost_of(tile.count));
+  while (walk.step([&](int keys) { return matrix.cost_of(keys); })) {
+    const Tiles &tile = walk.tile;
     for (int t = 0; t < tile.count; t++) {
       ahead(is.k / 8);
-      Engine::pack_key((const T *)(keys[turn][t] + key_offset), matrix.k + (int64_t)t * is.k,
+      Engine::pack_key((const T *)(walk.keys[t] + ahead.key_offset), matrix.k + (int64_t)t * is.k,
                        layer.head_size);
     }
-    Engine::template pack_values<T>(values[turn], value_offset, tile.count, matrix.v,
+    Engine::template pack_values<T>(walk.values, ahead.value_offset, tile.count, matrix.v,
                                     layer.v_head_size, is, ahead);
     for (int panel = 0; panel < matrix.panels.count; panel++) {
       matrix.attend_panel(panel, tile.first_key, tile.count, ahead);
     }
   }
   Engine::end();
-  if (!fine) {
+  if (!walk.fine) {
     __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
     return;
   }

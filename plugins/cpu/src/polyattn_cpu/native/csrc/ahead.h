@@ -1,0 +1,126 @@
+// The next tile's lines, asked for a few at a time while this one is computed: in proportion to the
+// cycles that each step takes, so that the memory has something to do all the time. Included inside
+// an anonymous namespace.
+
+struct Ahead {
+  const char *const *keys, *const *values;  // of the tile's tokens
+  int64_t key_offset, value_offset, key_head, value_head;
+  int tokens, heads, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
+  float rate = 0, credit = 0;                 // lines per cycle, lines due
+  int head = 0, token = 0;                    // what comes next: of these,
+  const char *at = NULL, *end = NULL;         // the rest of the key or of the value
+  bool value = false;
+
+  Ahead(const Source &source, const Item &item, int key_bytes, int value_bytes)
+      : keys(NULL), values(NULL), key_offset(item.head0 * source.key_head),
+        value_offset(item.head0 * source.value_head), key_head(source.key_head),
+        value_head(source.value_head), tokens(0), heads(item.heads), key_bytes(key_bytes),
+        value_bytes(value_bytes) {
+    if (heads > 1 && key_head == key_bytes && value_head == value_bytes) {  // one run of memory
+      this->key_bytes *= heads;
+      this->value_bytes *= heads;
+      heads = 1;
+    }
+  }
+  // What comes next: `count` tokens, over about `cycles`.
+  void turn_to(const char *const *next_keys, const char *const *next_values, int count, int cycles) {
+    keys = next_keys;
+    values = next_values;
+    tokens = count;
+    if (count && values[0] + value_offset >= keys[0] + key_offset &&
+        values[0] + value_offset + value_bytes <= keys[0] + key_offset + key_bytes) {
+      value_bytes = 0;
+    }
+    float lines = (float)count * heads * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
+    rate = lines / (float)pa_max(cycles, 1);
+    credit = 0;
+    head = token = 0;
+    value = false;
+    at = end = NULL;
+    if (tokens) key();
+  }
+  void operator()(int cycles) {
+    credit += (float)cycles * rate;
+    int due = (int)credit;
+    credit -= (float)due;
+    ask(due);
+  }
+  void all() { ask(INT32_MAX); }
+
+ private:
+  void key() {
+    at = keys[token] + key_offset + head * key_head;
+    end = at + key_bytes;
+  }
+  void ask(int due) {
+    while (due > 0 && at != end) {
+      int lines = pa_min(due, (int)((end - at + 63) / 64));
+      due -= lines;
+      for (; lines > 0; lines--, at += 64) prefetch_l2(at);
+      if (at >= end) turn();
+    }
+  }
+  PA_NOINLINE void turn() {
+    value = !value && value_bytes;
+    if (value) {
+      at = values[token] + value_offset + head * value_head;
+      end = at + value_bytes;
+      return;
+    }
+    if (++token == tokens) {
+      token = 0;
+      head++;
+    }
+    at = end = NULL;
+    if (head < heads) key();
+  }
+};
+
+// An item's tiles one after another. The next tile's addresses are known before this one is worked
+// on, and `ahead` asks for its lines.
+struct Walk {
+  Source source;
+  Tiles tile, next;             // `tile` is the current one
+  const char **keys, **values;  // of its tokens
+  const char **next_keys, **next_values;
+  bool more, fine;
+  Ahead ahead;
+
+  static int64_t scratch(int tile) { return 4 * (tile * (int64_t)sizeof(char *) + 64); }
+
+  Walk(Run *run, const Item &item, Arena &arena, int tile_keys)
+      : source(source_of(run, item.seq)), next({&item, item.from, tile_keys, 0, 0}),
+        ahead(source, item, run->plan->layer.head_size * itemsize(run->plan->layer.cache_dtype),
+              run->plan->layer.v_head_size * itemsize(run->plan->layer.cache_dtype)) {
+    keys = arena.take<const char *>(tile_keys);
+    values = arena.take<const char *>(tile_keys);
+    next_keys = arena.take<const char *>(tile_keys);
+    next_values = arena.take<const char *>(tile_keys);
+    look();
+    if (more && fine) {
+      ahead.turn_to(next_keys, next_values, next.count, 1);
+      ahead.all();
+    }
+  }
+  // Goes on to the next tile, over which the one after it is asked for; `cost` says how many cycles
+  // a tile of so many keys takes. False at the end, and where the block table is broken.
+  template <class Cost>
+  bool step(Cost cost) {
+    if (!more || !fine) return false;
+    tile = next;
+    const char **k = keys, **v = values;
+    keys = next_keys;
+    values = next_values;
+    next_keys = k;
+    next_values = v;
+    look();
+    ahead.turn_to(next_keys, next_values, more && fine ? next.count : 0, cost(tile.count));
+    return fine;
+  }
+
+ private:
+  void look() {
+    more = next.next();
+    fine = !more || token_addresses(source, next.first_key, next.count, next_keys, next_values);
+  }
+};

@@ -1,0 +1,426 @@
+// Few rows per KV head where the processor has AMX: decode, short rows, large groups, MLA. Included
+// inside an anonymous namespace.
+//
+// S^T = K Q^T reads tile registers straight from the cache; O = P V reads values interleaved in
+// pairs of keys, which is one instruction for 64 bytes. So little arithmetic is left that memory sets
+// the pace, which takes the lines of the next tile while this one is computed.
+//
+// A unit is up to 16 rows of one KV head. Tile registers: 0 to 3 are sums; 4 and 5 hold keys or
+// values, 6 and 7 queries or weights. Of up to 16 rows a head, 0 and 1 are scores, 2 and 3 outputs.
+
+constexpr int TILE_KEYS = 128;
+constexpr int TILE_ROWS = 128;       // per KV head at most
+constexpr int TILE_HEAD_ROWS = 16;   // up to so many, all KV heads are one item
+
+struct TileLayout {
+  int rows, units, heads;    // of a unit; units per head; heads
+  int lanes, k, v;           // of the scores; padded sizes, in bfloat16 elements
+  TileLayout(const pa_layer &layer, int heads, int per_head)
+      : rows(pa_min(per_head, 16)), units((per_head + 15) / 16), heads(heads),
+        lanes(pa_round_up(heads * units * rows, W)), k(pa_round_up(layer.head_size, 32)),
+        v(pa_round_up(layer.v_head_size, 32)) {}
+  int64_t query_words() const { return (int64_t)rows * k / 2; }  // of a unit
+  int64_t output_floats() const { return (int64_t)rows * v; }
+};
+
+static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
+  TileLayout is(layer, heads, per_head);
+  int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
+                  (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
+                  (int64_t)(TILE_KEYS * (is.k + is.v) + is.k + is.v * 2) / 2 + 64 * 8;
+  return words * 4 + Walk::scratch(TILE_KEYS) + 16 * 64;
+}
+
+// 64 stored elements as bfloat16, in order, those beyond `count` zero; reads no byte of them.
+struct Halves {
+  __m512i part[2];
+};
+PA_INLINE Halves halves(const bf16 *p, int count) {
+  if (count >= 64) return {{_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}};
+  uint64_t valid = ((uint64_t)1 << count) - 1;
+  return {{_mm512_maskz_loadu_epi16((__mmask32)valid, p),
+           _mm512_maskz_loadu_epi16((__mmask32)(valid >> 32), p + 32)}};
+}
+
+// The upper and lower byte, as bfloat16, of what 8 bits stand for: of each magnitude, and, where the
+// sign is no bit of its own, of each number from -128.
+struct ByteTables {
+  uint8_t high[2][128], low[2][128];
+};
+constexpr uint32_t bf16_of(uint32_t integer, int exponent) {  // integer * 2^exponent
+  int top = 0;
+  while (integer >> (top + 1)) top++;
+  return integer ? (uint32_t)(127 + top + exponent) << 7 | ((integer << (7 - top)) & 0x7fu) : 0;
+}
+constexpr uint32_t bf16_of_byte(e4m3, uint32_t m, int) {
+  if (m == 0x7f) return 0x7fc0;
+  return m < 8 ? bf16_of(m, -9) : bf16_of(8 + (m & 7), (int)(m >> 3) - 10);
+}
+constexpr uint32_t bf16_of_byte(e5m2, uint32_t m, int) {
+  if (m >= 0x7c) return m == 0x7c ? 0x7f80 : 0x7fc0;
+  return m < 4 ? bf16_of(m, -16) : bf16_of(4 + (m & 3), (int)(m >> 2) - 17);
+}
+constexpr uint32_t bf16_of_byte(int8_t, uint32_t m, int negative) {
+  return negative ? bf16_of(128 - m, 0) | 0x8000u : bf16_of(m, 0);
+}
+template <class T>
+constexpr ByteTables byte_tables() {
+  ByteTables t = {};
+  for (int negative = 0; negative < 2; negative++) {
+    for (uint32_t m = 0; m < 128; m++) {
+      uint32_t bits = bf16_of_byte(T{}, m, negative);
+      t.high[negative][m] = (uint8_t)(bits >> 8);
+      t.low[negative][m] = (uint8_t)bits;
+    }
+  }
+  return t;
+}
+template <class T>
+constexpr bool TWO_TABLES = false;
+template <>
+constexpr bool TWO_TABLES<int8_t> = true;
+template <class T>
+alignas(64) constexpr ByteTables BYTE_TABLES = byte_tables<T>();
+
+PA_INLINE __m512i look_up(const uint8_t *table, __m512i index) {
+  return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
+}
+template <class T>
+PA_INLINE Halves halves(const T *p, int count) {
+  static_assert(sizeof(T) == 1);
+  const ByteTables &tables = BYTE_TABLES<T>;
+  __m512i x = count >= 64 ? _mm512_loadu_si512(p)
+                          : _mm512_maskz_loadu_epi8(((uint64_t)1 << count) - 1, p);
+  x = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), x);
+  __m512i high = look_up(tables.high[0], x), low = look_up(tables.low[0], x);
+  if constexpr (TWO_TABLES<T>) {
+    __mmask64 negative = _mm512_movepi8_mask(x);
+    high = _mm512_mask_mov_epi8(high, negative, look_up(tables.high[1], x));
+    low = _mm512_mask_mov_epi8(low, negative, look_up(tables.low[1], x));
+  } else {
+    high = _mm512_or_si512(high, _mm512_and_si512(x, _mm512_set1_epi8((char)0x80)));
+  }
+  return {{_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}};
+}
+
+// 16 rows of keys as a tile register takes them: where they lie, or copied.
+struct KeyRows {
+  const char *at;
+  int64_t stride;
+};
+
+template <class T>
+struct Tile {  // an item's scratch, and what stays the same over its tiles
+  Run *run;
+  const Item &item;
+  const pa_layer &layer;
+  TileLayout is;
+  Lanes lanes;
+  Logits how;
+  uint32_t *q, *pairs, *turned;
+  uint16_t *keys, *values;
+  float *o, *s, *alpha, *row;
+  int64_t strides[TILE_KEYS / 16];  // between a tile's rows of 16 keys; 0: not even
+
+  Tile(Run *run, const Item &item, Arena &arena)
+      : run(run), item(item), layer(run->plan->layer),
+        is(layer, item.heads, item.tokens * (layer.num_heads / layer.num_kv_heads)) {
+    const int64_t units = (int64_t)is.heads * is.units;
+    q = arena.take<uint32_t>(units * is.query_words());
+    o = arena.take<float>(units * is.output_floats());
+    s = arena.take<float>((int64_t)TILE_KEYS * is.lanes);
+    pairs = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
+    turned = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
+    lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
+    alpha = arena.take<float>(is.lanes);
+    keys = arena.take<uint16_t>((int64_t)32 * (is.k + 32));
+    values = arena.take<uint16_t>((int64_t)TILE_KEYS * is.v);
+    row = arena.take<float>(is.v);
+    how = logits_of(run);
+    clear_lanes(lanes, is.lanes);
+    __builtin_memset(q, 0, 4 * units * is.query_words());
+    __builtin_memset(o, 0, 4 * units * is.output_floats());
+    __builtin_memset(s, 0, 4L * TILE_KEYS * is.lanes);
+  }
+
+  int per_head() const { return item.tokens * (layer.num_heads / layer.num_kv_heads); }
+  int lane_of(int head, int unit) const { return (head * is.units + unit) * is.rows; }
+  uint32_t *query_at(int lane) const { return q + lane / is.rows * is.query_words(); }
+  float *output_at(int lane) const { return o + (int64_t)lane * is.v; }
+
+  // Tile registers of keys are 16 x 64 bytes, of scores 16 x rows, of outputs rows x 64 bytes.
+  void configure() const {
+    struct {
+      uint8_t palette, start, reserved[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    } config = {};
+    config.palette = 1;
+    for (int i = 0; i < 8; i++) {
+      const bool columns = i < 2 || i == 6, lines = i == 2 || i == 3 || i == 7;
+      config.bytes[i] = (uint16_t)(columns ? 4 * is.rows : 64);
+      config.rows[i] = (uint8_t)(lines ? is.rows : 16);
+    }
+    _tile_loadconfig(&config);
+  }
+
+  // Q as [unit][pair of k][row].
+  PA_NOINLINE void take_queries() {
+    const int ratio = layer.num_heads / layer.num_kv_heads, count = per_head();
+    const int64_t first = run->plan->query_starts[item.seq] + item.token0;
+    for (int h = 0; h < is.heads; h++) {
+      for (int r = 0; r < count; r++) {
+        int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, 0) + r;
+        int64_t at = (first + r / ratio) * run->t.query_token + head * run->t.query_head;
+        const uint16_t *from = (const uint16_t *)run->t.query + at;
+        uint16_t *to = (uint16_t *)(query_at(lane) + lane % is.rows);
+        for (int d = 0; d < layer.head_size; d++) to[d / 2 * 2 * is.rows + d % 2] = from[d];
+        set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
+      }
+    }
+  }
+
+  // Which keys lie so evenly that a tile register reads them from the cache.
+  PA_NOINLINE void look_at(const char *const *rows, int count) {
+    for (int t = 0; t < TILE_KEYS; t += 16) {
+      int64_t stride = t + 16 <= count ? rows[t + 1] - rows[t] : 0;
+      for (int i = 2; stride && i < 16; i++) {
+        if (rows[t + i] - rows[t] != i * stride) stride = 0;
+      }
+      strides[t / 16] = layer.head_size % 32 || !(sizeof(T) == 2) ? 0 : stride;
+    }
+  }
+
+  KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset) {
+    if (strides[t / 16]) return {rows[t] + offset, strides[t / 16]};
+    const int64_t ld = is.k + 32;  // of an odd number of cache lines
+    uint16_t *to = keys + t % 32 * ld;
+    for (int i = 0; i < 16; i++) {
+      const bool there = t + i < count;
+      const T *from = there ? (const T *)(rows[t + i] + offset) : NULL;
+      for (int d = 0; d < is.k; d += 64) {
+        Halves x = {};
+        if (there) x = halves(from + d, layer.head_size - d);
+        _mm512_storeu_si512(to + i * ld + d, x.part[0]);
+        _mm512_storeu_si512(to + i * ld + d + 32, x.part[1]);
+      }
+    }
+    return {(const char *)to, ld * 2};
+  }
+
+  // Scores of 32 keys with one unit's rows, or two units' of 16 rows.
+  template <int V>
+  PA_NOINLINE void scores(const KeyRows &a, const KeyRows &b, int lane, float *to) {
+    const uint32_t *from = query_at(lane);
+    const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
+    _tile_zero(0);
+    _tile_zero(1);
+    if constexpr (V == 2) {
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int d = 0; d < is.k; d += 32) {
+      _tile_loadd(4, a.at + 2 * d, a.stride);
+      _tile_loadd(6, from + (int64_t)d / 2 * is.rows, row);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(5, b.at + 2 * d, b.stride);
+      _tile_dpbf16ps(1, 5, 6);
+      if constexpr (V == 2) {
+        _tile_loadd(7, from + is.query_words() + (int64_t)d / 2 * is.rows, row);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, to + lane, ld);
+    _tile_stored(1, to + 16 * is.lanes + lane, ld);
+    if constexpr (V == 2) {
+      _tile_stored(2, to + lane + 16, ld);
+      _tile_stored(3, to + 16 * is.lanes + lane + 16, ld);
+    }
+  }
+
+  // V in panels [v / 16][pair of keys][16]; within 32 elements the first panel has those whose
+  // number is 0 to 3 modulo 8.
+  PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int count, Ahead &ahead) {
+    const int64_t panel = TILE_KEYS / 2 * 32;
+    const int size = layer.v_head_size;
+    for (int t = 0; t < pa_round_up(count, 32); t += 2) {
+      const T *a = t < count ? (const T *)(rows[t] + offset) : NULL;
+      const T *b = t + 1 < count ? (const T *)(rows[t + 1] + offset) : NULL;
+      for (int d = 0; d < is.v; d += 64) {
+        Halves x = {}, y = {};
+        if (a) x = halves(a + d, size - d);
+        if (b) y = halves(b + d, size - d);
+        uint16_t *to = values + d / 16 * panel + t * 16;
+        for (int i = 0; i < 2 && d + 32 * i < is.v; i++, to += 2 * panel) {
+          _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
+          _mm512_storeu_si512(to + panel, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
+        }
+      }
+      ahead(value_cost());
+    }
+  }
+
+  // O += P V of one unit, or of two of 16 rows.
+  template <int V>
+  PA_NOINLINE void outputs(int lane, int depth) {
+    constexpr int ld = TILE_KEYS / 2;
+    const int64_t panel = TILE_KEYS / 2 * 32, row = is.v * 4L;
+    const uint32_t *weights = turned + (int64_t)lane * ld;
+    for (int d = 0; d < is.v; d += 32) {
+      float *to = output_at(lane) + d;
+      const uint16_t *from = values + d / 16 * panel;
+      if constexpr (V == 1) {
+        _tile_loadd(2, to, row);
+        _tile_loadd(3, to + 16, row);
+        for (int t = 0; t < depth; t += 16) {
+          _tile_loadd(7, weights + t, ld * 4);
+          _tile_loadd(4, from + t * 32, 64);
+          _tile_dpbf16ps(2, 7, 4);
+          _tile_loadd(5, from + panel + t * 32, 64);
+          _tile_dpbf16ps(3, 7, 5);
+        }
+        _tile_stored(2, to, row);
+        _tile_stored(3, to + 16, row);
+      } else {
+        float *second = to + 16 * is.v;
+        _tile_loadd(0, to, row);
+        _tile_loadd(1, to + 16, row);
+        _tile_loadd(2, second, row);
+        _tile_loadd(3, second + 16, row);
+        for (int t = 0; t < depth; t += 16) {
+          _tile_loadd(6, weights + t, ld * 4);
+          _tile_loadd(4, from + t * 32, 64);
+          _tile_dpbf16ps(0, 6, 4);
+          _tile_loadd(5, from + panel + t * 32, 64);
+          _tile_dpbf16ps(1, 6, 5);
+          _tile_loadd(7, weights + 16 * ld + t, ld * 4);
+          _tile_dpbf16ps(2, 7, 4);
+          _tile_dpbf16ps(3, 7, 5);
+        }
+        _tile_stored(0, to, row);
+        _tile_stored(1, to + 16, row);
+        _tile_stored(2, second, row);
+        _tile_stored(3, second + 16, row);
+      }
+    }
+  }
+
+  // Weights as [lane][pair of keys]; pairs beyond the last become zero, up to a tile register.
+  PA_NOINLINE int turn_weights(int count) {
+    const int used = (count + 1) / 2, depth = pa_round_up(used, 16);
+    __builtin_memset(pairs + (int64_t)used * is.lanes, 0, 4L * (depth - used) * is.lanes);
+    for (int lane = 0; lane < is.lanes; lane += W) {
+      for (int t = 0; t < depth; t += 16) {
+        vf block[W];
+        for (int j = 0; j < W; j++) block[j] = read<vf>(pairs + (int64_t)(t + j) * is.lanes + lane);
+        transpose(block);
+        for (int j = 0; j < W; j++) {
+          write(turned + (int64_t)(lane + j) * (TILE_KEYS / 2) + t, block[j]);
+        }
+      }
+    }
+    return depth;
+  }
+
+  PA_NOINLINE void rescale() {
+    const int used = is.heads * is.units * is.rows;
+    for (int lane = 0; lane < used; lane++) {
+      if (alpha[lane] == 1.0f) continue;
+      vf by = splat(alpha[lane]);
+      float *at = output_at(lane);
+      for (int d = 0; d < is.v; d += W) write(at + d, loadf(at + d) * by);
+    }
+  }
+
+  // Cycles, about: of 32 keys with a unit, of a pair of values, of a unit's outputs, of a tile.
+  int score_cost() const { return is.k + 16; }
+  int value_cost() const { return is.v / 8; }
+  int output_cost(int count) const { return is.v * count / 32 + is.v; }
+  int cost_of(int count) const {
+    const int units = is.heads * is.units;
+    return units * ((count + 31) / 32 * score_cost() + output_cost(count)) +
+           is.heads * (count + 1) / 2 * value_cost();
+  }
+
+  void score_tile(const Walk &walk, Ahead &ahead) {
+    for (int t = 0; t < walk.tile.count; t += 32) {
+      float *to = s + (int64_t)t * is.lanes;
+      for (int h = 0; h < is.heads; h++) {
+        const int64_t offset = ahead.key_offset + h * walk.source.key_head;
+        KeyRows a = key_rows(walk.keys, t, walk.tile.count, offset);
+        KeyRows b = key_rows(walk.keys, t + 16, walk.tile.count, offset);
+        int unit = 0;
+        for (; unit + 2 <= is.units; unit += 2) {
+          scores<2>(a, b, lane_of(h, unit), to);
+          ahead(2 * score_cost());
+        }
+        if (unit < is.units) {
+          scores<1>(a, b, lane_of(h, unit), to);
+          ahead(score_cost());
+        }
+      }
+    }
+  }
+
+  void weigh_tile(const Walk &walk, Ahead &ahead) {
+    const int depth = turn_weights(walk.tile.count);
+    for (int h = 0; h < is.heads; h++) {
+      const int64_t offset = ahead.value_offset + h * walk.source.value_head;
+      take_values(walk.values, offset, walk.tile.count, ahead);
+      int unit = 0;
+      for (; unit + 2 <= is.units; unit += 2) {
+        outputs<2>(lane_of(h, unit), depth);
+        ahead(2 * output_cost(walk.tile.count));
+      }
+      if (unit < is.units) {
+        outputs<1>(lane_of(h, unit), depth);
+        ahead(output_cost(walk.tile.count));
+      }
+    }
+  }
+
+  PA_NOINLINE void put_outputs() {
+    const __m512i first = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    for (int h = 0; h < is.heads; h++) {
+      for (int r = 0; r < per_head(); r++) {
+        const int lane = lane_of(h, 0) + r;
+        const float *from = output_at(lane);
+        for (int d = 0; d < is.v; d += 32) {
+          __m512 a = _mm512_loadu_ps(from + d), b = _mm512_loadu_ps(from + d + 16);
+          _mm512_storeu_ps(row + d, _mm512_permutex2var_ps(a, first, b));
+          _mm512_storeu_ps(row + d + 16, _mm512_permutex2var_ps(a, second, b));
+        }
+        leave(run, item, h, r, row, lanes.m[lane], lanes.l[lane]);
+      }
+    }
+  }
+};
+
+template <class T>
+static void tile_item(Run *run, const Item &item, char *scratch) {
+  Arena arena = {scratch};
+  Tile<T> tile(run, item, arena);
+  Walk walk(run, item, arena, TILE_KEYS);
+  tile.take_queries();
+  tile.configure();
+  // A single query token sees every key that its item was given.
+  const bool masked = item.tokens > 1;
+  while (walk.step([&](int keys) { return tile.cost_of(keys); })) {
+    tile.look_at(walk.keys, walk.tile.count);
+    tile.score_tile(walk, walk.ahead);
+    bool changed = softmax_tile<Pairs>(tile.s, tile.is.lanes, tile.is.lanes / W, walk.tile.count,
+                                       walk.tile.first_key, tile.how, tile.lanes, masked, tile.alpha,
+                                       tile.pairs);
+    if (changed) tile.rescale();
+    tile.weigh_tile(walk, walk.ahead);
+  }
+  _tile_release();
+  if (!walk.fine) {
+    __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
+    return;
+  }
+  tile.put_outputs();
+  end_item(run, item, tile.row);
+}
