@@ -15,6 +15,7 @@ from polyattn.errors import PluginError, PolyattnError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import API_VERSION
+from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, ask_detector, load_problem
 from polyattn.registry.timings import timings
 from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
@@ -49,8 +50,10 @@ def examine() -> dict[str, Any]:
         "devices": [],
         "timings": [],
         "plugins": [],
+        "integrations": [found.to_dict() for found in integrations()],
         "backends": [],
     }
+    problems += [row["problem"] for row in report["integrations"] if row["problem"]]
     try:
         settings = current()
         report["notes"] = list(settings.notes)
@@ -158,6 +161,14 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["plugins"]:
         add_row(plugins, row["name"], row["distribution"], row["version"], row["status"])
     console.print(plugins, "")
+    if report["integrations"]:
+        engines = table("integration", "distribution", "version", "host", "registered")
+        for row in report["integrations"]:
+            add_row(
+                engines,
+                *(row[c] for c in ("name", "distribution", "version", "host", "registered")),
+            )
+        console.print(engines, "")
     backends = table("backend", "plugin", "state")
     for row in report["backends"]:
         add_row(backends, row["name"], row["plugin"], row["state"])

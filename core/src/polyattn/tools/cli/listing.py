@@ -8,13 +8,14 @@ from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import availabilities
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
 
 
 def show(as_json: bool) -> int:
-    """Print plugins, backends and problems.
+    """Print plugins, integrations, backends and problems.
 
     A backend is "installed" when what it requires is there and its probe finds nothing missing.
     Whether its device is here as well, `doctor` says: asking imports torch.
@@ -22,12 +23,21 @@ def show(as_json: bool) -> int:
     registry = discover()
     rows = backend_rows(registry)
     if as_json:
-        found = {"plugins": plugin_rows(registry), "backends": rows}
+        found = {
+            "plugins": plugin_rows(registry),
+            "integrations": [found.to_dict() for found in integrations()],
+            "backends": rows,
+        }
         write(json.dumps(found | {"problems": registry.problems}, indent=2))
         return 0
     plugins = [("plugin", "distribution", "version", "status")]
     plugins += [
         (r["name"], r["distribution"], r["version"], r["status"]) for r in plugin_rows(registry)
+    ]
+    engines = [("integration", "distribution", "version", "host", "registered")]
+    engines += [
+        (i.name, i.distribution, i.version, i.problem or i.host, i.registered)
+        for i in integrations()
     ]
     backends = [("backend", "platforms", "proof", "state", "what it is")]
     for row in rows:
@@ -35,7 +45,7 @@ def show(as_json: bool) -> int:
         here = [name for name, problem in row["builds"].items() if problem is None]
         state = row["problem"] or (f"installed: {', '.join(here)}" if here else "installed")
         backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
-    write(f"{columns(plugins)}\n\n{columns(backends)}")
+    write("\n\n".join(columns(t) for t in (plugins, engines, backends) if len(t) > 1))
     for problem in registry.problems:
         write(f"\nproblem: {problem}")
     if not registry.plugins:
