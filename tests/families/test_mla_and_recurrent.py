@@ -123,6 +123,23 @@ def test_latent_bad_input(changes: dict[str, Any], message: str) -> None:
     assert torch.equal(step.cache.key, before)
 
 
+def test_latents_that_were_stored_before() -> None:
+    """An engine that stores by itself gives none with the query; storing apart is the same."""
+    step, none = Step(), {"latent": None, "rope_key": None}
+    expected, slots = step.run(), step.batch.slot_mapping
+    assert slots is not None
+    stored = step.cache.key.clone()
+    step.batch = Batch(step.batch.starts, step.batch.lens, step.batch.block_table)
+    step.layer.store(step.latent + 1, step.rope, step.cache, slots)
+    assert not torch.equal(step.run(**none), expected)
+    step.layer.store(step.latent, step.rope, step.cache, slots)
+    assert torch.equal(step.cache.key, stored) and torch.equal(step.run(**none), expected)
+    with pytest.raises(BatchError, match="latent and rope_key come together"):
+        step.run(latent=None)
+    with pytest.raises(BatchError, match="rope_key is"):
+        step.layer.store(step.latent, step.latent, step.cache, slots)
+
+
 def test_latent_bad_construction() -> None:
     selection = select(MLA, "cpu")
     w_uk, w_uv = latent_weights(MLA, torch.Generator())

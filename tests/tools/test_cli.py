@@ -36,7 +36,7 @@ def test_list() -> None:
     assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= {
         b["name"] for b in found["backends"]
     }
-    hosts = {row["name"]: row["made for"] for row in found["integrations"]}
+    hosts = {row["name"]: row["host"] for row in found["integrations"]}
     assert hosts.keys() >= {
         "diffusers",
         "flash-attn",

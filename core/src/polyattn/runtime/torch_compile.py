@@ -27,7 +27,7 @@ _library = torch.library.Library("polyattn", "DEF")
 _SCHEMAS = {
     "attention": "(Tensor query, Tensor? key, Tensor? value, Tensor(a!)? key_cache, "
     "Tensor(b!)? value_cache, Tensor(c!) out, Tensor(d!)? lse, Tensor plan, int layer) -> ()",
-    "latent": "(Tensor query, Tensor latent, Tensor rope_key, Tensor(a!) cache, Tensor? topk, "
+    "latent": "(Tensor query, Tensor? latent, Tensor? rope_key, Tensor(a!) cache, Tensor? topk, "
     "Tensor(b!) out, Tensor(c!)? lse, Tensor plan, int layer) -> ()",
     "recurrence": "(Tensor[] inputs, Tensor(a!) states, Tensor(b!) out, Tensor plan, int layer) -> ()",
 }
@@ -77,8 +77,8 @@ def attention(
 def latent(
     layer: Any,
     query: Tensor,
-    latents: Tensor,
-    rope_key: Tensor,
+    latents: Tensor | None,
+    rope_key: Tensor | None,
     cache: KVCache,
     plan: StepPlan | Batch | None,
     topk: Tensor | None,
@@ -153,8 +153,8 @@ def _attention(
 
 def _latent(
     query: Tensor,
-    latents: Tensor,
-    rope_key: Tensor,
+    latents: Tensor | None,
+    rope_key: Tensor | None,
     cache: Tensor,
     topk: Tensor | None,
     out: Tensor,

@@ -12,7 +12,7 @@ from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
 from polyattn.runtime import torch_compile
-from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.group import LayerGroup
@@ -104,8 +104,8 @@ class LatentAttention(nn.Module):
     def forward(
         self,
         query: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
         cache: KVCache,
         plan: StepPlan | Batch | None = None,
         *,
@@ -116,11 +116,12 @@ class LatentAttention(nn.Module):
 
         `query` (num_tokens, num_heads, head_size), the part without positions first; `latent`
         (num_tokens, rank), after its norm; `rope_key` (num_tokens, rope size), rotated as the query's
-        rope part is, or neither where the layer has `rotate=True`. `topk` int32
-        (num_tokens, topk), for a sparse layer: positions in the token's sequence, -1 for none. Returns
-        (num_tokens, num_heads, v_head_size), written to `out` where given, and the LSE where the spec
-        says `needs_lse`. A layer without weights takes the absorbed query (num_tokens, num_heads,
-        rank + rope size), gives (num_tokens, num_heads, rank), and serves rows that decode takes.
+        rope part is, or neither where the layer has `rotate=True`; both None when the cache holds them
+        already. `topk` int32 (num_tokens, topk), for a sparse layer: positions in the token's
+        sequence, -1 for none. Returns (num_tokens, num_heads, v_head_size), written to `out` where
+        given, and the LSE where the spec says `needs_lse`. A layer without weights takes the absorbed
+        query (num_tokens, num_heads, rank + rope size), gives (num_tokens, num_heads, rank), and serves
+        rows that decode takes.
         Raises `BatchError`, `CacheError`; nothing was changed then.
         """
         if torch.compiler.is_compiling():
@@ -139,8 +140,8 @@ class LatentAttention(nn.Module):
         self,
         step: LatentStep,
         query: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
         cache: KVCache,
         topk: Tensor | None,
         out: Tensor,
@@ -154,9 +155,34 @@ class LatentAttention(nn.Module):
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
-        entry = torch.cat([latent, rope_key], dim=1)[:, None]
+        entry = None
+        if latent is not None and rope_key is not None:
+            entry = torch.cat([latent, rope_key], dim=1)[:, None]
         with own_precision(self.group.device_type):
             step.run(query, entry, cache, self.weights, self.params, topk, out, lse)
+
+    def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
+        """Store latents and rope keys without attending, as `Attention.store` does keys and values.
+
+        `latent` (any number of tokens, rank), `rope_key` (…, rope size); `slot_mapping` int64, one each.
+        """
+        if self.params.rotate:
+            raise BatchError(
+                "store() writes rope keys as they are, and this layer rotates; give them to forward, or "
+                "build a layer with rotate=False"
+            )
+        part, tokens = self.spec.latent, slot_mapping.shape[0]
+        assert part is not None
+        for name, tensor, size in (
+            ("latent", latent, part.rank),
+            ("rope_key", rope_key, part.rope_head_size),
+        ):
+            if tensor.shape != (tokens, size) or tensor.dtype is not self._dtype:
+                raise bad_input(name, tensor, (tokens, size), self._dtype)
+        self.group.check_format(cache.format)
+        entry = torch.cat([latent, rope_key], dim=1)[:, None]
+        store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
+        store.run(store.plan(slot_mapping), entry, entry[..., : part.rank], cache, self.params)
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None
@@ -167,8 +193,8 @@ class LatentAttention(nn.Module):
         self,
         step: LatentStep,
         query: Tensor,
-        latent: Tensor,
-        rope_key: Tensor,
+        latent: Tensor | None,
+        rope_key: Tensor | None,
         topk: Tensor | None,
         out: Tensor,
     ) -> None:
@@ -177,10 +203,13 @@ class LatentAttention(nn.Module):
         width = part.size if self.w_uk is None else spec.head_size
         expected: dict[str, tuple[Tensor, tuple[int, ...], torch.dtype]] = {
             "query": (query, (tokens, spec.num_heads, width), self._dtype),
-            "latent": (latent, (tokens, part.rank), self._dtype),
-            "rope_key": (rope_key, (tokens, part.rope_head_size), self._dtype),
             "out": (out, self._out_shape(step), self._dtype),
         }
+        if (latent is None) != (rope_key is None):
+            raise BatchError("latent and rope_key come together, or both are None")
+        if latent is not None and rope_key is not None:
+            expected["latent"] = (latent, (tokens, part.rank), self._dtype)
+            expected["rope_key"] = (rope_key, (tokens, part.rope_head_size), self._dtype)
         if (topk is not None) != self.sparse:
             raise BatchError(
                 f"topk {'was given' if topk is not None else 'is missing'}: {spec} "

@@ -15,10 +15,11 @@ from polyattn.errors import PluginError, PolyattnError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import API_VERSION
+from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, ask_detector, load_problem
 from polyattn.registry.timings import timings
 from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
-from polyattn.tools.cli.listing import backend_rows, integration_rows, plugin_rows
+from polyattn.tools.cli.listing import backend_rows, plugin_rows
 from polyattn.tools.cli.output import add_row, console, print_json, table
 
 
@@ -49,9 +50,10 @@ def examine() -> dict[str, Any]:
         "devices": [],
         "timings": [],
         "plugins": [],
+        "integrations": [found.to_dict() for found in integrations()],
         "backends": [],
-        "integrations": integration_rows(),
     }
+    problems += [row["problem"] for row in report["integrations"] if row["problem"]]
     try:
         settings = current()
         report["notes"] = list(settings.notes)
@@ -160,15 +162,18 @@ def _print(report: dict[str, Any]) -> None:
     for row in report["plugins"]:
         add_row(plugins, row["name"], row["distribution"], row["version"], row["status"])
     console.print(plugins, "")
+    if report["integrations"]:
+        engines = table("integration", "distribution", "version", "host", "registered")
+        for row in report["integrations"]:
+            add_row(
+                engines,
+                *(row[c] for c in ("name", "distribution", "version", "host", "registered")),
+            )
+        console.print(engines, "")
     backends = table("backend", "plugin", "state")
     for row in report["backends"]:
         add_row(backends, row["name"], row["plugin"], row["state"])
     console.print(backends, "")
-    if report["integrations"]:
-        integrations = table("integration", "distribution", "version", "made for")
-        for row in report["integrations"]:
-            add_row(integrations, *row.values())
-        console.print(integrations, "")
     variables = table("variable with an effect", "meaning")
     for name, meaning in (VARIABLES | FOREIGN_VARIABLES).items():
         add_row(variables, name, meaning)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from typing import Any
 
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import availabilities, running
-from polyattn.registry.requirements import requirement_problem
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
 
-INTEGRATIONS = "polyattn.integrations"
-"""The entry points by which distributions say which host they serve."""
-
 
 def show(as_json: bool) -> int:
-    """Print plugins, backends and problems.
+    """Print plugins, integrations, backends and problems.
 
     A backend is "installed" when what it requires is there and its probe finds nothing missing.
     Whether its device is here as well, `doctor` says: asking imports torch.
@@ -28,13 +24,20 @@ def show(as_json: bool) -> int:
     rows = backend_rows(registry)
     if as_json:
         found = {
-            "plugins": plugin_rows(registry), "backends": rows, "integrations": integration_rows()
-        }  # fmt: skip
+            "plugins": plugin_rows(registry),
+            "integrations": [found.to_dict() for found in integrations()],
+            "backends": rows,
+        }
         write(json.dumps(found | {"problems": registry.problems}, indent=2))
         return 0
     plugins = [("plugin", "distribution", "version", "status")]
     plugins += [
         (r["name"], r["distribution"], r["version"], r["status"]) for r in plugin_rows(registry)
+    ]
+    engines = [("integration", "distribution", "version", "host", "registered")]
+    engines += [
+        (i.name, i.distribution, i.version, i.problem or i.host, i.registered)
+        for i in integrations()
     ]
     backends = [("backend", "platforms", "proof", "state", "what it is")]
     for row in rows:
@@ -42,12 +45,7 @@ def show(as_json: bool) -> int:
         here = [name for name, problem in row["builds"].items() if problem is None]
         state = row["problem"] or (f"installed: {', '.join(here)}" if here else "installed")
         backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
-    integrations: list[Sequence[str]] = [("integration", "distribution", "version", "made for")]
-    integrations += [tuple(row.values()) for row in integration_rows()]
-    tables: list[Sequence[Sequence[str]]] = [plugins, backends]
-    if len(integrations) > 1:
-        tables.append(integrations)
-    write("\n\n".join(columns(table) for table in tables))
+    write("\n\n".join(columns(t) for t in (plugins, engines, backends) if len(t) > 1))
     for problem in registry.problems:
         write(f"\nproblem: {problem}")
     if not registry.plugins:
@@ -75,29 +73,6 @@ def plugin_rows(registry: Registry) -> list[dict[str, str]]:
         }
         for p in registry.plugins
     ]
-
-
-def integration_rows() -> list[dict[str, str]]:
-    """Return a row for each host that an installed distribution serves: `polyattn.integrations`.
-
-    Nothing is imported: the entry point's name is the host's, and the distribution says its versions.
-    """
-    rows = []
-    for point in sorted(entry_points(group=INTEGRATIONS), key=lambda point: point.name):
-        dist = point.dist
-        needs = [] if dist is None else dist.requires or []
-        hosts = [r.partition(";")[0].strip() for r in needs if r.startswith(point.name)]
-        host = hosts[0] if hosts else ""
-        problem = requirement_problem(host) if host else None
-        rows.append(
-            {
-                "name": point.name,
-                "distribution": "" if dist is None else dist.name,
-                "version": "" if dist is None else dist.version,
-                "made for": f"{host}: {problem}" if problem else host,
-            }
-        )
-    return rows
 
 
 def backend_rows(registry: Registry) -> list[dict[str, Any]]:

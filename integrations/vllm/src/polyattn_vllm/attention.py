@@ -1,0 +1,120 @@
+"""Attention for vLLM: decoders, encoders and cross-attention, over vLLM's own cache."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from polyattn import Attention, LayerGroup
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
+
+from polyattn_vllm.step import Builder, CacheView, Step, layouts
+
+KINDS: dict[str, dict[str, Any]] = {
+    AttentionType.DECODER: {},
+    AttentionType.ENCODER: {"role": "encoder", "causal": False},
+    AttentionType.ENCODER_ONLY: {"role": "encoder_only", "causal": False},
+    AttentionType.ENCODER_DECODER: {"role": "cross", "causal": False},
+}
+
+
+class PolyattnBackend(AttentionBackend):
+    """What vLLM asks before it builds a layer. Whether kernels are there, selecting says at start-up."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = [
+        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2",
+    ]  # fmt: skip
+    supported_kv_cache_layouts = staticmethod(layouts)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[Any]:
+        return PolyattnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return not cls.is_mla()
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return not cls.is_mla()
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type in KINDS
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False  # the host's lengths are what is planned
+
+
+class PolyattnImpl(AttentionImpl[Step]):
+    """One layer of vLLM's: what it computes (`fields` of its `LayerSpec`), and how it is called."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ):  # fmt: skip
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale = head_size, float(scale)
+        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
+        self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes)
+        self.given = attn_type in (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+        self.fields = {
+            "num_heads": num_heads, "num_kv_heads": self.num_kv_heads, "head_size": head_size,
+            "scale": self.scale, "sliding_window": sliding_window, "alibi": alibi_slopes is not None,
+            "logit_soft_cap": logits_soft_cap or None, "learned_sinks": sinks is not None,
+            "cached": not self.given, **KINDS[attn_type],
+        }  # fmt: skip
+
+    def attach(self, layer: Any, group: LayerGroup) -> Attention:
+        """Return polyattn's layer for this one of vLLM's, whose weights are loaded."""
+        scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+        if group.spec.stored_dtype == group.spec.dtype:
+            scales = {}
+        self.ours = Attention(group, sinks=self.sinks, alibi_slopes=self.alibi_slopes, **scales)
+        self.cache = CacheView(group)
+        return self.ours
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Store new keys and values; a slot of -1 skips, and what follows the slots is padding."""
+        if not self.given:
+            tokens = slot_mapping.shape[0]
+            self.ours.store(key[:tokens], value[:tokens], self.cache.of(kv_cache), slot_mapping)
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
+        attn_metadata: Step | None, output: Tensor, output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attend for the step's tokens; those after them are padding, and left alone."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("polyattn's backends write no quantised output")
+        if attn_metadata is None:  # memory is being profiled
+            return output.fill_(0)
+        ours, plan = attn_metadata.of(self)
+        tokens = plan.batch.num_tokens
+        if self.given:
+            ours(query[:tokens], key[:tokens], value[:tokens], None, plan, out=output[:tokens])
+        else:
+            ours(query[:tokens], None, None, self.cache.of(kv_cache), plan, out=output[:tokens])
+        return output

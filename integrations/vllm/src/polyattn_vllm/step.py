@@ -1,0 +1,151 @@
+"""What does vLLM build once a step? One plan for each group of layers that compute the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select, settings
+from polyattn.kernel import STORAGE_DTYPES
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+log = init_logger("vllm.polyattn")
+
+LAYOUTS = {"NHD": KVCacheLayout.LBNHC, "HND": KVCacheLayout.LBHNC}
+
+
+@dataclass
+class Step(AttentionMetadata):
+    """A step's plans, by group, and polyattn's layers of the builder that made them, by vLLM's.
+
+    The counts are what vLLM's MLA layer asks: it gives what is no decode to `forward_mha`.
+    """
+
+    plans: dict[LayerGroup, StepPlan]
+    layers: dict[Any, Any]
+    num_actual_tokens: int
+    num_prefills: int
+    slot_mapping: Tensor
+    num_decodes: int = 0
+    num_decode_tokens: int = 0
+
+    def of(self, impl: Any) -> tuple[Any, StepPlan]:
+        """Return polyattn's layer for a layer of vLLM's, and its plan."""
+        layer = self.layers[impl]
+        return layer, self.plans[layer.group]
+
+
+class Builder(AttentionMetadataBuilder[Step]):
+    """Selects at start-up and plans each step. Layers of one spec share a group, no other builder's."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig,
+        device: torch.device,
+    ):  # fmt: skip
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        known = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
+        specs = [self._spec(layer) for layer in known]
+        groups = {spec: self._group(spec) for spec in dict.fromkeys(specs)}
+        self.groups = tuple(groups.values())
+        self.layers = {
+            layer.impl: layer.impl.attach(layer, groups[spec])
+            for layer, spec in zip(known, specs, strict=True)
+        }
+        for spec, count in Counter(specs).items():
+            log.info("polyattn serves %d layers:\n%s", count, groups[spec].selection.explain())
+
+    def _spec(self, layer: Any) -> LayerSpec:
+        dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
+        fields = {
+            "v_head_size": getattr(layer, "head_size_v", 0),
+            "dtype": dtype,
+        } | layer.impl.fields
+        if fields.get("cached", True):
+            stored = layer.impl.kv_cache_dtype
+            fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
+            fields["block_size"] = self.kv_cache_spec.block_size
+        return LayerSpec(**fields)
+
+    def _group(self, spec: LayerSpec) -> LayerGroup:
+        """Select for the layout that vLLM settled on; an accelerator's kernels are verified."""
+        resolved = self.vllm_config.cache_config.get_resolved_kv_cache_layout()
+        layout = next(name for name, theirs in LAYOUTS.items() if theirs is resolved)
+        if spec.latent is not None:
+            layout = "NHD"  # of one head, both are
+        ours = replace(settings.current(), layout=layout)
+        verify = self.device.type != "cpu" if ours.verify is None else ours.verify
+        return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Step:  # fmt: skip
+        """Plan a step by the host's lengths; kernels read the device's."""
+        common = common_attn_metadata
+        _refuse(common)
+        lens = common.seq_lens if self.device.type == "cpu" else common.seq_lens_cpu_upper_bound
+        assert lens is not None
+        table = common.block_table_tensor if any(g.spec.cached for g in self.groups) else None
+        batch = Batch.on_buffers(
+            common.query_start_loc_cpu.tolist(), lens.tolist(), common.query_start_loc,
+            common.seq_lens, table, None,
+        )  # fmt: skip
+        plans = {group: group.plan(batch) for group in self.groups}
+        tokens, slots = common.num_actual_tokens, common.slot_mapping
+        return Step(plans, self.layers, tokens, common.num_reqs, slots)
+
+
+def _refuse(common: CommonAttentionMetadata) -> None:
+    """Raise where a step asks for what polyattn has no form of."""
+    for what, given in (
+        ("a causal mask of its own for each request", isinstance(common.causal, Tensor)),
+        ("bidirectional spans of images", common.mm_req_doc_ranges is not None),
+        ("reference sliding windows (R-SWA)", common.rswa_prefix_lens is not None),
+        ("decode context parallelism", common.dcp_local_seq_lens is not None),
+    ):
+        if given:
+            raise NotImplementedError(
+                f"polyattn's backends know no {what}; set VLLM_PLUGINS= (empty)"
+            )
+
+
+class CacheView:
+    """vLLM's cache of a layer as a `KVCache`, made once: it has heads before tokens, K before V."""
+
+    def __init__(self, group: LayerGroup):
+        self.form, self._at = group.cache_format, 0
+        self._view: KVCache | None = None
+
+    def of(self, storage: Tensor) -> KVCache:
+        """View (blocks, heads, tokens, K and V), or MLA's (blocks, tokens, latent), maybe as bytes."""
+        if self._view is None or storage.data_ptr() != self._at:
+            form = self.form
+            assert form is not None
+            whole = storage.view(STORAGE_DTYPES[form.dtype])
+            whole = whole[:, :, None] if form.value_in_key else whole.transpose(1, 2)
+            key, rest = whole[..., : form.head_size], whole[..., form.head_size :]
+            value = (key if form.value_in_key else rest)[..., : form.v_head_size]
+            self._view, self._at = KVCache(key, value), storage.data_ptr()
+        return self._view
+
+
+def layouts() -> tuple[KVCacheLayout, ...]:
+    """Return the layouts that vLLM may choose from: a layer's blocks lie together in each.
+
+    Every GPU kernel takes NHD; a CPU reads a head's keys faster where they are neighbours.
+    """
+    wanted = settings.current().layout
+    names = ("HND", "NHD") if current_platform.is_cpu() else ("NHD", "HND")
+    return tuple(LAYOUTS[name] for name in names if wanted in (None, name))

@@ -1,0 +1,58 @@
+"""vLLM's CPU engine gives the same tokens on polyattn as on its own backends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from engine import NEW, Engine, rounded_caches
+from tiny_checkpoints import save
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", {}, {}),
+    "llama, chunked prefill": ("llama", {"max_num_batched_tokens": 24, "block_size": 32}, {}),
+    "llama, fp8_e4m3 cache": ("llama", {"kv_cache_dtype": "fp8_e4m3"}, {}),
+    "llama, fp8_e5m2 cache": ("llama", {"kv_cache_dtype": "fp8_e5m2"}, {}),
+    "mistral": ("mistral", {}, {}),
+    "gemma2": ("gemma2", {}, {}),
+    "gpt_oss": ("gpt_oss", {}, {}),
+    "deepseek_v3": (
+        "deepseek_v3", {"max_num_batched_tokens": 256}, {"attention_backend": "CPU_MLA"},
+    ),
+}  # fmt: skip
+"""The model, vLLM's options, and options for vLLM's own run alone.
+
+For DeepSeek-V3 the steps of both runs are the same: vLLM's CPU engine gives it other tokens in other
+batches, with its own backends too, and doesn't chunk its own prefills.
+"""
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens(case: str, folder: Path) -> None:
+    name, options, own = CASES[case]
+    path = save(name, folder)
+    with rounded_caches(), Engine(path, own=True, **options, **own) as engine:
+        expected = engine.tokens()
+    with Engine(path, own=False, **options) as engine:
+        found = engine.tokens()
+    assert all(len(row) == NEW for row in expected) and len(set(expected[1])) > 4
+    assert found == expected
+
+
+def test_embeddings(folder: Path) -> None:
+    path = save("bert", folder)
+    with Engine(path, own=True, runner="pooling") as engine:
+        expected = engine.embeddings()
+    with Engine(path, own=False, runner="pooling") as engine:
+        found = engine.embeddings()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
