@@ -1,7 +1,10 @@
-"""What is generated is fresh: the support matrix and the selection tables."""
+"""Do the documents hold? What is generated is fresh, examples run, the site builds without a warning."""
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,3 +41,52 @@ def test_settings_are_documented() -> None:
 
     text = (ROOT / "docs" / "settings.md").read_text()
     assert all(f"`{name}`" in text for name in (*VARIABLES, *FOREIGN_VARIABLES))
+
+
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("README.md", "docs/**/*.md", "*/*/README.md", "CONTRIBUTING.md")
+    for path in ROOT.glob(pattern)
+)
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = "# not run in CI: "
+"""How a block that can't run on a CPU says so, and why, to whoever reads it."""
+
+
+def examples(page: str) -> list[str]:
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def test_there_are_examples() -> None:
+    blocks = [block for page in PAGES for block in examples(page)]
+    assert len(blocks) >= 6
+    fences = sum((ROOT / page).read_text().count("```py") for page in PAGES)
+    assert fences == len(blocks), "a fence of python that the expression doesn't see"
+    silent = [b for b in blocks if NOT_RUN in b and not b.startswith(NOT_RUN)]
+    assert not silent, "the reason stands in the first line"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if examples(page)])
+def test_examples_run(page: str) -> None:
+    """A page's blocks, one after another in a process of its own."""
+    blocks = [block for block in examples(page) if not block.startswith(NOT_RUN)]
+    for block in examples(page):
+        compile(block, page, "exec")
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)], cwd=ROOT / "tests", capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="the site needs mkdocs-material and mkdocstrings")
+    ran = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    reference = (tmp_path / "reference" / "polyattn" / "index.html").read_text()
+    assert 'id="polyattn.select"' in reference and 'id="polyattn.LayerSpec"' in reference
+    start = (tmp_path / "index.html").read_text()
+    assert 'href="plugins/"' in start, "the README's links lead to the site's pages"

@@ -53,11 +53,10 @@ def capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def own_precision(tensor: Tensor) -> AbstractContextManager[Any]:
+def own_precision(device_type: str) -> AbstractContextManager[Any]:
     """Return a context in which autocast doesn't lower what a layer computes."""
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.autocast(kind, enabled=False)
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
     return _AS_IT_IS
 
 

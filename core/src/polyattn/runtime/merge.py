@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -47,6 +47,37 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     for state, weight in zip(states, weights, strict=True):
         total += state.output.to(weights.dtype) * weight[..., None]
     return AttentionState(total.to(states[0].output.dtype), lse)
+
+
+class MergeBuffers:
+    """Where states meet: a total in float32 and the next part, kept from step to step.
+
+    float64 queries keep float64. Buffers are of the last shape that was asked for.
+    """
+
+    def __init__(self) -> None:
+        self._key: Any = None
+        self._kept: tuple[Tensor, Tensor, Tensor, Tensor]
+
+    def take(
+        self, query: Tensor, v_head_size: int, several: bool = True
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return (total, its LSE, part, its LSE) for queries (num_tokens, num_heads, head size).
+
+        One part alone (`several` false) needs no total, which is empty then.
+        """
+        rows = query.shape[:2]
+        shape = (*rows, v_head_size)
+        key = (shape, query.dtype, query.device, several)
+        if key != self._key:
+            precise = torch.float64 if query.dtype == torch.float64 else torch.float32
+            self._key, self._kept = key, (
+                query.new_empty(shape if several else (0,), dtype=precise),
+                query.new_empty(rows, dtype=precise),
+                query.new_empty(shape),
+                query.new_empty(rows, dtype=precise),
+            )  # fmt: skip
+        return self._kept
 
 
 class TorchMerge(MergeBackend):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 from polyattn.plugin import (
     BackendInfo,
     Capabilities,
@@ -34,4 +37,21 @@ def polyattn_api_versions() -> tuple[int, int]:
 
 @hookimpl
 def polyattn_backends() -> list[BackendInfo]:
-    return [EXAMPLE_ATTN]
+    return [EXAMPLE_ATTN, *_loopback()]
+
+
+def _loopback() -> list[BackendInfo]:
+    """TORCH_SDPA's claims for `loopback.py`, above every other backend; for tests."""
+    if os.environ.get("EXAMPLE_LOOPBACK") != "1":
+        return []
+    from polyattn_cpu.hooks import TORCH_SDPA
+
+    return [
+        replace(
+            TORCH_SDPA,
+            name="LOOPBACK_ATTN",
+            summary="TORCH_SDPA through a plugin of strangers",
+            path="polyattn_example.loopback:LoopbackAttention",
+            priorities=(Priority(score=1000, why="every call is to go through it"),),
+        )
+    ]

@@ -19,7 +19,7 @@ from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.inputs import bad_input, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
@@ -91,10 +91,7 @@ class AttentionStep(StepPlan):
             refuse_gradients(query=query, key=key)
         if value is not None and value.requires_grad:
             refuse_gradients(value=value)
-        if torch.is_autocast_enabled(self.group.device_type):
-            with torch.autocast(self.group.device_type, enabled=False):
-                self.run(query, key, value, cache, params, out, lse)
-        else:
+        with own_precision(self.group.device_type):
             self.run(query, key, value, cache, params, out, lse)
         return out
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from polyattn.runtime.backend import AttentionBackend, LayerParams, MergeBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Plan
 from polyattn.runtime.shared_prefix import Levels, SharedRun, shared_prefixes
 from polyattn.spec.kinds import Role
@@ -75,7 +75,7 @@ class PrefixDecode:
         self.shared = load("prefill", shared, AttentionBackend, over_all, form(shared))
         self.own = load("decode", own, AttentionBackend, spec.replace(needs_lse=True), form(own))
         self.merge = group.backend("merge", MergeBackend)
-        self._buffers: dict[Any, tuple[Tensor, ...]] = {}
+        self.buffers = MergeBuffers()
 
     @classmethod
     def of(cls, group: LayerGroup) -> PrefixDecode | None:
@@ -163,7 +163,7 @@ class PrefixDecode:
         lse: Tensor | None,
     ) -> None:
         """Attend to the rows' own keys, then to each level's shared ones, merged in float32."""
-        total, total_lse, part, part_lse = self._workspace(query)
+        total, total_lse, part, part_lse = self.buffers.take(query, self.group.spec.v_head_size)
         self.own.run(plan.own, query, None, None, cache, params, part, total_lse)
         total.copy_(part)
         plain = LayerParams(k_scale=params.k_scale, v_scale=params.v_scale)
@@ -181,19 +181,3 @@ class PrefixDecode:
         out.copy_(total)
         if lse is not None:
             lse.copy_(total_lse)
-
-    def _workspace(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        spec = self.group.spec
-        shape = (len(query), spec.num_heads, spec.v_head_size)
-        precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-        key = (shape, query.device)
-        if key not in self._buffers:
-            self._buffers.clear()
-            self._buffers[key] = (
-                query.new_empty(shape, dtype=precise),
-                query.new_empty(shape[:2], dtype=torch.float32),
-                query.new_empty(shape),
-                query.new_empty(shape[:2], dtype=torch.float32),
-            )
-        a, b, c, d = self._buffers[key]
-        return a, b, c, d

@@ -155,7 +155,7 @@ class LatentAttention(nn.Module):
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
-        with own_precision(out):
+        with own_precision(self.group.device_type):
             step.run(query, entry, cache, self.weights, self.params, topk, out, lse)
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:

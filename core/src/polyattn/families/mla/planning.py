@@ -30,6 +30,7 @@ from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.store import claimed_rotation
@@ -156,20 +157,23 @@ class LatentStep(StepPlan):
         taken = query[rows]
         if taken.dtype != query.dtype or not taken.is_contiguous():
             taken = taken.contiguous()
-        total, total_lse, part, part_lse = planner.workspace(taken, len(self.expansions))
+        several = len(self.expansions) > 1
+        total, total_lse, part, part_lse = planner.buffers.take(
+            taken, planner.spec.v_head_size, several
+        )
         for index, piece in enumerate(self.expansions):
             key, value = expand_rows(cache, piece.slots, weights, params, query.dtype)
             result, result_lse = (part, part_lse) if index else (part, total_lse)
             piece.call.backend.run(
                 piece.call.plan, taken, key, value, None, LayerParams(), result, result_lse
             )
-            if len(self.expansions) == 1:
+            if not several:
                 break
             if index == 0:
                 total.copy_(result)
             else:
                 planner.merge.run(total, total_lse, part, part_lse)
-        out[rows] = part if len(self.expansions) == 1 else total.to(out.dtype)
+        out[rows] = total.to(out.dtype) if several else part
         if lse is not None:
             lse[rows] = total_lse.to(lse.dtype)
 
@@ -197,7 +201,7 @@ class Planner(StepPlanner):
         self.store = group.backend("store", StoreBackend, cache=group.cache_format)
         self.rotated_by = claimed_rotation(group, self.store)
         self.merge = group.backend("merge", MergeBackend)
-        self._buffers: dict[Any, tuple[Tensor, ...]] = {}
+        self.buffers = MergeBuffers()
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
         """Plan one step. Raises `BatchError`."""
@@ -283,23 +287,3 @@ class Planner(StepPlanner):
         keys = Batch(batch.starts, list(lens), device=batch.device)
         plan = backend.plan(keys)
         return Expansion(Call("prefill", self.names["prefill"], backend, plan, rows, None), slots)
-
-    def workspace(self, query: Tensor, pieces: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return (total, its LSE, part, its LSE) for these queries, kept from step to step.
-
-        One piece alone needs no total.
-        """
-        tokens, heads = query.shape[:2]
-        shape = (tokens, heads, self.spec.v_head_size)
-        precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-        key = (shape, query.device, pieces > 1)
-        if key not in self._buffers:
-            self._buffers.clear()
-            self._buffers[key] = (
-                query.new_empty(shape if pieces > 1 else (0,), dtype=precise),
-                query.new_empty(shape[:2], dtype=precise),
-                query.new_empty(shape),
-                query.new_empty(shape[:2], dtype=precise),
-            )
-        found = self._buffers[key]
-        return found[0], found[1], found[2], found[3]

@@ -135,7 +135,7 @@ class Recurrent(nn.Module):
         refuse_gradients(**named)
         if self.checks and not capturing(out):
             check_state_slots(step.batch, states.num_slots)
-        with own_precision(out):
+        with own_precision(self.group.device_type):
             step.run(named, self.params, states.data, out)
 
     def _named(self, inputs: tuple[Tensor, ...], tokens: int) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -25,25 +25,43 @@ app = typer.Typer(
 LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 10**9
 
+
+def count(text: str, least: int = 1) -> Any:
+    """Return an option that counts something."""
+    return typer.Option(min=least, max=LARGEST_COUNT, help=text)
+
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BackendOption = Annotated[
-    Optional[str],  # noqa: UP045 - typer evaluates this on Python 3.10 too
+    str | None,
     typer.Option("--backend", help="A backend, or scoped ones: prefill=NAME,decode=NAME."),
 ]
+BackendsOption = Annotated[
+    list[str] | None,
+    typer.Option("--backend", help="Only these backends (repeatable)."),
+]
+SpecOption = Annotated[
+    str | None,
+    typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
+]
+BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
+SeedOption = Annotated[
+    int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is random.")
+]
 DeviceOption = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option("--device", help="A profile (h100-sxm) or a torch device (cuda:0)."),
 ]
 ModelArgument = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Argument(help="A config.json, its directory, or a bundled model's name."),
 ]
 PlotOption = Annotated[
-    Optional[Path],  # noqa: UP045
+    Path | None,
     typer.Option("--plot", help="Write a plot to this PNG file."),
 ]
 WeightsOption = Annotated[
-    Optional[str],  # noqa: UP045
+    str | None,
     typer.Option(help="Run the whole model: a checkpoint's folder (safetensors), or random."),
 ]
 ArrivalsOption = Annotated[
@@ -93,12 +111,9 @@ def explain(
     model: ModelArgument = None,
     device: DeviceOption = None,
     backend: BackendOption = None,
-    spec: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
-    ] = None,
+    spec: SpecOption = None,
     batch: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
     json: Json = False,
@@ -121,46 +136,26 @@ def doctor(json: Json = False) -> None:
 def run(
     model: ModelArgument = None,
     trace: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--trace", help="A request trace: Azure CSV or Mooncake JSONL."),
     ] = None,
-    requests: Annotated[
-        int, typer.Option(min=1, max=LARGEST_COUNT, help="Requests of the trace to serve.")
-    ] = 16,
+    requests: Annotated[int, count("Requests of the trace to serve.")] = 16,
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
-    layers: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, max=LARGEST_COUNT, help="Layers of each group that run (default: 1)."),
-    ] = None,
-    max_tokens: Annotated[
-        int, typer.Option(min=1, max=LARGEST_COUNT, help="Most tokens generated a request.")
-    ] = 32,
+    layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
+    max_tokens: Annotated[int, count("Most tokens generated a request.")] = 32,
     scale: Annotated[float, typer.Option(help="Multiply the trace's lengths.")] = 1.0,
-    token_budget: Annotated[
-        int, typer.Option(min=1, max=LARGEST_COUNT, help="Most tokens in a step.")
-    ] = 2048,
-    max_seqs: Annotated[
-        int, typer.Option(min=1, max=LARGEST_COUNT, help="Most sequences in flight.")
-    ] = 64,
+    token_budget: Annotated[int, count("Most tokens in a step.")] = 2048,
+    max_seqs: Annotated[int, count("Most sequences in flight.")] = 64,
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
-    block_size: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(
-            min=1, max=LARGEST_COUNT, help="Cache block size (default: the selector chooses)."
-        ),
-    ] = None,
+    block_size: BlockSizeOption = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, int8.")] = "auto",
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
-    check: Annotated[
-        int, typer.Option(min=0, max=LARGEST_COUNT, help="Tokens checked a layer and step.")
-    ] = 2,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is random.")
-    ] = 0,
+    check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
+    seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
     json: Json = False,
@@ -182,37 +177,26 @@ def run(
 @app.command()
 def bench(
     batches: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Argument(help="8q1s2k: 8 decodes over 2k; q2k: a prefill; 2q2k_32q1s1k: mixed."),
     ] = None,
     model: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option("--model", help="A config.json or a bundled model (its first attention)."),
     ] = None,
-    spec: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
-    ] = None,
+    spec: SpecOption = None,
     device: DeviceOption = None,
-    backend: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--backend", help="Only these backends (repeatable)."),
-    ] = None,
-    block_size: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Option(min=1, max=LARGEST_COUNT, help="Cache block size."),
-    ] = None,
+    backend: BackendsOption = None,
+    block_size: BlockSizeOption = None,
     seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
     lengths: Annotated[
-        Optional[str],  # noqa: UP045
+        str | None,
         typer.Option(
             help="Draw each batch's lengths anew: uniform, zipf or one-long, of the same mean, or "
             "trace:FILE."
         ),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the lengths that are drawn.")
-    ] = 0,
+    seed: SeedOption = 0,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -239,20 +223,17 @@ def bench(
 @app.command()
 def tune(
     model: Annotated[
-        Optional[list[str]],  # noqa: UP045
+        list[str] | None,
         typer.Option("--model", help="Measure this model's layers (repeatable; default: a range)."),
     ] = None,
     device: DeviceOption = None,
-    backend: Annotated[
-        Optional[list[str]],  # noqa: UP045
-        typer.Option("--backend", help="Only these backends (repeatable)."),
-    ] = None,
+    backend: BackendsOption = None,
     trace: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--trace", help="A request trace to take lengths from, among others."),
     ] = None,
     out: Annotated[
-        Optional[Path],  # noqa: UP045
+        Path | None,
         typer.Option("--out", help="The table (default: ~/.cache/polyattn/timings.json)."),
     ] = None,
     seconds: Annotated[
