@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import ast
-import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +13,6 @@ from typing import Any
 from polyattn.errors import SettingsError, describe, nearest
 from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 PREFIX = "POLYATTN_"
 VARIABLES: dict[str, str] = {
