@@ -103,17 +103,7 @@ def check(run: Any, spec: LayerSpec, layout: str, biased: bool, keep: bool) -> N
     held = [stored.clone() for stored in (cache.key, cache.value)]
     found = run(store_plan, rotation, new, cache, params, keep)
     assert torch.equal(fused.view(torch.uint8), before.view(torch.uint8)), "an input was changed"
-    biases = new.biases() or (0.0, 0.0, 0.0)
-    wanted = [x.double() + b for x, b in zip((query, key, value), biases, strict=True)]
-    assert spec.rope is not None
-    offset = spec.head_size - spec.rope.span if latent else 0
-    wanted[0] = rotate(wanted[0], POSITIONS, spec.rope, offset=offset)
-    wanted[0] *= query_temperature(spec.rope, POSITIONS)[:, None, None]
-    wanted[1] = rotate(
-        wanted[1], POSITIONS, spec.rope, offset=width - spec.rope.span if latent else 0
-    )
-    if latent:
-        wanted[2] = wanted[1][..., :v_width]
+    wanted = _wanted(spec, (query, key, value), new.biases() or (0.0, 0.0, 0.0))
     _close("query", found[0], wanted[0])
     if keep:
         _close("key", found[1], wanted[1])
@@ -127,6 +117,19 @@ def check(run: Any, spec: LayerSpec, layout: str, biased: bool, keep: bool) -> N
         rest[at] = was[at]
         same = torch.equal(rest.view(torch.uint8), was.view(torch.uint8))
         assert same, f"a {name} was written where no slot is"
+
+
+def _wanted(spec: LayerSpec, given: tuple[torch.Tensor, ...], biases: Any) -> list[torch.Tensor]:
+    """Query, key and value as they should be, in float64."""
+    wanted = [x.double() + b for x, b in zip(given, biases, strict=True)]
+    assert spec.rope is not None
+    for index in (0, 1):
+        offset = wanted[index].shape[2] - spec.rope.span if spec.latent else 0
+        wanted[index] = rotate(wanted[index], POSITIONS, spec.rope, offset=offset)
+    wanted[0] *= query_temperature(spec.rope, POSITIONS)[:, None, None]
+    if spec.latent:
+        wanted[2] = wanted[1][..., : spec.latent.rank]
+    return wanted
 
 
 def _plan(run: Any, slots: torch.Tensor) -> Any:

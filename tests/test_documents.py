@@ -80,7 +80,6 @@ def test_examples_run(page: str) -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocs", reason="the site needs mkdocs-material and mkdocstrings")
     ran = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
         cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
@@ -90,3 +89,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert 'id="polyattn.select"' in reference and 'id="polyattn.LayerSpec"' in reference
     start = (tmp_path / "index.html").read_text()
     assert 'href="plugins/"' in start, "the README's links lead to the site's pages"
+
+
+def test_a_new_reader_finds_the_kernel_by_folder_names() -> None:
+    """The path that CONTRIBUTING tells, from `select` to a kernel, is there."""
+    core, plugin = ROOT / "core/src/polyattn", ROOT / "plugins/cpu/src/polyattn_cpu"
+    told = re.search(
+        r"folder names alone\.(.*?)If a change", (ROOT / "CONTRIBUTING.md").read_text(), re.S
+    )
+    assert told is not None
+    steps = re.findall(r"`([^`]+)`", told[1])
+    assert len(steps) == 5
+    for step in steps:
+        where = plugin / step.partition("...")[2].strip("/") if "..." in step else core / step
+        assert where.exists(), step

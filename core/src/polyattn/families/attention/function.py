@@ -53,18 +53,11 @@ def attention(
             raise BatchError(
                 "packed sequences need query_lens, the tokens of each, and take no mask"
             )
-        _check_packed(query, key, value)
-        lens = query_lens if key_lens is None else key_lens
-        group = group_of(
-            query, key.shape[1], value.shape[2], asked, sinks is not None, alibi_slopes is not None,
-            cached=False,
-        )  # fmt: skip
-        step = plan_for(group, tuple(query_lens), tuple(lens))
-        out, lse = run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
-        return out if lse is None else (out, lse)
-    if query_lens is not None:
+        lens = tuple(query_lens), tuple(query_lens if key_lens is None else key_lens)
+        out, lse = _packed(query, key, value, asked, *lens, sinks, alibi_slopes)
+    elif query_lens is not None:
         raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
-    if mask is not None:
+    elif mask is not None:
         if causal or key_lens is not None or sliding_window is not None or window_right is not None:
             raise BatchError("mask says all; causal, key_lens and windows are left out beside it")
         out, lse = masked(
@@ -76,6 +69,25 @@ def attention(
             sinks=sinks, alibi_slopes=alibi_slopes,
         )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: Asked,
+    query_lens: tuple[int, ...],
+    key_lens: tuple[int, ...],
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    _check_packed(query, key, value)
+    group = group_of(
+        query, key.shape[1], value.shape[2], asked, sinks is not None, alibi_slopes is not None,
+        cached=False,
+    )  # fmt: skip
+    step = plan_for(group, query_lens, key_lens)
+    return run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -6,7 +6,7 @@ import csv
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ def _seconds(path: Path, number: int, row: list[str], column: int) -> float:
     try:
         if part and not (part.isascii() and part.isdigit()):
             raise ValueError
-        since = datetime.fromisoformat(whole).replace(tzinfo=timezone.utc).timestamp()
+        since = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
         return since + float(f"0.{part or 0}")
     except ValueError:
         raise TraceError(
