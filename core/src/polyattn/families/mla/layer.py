@@ -119,8 +119,9 @@ class LatentAttention(nn.Module):
         rope part is, or neither where the layer has `rotate=True`; both None when the cache holds them
         already. `topk` int32 (num_tokens, topk), for a sparse layer: positions in the token's
         sequence, -1 for none. Returns (num_tokens, num_heads, v_head_size), written to `out` where
-        given, and the LSE where the spec says `needs_lse`. A layer without weights takes the absorbed query (num_tokens, num_heads,
-        rank + rope size), gives (num_tokens, num_heads, rank), and serves rows that decode takes.
+        given, and the LSE where the spec says `needs_lse`. A layer without weights takes the absorbed
+        query (num_tokens, num_heads, rank + rope size), gives (num_tokens, num_heads, rank), and serves
+        rows that decode takes.
         Raises `BatchError`, `CacheError`; nothing was changed then.
         """
         if torch.compiler.is_compiling():
