@@ -55,6 +55,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         device: torch.device,
     ):  # fmt: skip
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        _check_engine(vllm_config, device)
         known = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
         specs = [self._spec(layer) for layer in known]
         groups = {spec: self._group(spec) for spec in dict.fromkeys(specs)}
@@ -105,6 +106,16 @@ class Builder(AttentionMetadataBuilder[Step]):
         plans = {group: group.plan(batch) for group in self.groups}
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
+
+
+def _check_engine(config: VllmConfig, device: torch.device) -> None:
+    """Raise where the host never learns a step's lengths: a plan is made of them, not of bounds."""
+    speculates = config.speculative_config is not None
+    if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
+        raise NotImplementedError(
+            "polyattn plans by the host's lengths, and asynchronous scheduling with speculative decoding "
+            "has bounds of them alone; pass --no-async-scheduling, or set VLLM_PLUGINS= (empty)"
+        )
 
 
 def _refuse(common: CommonAttentionMetadata) -> None:

@@ -161,7 +161,7 @@ class TritonAttention(PlannedAttention):
             (
                 parts, part_lse, out, out if lse is None else lse,
                 part_lse if params.sinks is None else params.sinks,
-                plan.batch.seq_lens, plan.batch.query_start_loc, plan.work,
+                plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
             (0 if lse is None else lse.stride(0),),

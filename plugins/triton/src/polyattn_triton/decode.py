@@ -263,14 +263,14 @@ def decode_kernel(
                             ROWS, DV, BLOCK_DV, AT_ONCE,
                         )  # fmt: skip
                         finish(
-                            total, top, weight, OUT, LSE, SINKS, v_scale, seq_len,
+                            total, top, weight, OUT, LSE, SINKS, v_scale,
                             (token0 + (start + group) // G).to(tl.int64),
                             kv_head * G + (start + group) % G, ok,
                             o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
                         )  # fmt: skip
             else:
                 finish(
-                    acc, m, l, OUT, LSE, SINKS, v_scale, seq_len,
+                    acc, m, l, OUT, LSE, SINKS, v_scale,
                     (token0 + (start + rows) // G).to(tl.int64),
                     kv_head * G + (start + rows) % G, row_ok,
                     o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
@@ -310,19 +310,19 @@ def decode_kernel(
                     ROWS, DV, BLOCK_DV, AT_ONCE,
                 )  # fmt: skip
                 finish(
-                    total, top, weight, OUT, LSE, SINKS, v_scale, seq_len, token, kv_head * G + group,
+                    total, top, weight, OUT, LSE, SINKS, v_scale, token, kv_head * G + group,
                     group < G, o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
                 )  # fmt: skip
         else:
             finish(
-                acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, token, head, row_ok, o_t, o_h, lse_t,
+                acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
                 DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["lse_t"])
 def merge_kernel(
-    PARTS, PART_LSE, OUT, LSE, SINKS, SEQ_LENS, STARTS, WORK, v_scale, o_t, o_h, lse_t,
+    PARTS, PART_LSE, OUT, LSE, SINKS, STARTS, WORK, v_scale, o_t, o_h, lse_t,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
@@ -342,7 +342,6 @@ def merge_kernel(
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
     if (at < stop) & (first < program) & (last == program):
-        seq_len = tl.load(SEQ_LENS + seq)
         token0 = seq
         query_len = 1
         if not BY_TOKEN:
@@ -355,7 +354,7 @@ def merge_kernel(
             last - first + 1, ok, True, ROWS, DV, BLOCK_DV, AT_ONCE,
         )  # fmt: skip
         finish(
-            acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, (token0 + (start + rows) // G).to(tl.int64),
+            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
             kv_head * G + (start + rows) % G, ok,
             o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
         )  # fmt: skip

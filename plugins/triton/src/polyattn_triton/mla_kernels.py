@@ -226,7 +226,7 @@ def mla_kernel(
             store_part(acc, m, l, PARTS, PART_LSE, part * BLOCK_H + rows, row_ok, RANK, BLOCK_R)
         else:
             finish(
-                acc, m, l, OUT, LSE, LSE, v_scale, length,
+                acc, m, l, OUT, LSE, LSE, v_scale,
                 (token0 + (start + rows) // HEADS).to(tl.int64),
                 (start + rows) % HEADS, row_ok, o_t, o_h, lse_t, RANK, BLOCK_R, False, HAS_LSE,
             )  # fmt: skip

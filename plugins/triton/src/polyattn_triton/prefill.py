@@ -216,7 +216,7 @@ def prefill_kernel(
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
                 finish(
-                    acc, m, l, OUT, LSE, SINKS, v_scale, seq_len,
+                    acc, m, l, OUT, LSE, SINKS, v_scale,
                     (token0 + (start + rows) // G).to(tl.int64),
                     kv_head * G + (start + rows) % G, row_ok,
                     o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
@@ -241,7 +241,7 @@ def prefill_kernel(
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, False,
         )  # fmt: skip
         finish(
-            acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, (token0 + (start + rows) // G).to(tl.int64),
+            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
             kv_head * G + (start + rows) % G, start + rows < query_len * G,
             o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
         )  # fmt: skip

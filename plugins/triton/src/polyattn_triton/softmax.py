@@ -46,17 +46,17 @@ def logits(
 
 @triton.jit
 def finish(
-    acc, m, l, OUT, LSE, SINKS, v_scale, seq_len, token, head, row_ok, o_t, o_h, lse_t,
+    acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Add the sinks, normalise and store rows' outputs and LSE.
 
-    A sequence without keys is padding: not even its sinks count.
+    A row that saw no key has no state, so its sinks don't count either.
     """
     offs_dv = tl.arange(0, BLOCK_DV)
     if HAS_SINKS:
         sink = tl.load(SINKS + head, mask=row_ok, other=0.0) * LOG2E
-        sink = tl.where(seq_len > 0, sink, float("-inf"))
+        sink = tl.where(m == float("-inf"), m, sink)
         top = tl.maximum(m, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
         l = l * tl.exp2(m - base) + tl.exp2(sink - base)
