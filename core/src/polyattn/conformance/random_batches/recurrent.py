@@ -17,7 +17,7 @@ from polyattn.conformance.random_batches.compose import (
 )
 from polyattn.conformance.random_batches.tally import Job, Tally
 from polyattn.families.recurrent import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.batch import Batch
@@ -36,10 +36,10 @@ def recurrent_round(
     requests = Requests.of(draw_lengths(job.dice, BLOCK))
     pool = recurrent_inputs(spec, int(requests.queries.sum()), harness.generator, device)
     for index, name in enumerate(layer.form.inputs):
-        if name == "g":
+        if name in ("g", "w"):
             pool[index] = rates(pool[index], numbers)
     starts = layer.group.allocate_states(len(requests.lens)).data
-    starts.copy_(harness.random(*starts.shape, dtype=starts.dtype) * 0.5)
+    starts.copy_(recurrent_state(spec, starts.shape, harness.generator))
     slots = torch.arange(len(requests.lens)).masked_fill(torch.from_numpy(requests.padding), -1)
     batch = Batch.from_lens(
         requests.queries.tolist(),
