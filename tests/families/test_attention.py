@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import polyattn
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -199,3 +200,14 @@ def test_a_long_prefill_s_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     layer = harness.layer(spec)
     harness.check(layer, harness.inputs(layer, [(300, 700)]))
     assert max(sizes) <= 1 << 14 and len(sizes) > 300 * 700 * 8 >> 15
+
+
+def test_a_sink_is_no_key() -> None:
+    """Of 9 queries at -6 to 2 over 3 keys, the window from its own to 2 on: 4 see none."""
+    query, key = torch.randn(9, 2, 16), torch.randn(3, 2, 16)
+    out, lse = polyattn.attention(
+        query, key, key, sliding_window=1, window_right=2, sinks=torch.randn(2), query_lens=[9],
+        key_lens=[3], return_lse=True, backend="TORCH_SDPA",
+    )  # fmt: skip
+    assert bool((lse[:4] == -torch.inf).all()) and bool(lse[4:].isfinite().all())
+    assert bool((out[:4] == 0).all()) and bool((out[4:] != 0).any(-1).all())

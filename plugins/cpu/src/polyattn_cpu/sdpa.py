@@ -332,5 +332,8 @@ def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:
 
 
 def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:
-    if lse is not None:
-        lse.copy_(values if params.sinks is None else torch.logaddexp(values, params.sinks))
+    if lse is None:
+        return
+    if params.sinks is not None:  # of a query that saw no key not even the sink counts
+        values = torch.logaddexp(values, params.sinks).where(values != -torch.inf, -torch.inf)
+    lse.copy_(values)
