@@ -139,67 +139,60 @@ TRITON_MLA_SPARSE = _latent(
     "MLA over the chosen rows of the latent cache, in Triton",
 )
 
-TRITON_SCAN = BackendInfo(
-    name="TRITON_SCAN",
-    summary="Mamba, linear attention, the gated delta rule and short convolutions, in Triton",
-    path="polyattn_triton.scan:TritonScan",
-    probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.4",),
-    install='pip install "polyattn[triton]"',
-    capabilities=Capabilities(
-        platforms=PLATFORMS,
-        kinds=frozenset(
-            {
-                AttentionKind.SHORT_CONV,
-                AttentionKind.MAMBA1,
-                AttentionKind.MAMBA2,
-                AttentionKind.LINEAR,
-                AttentionKind.GDN,
-            }
+
+def _scan(
+    name: str, path: str, kinds: set[AttentionKind], summary: str, priority: Priority,
+    proof: dict[str, Proof],
+) -> BackendInfo:  # fmt: skip
+    return BackendInfo(
+        name=name,
+        summary=summary,
+        path=f"polyattn_triton.{path}",
+        probe="polyattn_triton.probes:ready",
+        requires=("triton>=3.4",),
+        install='pip install "polyattn[triton]"',
+        capabilities=Capabilities(
+            platforms=PLATFORMS,
+            kinds=frozenset(kinds),
+            dtypes=DTYPES,
+            head_sizes=multiples(1, high=256),
+            v_head_sizes=multiples(1, high=256),
+            features=frozenset(
+                {"causal", "gqa", "v_head_size", "deterministic", "batch_invariant"}
+            ),
+            graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
         ),
-        dtypes=DTYPES,
-        head_sizes=multiples(1, high=256),
-        v_head_sizes=multiples(1, high=256),
-        features=frozenset({"causal", "gqa", "v_head_size", "deterministic", "batch_invariant"}),
-        graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
-    ),
-    priorities=(
-        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-        Priority(score=70, why="one launch for a whole prefill; states stay in registers"),
-    ),
-    proof=PROOF,
-)
+        priorities=(
+            Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
+            priority,
+        ),
+        proof=proof,
+    )
+
+
+TRITON_SCAN = _scan(
+    "TRITON_SCAN",
+    "scan:TritonScan",
+    {
+        AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2, AttentionKind.LINEAR,
+        AttentionKind.GDN,
+    },
+    "Mamba, linear attention, the gated delta rule and short convolutions, in Triton",
+    Priority(score=70, why="one launch for a whole prefill; states stay in registers"),
+    PROOF,
+)  # fmt: skip
 
 SERVICES_PROOF = {where: proof for where, proof in PROOF.items() if where != "sm_90"}
-TRITON_TOKEN_SCAN = BackendInfo(
-    name="TRITON_TOKEN_SCAN",
-    summary="KDA, RWKV-7, RG-LRU and linear attention with a normaliser, in Triton, by the token",
-    path="polyattn_triton.token_scan:TritonTokenScan",
-    probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.4",),
-    install='pip install "polyattn[triton]"',
-    capabilities=Capabilities(
-        platforms=PLATFORMS,
-        kinds=frozenset(
-            {
-                AttentionKind.KDA,
-                AttentionKind.RWKV7,
-                AttentionKind.RG_LRU,
-                AttentionKind.PHI_LINEAR,
-            }
-        ),
-        dtypes=DTYPES,
-        head_sizes=multiples(1, high=256),
-        v_head_sizes=multiples(1, high=256),
-        features=TRITON_SCAN.capabilities.features,
-        graph_capture=TRITON_SCAN.capabilities.graph_capture,
-    ),
-    priorities=(
-        Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
-        Priority(score=60, why="one launch; states stay in registers; a token after another"),
-    ),
-    proof=SERVICES_PROOF,
-)
+TRITON_TOKEN_SCAN = _scan(
+    "TRITON_TOKEN_SCAN",
+    "token_scan:TritonTokenScan",
+    {
+        AttentionKind.KDA, AttentionKind.RWKV7, AttentionKind.RG_LRU, AttentionKind.PHI_LINEAR,
+    },
+    "KDA, RWKV-7, RG-LRU and linear attention with a normaliser, in Triton, by the token",
+    Priority(score=60, why="one launch; states stay in registers; a token after another"),
+    SERVICES_PROOF,
+)  # fmt: skip
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
 TRITON_STORE = BackendInfo(
     name="TRITON_STORE",

@@ -85,11 +85,15 @@ class RecurrentHarness(Harness):
             queries, lens, state_slots=torch.tensor(slots, dtype=torch.int64, device=device),
             device=device,
         )  # fmt: skip
-        inputs = recurrent_inputs(layer.spec, sum(queries), self.generator, device)
+        return RecurrentInputs(batch, self.tokens(layer, sum(queries), numbers), states, used)
+
+    def tokens(self, layer: Recurrent, count: int, numbers: str = "usual") -> list[Tensor]:
+        """Return the inputs of so many tokens, in the form's order."""
+        inputs = recurrent_inputs(layer.spec, count, self.generator, self.torch_device)
         for index, name in enumerate(layer.form.inputs):
             if name in ("g", "w"):
                 inputs[index] = rates(inputs[index], numbers)
-        return RecurrentInputs(batch, inputs, states, used)
+        return inputs
 
     def run(self, layer: Recurrent, step: RecurrentInputs, plan: StepPlan | None = None) -> Tensor:
         """Run the layer into a poisoned output."""

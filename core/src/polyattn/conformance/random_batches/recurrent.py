@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.harness.base import bits
-from polyattn.conformance.harness.recurrent import RecurrentHarness, rates
+from polyattn.conformance.harness.recurrent import RecurrentHarness
 from polyattn.conformance.random_batches.compose import (
     Composition,
     Requests,
@@ -17,7 +17,7 @@ from polyattn.conformance.random_batches.compose import (
 )
 from polyattn.conformance.random_batches.tally import Job, Tally
 from polyattn.families.recurrent import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_state
+from polyattn.families.recurrent.inputs import recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.batch import Batch
@@ -34,10 +34,7 @@ def recurrent_round(
     """Run `job.count` batches of one layer; outputs and states of all are compared with the reference."""
     spec, device = layer.spec, harness.torch_device
     requests = Requests.of(draw_lengths(job.dice, BLOCK))
-    pool = recurrent_inputs(spec, int(requests.queries.sum()), harness.generator, device)
-    for index, name in enumerate(layer.form.inputs):
-        if name in ("g", "w"):
-            pool[index] = rates(pool[index], numbers)
+    pool = harness.tokens(layer, int(requests.queries.sum()), numbers)
     starts = layer.group.allocate_states(len(requests.lens)).data
     starts.copy_(recurrent_state(spec, starts.shape, harness.generator))
     slots = torch.arange(len(requests.lens)).masked_fill(torch.from_numpy(requests.padding), -1)
