@@ -86,7 +86,7 @@ class FlexAttention(AttentionBackend):
     name: ClassVar[str] = "FLEX_ATTENTION"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlexPlan:
-        return FlexPlan(self.spec, batch)
+        return FlexPlan(self.spec_of(batch), batch)
 
     def _score(self, plan: FlexPlan, params: LayerParams) -> Callable[..., Tensor] | None:
         cap, slopes = self.spec.logit_soft_cap, params.alibi_slopes

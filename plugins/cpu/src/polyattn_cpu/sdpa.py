@@ -51,7 +51,7 @@ class TorchSDPA(AttentionBackend):
     name: ClassVar[str] = "TORCH_SDPA"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
-        return SdpaPlan(batch, Alike.of(self.spec, batch) if self._fused else None)
+        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if self._fused else None)
 
     def run(
         self,
@@ -65,8 +65,9 @@ class TorchSDPA(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, SdpaPlan)
+        spec = self.spec_of(plan.batch)
         if plan.alike is not None:
-            plan.alike.run(self.spec, query, key, value, params, out, lse)
+            plan.alike.run(spec, query, key, value, params, out, lse)
             return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
@@ -84,15 +85,15 @@ class TorchSDPA(AttentionBackend):
                 source = _Given(key[whole].transpose(0, 1), value[whole].transpose(0, 1))
             else:
                 source = _Paged(plan.reader, cache, index, query.dtype)
-            call = _Call(source, length, params, *scales)
+            call = _Call(spec, source, length, params, *scales)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
     def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
-        count, length, source = query.shape[0], call.length, call.source
+        count, length, source, spec = query.shape[0], call.length, call.source, call.spec
         if count == 0:
             return
         context = length - count
-        if length == 0 or (self.spec.causal and context < 0):  # the first queries see nothing
+        if length == 0 or (spec.causal and context < 0):  # the first queries see nothing
             blind = count if length == 0 else -context
             out[:blind] = 0.0
             if lse is not None:
@@ -102,22 +103,21 @@ class TorchSDPA(AttentionBackend):
                     query[blind:], call, out[blind:], None if lse is None else lse[blind:]
                 )
             return
-        if self._fits_causal_kernel(count):
+        if self._fits_causal_kernel(spec, count):
             state = self._causal(query, call, context)
             self._store(state, call, out, lse)
             return
-        step = QUERY_BLOCK if max(window_sizes(self.spec)) >= 0 else 4 * QUERY_BLOCK
+        step = QUERY_BLOCK if max(window_sizes(spec)) >= 0 else 4 * QUERY_BLOCK
         step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             first, last = context + rows.start, context + rows.stop - 1
-            span = seen(self.spec, first, last, length)
+            span = seen(spec, first, last, length)
             keys, values = source.read(span)
             state = self._block(query[rows], keys, values, span, first, call)
             self._store(state, call, out[rows], None if lse is None else lse[rows])
 
-    def _fits_causal_kernel(self, count: int) -> bool:
-        spec = self.spec
+    def _fits_causal_kernel(self, spec: LayerSpec, count: int) -> bool:
         plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
         return spec.causal and plain and count > 1 and self._fused
 
@@ -179,7 +179,7 @@ class TorchSDPA(AttentionBackend):
         if not span.size:
             none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
             return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
-        bias, blind = self._bias(query, span, first, call.params)
+        bias, blind = self._bias(query, span, first, call)
         if self._turns:
             query, keys = turned_in_cache(self.spec, query, keys, span, first, call.length)
         state = self._attend(query, keys, values, call, bias)
@@ -208,13 +208,13 @@ class TorchSDPA(AttentionBackend):
         )
 
     def _bias(
-        self, query: Tensor, span: Span, first: int, params: LayerParams
+        self, query: Tensor, span: Span, first: int, call: _Call
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
 
         None for nothing to add, and where every query sees something.
         """
-        spec, count = self.spec, query.shape[0]
+        spec, count = call.spec, query.shape[0]
         limited = spec.chunk_size or max(window_sizes(spec)) >= 0
         # One query's span is exactly what it sees, but for this.
         masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
@@ -231,8 +231,8 @@ class TorchSDPA(AttentionBackend):
             if not spec.causal:
                 blind = ~mask.any(1)
         if spec.alibi:
-            assert params.alibi_slopes is not None
-            slopes = params.alibi_slopes.to(dtype)[:, None, None]
+            assert call.params.alibi_slopes is not None
+            slopes = call.params.alibi_slopes.to(dtype)[:, None, None]
             bias = bias + slopes * (key - position).to(dtype)
         return bias, blind
 
@@ -307,12 +307,18 @@ _Source = _Given | _Paged
 class _Call:
     """What one sequence's attention takes beside its queries."""
 
-    __slots__ = ("k_scale", "length", "params", "source", "v_scale")
+    __slots__ = ("k_scale", "length", "params", "source", "spec", "v_scale")
 
     def __init__(
-        self, source: _Source, length: int, params: LayerParams, k_scale: float, v_scale: float
+        self,
+        spec: LayerSpec,
+        source: _Source,
+        length: int,
+        params: LayerParams,
+        k_scale: float,
+        v_scale: float,
     ):
-        self.source, self.length, self.params = source, length, params
+        self.spec, self.source, self.length, self.params = spec, source, length, params
         self.k_scale, self.v_scale = k_scale, v_scale
 
 
