@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from polyattn.api import select
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.case import served_phases
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
@@ -55,6 +57,27 @@ class Harness:
     def group(self, spec: LayerSpec, layout: str | None = None) -> LayerGroup:
         """Return a fresh group: nothing is left of another case."""
         return LayerGroup(self.select(spec, layout))
+
+    def judge(
+        self,
+        spec: LayerSpec,
+        batch: Batch,
+        found: tuple[Tensor, Tensor | None],
+        expected: tuple[Tensor, Tensor],
+        label: str = "",
+    ) -> None:
+        """Assert that an output and an LSE, where there is one, are within the spec's tolerance."""
+        limit = tolerance_of(spec)
+        error = output_error(found[0], expected[0])
+        assert error <= limit.output, (
+            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
+            f"(query, length) {list(zip(batch.query_lens, batch.lens, strict=True))}"
+        )
+        if found[1] is not None:
+            error = lse_error(found[1], expected[1])
+            assert error <= limit.lse, (
+                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}) for {spec}"
+            )
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return fresh normal numbers on the device."""
