@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.capabilities import ANY_PLATFORM, STORED, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind, Role
@@ -26,6 +26,7 @@ TORCH_STORE = BackendInfo(
     capabilities=Capabilities(
         phases=frozenset({"store"}),
         rotates=frozenset(PAIRINGS),
+        features=frozenset({"causal", "gqa"}) | STORED,
         **_EVERYWHERE,  # type: ignore[arg-type]
     ),
     priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),

@@ -168,12 +168,18 @@ ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
 """Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
 
 
-def quantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one."""
+def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
+
+    `tensor` (tokens, heads, size); `scale`: a number, or a tensor of one a head.
+    """
     if tensor.dtype == dtype:
         return tensor
-    # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
-    divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
+    if isinstance(scale, Tensor):
+        divisor = scale[:, None].to(tensor.device)
+    else:
+        # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
+        divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
     if dtype == torch.int8:
         return (tensor.float() / divisor).round_().clamp_(-127, 127).to(dtype)
     if dtype.itemsize == 1:

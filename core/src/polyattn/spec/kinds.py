@@ -6,6 +6,12 @@ from enum import Enum, IntEnum
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+QUANTISED_DTYPES = ("auto", "fp8_e4m3")
+"""What queries, keys and values may arrive in, and outputs leave in, beside the layer's dtype."""
+DTYPE_ALIASES = {"fp8": "fp8_e4m3"}
+"""What engines call a dtype, and what it is."""
+SCALES = ("number", "tensor", "head")
+"""How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
 LAYOUTS = ("NHD", "HND")
 FEATURE_MAPS = ("elu+1", "relu")
 """What linear attention with a normaliser may take of queries and keys."""

@@ -16,6 +16,7 @@ from polyattn.families.attention import reference
 from polyattn.runtime.backend import AttentionBackend, LayerParams
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Plan
+from polyattn.runtime.scales import write_output
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LayerSpec
@@ -40,7 +41,7 @@ class Vanilla(AttentionBackend):
         found, found_lse = reference.forward(
             self.spec, query, key, value, cache, plan.batch, params, torch.float64
         )
-        out.copy_(found)
+        write_output(out, found, params.out_scale)
         if lse is not None:
             lse.copy_(found_lse)
 
