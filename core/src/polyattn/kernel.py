@@ -24,6 +24,7 @@ from polyattn.runtime.conventions import (
 )
 from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
+from polyattn.runtime.nvfp4 import unpacked
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
@@ -73,6 +74,7 @@ __all__ = [
     "raw",
     "rotation_at",
     "store_lse",
+    "unpacked",
     "window_sizes",
     "write_output",
 ]

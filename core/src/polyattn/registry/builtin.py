@@ -57,6 +57,7 @@ def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
     )
 
 
+_EIGHT = frozenset(KV_CACHE_DTYPES) - {"nvfp4"}
 _LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"})
 
 VANILLA = _vanilla(
@@ -74,6 +75,7 @@ VANILLA_MLA = _vanilla(
     "the float64 reference of absorbed MLA decode, on the host",
     kinds=frozenset({AttentionKind.MLA}),
     phases=frozenset({"decode"}),
+    kv_cache_dtypes=_EIGHT,
     features=_LATENT,
 )
 VANILLA_MLA_SPARSE = _vanilla(
@@ -81,6 +83,7 @@ VANILLA_MLA_SPARSE = _vanilla(
     "polyattn.families.mla.vanilla:VanillaSparseMLA",
     "the float64 reference of sparse MLA, on the host",
     kinds=frozenset({AttentionKind.SPARSE_MLA}),
+    kv_cache_dtypes=_EIGHT,
     features=_LATENT,
 )
 VANILLA_SCAN = _vanilla(

@@ -140,6 +140,17 @@ def _check_quantised(spec: LayerSpec) -> None:
             f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
             f"{spec.kv_cache_dtype!r}: what comes quantised is stored as it is"
         )
+    if spec.kv_cache_dtype == "nvfp4":
+        if spec.kind.family != "attention":
+            raise SpecError(
+                f"kv_cache_dtype='nvfp4' keeps keys and values apart; {spec.kind.value} layers can't"
+            )
+        for name in ("head_size", "v_head_size"):
+            if getattr(spec, name) % 16:
+                raise SpecError(
+                    f"{name}={getattr(spec, name)}: kv_cache_dtype='nvfp4' takes multiples of 16, which "
+                    "share a scale"
+                )
     scaled = spec.stored_dtype != spec.dtype or spec.qkv_dtype != "auto" or spec.out_dtype != "auto"
     if spec.scales != "number" and (spec.kind.family != "attention" or not scaled):
         raise SpecError(

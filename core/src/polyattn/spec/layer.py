@@ -83,7 +83,8 @@ class LayerSpec:
     - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
       attention's kernels are asked for it only where `rope.positions` is `"cache"`.
     - `block_size` None lets the selector choose.
-    - `kv_cache_dtype`: `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
+    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or `"nvfp4"`: 4-bit ones whose
+      every 16 share another (`runtime.nvfp4`). `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
     - `qkv_dtype` `"fp8_e4m3"`: queries, keys and values come as a quantised projection leaves them,
       `value / scale` in e4m3 (OCP's), with the layer's `q_scale`, `k_scale`, `v_scale`. A cache is then
       e4m3 too, and holds the same numbers.

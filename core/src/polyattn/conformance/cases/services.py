@@ -68,7 +68,7 @@ def _rotated(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
         yield Case("store_rotated", f"{where} temperature", spec.replace(rope=heated), "some")
         for dtype in sorted(caps.dtypes - {base.dtype}):
             yield Case("store_rotated", f"{where} {dtype}", spec.replace(dtype=dtype), "some")
-        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+        for cached in sorted(caps.kv_cache_dtypes - {"auto", "nvfp4"}):
             if base.latent is None and "head_scales" in caps.features:
                 many = spec.replace(kv_cache_dtype=cached, scales="head")
                 yield Case("store_rotated", f"{where} head scales, cache {cached}", many, "some")
@@ -103,7 +103,8 @@ def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[st
             yield f"dtype {dtype}", base.replace(dtype=dtype)
     if phase == "store":
         for cached in KV_CACHE_DTYPES:
-            if cached in caps.kv_cache_dtypes and cached != "auto":
+            latent = base.latent is not None and cached == "nvfp4"
+            if cached in caps.kv_cache_dtypes and cached != "auto" and not latent:
                 yield f"cache {cached}", base.replace(kv_cache_dtype=cached)
                 if "float32" in caps.dtypes:
                     wide = base.replace(kv_cache_dtype=cached, dtype="float32")

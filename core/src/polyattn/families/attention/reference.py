@@ -126,9 +126,25 @@ def read_cache(
     return found[0], found[1]
 
 
+def four_bits(rows: Tensor) -> Tensor:
+    """Return what NVFP4 rows (tokens, heads, bytes) hold, without the tensor's scale: each by itself."""
+    width = rows.shape[2] * 16 // 9
+    found = torch.empty(*rows.shape[:2], width, dtype=torch.float64)
+    scales = rows[:, :, width // 2 :].contiguous().view(torch.float8_e4m3fn).double()
+    for at in range(width):
+        code = (rows[:, :, at // 2] >> (4 * (at % 2))) & 15
+        sign = 1.0 - 2.0 * (code >> 3).double()
+        exponent, mantissa = (code >> 1) & 3, (code & 1).double()
+        normal = (1.0 + mantissa / 2) * 2.0 ** (exponent.double() - 1)
+        found[:, :, at] = sign * torch.where(exponent == 0, mantissa / 2, normal)
+        found[:, :, at] *= scales[:, :, at // 16]
+    return found
+
+
 def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Return what (tokens, heads, size) stand for: 8-bit numbers times their scale, or its head's."""
-    wide = tensor.detach().to("cpu").to(dtype)
+    wide = tensor.detach().to("cpu")
+    wide = four_bits(wide).to(dtype) if wide.dtype == torch.uint8 else wide.to(dtype)
     if tensor.dtype.itemsize > 1:
         return wide
     if not isinstance(scale, Tensor):

@@ -150,7 +150,7 @@ def run(
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     block_size: BlockSizeOption = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8.")
+        str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.")
     ] = "auto",
     fp8_compute: Annotated[
         bool,
