@@ -46,6 +46,7 @@ class Batch:
 
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
     query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
+    What TensorRT-LLM and vLLM call all this: `TensorRTLLMMetadata(batch)`, `VLLMMetadata(batch)`.
     Raises `BatchError`.
     """
 

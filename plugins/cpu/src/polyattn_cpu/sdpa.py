@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from polyattn.kernel import (
+    STORAGE_DTYPES,
     AttentionBackend,
     AttentionState,
     Batch,
@@ -20,6 +21,7 @@ from polyattn.kernel import (
     Plan,
     merge_states,
     window_sizes,
+    write_output,
 )
 from torch import Tensor
 
@@ -51,7 +53,8 @@ class TorchSDPA(AttentionBackend):
     name: ClassVar[str] = "TORCH_SDPA"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
-        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if self._fused else None)
+        plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
+        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if plain else None)
 
     def run(
         self,
@@ -72,7 +75,12 @@ class TorchSDPA(AttentionBackend):
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype
-        scales = (params.k_scale, params.v_scale) if rounded else (1.0, 1.0)
+        kept = cache.key if cache is not None else key
+        assert kept is not None
+        scales = (params.k_scale, params.v_scale) if kept.dtype.itemsize == 1 else (1.0, 1.0)
+        if query.dtype.itemsize == 1:  # exact in every wider dtype
+            query = query.to(STORAGE_DTYPES[self.spec.dtype])
+            scales = (scales[0] * params.q_scale, scales[1])
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             source: _Source
@@ -82,7 +90,8 @@ class TorchSDPA(AttentionBackend):
                 assert key is not None and value is not None
                 first = rows.start if cache is not None else batch.key_starts[index]
                 whole = slice(first, first + length)
-                source = _Given(key[whole].transpose(0, 1), value[whole].transpose(0, 1))
+                pair = (t[whole].to(query.dtype).transpose(0, 1) for t in (key, value))
+                source = _Given(*pair)
             else:
                 source = _Paged(plan.reader, cache, index, query.dtype)
             call = _Call(spec, source, length, params, *scales)
@@ -128,6 +137,7 @@ class TorchSDPA(AttentionBackend):
             self.device.platform == "cpu"
             and spec.v_head_size == spec.head_size
             and spec.logit_soft_cap is None
+            and spec.scales == "number"  # torch's kernel takes its scale from the host
             and not self._turns
         )
 
@@ -245,7 +255,7 @@ class TorchSDPA(AttentionBackend):
         folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
         folded = folded.reshape(heads, groups * count, -1)
         scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2))
-        scores *= self.spec.scale * call.k_scale
+        scores *= self.spec.scale * _beside(call.k_scale, (-1, 1, 1))
         cap = self.spec.logit_soft_cap
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
@@ -261,11 +271,12 @@ class TorchSDPA(AttentionBackend):
 
     def _store(self, state: AttentionState, call: _Call, out: Tensor, lse: Tensor | None) -> None:
         output, params = state.output, call.params
-        if call.v_scale != 1.0:
-            output = output.to(torch.promote_types(output.dtype, torch.float32)) * call.v_scale
+        if isinstance(call.v_scale, Tensor) or call.v_scale != 1.0:
+            each = _beside(call.v_scale, (-1, 1), self.spec.gqa_ratio)
+            output = output.to(torch.promote_types(output.dtype, torch.float32)) * each
         if params.sinks is not None:  # the sink joins the denominator after the fact
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
-        out.copy_(output)
+        write_output(out, output, params.out_scale)
         _store_lse(lse, params, state.lse)
 
 
@@ -315,11 +326,16 @@ class _Call:
         source: _Source,
         length: int,
         params: LayerParams,
-        k_scale: float,
-        v_scale: float,
+        k_scale: float | Tensor,
+        v_scale: float | Tensor,
     ):
         self.spec, self.source, self.length, self.params = spec, source, length, params
         self.k_scale, self.v_scale = k_scale, v_scale
+
+
+def _beside(scale: float | Tensor, shape: tuple[int, ...], times: int = 1) -> float | Tensor:
+    """Return a scale as it multiplies: a number, or each KV head's `times` times in this shape."""
+    return scale.repeat_interleave(times).view(shape) if isinstance(scale, Tensor) else scale
 
 
 def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:
