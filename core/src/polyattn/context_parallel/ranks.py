@@ -23,6 +23,9 @@ NOTE_BYTES = 480
 """What a rank says of itself where ranks compare notes: 32 bytes of digest come before it."""
 
 
+WATCH = 1.25
+"""How much longer than the timeout a collective may take that nobody waits for on the host."""
+
 # The later name, where torch has it (2.13); the earlier one warns there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -54,9 +57,11 @@ class ContextParallel:
         self.device_type: str = mesh.device_type
         self.broken: str | None = None
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
+        # NCCL's own watch ends the process; what waits on the host here comes before it.
+        limit = self.timeout * (1.0 if self.device_type == "cpu" else WATCH)
         try:
             self._group: Any = dist.new_group(
-                self._ranks, timeout=timedelta(seconds=self.timeout), use_local_synchronization=True
+                self._ranks, timeout=timedelta(seconds=limit), use_local_synchronization=True
             )
         except Exception as error:
             raise ParallelError(
