@@ -19,6 +19,9 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.api import select, select_layers
+    from polyattn.context_parallel.group import ContextGroup
+    from polyattn.context_parallel.layer import ContextAttention
+    from polyattn.context_parallel.ranks import ContextParallel
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.function import attention
@@ -55,6 +58,9 @@ _HOME = {
     "Batch": "runtime.batch",
     "CacheFormat": "selection.cache_format",
     "Capabilities": "registry.capabilities",
+    "ContextAttention": "context_parallel.layer",
+    "ContextGroup": "context_parallel.group",
+    "ContextParallel": "context_parallel.ranks",
     "Decision": "selection.decision",
     "Device": "device",
     "GraphCapture": "spec.kinds",
@@ -94,6 +100,9 @@ __all__ = [
     "Batch",
     "CacheFormat",
     "Capabilities",
+    "ContextAttention",
+    "ContextGroup",
+    "ContextParallel",
     "Decision",
     "Device",
     "GraphCapture",
