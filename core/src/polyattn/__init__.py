@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.group import LayerGroup
     from polyattn.runtime.kv_cache import KVCache
     from polyattn.runtime.merge import AttentionState, merge_states
+    from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
     from polyattn.runtime.state_cache import StateCache
     from polyattn.selection.cache_format import CacheFormat
@@ -77,6 +78,8 @@ _HOME = {
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
     "StepPlan": "runtime.plan",
+    "TensorRTLLMMetadata": "runtime.metadata",
+    "VLLMMetadata": "runtime.metadata",
     "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
@@ -117,6 +120,8 @@ __all__ = [
     "StateCache",
     "StepGraphs",
     "StepPlan",
+    "TensorRTLLMMetadata",
+    "VLLMMetadata",
     "__version__",
     "attention",
     "choose_tokens",
