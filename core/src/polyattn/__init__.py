@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
     from polyattn.settings import Settings
+    from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
     from polyattn.spec.layer import LayerSpec
 
@@ -53,6 +54,7 @@ _HOME = {
     "BackendInfo": "registry.info",
     "Batch": "runtime.batch",
     "CacheFormat": "selection.cache_format",
+    "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
     "Decision": "selection.decision",
     "Device": "device",
@@ -90,6 +92,7 @@ __all__ = [
     "BackendInfo",
     "Batch",
     "CacheFormat",
+    "CacheWindow",
     "Capabilities",
     "Decision",
     "Device",
