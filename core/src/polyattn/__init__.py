@@ -19,6 +19,9 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.api import select, select_layers
+    from polyattn.context_parallel.group import ContextGroup
+    from polyattn.context_parallel.layer import ContextAttention
+    from polyattn.context_parallel.ranks import ContextParallel
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.function import attention
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.group import LayerGroup
     from polyattn.runtime.kv_cache import KVCache
     from polyattn.runtime.merge import AttentionState, merge_states
+    from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
     from polyattn.runtime.state_cache import StateCache
     from polyattn.selection.cache_format import CacheFormat
@@ -56,6 +60,9 @@ _HOME = {
     "CacheFormat": "selection.cache_format",
     "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
+    "ContextAttention": "context_parallel.layer",
+    "ContextGroup": "context_parallel.group",
+    "ContextParallel": "context_parallel.ranks",
     "Decision": "selection.decision",
     "Device": "device",
     "GraphCapture": "spec.kinds",
@@ -73,6 +80,8 @@ _HOME = {
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
     "StepPlan": "runtime.plan",
+    "TensorRTLLMMetadata": "runtime.metadata",
+    "VLLMMetadata": "runtime.metadata",
     "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
@@ -94,6 +103,9 @@ __all__ = [
     "CacheFormat",
     "CacheWindow",
     "Capabilities",
+    "ContextAttention",
+    "ContextGroup",
+    "ContextParallel",
     "Decision",
     "Device",
     "GraphCapture",
@@ -111,6 +123,8 @@ __all__ = [
     "StateCache",
     "StepGraphs",
     "StepPlan",
+    "TensorRTLLMMetadata",
+    "VLLMMetadata",
     "__version__",
     "attention",
     "choose_tokens",
