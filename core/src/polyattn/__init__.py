@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
     from polyattn.settings import Settings
+    from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
     from polyattn.spec.layer import LayerSpec
 
@@ -57,6 +58,7 @@ _HOME = {
     "BackendInfo": "registry.info",
     "Batch": "runtime.batch",
     "CacheFormat": "selection.cache_format",
+    "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
     "ContextAttention": "context_parallel.layer",
     "ContextGroup": "context_parallel.group",
@@ -99,6 +101,7 @@ __all__ = [
     "BackendInfo",
     "Batch",
     "CacheFormat",
+    "CacheWindow",
     "Capabilities",
     "ContextAttention",
     "ContextGroup",

@@ -106,6 +106,7 @@ class Batch:
         state_slots: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         positions: Tensor | None = None,
+        host_block_table: np.ndarray[Any, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -119,7 +120,8 @@ class Batch:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            key_starts=key_starts, positions=positions, device=device,
+            key_starts=key_starts, positions=positions, host_block_table=host_block_table,
+            device=device,
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:
