@@ -30,8 +30,8 @@ _LATENT: tuple[Check, ...] = (
     mla.latent_isolation, mla.latent_graph, mla.latent_reuse, search.latent_search,
 )  # fmt: skip
 _RECURRENT: tuple[Check, ...] = (
-    recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.recurrent_out,
-    recurrent.recurrent_strided, recurrent.recurrent_plans, recurrent.recurrent_graph,
+    recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
+    recurrent.recurrent_out, recurrent.recurrent_strided, recurrent.recurrent_plans, recurrent.recurrent_graph,
     recurrent.recurrent_reuse, search.recurrent_search,
 )  # fmt: skip
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
