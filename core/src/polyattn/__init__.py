@@ -19,6 +19,9 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.api import select, select_layers
+    from polyattn.context_parallel.group import ContextGroup
+    from polyattn.context_parallel.layer import ContextAttention
+    from polyattn.context_parallel.ranks import ContextParallel
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.function import attention
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
     from polyattn.settings import Settings
+    from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
     from polyattn.spec.layer import LayerSpec
 
@@ -54,7 +58,11 @@ _HOME = {
     "BackendInfo": "registry.info",
     "Batch": "runtime.batch",
     "CacheFormat": "selection.cache_format",
+    "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
+    "ContextAttention": "context_parallel.layer",
+    "ContextGroup": "context_parallel.group",
+    "ContextParallel": "context_parallel.ranks",
     "Decision": "selection.decision",
     "Device": "device",
     "GraphCapture": "spec.kinds",
@@ -93,7 +101,11 @@ __all__ = [
     "BackendInfo",
     "Batch",
     "CacheFormat",
+    "CacheWindow",
     "Capabilities",
+    "ContextAttention",
+    "ContextGroup",
+    "ContextParallel",
     "Decision",
     "Device",
     "GraphCapture",

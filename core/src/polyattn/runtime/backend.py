@@ -11,6 +11,7 @@ from polyattn.device import Device
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.decompose import over_context
 from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
@@ -81,6 +82,13 @@ class AttentionBackend(Backend, ABC):
     reaches an output; nothing that `Capabilities` doesn't claim has to be handled, because such a
     layer never gets here.
     """
+
+    def spec_of(self, batch: Batch) -> LayerSpec:
+        """Return what one call computes: the layer's spec, over context alone without its causal mask.
+
+        So one object serves both parts of a step that is taken apart, its workspaces with it.
+        """
+        return self.spec if batch.causal else over_context(self.spec)
 
     @abstractmethod
     def run(

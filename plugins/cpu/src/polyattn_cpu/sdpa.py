@@ -54,7 +54,7 @@ class TorchSDPA(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
         plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
-        return SdpaPlan(batch, Alike.of(self.spec, batch) if plain else None)
+        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if plain else None)
 
     def run(
         self,
@@ -68,8 +68,9 @@ class TorchSDPA(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, SdpaPlan)
+        spec = self.spec_of(plan.batch)
         if plan.alike is not None:
-            plan.alike.run(self.spec, query, key, value, params, out, lse)
+            plan.alike.run(spec, query, key, value, params, out, lse)
             return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
@@ -96,7 +97,7 @@ class TorchSDPA(AttentionBackend):
                 source = _Given(*pair)
             else:
                 source = _Paged(plan.reader, cache, index, query.dtype)
-            call = _Call(source, length, params, *scales)
+            call = _Call(spec, source, length, params, *scales)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
     def _wide(self, scale: float | Tensor) -> float | Tensor:
@@ -105,11 +106,11 @@ class TorchSDPA(AttentionBackend):
         return scale.double() if double else scale
 
     def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
-        count, length, source = query.shape[0], call.length, call.source
+        count, length, source, spec = query.shape[0], call.length, call.source, call.spec
         if count == 0:
             return
         context = length - count
-        if length == 0 or (self.spec.causal and context < 0):  # the first queries see nothing
+        if length == 0 or (spec.causal and context < 0):  # the first queries see nothing
             blind = count if length == 0 else -context
             out[:blind] = 0.0
             if lse is not None:
@@ -119,22 +120,21 @@ class TorchSDPA(AttentionBackend):
                     query[blind:], call, out[blind:], None if lse is None else lse[blind:]
                 )
             return
-        if self._fits_causal_kernel(count):
+        if self._fits_causal_kernel(spec, count):
             state = self._causal(query, call, context)
             self._store(state, call, out, lse)
             return
-        step = QUERY_BLOCK if max(window_sizes(self.spec)) >= 0 else 4 * QUERY_BLOCK
+        step = QUERY_BLOCK if max(window_sizes(spec)) >= 0 else 4 * QUERY_BLOCK
         step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             first, last = context + rows.start, context + rows.stop - 1
-            span = seen(self.spec, first, last, length)
+            span = seen(spec, first, last, length)
             keys, values = source.read(span)
             state = self._block(query[rows], keys, values, span, first, call)
             self._store(state, call, out[rows], None if lse is None else lse[rows])
 
-    def _fits_causal_kernel(self, count: int) -> bool:
-        spec = self.spec
+    def _fits_causal_kernel(self, spec: LayerSpec, count: int) -> bool:
         plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
         return spec.causal and plain and count > 1 and self._fused
 
@@ -197,7 +197,7 @@ class TorchSDPA(AttentionBackend):
         if not span.size:
             none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
             return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
-        bias, blind = self._bias(query, span, first, call.params)
+        bias, blind = self._bias(query, span, first, call)
         if self._turns:
             query, keys = turned_in_cache(self.spec, query, keys, span, first, call.length)
         state = self._attend(query, keys, values, call, bias)
@@ -226,13 +226,13 @@ class TorchSDPA(AttentionBackend):
         )
 
     def _bias(
-        self, query: Tensor, span: Span, first: int, params: LayerParams
+        self, query: Tensor, span: Span, first: int, call: _Call
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
 
         None for nothing to add, and where every query sees something.
         """
-        spec, count = self.spec, query.shape[0]
+        spec, count = call.spec, query.shape[0]
         limited = spec.chunk_size or max(window_sizes(spec)) >= 0
         # One query's span is exactly what it sees, but for this.
         masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
@@ -249,8 +249,8 @@ class TorchSDPA(AttentionBackend):
             if not spec.causal:
                 blind = ~mask.any(1)
         if spec.alibi:
-            assert params.alibi_slopes is not None
-            slopes = params.alibi_slopes.to(dtype)[:, None, None]
+            assert call.params.alibi_slopes is not None
+            slopes = call.params.alibi_slopes.to(dtype)[:, None, None]
             bias = bias + slopes * (key - position).to(dtype)
         return bias, blind
 
@@ -326,17 +326,18 @@ _Source = _Given | _Paged
 class _Call:
     """What one sequence's attention takes beside its queries."""
 
-    __slots__ = ("k_scale", "length", "params", "source", "v_scale")
+    __slots__ = ("k_scale", "length", "params", "source", "spec", "v_scale")
 
     def __init__(
         self,
+        spec: LayerSpec,
         source: _Source,
         length: int,
         params: LayerParams,
         k_scale: float | Tensor,
         v_scale: float | Tensor,
     ):
-        self.source, self.length, self.params = source, length, params
+        self.spec, self.source, self.length, self.params = spec, source, length, params
         self.k_scale, self.v_scale = k_scale, v_scale
 
 

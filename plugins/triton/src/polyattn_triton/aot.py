@@ -120,7 +120,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
     return compile_kernel(rotate_store_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}
+FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
 

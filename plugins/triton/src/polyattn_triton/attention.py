@@ -64,7 +64,7 @@ class TritonAttention(PlannedAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, none = self.spec, self._none
+        none = self._none
         packed = plan.fresh and (
             cache is None or (cache.key.dtype == query.dtype and key is not None)
         )
@@ -81,8 +81,8 @@ class TritonAttention(PlannedAttention):
             config = self.prefill_config if packed else self.paged_config
             block_size = 1 if cache is None else cache.block_size
             constants = prefill_constants(
-                spec, config, block_size, not packed, plan.way == "pieces", lse is not None,
-                self.device.arch,
+                self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
+                lse is not None, self.device.arch,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
@@ -117,7 +117,7 @@ class TritonAttention(PlannedAttention):
         if site is None:
             key, value = cache.key, cache.value
             constants = decode_constants(
-                self.spec, plan.config, cache.block_size, plan.way, lse is not None,
+                self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
                 self.device.arch, key.stride() == value.stride(),
             )  # fmt: skip
             site = self._sites[which] = _site(

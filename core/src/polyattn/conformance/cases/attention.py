@@ -105,7 +105,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     ]
     cases: list[Case] = []
     for base in bases:
-        cases += _numeric(caps, base)
+        cases += [*_numeric(caps, base), *_parts(caps, base)]
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
             cases.append(Case("search", "", base, "drawn"))
@@ -124,6 +124,15 @@ def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
     if base.role is Role.DECODER:
         for numbers in ("+100", "-100"):
             yield Case("numeric", where, base, _main(names, "")[0], numbers)
+
+
+def _parts(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
+    """Yield the case of a step that is taken apart, where calls may be causal or not."""
+    names = _batches_for(caps, base)
+    batch = next((name for name in ("chunked", "more keys") if name in names), None)
+    if batch and base.causal and {"non_causal", "lse"} <= caps.features:
+        where = "cached" if base.cached else "uncached"
+        yield Case("context", where, base.replace(needs_lse=True), batch)
 
 
 def base_spec(caps: Capabilities, role: Role, cached: bool) -> LayerSpec:
