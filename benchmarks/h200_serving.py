@@ -6,8 +6,9 @@ Sections, each by itself (one that fails is named, and the others run):
 
 - `kit`: TRITON_ATTN's and TRITON_STORE's conformance cases of scales, 8-bit inputs and outputs.
 - `graph`: four layers of one captured step, in three batch sizes, replayed over random lengths and
-  tables: bits beside the eager step as padded to the graph's size, and as it is; allocations of a replay, and the replayed graph's device
-  time beside that of a graph of the stores' and backends' own calls (bar: 1 %).
+  tables: bits beside the eager step as it is padded to the graph's size, and as it is; allocations of a
+  replay, and the replayed graph's device time beside that of a graph of the stores' and backends' own
+  calls (bar: 1 %).
 - `scales`: a captured step whose scales are tensors, rewritten between replays: beside the eager step
   and the float64 reference.
 - `decode`: 64 sequences of 4,096 keys over an e4m3 cache beside bf16 (bar: 0.62 of its time).
