@@ -36,6 +36,10 @@ class Batch:
       `block * block_size + offset`; -1 skips. None stores nothing.
     - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
+    - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
+      being left as they are; or (num_seqs, tokens): where the state after each of its tokens goes, so
+      that of several drafts any number can be accepted (`StateCache.accepted`). A padding row's, and
+      what lies behind a sequence's last token, is -1. Several sequences may start from one slot then.
     - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
       `key` and `value`; default: packed one after another. Gaps are left alone.
     - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
@@ -63,6 +67,7 @@ class Batch:
         slot_mapping: Tensor | None = None,
         *,
         state_slots: Tensor | None = None,
+        state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
         positions: Tensor | None = None,
@@ -77,6 +82,7 @@ class Batch:
         self.device = _device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
+        self.state_targets = state_targets
         check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
@@ -103,6 +109,7 @@ class Batch:
         block_size: int | None = None,
         *,
         state_slots: Tensor | None = None,
+        state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         positions: Tensor | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
@@ -119,8 +126,8 @@ class Batch:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            key_starts=key_starts, positions=positions, host_block_table=host_block_table,
-            device=device,
+            state_targets=state_targets, key_starts=key_starts, positions=positions,
+            host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:
@@ -253,6 +260,7 @@ class Batch:
             index = torch.tensor(seqs, device=self.device)
         batch.block_table = None if self.block_table is None else self.block_table[index]
         batch.state_slots = None if self.state_slots is None else self.state_slots[index]
+        batch.state_targets = None if self.state_targets is None else self.state_targets[index]
         if "seq_lens" in self.__dict__:
             batch.__dict__["seq_lens"] = self.seq_lens[index]
         if "host_block_table" in self.__dict__ and self.host_block_table is not None:
