@@ -10,7 +10,6 @@ LSE.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -29,12 +28,15 @@ from polyattn.context_parallel.step import (
     sinks_of,
     width_of,
 )
+from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, raw
+from polyattn.runtime.nvfp4 import unpacked
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.scales import Scale, dequantized, of_heads
 from polyattn.selection.selection import Selection
-from polyattn.spec.kinds import Role
+from polyattn.spec.kinds import GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 
 
@@ -57,13 +59,11 @@ def over_given_keys(group: LayerGroup, causal: bool) -> LayerGroup:
 
 @lru_cache(maxsize=256)
 def _given(selection: Selection, causal: bool) -> Selection:
-    spec = selection.spec
-    asked = LayerSpec(
-        num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
-        v_head_size=spec.v_head_size, scale=spec.scale, dtype=spec.dtype, cached=False,
-        logit_soft_cap=spec.logit_soft_cap, needs_lse=True, deterministic=spec.deterministic,
-        batch_invariant=spec.batch_invariant, causal=causal,
-        role=Role.DECODER if causal else Role.CROSS,
+    asked = selection.spec.replace(
+        causal=causal, role=Role.DECODER if causal else Role.CROSS, cached=False, needs_lse=True,
+        sliding_window=None, window_right=None, chunk_size=None, sink_tokens=0, alibi=False,
+        learned_sinks=False, rope=None, kv_cache_dtype="auto", scales="number", fp8_compute=False,
+        block_size=None, graph_capture=GraphCapture.NONE,
     )  # fmt: skip
     return select(asked, selection.device)
 
@@ -101,20 +101,20 @@ class CopiedTogether(LocalState):
         seqs, local = torch.from_numpy(at).to(batch.device)
         self.blocks = batch.block_table[seqs, local // blocks.block_size].long()
         self.offsets = local % blocks.block_size
-        self.plan = given.plan(Batch(batch.starts, lens, device=batch.device))
+        self.plan: Any = given.plan(Batch(batch.starts, lens, device=batch.device))
 
     def run(self, layer: Layer, query: Tensor, cache: KVCache, out: Tensor, lse: Tensor) -> None:
-        params = layer.params
+        params, plan = layer.params, self.plan
         key = self._read(cache.key, params.k_scale, query.dtype)
         value = self._read(cache.value, params.v_scale, query.dtype)
-        plan: Any = self.plan
-        plan.call(query, key, value, None, replace(params, sinks=None), out, lse)
+        plan.call(query, key, value, None, LayerParams(), out, lse)
 
-    def _read(self, stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    def _read(self, stored: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
         found = raw(stored)[self.blocks, self.offsets].view(stored.dtype)
-        if stored.dtype.itemsize > 1:
-            return found
-        return (found.to(torch.float32) * scale).to(dtype)
+        if found.dtype == torch.uint8:
+            numbers = unpacked(found, torch.float32)
+            return (numbers * of_heads(scale, found.shape[1])).to(dtype)
+        return dequantized(found, scale, dtype)
 
 
 def _seen_places(spec: LayerSpec, length: int, blocks: Blocks) -> np.ndarray[Any, Any]:

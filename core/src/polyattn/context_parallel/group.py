@@ -108,6 +108,8 @@ class ContextGroup:
                 spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
             "only a decoder's causal layer over a cache is shared out":
                 not spec.cached or spec.role is not Role.DECODER or not spec.causal,
+            "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
+                (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
             "its keys turn by their places within one cache":
                 spec.rope is not None and spec.rope.positions == "cache",
             "states can't merge without their LSE; use spec.replace(needs_lse=True)":
