@@ -36,8 +36,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "kv_cache_dtype": "int8",
     },
 }
-NO_RING = ("window", "sink_tokens", "chunk", "alibi", "int8", "mla")
-"""Words of the layers that a ring refuses: whose keys' places count, or are kept otherwise."""
+NO_RING = ("window", "sink_tokens", "chunk", "alibi", "mla")
+"""Words of the layers that a ring refuses: whose keys' places count, and MLA."""
 
 DECODE = ((1,) * 7, (150, 1, 40, 0, 16, 65, 17))
 """Ragged rows of one token, a padding row, and rows of which some rank holds nothing."""
@@ -83,8 +83,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lse": (GQA | {"needs_lse": False}, {}, "needs_lse=True"),
     "ring and window": (GQA | {"sliding_window": 8}, {"prefill": "ring"}, "sliding_window: a key"),
     "ring and alibi": (GQA | {"alibi": True}, {"prefill": "ring"}, "alibi: a key"),
-    "ring and cache": (GQA | {"kv_cache_dtype": "int8", "dtype": "float32"}, {"prefill": "ring"},
-                       "stored_dtype"),
+    "ring and mla": (latent(), {"prefill": "ring"}, "MLA has latents"),
     "placed and chunk": (GQA | {"chunk_size": 8}, {"keys": "placed"}, "keys='blocks'"),
     "star by blocks": (GQA, {"prefill": "star"}, "keys='placed'"),
     "a name": (GQA, {"keys": "block"}, "did you mean 'blocks'?"),
