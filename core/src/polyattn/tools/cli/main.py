@@ -164,6 +164,9 @@ def run(
     seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
+    context_parallel: Annotated[
+        int, count("Ranks that share each sequence's keys (run by torchrun).")
+    ] = 1,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -175,7 +178,7 @@ def run(
         scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
-        arrivals=arrivals, samples=samples,
+        arrivals=arrivals, samples=samples, context_parallel=context_parallel,
     )  # fmt: skip
     _finish(lambda: show(options))
 
