@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
-from polyattn.spec.kinds import Role
+from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
@@ -66,6 +66,8 @@ class RunOptions:
     weights: str | None = None
     arrivals: str = "all"
     samples: int | None = None
+    sliding_window: int | None = None
+    sink_tokens: int | None = None
     context_parallel: int = 1
 
     @property
@@ -175,6 +177,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
             }
+            changes |= _streaming(spec, options)
         if (
             options.context_parallel > 1
             and not spec.kind.is_recurrent
@@ -185,6 +188,27 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
         # Random queries and keys stand for rotated ones; a whole model's layers rotate theirs.
         served.append(unrotated(spec) if options.weights is None else spec)
     return served
+
+
+def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
+    """Return what makes a layer StreamingLLM's: a window, sink tokens, positions within the cache."""
+    if options.sliding_window is None and options.sink_tokens is None:
+        return {}
+    if spec.kind is not AttentionKind.ATTENTION or spec.role is not Role.DECODER:
+        return {}
+    changes: dict[str, Any] = {}
+    if options.sliding_window is not None:
+        changes["sliding_window"] = options.sliding_window
+    if options.sink_tokens is not None:
+        if (options.sliding_window or spec.sliding_window) is None:
+            raise SettingsError(
+                f"--sink-tokens={options.sink_tokens} needs a window in every attention layer, and "
+                f"{spec} has none; pass --sliding-window, too"
+            )
+        changes["sink_tokens"] = options.sink_tokens
+        if spec.rope is not None:
+            changes["rope"] = replace(spec.rope, positions="cache")
+    return changes
 
 
 def _engine_options(options: RunOptions, ranks: ContextParallel | None) -> Options:
