@@ -225,7 +225,8 @@ def check(
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
     An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone: what the layer computes is no concern of theirs.
+    for its platform, kind and dtypes alone, a store for what it excludes too: what the layer computes
+    is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -244,6 +245,7 @@ def check(
     _check_sizes(caps, spec, need)
     if phase != "store":
         _check_computation(caps, spec, device, phase, need)
+    _check_excludes(caps, spec, device, phase, need)
     return tuple(found)
 
 
@@ -280,11 +282,6 @@ def _check_computation(
     for name in sorted(asked - caps.features):
         remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
         need(False, name, FEATURES[name], sorted(caps.features), remedy)
-    words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
-    words_asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
-    for together, why in caps.excludes:
-        apart = not together <= words_asked
-        need(apart, " with ".join(sorted(together)), "together", "apart", why)
     need(
         spec.graph_capture <= caps.graph_capture,
         "graph_capture",
@@ -292,6 +289,16 @@ def _check_computation(
         f"up to {caps.graph_capture.name.lower()}",
         "capture fewer kinds of steps, or run this layer outside the graph",
     )
+
+
+def _check_excludes(
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
+) -> None:
+    asked = features(spec)
+    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
+    for together, why in caps.excludes:
+        need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
 
 def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
