@@ -131,7 +131,8 @@ class Capabilities:
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
       (`"head_size 192"`): `{"alibi", "decode"}`.
-    - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
+    - `remedies`: for a feature or a dtype that isn't claimed here, what would bring it (another build,
+      say), or why nothing does.
 
     Raises `ValueError` when a claim has another type than its annotation, isn't known, or
     contradicts another one.
@@ -171,7 +172,7 @@ class Capabilities:
             ("layouts", self.layouts, LAYOUTS),
             ("phases", self.phases, PHASES),
             ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, FEATURES),
+            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES}),
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
@@ -237,7 +238,8 @@ def check(
     _check_device(caps, device, need)
     need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
     need(phase in caps.phases, "phase", phase, caps.phases, f"name another backend for {phase}")
-    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, "cast the model")
+    remedy = caps.remedies.get(spec.dtype, "cast the model")
+    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, remedy)
     if phase == "merge":
         return tuple(found)
     if spec.cached:

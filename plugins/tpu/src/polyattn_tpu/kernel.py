@@ -24,6 +24,8 @@ from polyattn_tpu.configs import VMEM_BYTES, WRITTEN, block_tokens, pages_per_st
 from polyattn_tpu.planning import Pages, Tiles
 
 LANES = 128
+ON_THEIR_WAY = (2, 2)
+"""Semaphores of the pages: K's and V's, of a step and of the next."""
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 """A masked logit: finite, so that a row that has seen nothing yet stays free of NaN."""
 
@@ -321,7 +323,7 @@ def paged_attention(
             out_specs=[pl.BlockSpec(memory_space=pl.ANY) for _ in shapes],
             scratch_shapes=[
                 *(pltpu.VMEM((2, keys, each.shape[3]), each.dtype) for each in stored),
-                pltpu.SemaphoreType.DMA((2, 2)),
+                pltpu.SemaphoreType.DMA(ON_THEIR_WAY),
                 *(pltpu.VMEM((tiles.step, group, width), dtype) for width, dtype in shapes),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
