@@ -110,7 +110,7 @@ def test_config_object_and_nested_text_config() -> None:
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not divisible by num_kv_heads=4"),
         ({"dtype": "bf16"}, "dtype='bf16'"),
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8'"),
+        ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4'"),
         ({"sliding_window": 0}, "use None for none"),
         ({"logit_soft_cap": -1.0}, "logit_soft_cap=-1.0"),
         ({"sink_tokens": 4}, "needs a sliding_window"),

@@ -19,6 +19,9 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.api import select, select_layers
+    from polyattn.context_parallel.group import ContextGroup
+    from polyattn.context_parallel.layer import ContextAttention
+    from polyattn.context_parallel.ranks import ContextParallel
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.function import attention
@@ -36,12 +39,14 @@ if TYPE_CHECKING:
     from polyattn.runtime.group import LayerGroup
     from polyattn.runtime.kv_cache import KVCache
     from polyattn.runtime.merge import AttentionState, merge_states
+    from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
     from polyattn.runtime.state_cache import StateCache
     from polyattn.selection.cache_format import CacheFormat
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
     from polyattn.settings import Settings
+    from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
     from polyattn.spec.layer import LayerSpec
 
@@ -53,7 +58,11 @@ _HOME = {
     "BackendInfo": "registry.info",
     "Batch": "runtime.batch",
     "CacheFormat": "selection.cache_format",
+    "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
+    "ContextAttention": "context_parallel.layer",
+    "ContextGroup": "context_parallel.group",
+    "ContextParallel": "context_parallel.ranks",
     "Decision": "selection.decision",
     "Device": "device",
     "GraphCapture": "spec.kinds",
@@ -71,6 +80,8 @@ _HOME = {
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
     "StepPlan": "runtime.plan",
+    "TensorRTLLMMetadata": "runtime.metadata",
+    "VLLMMetadata": "runtime.metadata",
     "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
@@ -90,7 +101,11 @@ __all__ = [
     "BackendInfo",
     "Batch",
     "CacheFormat",
+    "CacheWindow",
     "Capabilities",
+    "ContextAttention",
+    "ContextGroup",
+    "ContextParallel",
     "Decision",
     "Device",
     "GraphCapture",
@@ -108,6 +123,8 @@ __all__ = [
     "StateCache",
     "StepGraphs",
     "StepPlan",
+    "TensorRTLLMMetadata",
+    "VLLMMetadata",
     "__version__",
     "attention",
     "choose_tokens",

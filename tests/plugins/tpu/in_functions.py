@@ -19,6 +19,7 @@ from polyattn.conformance.harness import attention, base, mla, recurrent
 from polyattn.families.attention.layer import Attention
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent.layer import Recurrent
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
@@ -43,6 +44,26 @@ class FunctionsGroup(LayerGroup):
 
     def pytree(self, step: Any) -> Any:
         return self.__dict__["pytrees"][id(step)][1]
+
+    def backend(self, phase: str, base: Any, spec: Any = None, cache: Any = None) -> Any:
+        if base is AttentionBackend:
+            return FunctionsPart(self.spec, cache, self.device)
+        return super().backend(phase, base, spec, cache)
+
+
+class FunctionsPart(AttentionBackend):
+    """A call over a part of the keys: the functions are told of the part's spec."""
+
+    def run(self, plan, query, key, value, cache, params, out, lse) -> None:  # type: ignore[no-untyped-def]
+        spec = self.spec_of(plan.batch)
+        size = None if self.cache is None else self.cache.block_size
+        made = pt.plan(plan.batch, spec, block_size=size, buckets=buckets())
+        rows, options = attention_inputs(made, query, key, value, params, lse)
+        if cache is None:
+            found = attend_given(made, spec, *rows, **options)
+        else:
+            found = attend(made, spec, rows[0], cache_of(cache), **options)
+        give(*found, out, lse)
 
 
 def cache_of(cache: KVCache) -> pt.Cache:
@@ -69,6 +90,16 @@ def arrays(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else array_of(tensor) for tensor in tensors]
 
 
+def attention_inputs(  # type: ignore[no-untyped-def]
+    plan, query, key, value, params, lse
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the query, padded, the keys and values, and `attend`'s options."""
+    q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
+    scales = pt.Scales(params.k_scale, params.v_scale)
+    options = {"sinks": sinks, "alibi_slopes": slopes, "scales": scales, "lse": lse is not None}
+    return [pt.pad(plan, q), k, v], options
+
+
 def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None) -> None:
     out.copy_(to_torch(found, out)[: len(out)])
     if lse is not None:
@@ -89,17 +120,14 @@ class FunctionsAttention(Attention):
         out = query.new_empty(step.out_shape) if out is None else out
         if not len(query):
             return out
-        q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
-        q = pt.pad(plan, q)
-        scales = pt.Scales(params.k_scale, params.v_scale)
-        options = {"sinks": sinks, "alibi_slopes": slopes, "scales": scales, "lse": lse is not None}
+        rows, options = attention_inputs(plan, query, key, value, params, lse)
         if cache is None:
-            found = attend_given(plan, self.spec, q, k, v, **options)
+            found = attend_given(plan, self.spec, *rows, **options)
         else:
-            made = cache_of(cache)
-            if k is not None and step.batch.slot_mapping is not None:
-                made = store(plan, pt.pad(plan, k), pt.pad(plan, v), made, scales)
-            found = attend(plan, self.spec, q, made, **options)
+            made, scales = cache_of(cache), options["scales"]
+            if key is not None and step.batch.slot_mapping is not None:
+                made = store(plan, *(pt.pad(plan, array) for array in rows[1:]), made, scales)
+            found = attend(plan, self.spec, rows[0], made, **options)
             bring(made, cache)
         give(*found, out, lse)
         return out

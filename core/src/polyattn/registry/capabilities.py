@@ -226,8 +226,8 @@ def check(
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
     An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone, a store for what it excludes too: what the layer computes
-    is no concern of theirs.
+    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled, and for
+    what it excludes): what the layer computes is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -247,6 +247,8 @@ def check(
     _check_sizes(caps, spec, need)
     if phase != "store":
         _check_computation(caps, spec, device, phase, need)
+    else:
+        _check_features(caps, features(spec) & STORED, need)
     _check_excludes(caps, spec, device, phase, need)
     return tuple(found)
 
@@ -281,9 +283,15 @@ def _check_computation(
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
-    for name in sorted(asked - caps.features):
-        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
-        need(False, name, FEATURES[name], sorted(caps.features), remedy)
+    _check_features(caps, asked, need)
+    if asked & {"fp8_inputs", "fp8_output"}:
+        need(
+            device.fp8 != "fnuz",
+            "fp8 format",
+            "ocp (queries, keys, values and outputs)",
+            f"{device.fp8} (what {device.arch} computes)",
+            "leave qkv_dtype and out_dtype out",
+        )
     need(
         spec.graph_capture <= caps.graph_capture,
         "graph_capture",
@@ -310,10 +318,24 @@ def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
     return rope.pairing in caps.rotates
 
 
+STORED = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
+"""The features that a store must claim, too: they are of the keys and values that it is given."""
+
+
+def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> None:
+    for name in sorted(asked - caps.features):
+        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
+        need(False, name, FEATURES[name], sorted(caps.features), remedy)
+
+
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
+    "tensor_scales": "give the scales as numbers: scales='number'",
+    "head_scales": "give one scale for all heads",
+    "fp8_inputs": "dequantise before: qkv_dtype='auto'",
+    "fp8_output": "quantise after: out_dtype='auto'",
 }
 
 

@@ -46,9 +46,12 @@ class Batch:
 
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
     query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
+    What TensorRT-LLM and vLLM call all this: `TensorRTLLMMetadata(batch)`, `VLLMMetadata(batch)`.
     Raises `BatchError`.
     """
 
+    causal: bool = True
+    """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
     block_size: int | None = None
     """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
 
@@ -103,6 +106,7 @@ class Batch:
         state_slots: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         positions: Tensor | None = None,
+        host_block_table: np.ndarray[Any, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -116,7 +120,8 @@ class Batch:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            key_starts=key_starts, positions=positions, device=device,
+            key_starts=key_starts, positions=positions, host_block_table=host_block_table,
+            device=device,
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:
@@ -243,6 +248,7 @@ class Batch:
         batch.starts = [0, *accumulate(queries[i] for i in chosen)]
         batch.lens = [self.lens[i] for i in chosen]
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
+        batch.causal = self.causal
         index: Any = seqs
         if not isinstance(seqs, slice):
             index = torch.tensor(seqs, device=self.device)
@@ -270,6 +276,15 @@ class Batch:
         """Return the same batch over another block table."""
         batch = self.copy()
         batch.block_table = block_table
+        return batch
+
+    def over_context(self) -> Batch:
+        """Return the same batch as one whose keys all lie before its queries, for a call that is a part.
+
+        A backend that claims `causal` and `non_causal` serves both kinds of call of a causal layer.
+        """
+        batch = self.copy()
+        batch.causal = False
         return batch
 
     def tail_slots(self, block_size: int) -> Tensor:

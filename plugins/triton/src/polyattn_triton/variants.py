@@ -29,6 +29,10 @@ MOST_FEW_ROWS = 64
 """Rows of (token, head of group) up to which the decode kernel serves a sequence's queries."""
 
 
+SCALES = {"number": 0, "tensor": 1, "head": 2}
+"""How the kernels read a layer's scales (`softmax.scaled`)."""
+
+
 def even_splits(programs: int, num_sms: int) -> int:
     """Return how many splits leave the fullest multiprocessor the least to do.
 
@@ -70,7 +74,8 @@ def prefill_constants(
     """Return `prefill_kernel`'s constants, in its order."""
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
-    return (spec.gqa_ratio, *shape, paged, *_mask_constants(spec, lse), split, early)
+    scales = SCALES[spec.scales]
+    return (spec.gqa_ratio, *shape, paged, *_mask_constants(spec, lse), split, early, scales)
 
 
 def decode_constants(
@@ -87,7 +92,7 @@ def decode_constants(
     early = split and not itself and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size), *_mask_constants(spec, lse),
-        split, rows, at_once, early, alike, listed, way == "few",
+        split, rows, at_once, early, alike, listed, way == "few", SCALES[spec.scales],
     )  # fmt: skip
 
 
