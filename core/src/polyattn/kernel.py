@@ -25,12 +25,14 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.pointwise import Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
     "ALLOCATORS",
@@ -38,10 +40,12 @@ __all__ = [
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
+    "AttentionVariant",
     "Batch",
     "BatchError",
     "CacheFormat",
     "Device",
+    "Function",
     "GraphCapture",
     "KVCache",
     "LatentSpec",
@@ -50,6 +54,7 @@ __all__ = [
     "MergeBackend",
     "NewTokens",
     "Plan",
+    "Pointwise",
     "RecurrentBackend",
     "RecurrentSpec",
     "Role",
@@ -58,6 +63,7 @@ __all__ = [
     "StoreBackend",
     "StorePlan",
     "UniformRows",
+    "VariantInput",
     "absorbed",
     "alibi_slopes",
     "arch_matches",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 from polyattn.device import Device
@@ -29,7 +29,7 @@ class LayerParams:
 
     `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
     `k_scale`, `v_scale`: a quantised cache holds `value / scale`. `qkv_bias`: `NewTokens.bias`.
-    `rotate`: whether queries and keys come unrotated.
+    `rotate`: whether queries and keys come unrotated. `inputs`: what the layer brings of its variant's.
     """
 
     sinks: Tensor | None = None
@@ -38,6 +38,7 @@ class LayerParams:
     v_scale: float = 1.0
     qkv_bias: Tensor | None = None
     rotate: bool = False
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Backend:

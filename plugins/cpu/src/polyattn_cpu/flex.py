@@ -10,7 +10,18 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import (
+    AttentionBackend,
+    AttentionVariant,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    Pointwise,
+)
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -33,10 +44,11 @@ class FlexPlan(Plan):
     """Where every row and key of the padded batch belongs, and which blocks of them meet."""
 
     __slots__ = (
-        "at_k", "block_mask", "num_keys", "position_k", "position_q", "seq_k", "seq_q", "slots",
+        "at_k", "block_mask", "masked", "num_keys", "position_k", "position_q", "seq_k", "seq_q",
+        "sequences_of_keys", "slots", "step_seq",
     )  # fmt: skip
 
-    def __init__(self, spec: LayerSpec, batch: Batch):
+    def __init__(self, spec: LayerSpec, batch: Batch, pointwise: Pointwise | None):
         super().__init__(batch)
         device = batch.device
         query_lens, lens = torch.tensor(batch.query_lens), torch.tensor(batch.lens)
@@ -48,9 +60,26 @@ class FlexPlan(Plan):
         self.position_q = (at_q + context[seq_q.clamp(max=len(lens))]).to(device)
         self.seq_q = seq_q.to(device)
         self.position_k = self.at_k.to(device)
-        own = self._sequence_mask(spec, self.seq_q, self.seq_k.to(device))
-        self.block_mask = create_block_mask(own, 1, 1, rows, keys, device=str(device))
+        self.sequences_of_keys = self.seq_k.to(device)
+        self.step_seq = torch.tensor([*batch.seq_ids, 0], device=device)[self.seq_q]
+        # Functions are evaluated for padding, too: it stands where the first token does.
+        self.position_q[batch.num_tokens :] = self.position_q[0]
+        self.step_seq[batch.num_tokens :] = self.step_seq[0]
+        self.position_k[self.num_keys :] = 0
+        heads = 1
+        # A mask whose inputs the step brings decides which blocks are computed; else it is the score's.
+        self.masked = pointwise is not None and pointwise.mask_inputs <= batch.inputs.keys()
+        own = self._sequence_mask(spec, self.seq_q, self.sequences_of_keys)
+        if pointwise is not None and self.masked:
+            own = _both(own, self.places, pointwise, batch.inputs)
+            heads = spec.num_heads if spec.variant else 1
+        self.block_mask = create_block_mask(own, 1, heads, rows, keys, device=str(device))
         self.slots: Tensor | None = None
+
+    def places(self, h: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Return b, h, q_idx, kv_idx of a pair of rows of the padded batch; of strangers, key 0."""
+        own = self.seq_q[q] == self.sequences_of_keys[k]
+        return self.step_seq[q], h, self.position_q[q], torch.where(own, self.position_k[k], 0)
 
     def given_rows(self) -> Tensor:
         """Return where each key lies in tensors that are given whole, with gaps between sequences."""
@@ -85,20 +114,34 @@ class FlexAttention(AttentionBackend):
 
     name: ClassVar[str] = "FLEX_ATTENTION"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.pointwise = Pointwise.of(spec)
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlexPlan:
-        return FlexPlan(self.spec, batch)
+        return FlexPlan(self.spec, batch, self.pointwise)
 
     def _score(self, plan: FlexPlan, params: LayerParams) -> Callable[..., Tensor] | None:
         cap, slopes = self.spec.logit_soft_cap, params.alibi_slopes
-        if cap is None and slopes is None:
+        pointwise = self.pointwise
+        hides = pointwise is not None and bool(pointwise.mask_mods) and not plan.masked
+        scored = pointwise is not None and pointwise.score_mod is not None
+        if cap is None and slopes is None and not scored and not hides:
             return None
-        position_q, position_k = plan.position_q, plan.position_k
+        position_q, position_k, places = plan.position_q, plan.position_k, plan.places
+        inputs = {**plan.batch.inputs, **params.inputs}
 
         def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
             if slopes is not None:
                 score = score + slopes[h] * (position_k[k] - position_q[q])
+            if pointwise is not None:
+                at = places(h, q, k)
+                if scored:
+                    score = pointwise.score(score, at, inputs)
+                if hides:
+                    score = torch.where(pointwise.visible(at, inputs), score, -torch.inf)
             return score
 
         return change
@@ -146,6 +189,24 @@ class FlexAttention(AttentionBackend):
             plan.slots = plan.batch.block_table[seq, at // size].long() * size + at % size
         block, offset = plan.slots // size, plan.slots % size
         return cache.key[block, offset], cache.value[block, offset]
+
+
+def variant_problem(variant: AttentionVariant) -> str | None:
+    """Say why a variant can't be served: `flex_attention` always takes a softmax."""
+    return None if variant.softmax else "torch's flex_attention has no way without a softmax"
+
+
+def _both(
+    own: Callable[..., Tensor], places: Callable[..., tuple[Tensor, ...]], pointwise: Pointwise,
+    inputs: dict[str, Tensor],
+) -> Callable[..., Tensor]:  # fmt: skip
+    """Return the mask of a row's own sequence and of the functions."""
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        mine, seen = own(b, h, q, k), pointwise.visible(places(h, q, k), inputs)
+        return mine if seen is None else mine & seen
+
+    return visible
 
 
 def _confined(plan: FlexPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from polyattn.runtime.inputs import (
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.pointwise import check_step_inputs, layer_inputs
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -46,6 +48,8 @@ class Attention(nn.Module):
       batch's positions; False, its caller did. It has to be said.
     - `qkv_bias` (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,): added to query,
       key and value before they are rotated; by reference, likewise.
+    - `inputs`: of what the spec's variant reads by name, what doesn't come with each batch; tensors by
+      reference, likewise, numbers as they are.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
@@ -61,6 +65,7 @@ class Attention(nn.Module):
         v_scale: float = 1.0,
         rotate: bool | None = None,
         qkv_bias: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
     ):
         super().__init__()
@@ -76,6 +81,7 @@ class Attention(nn.Module):
         self.sinks = Weight.per_head("sinks", sinks, spec, spec.learned_sinks, device)
         self.alibi_slopes = Weight.per_head("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
         self.qkv_bias = fused_bias(qkv_bias, spec, device)
+        self.inputs, self._from_step = layer_inputs(spec, inputs, device)
         quantised = spec.stored_dtype != spec.dtype
         self._params = LayerParams(
             k_scale=positive("k_scale", k_scale, quantised),
@@ -97,6 +103,8 @@ class Attention(nn.Module):
             params.alibi_slopes = self.alibi_slopes.current()
         if self.qkv_bias is not None:
             params.qkv_bias = self.qkv_bias.current()
+        for name, weight in self.inputs.items():
+            params.inputs[name] = weight.current()
         return params
 
     def plan(self, batch: Batch) -> StepPlan:
@@ -151,6 +159,8 @@ class Attention(nn.Module):
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
+        if self._from_step:
+            check_step_inputs(self.spec, self._from_step, step.batch)
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
         return step.call(query, key, value, cache, self.params, out, lse)
