@@ -25,8 +25,9 @@ from polyattn.runtime.conventions import (
 from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.plan import Plan, StorePlan
-from polyattn.runtime.pointwise import Function, Pointwise
+from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
@@ -36,6 +37,7 @@ from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
     "ALLOCATORS",
+    "INPUT_DTYPES",
     "STORAGE_DTYPES",
     "AttentionBackend",
     "AttentionKind",
@@ -62,7 +64,9 @@ __all__ = [
     "SparseBackend",
     "StoreBackend",
     "StorePlan",
+    "Trace",
     "UniformRows",
+    "UntraceableError",
     "VariantInput",
     "absorbed",
     "alibi_slopes",
@@ -77,5 +81,6 @@ __all__ = [
     "raw",
     "rotation_at",
     "store_lse",
+    "trace",
     "window_sizes",
 ]

@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
+from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
@@ -51,12 +52,21 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         return _compile_small(spec, arch, phase, query, cached, block_size)
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
     pointers = {"Q": query, "OUT": query}
+    generated = Generated.of(spec)
+    functions = NOTHING if generated is None else generated.constants
     if way in ("prefill", "pieces"):
         paged = phase.startswith("paged")
         config = tile_config(spec, arch, "paged" if paged else "prefill")
         pointers |= dict.fromkeys(("K", "V"), cached if paged else query)
         constants = prefill_constants(
-            spec, config, block_size if paged else 1, paged, way == "pieces", spec.needs_lse, arch
+            spec,
+            config,
+            block_size if paged else 1,
+            paged,
+            way == "pieces",
+            spec.needs_lse,
+            arch,
+            functions,
         )
         kernel: Any = prefill_kernel
     else:
@@ -64,7 +74,9 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         config = tile_config(spec, arch, "decode" if way == "decode" else "few", rows)
         pointers |= dict.fromkeys(("K", "V"), cached)
         alike = spec.head_size == spec.v_head_size
-        constants = decode_constants(spec, config, block_size, way, spec.needs_lse, arch, alike)
+        constants = decode_constants(
+            spec, config, block_size, way, spec.needs_lse, arch, alike, functions
+        )
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
@@ -79,10 +91,12 @@ def _compile_small(
     block_size: int,
 ) -> Any:
     if phase == "merge":
+        generated = Generated.of(spec)
+        summed = generated is not None and not generated.softmax
         height = tile_config(spec, arch, "prefill").block_m
         constants: tuple[Any, ...] = merge_constants(
             spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
-            spec.needs_lse, launches_early(arch),
+            spec.needs_lse, launches_early(arch), summed,
         )  # fmt: skip
         return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
     if phase == "rotate":
@@ -112,6 +126,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 
 FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}
+LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
 
@@ -132,7 +147,8 @@ def compile_kernel(
         elif name in FLOATS:
             signature[name] = "fp32"
         elif name.isupper():
-            element = pointers.get(name, "i32" if name in INTS else "fp32")
+            usual = "i64" if name in LONGS else "i32" if name in INTS else "fp32"
+            element = pointers.get(name, usual)
             signature[name] = f"*{element}"
         else:
             signature[name] = "i32"

@@ -36,6 +36,7 @@ TRITON_ATTN = BackendInfo(
     name="TRITON_ATTN",
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     path="polyattn_triton.attention:TritonAttention",
+    variant_check="polyattn_triton.pointwise:variant_problem",
     probe="polyattn_triton.probes:ready",
     requires=("triton>=3.4",),
     install='pip install "polyattn[triton]"',
@@ -64,6 +65,9 @@ TRITON_ATTN = BackendInfo(
                 "logit_soft_cap",
                 "alibi",
                 "learned_sinks",
+                "variant",
+                "custom_mask",
+                "block_sparse",
                 "lse",
                 "deterministic",
             }
