@@ -144,8 +144,10 @@ def test_a_long_mla_prefill_builds_each_backend_once(monkeypatch: pytest.MonkeyP
     for _ in range(3):
         plan = layer.plan(Batch.from_lens([64], [length], table, size))
         assert len(plan.calls) > 50, "the context comes in pieces"
-    # Decode, store and merge; prefill over the step's own tokens, and over the context.
-    assert len(built) == len({"decode", "store", "merge"}) + 2
+        causal = [call.plan.batch.causal for call in plan.calls]
+        assert causal[0] and not any(causal[1:]), "the step's own tokens alone are under the mask"
+        assert len({id(call.backend) for call in plan.calls}) == 1
+    assert len(built) == len({"decode", "prefill", "store", "merge"})
 
 
 def test_an_mla_step_of_padding_alone_needs_no_block() -> None:

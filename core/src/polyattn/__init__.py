@@ -19,6 +19,9 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.api import select, select_layers
+    from polyattn.context_parallel.group import ContextGroup
+    from polyattn.context_parallel.layer import ContextAttention
+    from polyattn.context_parallel.ranks import ContextParallel
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.function import attention
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.group import LayerGroup
     from polyattn.runtime.kv_cache import KVCache
     from polyattn.runtime.merge import AttentionState, merge_states
+    from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
     from polyattn.runtime.state_cache import StateCache
     from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
@@ -59,6 +63,9 @@ _HOME = {
     "BlockSparseMask": "runtime.step_mask",
     "CacheFormat": "selection.cache_format",
     "Capabilities": "registry.capabilities",
+    "ContextAttention": "context_parallel.layer",
+    "ContextGroup": "context_parallel.group",
+    "ContextParallel": "context_parallel.ranks",
     "CustomMask": "runtime.step_mask",
     "Decision": "selection.decision",
     "Device": "device",
@@ -77,6 +84,8 @@ _HOME = {
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
     "StepPlan": "runtime.plan",
+    "TensorRTLLMMetadata": "runtime.metadata",
+    "VLLMMetadata": "runtime.metadata",
     "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
@@ -102,6 +111,9 @@ __all__ = [
     "BlockSparseMask",
     "CacheFormat",
     "Capabilities",
+    "ContextAttention",
+    "ContextGroup",
+    "ContextParallel",
     "CustomMask",
     "Decision",
     "Device",
@@ -120,6 +132,8 @@ __all__ = [
     "StateCache",
     "StepGraphs",
     "StepPlan",
+    "TensorRTLLMMetadata",
+    "VLLMMetadata",
     "__version__",
     "attention",
     "choose_tokens",

@@ -24,9 +24,11 @@ from polyattn.runtime.conventions import (
 )
 from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
 from polyattn.runtime.merge import AttentionState, merge_states
+from polyattn.runtime.nvfp4 import unpacked
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
-from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.scales import write_output
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
@@ -77,10 +79,13 @@ __all__ = [
     "decode_window_sizes",
     "empty_rows",
     "merge_states",
+    "prepared",
     "quantize",
     "raw",
     "rotation_at",
     "store_lse",
     "trace",
+    "unpacked",
     "window_sizes",
+    "write_output",
 ]

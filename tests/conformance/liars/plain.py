@@ -29,7 +29,11 @@ class Plain(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
+        if spec is not self.spec:
+            other = type(self)(spec, self.cache, self.device)
+            Plain.run(other, plan, query, key, value, cache, params, out, lse)
+            return
         for index in range(batch.num_seqs):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             if rows.start == rows.stop:
@@ -165,6 +169,7 @@ class HonestGraph(Plain):
     def run(self, plan: Plan, *args: object) -> None:
         assert isinstance(plan, GraphPlan)
         held = Batch(plan.batch.starts, plan.lens, plan.table)
+        held.causal = plan.batch.causal
         super().run(Plan(held), *args)  # type: ignore[arg-type]
 
 

@@ -18,6 +18,7 @@ from polyattn.conformance.harness import attention, base, mla, recurrent
 from polyattn.families.attention.layer import Attention
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent.layer import Recurrent
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
@@ -42,6 +43,29 @@ class FunctionsGroup(LayerGroup):
 
     def pytree(self, step: Any) -> Any:
         return self.__dict__["pytrees"][id(step)][1]
+
+    def backend(self, phase: str, base: Any, spec: Any = None, cache: Any = None) -> Any:
+        if base is AttentionBackend:
+            return FunctionsPart(self.spec, cache, self.device)
+        return super().backend(phase, base, spec, cache)
+
+
+class FunctionsPart(AttentionBackend):
+    """A call over a part of the keys: the functions are told of the part's spec."""
+
+    def run(self, plan, query, key, value, cache, params, out, lse) -> None:  # type: ignore[no-untyped-def]
+        spec = self.spec_of(plan.batch)
+        size = None if self.cache is None else self.cache.block_size
+        made = pt.plan(plan.batch, spec, block_size=size, buckets=buckets())
+        q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
+        q = pt.pad(made, q)
+        if cache is None:
+            found = over_given(made, spec, q, k, v, sinks, slopes, lse is not None)
+        else:
+            scales = pt.Scales(params.k_scale, params.v_scale)
+            given = (made, spec, q, None, cache_of(cache), sinks, slopes, scales)
+            _, found = over_pages(*given, lse is not None)
+        give(*found, out, lse)
 
 
 def cache_of(cache: KVCache) -> pt.Cache:

@@ -19,7 +19,9 @@ slow, sweep = pytest.mark.slow, pytest.mark.sweep
 
 DOORS = {"torchax": ("in_jax", "jax"), "functions": ("in_functions", "cpu")}
 """What is registered with pytest, and the torch device that the kit selects for."""
-FEW = "out- or strided- or (plans- and not recurrent) or (isolation-nan and mixed)"
+FEW = (
+    "out- or strided- or (plans- and not recurrent) or (isolation-nan and mixed) or context-cached"
+)
 """Views, plans and isolation: what a door can get wrong, where the kernels themselves are right."""
 FEW_RECURRENT = "recurrent_out or recurrent_strided or recurrent_plans-gdn"
 ALL = ""

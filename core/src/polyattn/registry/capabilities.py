@@ -225,7 +225,8 @@ def check(
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
     An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone: what the layer computes is no concern of theirs.
+    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled): what
+    the layer computes is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -244,6 +245,8 @@ def check(
     _check_sizes(caps, spec, need)
     if phase != "store":
         _check_computation(caps, spec, device, phase, need)
+    else:
+        _check_features(caps, features(spec) & STORED, need)
     return tuple(found)
 
 
@@ -277,9 +280,15 @@ def _check_computation(
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
-    for name in sorted(asked - caps.features):
-        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
-        need(False, name, FEATURES[name], sorted(caps.features), remedy)
+    _check_features(caps, asked, need)
+    if asked & {"fp8_inputs", "fp8_output"}:
+        need(
+            device.fp8 != "fnuz",
+            "fp8 format",
+            "ocp (queries, keys, values and outputs)",
+            f"{device.fp8} (what {device.arch} computes)",
+            "leave qkv_dtype and out_dtype out",
+        )
     words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
     words_asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     for together, why in caps.excludes:
@@ -301,10 +310,24 @@ def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
     return rope.pairing in caps.rotates
 
 
+STORED = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
+"""The features that a store must claim, too: they are of the keys and values that it is given."""
+
+
+def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> None:
+    for name in sorted(asked - caps.features):
+        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
+        need(False, name, FEATURES[name], sorted(caps.features), remedy)
+
+
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
+    "tensor_scales": "give the scales as numbers: scales='number'",
+    "head_scales": "give one scale for all heads",
+    "fp8_inputs": "dequantise before: qkv_dtype='auto'",
+    "fp8_output": "quantise after: out_dtype='auto'",
 }
 
 

@@ -84,6 +84,7 @@ class BackendInfo:
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
     - `proof`: platform (or arch) to how far the claims there are proven.
+    - `by_name_only`: it serves where the user names it, and is never chosen by itself.
     - `variants`: where several builds of one library differ in what they can do, all of them, the
       preferred one first; path, capabilities, probe, requires and install above are then that one's.
       A profile assumes it; on a device the builds count that are installed there.
@@ -101,6 +102,7 @@ class BackendInfo:
     install: str = ""
     priorities: tuple[Priority, ...] = ()
     proof: Mapping[str, Proof] = field(default_factory=dict)
+    by_name_only: bool = False
     variants: tuple[Variant, ...] = ()
     build: str = ""
 

@@ -50,9 +50,12 @@ class Batch:
 
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
     query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
+    What TensorRT-LLM and vLLM call all this: `TensorRTLLMMetadata(batch)`, `VLLMMetadata(batch)`.
     Raises `BatchError`.
     """
 
+    causal: bool = True
+    """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
     block_size: int | None = None
     """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
 
@@ -265,6 +268,7 @@ class Batch:
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         batch.mask, batch.inputs = self.mask, self.inputs
         batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
+        batch.causal = self.causal
         index: Any = seqs
         if not isinstance(seqs, slice):
             index = torch.tensor(seqs, device=self.device)
@@ -292,6 +296,15 @@ class Batch:
         """Return the same batch over another block table."""
         batch = self.copy()
         batch.block_table = block_table
+        return batch
+
+    def over_context(self) -> Batch:
+        """Return the same batch as one whose keys all lie before its queries, for a call that is a part.
+
+        A backend that claims `causal` and `non_causal` serves both kinds of call of a causal layer.
+        """
+        batch = self.copy()
+        batch.causal = False
         return batch
 
     def tail_slots(self, block_size: int) -> Tensor:

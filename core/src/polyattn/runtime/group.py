@@ -72,6 +72,10 @@ class LayerGroup:
 
         `reuse`: the plan that a captured graph reads; what is returned holds this step in its buffers.
         """
+        if not batch.causal:
+            raise BatchError(
+                "the batch is over_context(), a part of a step; whether a layer is causal says its spec"
+            )
         if reuse is not None and reuse.group is not self:
             raise BatchError("reuse= is a plan of another group; give the one that was captured")
         return self.planner.plan(batch, reuse)

@@ -7,7 +7,15 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SpecError, nearest
-from polyattn.spec.kinds import DTYPES, FEATURE_MAPS, KV_CACHE_DTYPES, AttentionKind, Role
+from polyattn.spec.kinds import (
+    DTYPES,
+    FEATURE_MAPS,
+    KV_CACHE_DTYPES,
+    QUANTISED_DTYPES,
+    SCALES,
+    AttentionKind,
+    Role,
+)
 from polyattn.spec.variant import MASKS, NAME
 
 if TYPE_CHECKING:
@@ -63,7 +71,10 @@ def check_fields(spec: LayerSpec) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(spec, name), bool):
             raise SpecError(f"{name}={getattr(spec, name)!r} must be True or False")
-    for name, valid in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+    for name, valid in (
+        ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("qkv_dtype", QUANTISED_DTYPES),
+        ("out_dtype", QUANTISED_DTYPES), ("scales", SCALES),
+    ):  # fmt: skip
         value = getattr(spec, name)
         if not isinstance(value, str) or value not in valid:
             raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}")
@@ -108,6 +119,7 @@ def check_relations(spec: LayerSpec) -> None:
         raise SpecError(
             f"fp8_compute=True goes with kv_cache_dtype='fp8_e4m3', not {spec.kv_cache_dtype!r}"
         )
+    _check_quantised(spec)
     if spec.role in (Role.CROSS, Role.ENCODER, Role.ENCODER_ONLY) and spec.causal:
         raise SpecError(f"role={spec.role.value!r} is not causal; set causal=False")
     if spec.role is Role.CROSS and (
@@ -120,6 +132,39 @@ def check_relations(spec: LayerSpec) -> None:
     _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
+
+
+def _check_quantised(spec: LayerSpec) -> None:
+    """What comes or leaves in 8 bits is attention's, and scales have something to scale."""
+    for name in ("qkv_dtype", "out_dtype"):
+        value = getattr(spec, name)
+        if value != "auto" and spec.kind.family != "attention":
+            raise SpecError(
+                f"{name}={value!r} is for attention over keys and values; leave it out for "
+                f"{spec.kind.value} layers"
+            )
+    if spec.qkv_dtype != "auto" and spec.cached and spec.kv_cache_dtype != spec.qkv_dtype:
+        raise SpecError(
+            f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
+            f"{spec.kv_cache_dtype!r}: what comes quantised is stored as it is"
+        )
+    if spec.kv_cache_dtype == "nvfp4":
+        if spec.kind.family != "attention":
+            raise SpecError(
+                f"kv_cache_dtype='nvfp4' keeps keys and values apart; {spec.kind.value} layers can't"
+            )
+        for name in ("head_size", "v_head_size"):
+            if getattr(spec, name) % 16:
+                raise SpecError(
+                    f"{name}={getattr(spec, name)}: kv_cache_dtype='nvfp4' takes multiples of 16, which "
+                    "share a scale"
+                )
+    scaled = spec.stored_dtype != spec.dtype or spec.qkv_dtype != "auto" or spec.out_dtype != "auto"
+    if spec.scales != "number" and (spec.kind.family != "attention" or not scaled):
+        raise SpecError(
+            f"scales={spec.scales!r}: nothing is quantised that attention scales; leave it out, or set "
+            "kv_cache_dtype, qkv_dtype or out_dtype"
+        )
 
 
 def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:

@@ -20,7 +20,7 @@ from polyattn.spec.checks import (
     member,
 )
 from polyattn.spec.features import features
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import DTYPE_ALIASES, AttentionKind, GraphCapture, Role
 from polyattn.spec.rope import RopeSpec
 
 
@@ -87,6 +87,14 @@ class LayerSpec:
     - `mask`: a mask that each step brings, beside the above: `"custom"` (packed booleans) or
       `"block_sparse"` (rows of blocks); `Batch.mask` holds it.
     - `block_size` None lets the selector choose.
+    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or `"nvfp4"`: 4-bit ones whose
+      every 16 share another (`runtime.nvfp4`). `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
+    - `qkv_dtype` `"fp8_e4m3"`: queries, keys and values come as a quantised projection leaves them,
+      `value / scale` in e4m3 (OCP's), with the layer's `q_scale`, `k_scale`, `v_scale`. A cache is then
+      e4m3 too, and holds the same numbers.
+    - `out_dtype` `"fp8_e4m3"`: the output leaves as `value / out_scale`, saturated.
+    - `scales`: `"number"`s, fixed while a graph is captured; or `"tensor"`s on the device, one number
+      each, or one a KV `"head"` (`out_scale` is one number always), which kernels read at each step.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
     """
@@ -99,6 +107,9 @@ class LayerSpec:
     scale: float = 0.0
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    qkv_dtype: str = "auto"
+    out_dtype: str = "auto"
+    scales: str = "number"
     fp8_compute: bool = False
     block_size: int | None = None
     role: Role = Role.DECODER
@@ -129,6 +140,10 @@ class LayerSpec:
             ("graph_capture", GraphCapture),
         ):
             set_(self, name, member(name, getattr(self, name), enum))
+        for name in ("kv_cache_dtype", "qkv_dtype", "out_dtype"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                set_(self, name, DTYPE_ALIASES.get(value, value))
         for name, default in self._derived().items():
             value = getattr(self, name)
             if type(value) is type(_DERIVED[name]) and value == _DERIVED[name]:

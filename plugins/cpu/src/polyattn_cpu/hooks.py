@@ -29,7 +29,7 @@ TORCH_SDPA = BackendInfo(
         roles=ALL_ROLES,
         cached=frozenset({True, False}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND"),
         features=MASKS
@@ -43,6 +43,10 @@ TORCH_SDPA = BackendInfo(
             "logit_soft_cap",
             "alibi",
             "learned_sinks",
+            "tensor_scales",
+            "head_scales",
+            "fp8_inputs",
+            "fp8_output",
             "lse",
             "deterministic",
             "batch_invariant",
@@ -128,7 +132,7 @@ FLEX_ATTENTION = BackendInfo(
     name="FLEX_ATTENTION",
     summary="torch's flex_attention through torch.compile, the whole batch in one call",
     path="polyattn_cpu.flex:FlexAttention",
-    variant_check="polyattn_cpu.flex:variant_problem",
+    variant_check="polyattn_cpu.flex_pointwise:variant_problem",
     probe="polyattn_cpu.probes:compiler",
     capabilities=Capabilities(
         platforms={"cpu": (), "cuda": ("sm_80+",), "rocm": ()},

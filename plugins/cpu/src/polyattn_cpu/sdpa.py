@@ -11,6 +11,7 @@ from typing import ClassVar
 
 import torch
 from polyattn.kernel import (
+    STORAGE_DTYPES,
     AttentionBackend,
     AttentionState,
     Batch,
@@ -23,6 +24,7 @@ from polyattn.kernel import (
     Pointwise,
     merge_states,
     window_sizes,
+    write_output,
 )
 from torch import Tensor
 
@@ -59,7 +61,8 @@ class TorchSDPA(AttentionBackend):
         self.pointwise = Pointwise.of(spec)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
-        return SdpaPlan(batch, Alike.of(self.spec, batch) if self._fused else None)
+        plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
+        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if plain else None)
 
     def run(
         self,
@@ -73,13 +76,19 @@ class TorchSDPA(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, SdpaPlan)
+        spec = self.spec_of(plan.batch)
         if plan.alike is not None:
-            plan.alike.run(self.spec, query, key, value, params, out, lse)
+            plan.alike.run(spec, query, key, value, params, out, lse)
             return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype
-        scales = (params.k_scale, params.v_scale) if rounded else (1.0, 1.0)
+        kept = cache.key if cache is not None else key
+        assert kept is not None
+        scales = (params.k_scale, params.v_scale) if kept.dtype.itemsize == 1 else (1.0, 1.0)
+        if query.dtype.itemsize == 1:  # exact in every wider dtype
+            query = query.to(STORAGE_DTYPES[self.spec.dtype])
+            scales = (scales[0] * params.q_scale, scales[1])
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             source: _Source
@@ -89,21 +98,22 @@ class TorchSDPA(AttentionBackend):
                 assert key is not None and value is not None
                 first = rows.start if cache is not None else batch.key_starts[index]
                 whole = slice(first, first + length)
-                source = _Given(key[whole].transpose(0, 1), value[whole].transpose(0, 1))
+                pair = (t[whole].to(query.dtype).transpose(0, 1) for t in (key, value))
+                source = _Given(*pair)
             else:
                 source = _Paged(plan.reader, cache, index, query.dtype)
             places = None
             if self.pointwise is not None:
-                places = Places(self.spec, batch, index, params, query.device)
-            call = _Call(source, length, params, *scales, places)
+                places = Places(spec, batch, index, params, query.device)
+            call = _Call(spec, source, length, params, *scales, places)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
     def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
-        count, length, source = query.shape[0], call.length, call.source
+        count, length, source, spec = query.shape[0], call.length, call.source, call.spec
         if count == 0:
             return
         context = length - count
-        if length == 0 or (self.spec.causal and context < 0):  # the first queries see nothing
+        if length == 0 or (spec.causal and context < 0):  # the first queries see nothing
             blind = count if length == 0 else -context
             out[:blind] = 0.0
             if lse is not None:
@@ -113,22 +123,21 @@ class TorchSDPA(AttentionBackend):
                     query[blind:], call, out[blind:], None if lse is None else lse[blind:]
                 )
             return
-        if self._fits_causal_kernel(count):
+        if self._fits_causal_kernel(spec, count):
             state = self._causal(query, call, context)
             self._store(state, call, out, lse)
             return
-        step = QUERY_BLOCK if max(window_sizes(self.spec)) >= 0 else 4 * QUERY_BLOCK
+        step = QUERY_BLOCK if max(window_sizes(spec)) >= 0 else 4 * QUERY_BLOCK
         step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             first, last = context + rows.start, context + rows.stop - 1
-            span = seen(self.spec, first, last, length)
+            span = seen(spec, first, last, length)
             keys, values = source.read(span)
             state = self._block(query[rows], keys, values, span, first, call)
             self._store(state, call, out[rows], None if lse is None else lse[rows])
 
-    def _fits_causal_kernel(self, count: int) -> bool:
-        spec = self.spec
+    def _fits_causal_kernel(self, spec: LayerSpec, count: int) -> bool:
         plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
         return spec.causal and plain and count > 1 and self._fused
 
@@ -140,6 +149,7 @@ class TorchSDPA(AttentionBackend):
             and spec.v_head_size == spec.head_size
             and spec.logit_soft_cap is None
             and self.pointwise is None
+            and spec.scales == "number"  # torch's kernel takes its scale from the host
             and not self._turns
         )
 
@@ -195,7 +205,7 @@ class TorchSDPA(AttentionBackend):
             query, keys = turned_in_cache(self.spec, query, keys, span, first, call.length)
         if self.pointwise is not None:
             return self._by_functions(self.pointwise, query, keys, values, span, first, call)
-        bias, blind = self._bias(query, span, first, call.params)
+        bias, blind = self._bias(query, span, first, call)
         state = self._attend(query, keys, values, call, bias)
         if blind is None:
             return state
@@ -222,13 +232,13 @@ class TorchSDPA(AttentionBackend):
         )
 
     def _bias(
-        self, query: Tensor, span: Span, first: int, params: LayerParams
+        self, query: Tensor, span: Span, first: int, call: _Call
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
 
         None for nothing to add, and where every query sees something.
         """
-        spec, count = self.spec, query.shape[0]
+        spec, count = call.spec, query.shape[0]
         limited = spec.chunk_size or max(window_sizes(spec)) >= 0
         # One query's span is exactly what it sees, but for this.
         masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
@@ -245,7 +255,7 @@ class TorchSDPA(AttentionBackend):
             if not spec.causal:
                 blind = ~mask.any(1)
         if spec.alibi:
-            bias = bias + _alibi(params, position, key, dtype)
+            bias = bias + _alibi(call.params, position, key, dtype)
         return bias, blind
 
     def _matmuls(
@@ -274,7 +284,7 @@ class TorchSDPA(AttentionBackend):
         key = span.positions().to(query.device)
         if self.spec.alibi:
             scores += _alibi(call.params, position, key, scores.dtype)
-        mask = _visible(self.spec, position, key)
+        mask = _visible(call.spec, position, key)
         scores, mask = changed(pointwise, call.places, scores, mask, span, first)
         if not pointwise.softmax:
             return summed(scores.masked_fill(~mask, 0.0), values)
@@ -287,7 +297,7 @@ class TorchSDPA(AttentionBackend):
         folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
         folded = folded.reshape(heads, groups * count, -1)
         scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2))
-        scores *= self.spec.scale * call.k_scale
+        scores *= self.spec.scale * _beside(call.k_scale, (-1, 1, 1))
         cap = self.spec.logit_soft_cap
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
@@ -295,11 +305,12 @@ class TorchSDPA(AttentionBackend):
 
     def _store(self, state: AttentionState, call: _Call, out: Tensor, lse: Tensor | None) -> None:
         output, params = state.output, call.params
-        if call.v_scale != 1.0:
-            output = output.to(torch.promote_types(output.dtype, torch.float32)) * call.v_scale
+        if isinstance(call.v_scale, Tensor) or call.v_scale != 1.0:
+            each = _beside(call.v_scale, (-1, 1), self.spec.gqa_ratio)
+            output = output.to(torch.promote_types(output.dtype, torch.float32)) * each
         if params.sinks is not None:  # the sink joins the denominator after the fact
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
-        out.copy_(output)
+        write_output(out, output, params.out_scale)
         _store_lse(lse, params, state.lse)
 
 
@@ -341,13 +352,19 @@ _Source = _Given | _Paged
 class _Call:
     """What one sequence's attention takes beside its queries."""
 
-    __slots__ = ("k_scale", "length", "params", "places", "source", "v_scale")
+    __slots__ = ("k_scale", "length", "params", "places", "source", "spec", "v_scale")
 
     def __init__(
-        self, source: _Source, length: int, params: LayerParams, k_scale: float, v_scale: float,
+        self,
+        spec: LayerSpec,
+        source: _Source,
+        length: int,
+        params: LayerParams,
+        k_scale: float | Tensor,
+        v_scale: float | Tensor,
         places: Places | None,
-    ):  # fmt: skip
-        self.source, self.length, self.params = source, length, params
+    ):
+        self.spec, self.source, self.length, self.params = spec, source, length, params
         self.k_scale, self.v_scale, self.places = k_scale, v_scale, places
 
 
@@ -361,6 +378,11 @@ def _weighted(scores: Tensor, values: Tensor) -> AttentionState:
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return AttentionState(summed(weights, values).output, lse.T)
+
+
+def _beside(scale: float | Tensor, shape: tuple[int, ...], times: int = 1) -> float | Tensor:
+    """Return a scale as it multiplies: a number, or each KV head's `times` times in this shape."""
+    return scale.repeat_interleave(times).view(shape) if isinstance(scale, Tensor) else scale
 
 
 def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ class FlashAttention3(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.window, self.cap = window_sizes(spec), spec.logit_soft_cap or 0.0
+        self.cap = spec.logit_soft_cap or 0.0
         index = torch.device(str(device.torch_device))
         self.scales: dict[tuple[float, float], Tensor] = {}
         self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
@@ -144,14 +144,14 @@ class VllmFlashAttention3(FlashAttention3):
         scales: Scales,
         sinks: Tensor | None,
     ) -> Tensor:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
         key_starts, lens, table = batch.key_start_loc if cache is None else None, None, None
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
         result = torch.ops._vllm_fa3_C.fwd(
             query, key, value, None, None, None, out, batch.query_start_loc, key_starts, None, None,
             lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
-            *scales, self.spec.scale, self.spec.causal, *self.window, self.cap, True, None,
+            *scales, spec.scale, spec.causal, *window_sizes(spec), self.cap, True, None,
             plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, None,
         )  # fmt: skip
         return result[1]  # type: ignore[no-any-return]
@@ -166,8 +166,7 @@ class UpstreamFlashAttention3(FlashAttention3):
 
         self.kvcache_func, self.varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
         self.options: dict[str, Any] = {
-            "softmax_scale": spec.scale, "causal": spec.causal, "window_size": self.window,
-            "softcap": self.cap,
+            "softmax_scale": spec.scale, "softcap": self.cap,
         }  # fmt: skip
 
     def attend(
@@ -181,18 +180,20 @@ class UpstreamFlashAttention3(FlashAttention3):
         scales: Scales,
         sinks: Tensor | None,
     ) -> Tensor:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
+        masks = {"causal": spec.causal, "window_size": window_sizes(spec)}
         if cache is None:
             result, found = self.varlen_func(
                 query, key, value, batch.query_start_loc, batch.key_start_loc, batch.max_query_len,
-                batch.max_seq_len, return_attn_probs=True, **self.options,
+                batch.max_seq_len, return_attn_probs=True, **masks, **self.options,
             )  # fmt: skip
         else:
             result, found, *_ = self.kvcache_func(
                 query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
                 page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
                 max_seqlen_q=batch.max_query_len, num_splits=plan.splits, return_softmax_lse=True,
-                q_descale=scales[0], k_descale=scales[1], v_descale=scales[2], **self.options,
+                q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
+                **masks, **self.options,
             )  # fmt: skip
         out.copy_(result)
         return found  # type: ignore[no-any-return]

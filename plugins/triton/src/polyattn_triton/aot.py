@@ -16,7 +16,13 @@ from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
-from polyattn_triton.variants import decode_constants, prefill_constants, tile_config, ways_of
+from polyattn_triton.variants import (
+    SCALES,
+    decode_constants,
+    prefill_constants,
+    tile_config,
+    ways_of,
+)
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
@@ -51,13 +57,15 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
-    pointers = {"Q": query, "OUT": query}
+    eight = CACHE["fp8_e4m3"]
+    given = query if spec.qkv_dtype == "auto" else eight
+    pointers = {"Q": given, "OUT": query if spec.out_dtype == "auto" else eight}
     generated = Generated.of(spec)
     functions = NOTHING if generated is None else generated.constants
     if way in ("prefill", "pieces"):
         paged = phase.startswith("paged")
         config = tile_config(spec, arch, "paged" if paged else "prefill")
-        pointers |= dict.fromkeys(("K", "V"), cached if paged else query)
+        pointers |= dict.fromkeys(("K", "V"), cached if paged else given)
         constants = prefill_constants(
             spec,
             config,
@@ -96,15 +104,16 @@ def _compile_small(
         height = tile_config(spec, arch, "prefill").block_m
         constants: tuple[Any, ...] = merge_constants(
             spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
-            spec.needs_lse, launches_early(arch), summed,
+            spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
         )  # fmt: skip
-        return compile_kernel(merge_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
+        out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
+        return compile_kernel(merge_kernel, {"OUT": out}, constants, arch, {"num_warps": 4})
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
-        block_size, cached != query, cached == "i8", False,
+        block_size, cached != query, cached == "i8", False, SCALES[spec.scales],
     )  # fmt: skip
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
@@ -125,7 +134,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
     return compile_kernel(rotate_store_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v"}
+FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens"}
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.softmax import finish, logits
+from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tiles import (
     blocks_in_table,
     keys_seen,
@@ -141,7 +141,9 @@ def _attend(
     # sum too (without a softmax there is none).
     SMALL: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
     BY_HALF: tl.constexpr = SMALL and WAY < 2
-    RAISED: tl.constexpr = 15 if BY_HALF else 0
+    RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
+    if Q.dtype.element_ty.is_fp8():
+        q = q.to(tl.float16)  # exact
     row_scale = scale
     if BY_HALF:
         unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
@@ -222,7 +224,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
 def decode_kernel(
-    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
+    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
+    PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -232,7 +235,7 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
-    ALIKE: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+    ALIKE: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -247,6 +250,8 @@ def decode_kernel(
     kv_heads = tl.num_programs(1)
     rows = tl.arange(0, BLOCK_M)
     group = tl.arange(0, ROWS)
+    scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
+    v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     if LISTED:
         at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
         while at < stop:
@@ -341,10 +346,11 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["lse_t"])
 def merge_kernel(
-    PARTS, PART_LSE, OUT, LSE, SINKS, STARTS, WORK, v_scale, o_t, o_h, lse_t,
+    PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr, SUMMED: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of the tile, of HEIGHT rows, that one program came into.
 
@@ -354,6 +360,7 @@ def merge_kernel(
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
     kv_heads = tl.num_programs(2)
+    v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     share = tl.load(WORK)
     at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
     first = low // share

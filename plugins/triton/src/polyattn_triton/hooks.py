@@ -68,9 +68,13 @@ TRITON_ATTN = BackendInfo(
                 "variant",
                 "custom_mask",
                 "block_sparse",
+                "tensor_scales",
+                "head_scales",
                 "lse",
                 "deterministic",
             }
+            # The interpreter is not held to 8-bit floats.
+            | (set() if INTERPRETED else {"fp8_inputs", "fp8_output"})
         ),
         graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
     ),
@@ -214,6 +218,8 @@ TRITON_STORE = BackendInfo(
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND"),
+        features=frozenset({"causal", "gqa", "tensor_scales", "head_scales"})
+        | (frozenset() if INTERPRETED else frozenset({"fp8_inputs"})),
         rotates=frozenset({"neox", "gptj"}),
     ),
     priorities=(

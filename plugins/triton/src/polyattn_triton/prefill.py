@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.decode import store_part
-from polyattn_triton.softmax import finish, logits
+from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tiles import (
     blocks_of,
     keys_seen,
@@ -144,6 +144,8 @@ def _attend(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
+    if Q.dtype.element_ty.is_fp8():
+        q = q.to(tl.float16)  # exact
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
@@ -186,7 +188,8 @@ def _attend(
 
 @triton.jit(do_not_specialize=["lse_t", "bt_s"])
 def prefill_kernel(
-    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK,
+    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
+    PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -195,7 +198,7 @@ def prefill_kernel(
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
 
@@ -205,6 +208,8 @@ def prefill_kernel(
     """
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
+    scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
+    v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     if SPLIT:
         if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
             tl.extra.cuda.gdc_launch_dependents()

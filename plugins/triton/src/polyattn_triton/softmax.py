@@ -56,13 +56,33 @@ def logits(
 
 
 @triton.jit
+def logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES: tl.constexpr):
+    """A KV head's scale of logits: a number, times what tensors hold of it.
+
+    `SCALES`: 0, there are none; 1, each holds one number; 2, one a KV head.
+    """
+    if SCALES > 0:
+        at = kv_head * (SCALES - 1)
+        scale = scale * tl.load(Q_SCALE + at) * tl.load(K_SCALE + at)
+    return scale
+
+
+@triton.jit
+def value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES: tl.constexpr):
+    """A KV head's scale of outputs, likewise; the output's own is one number for all heads."""
+    if SCALES > 0:
+        v_scale = v_scale * tl.load(V_SCALE + kv_head * (SCALES - 1)) / tl.load(OUT_SCALE)
+    return v_scale
+
+
+@triton.jit
 def finish(
     acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
 ):  # fmt: skip
     """Add the sinks, normalise and store rows' outputs and LSE.
 
-    A row that saw no key has no state, so its sinks don't count either.
+    A row that saw no key has no state, so its sinks don't count either. An output in e4m3 saturates.
     """
     offs_dv = tl.arange(0, BLOCK_DV)
     if HAS_SINKS:
@@ -75,6 +95,8 @@ def finish(
         m = top
     safe = tl.where(l == 0.0, 1.0, l)
     out = acc * (v_scale / safe)[:, None]
+    if OUT.dtype.element_ty.is_fp8():
+        out = tl.where(out > 448.0, 448.0, tl.where(out < -448.0, -448.0, out))  # NaN stays NaN
     o_row = token * o_t + head * o_h
     tl.store(
         OUT + o_row[:, None] + offs_dv[None, :],

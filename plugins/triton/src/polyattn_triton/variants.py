@@ -30,6 +30,10 @@ MOST_FEW_ROWS = 64
 """Rows of (token, head of group) up to which the decode kernel serves a sequence's queries."""
 
 
+SCALES = {"number": 0, "tensor": 1, "head": 2}
+"""How the kernels read a layer's scales (`softmax.scaled`)."""
+
+
 def even_splits(programs: int, num_sms: int) -> int:
     """Return how many splits leave the fullest multiprocessor the least to do.
 
@@ -73,7 +77,7 @@ def prefill_constants(
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
     masks = _mask_constants(spec, lse, functions)
-    return (spec.gqa_ratio, *shape, paged, *masks, split, early)
+    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales])
 
 
 def decode_constants(
@@ -91,7 +95,8 @@ def decode_constants(
     early = split and not itself and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
-        *_mask_constants(spec, lse, functions), split, rows, at_once, early, alike, listed, way == "few",
+        *_mask_constants(spec, lse, functions),
+        split, rows, at_once, early, alike, listed, way == "few", SCALES[spec.scales],
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ _ATTENTION: tuple[Check, ...] = (
     attention.numeric, attention.layout, attention.packed, attention.shared, attention.skipped,
     attention.stale, attention.out, attention.strided, attention.plans, attention.layers,
     attention.isolation, attention.deterministic, attention.batch_invariant, attention.graph,
-    attention.reuse, search.search,
+    attention.reuse, attention.context, search.search,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,

@@ -156,9 +156,35 @@ def read_cache(
     for stored, scale in ((cache.key, params.k_scale), (cache.value, params.v_scale)):
         rows = [stored[int(b)] for b in batch.block_table[index, : -(-length // size)]]
         tokens = torch.cat(rows)[:length] if rows else stored[0, :0]
-        tokens = tokens.to("cpu").to(dtype)
-        found.append(tokens * scale if stored.dtype.itemsize == 1 else tokens)
+        found.append(exact(tokens, scale, dtype))
     return found[0], found[1]
+
+
+def four_bits(rows: Tensor) -> Tensor:
+    """Return what NVFP4 rows (tokens, heads, bytes) hold, without the tensor's scale: each by itself."""
+    width = rows.shape[2] * 16 // 9
+    found = torch.empty(*rows.shape[:2], width, dtype=torch.float64)
+    scales = rows[:, :, width // 2 :].contiguous().view(torch.float8_e4m3fn).double()
+    for at in range(width):
+        code = (rows[:, :, at // 2] >> (4 * (at % 2))) & 15
+        sign = 1.0 - 2.0 * (code >> 3).double()
+        exponent, mantissa = (code >> 1) & 3, (code & 1).double()
+        normal = (1.0 + mantissa / 2) * 2.0 ** (exponent.double() - 1)
+        found[:, :, at] = sign * torch.where(exponent == 0, mantissa / 2, normal)
+        found[:, :, at] *= scales[:, :, at // 16]
+    return found
+
+
+def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what (tokens, heads, size) stand for: 8-bit numbers times their scale, or its head's."""
+    wide = tensor.detach().to("cpu")
+    wide = four_bits(wide).to(dtype) if wide.dtype == torch.uint8 else wide.to(dtype)
+    if tensor.dtype.itemsize > 1:
+        return wide
+    if not isinstance(scale, Tensor):
+        return wide * scale
+    each = scale.detach().to("cpu", dtype)
+    return wide * each.repeat_interleave(wide.shape[1] // len(each))[:, None]
 
 
 def forward(
@@ -173,9 +199,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
 
-    Returns the output (num_tokens, num_heads, v_head_size) and the LSE (num_tokens, num_heads).
+    What comes quantised counts as what it stands for. Returns the output (num_tokens, num_heads,
+    v_head_size), never quantised, and the LSE (num_tokens, num_heads).
     """
     params = params or LayerParams()
+    query = exact(query, params.q_scale, dtype)
     output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
@@ -188,7 +216,8 @@ def forward(
             assert key is not None and value is not None
             first = batch.key_starts[index]
             given = slice(first, first + batch.lens[index])
-            keys, values = key[given], value[given]
+            keys = exact(key[given], params.k_scale, dtype)
+            values = exact(value[given], params.v_scale, dtype)
         output[rows], lse[rows] = attend(
             spec, query[rows], keys, values, params, dtype, batch.inputs, batch.seq_ids[index]
         )

@@ -149,7 +149,9 @@ def run(
     max_seqs: Annotated[int, count("Most sequences in flight.")] = 64,
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     block_size: BlockSizeOption = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, int8.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.")
+    ] = "auto",
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),

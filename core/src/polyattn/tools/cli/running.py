@@ -32,6 +32,7 @@ from polyattn.tools.replay.report import Report
 from polyattn.tools.replay.runners import Options
 from polyattn.tools.replay.trace import Request, read_trace
 
+LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
 PRETENDED = (
     "interpreted on this machine's CPU: results are checked, times say nothing of the device"
 )
@@ -73,10 +74,12 @@ LAYERS_OF_A_WHOLE_MODEL = 10**9
 
 def show(options: RunOptions) -> int:
     """Serve and print the report."""
-    for name in ("scale", "cache_gb"):
+    for name, most in (("scale", LARGEST_SCALE), ("cache_gb", LARGEST_CACHE)):
         value = getattr(options, name)
-        if not 0 < value < float("inf"):
-            raise SettingsError(f"--{name.replace('_', '-')}={value} must be positive")
+        if not 0 < value <= most:
+            raise SettingsError(
+                f"--{name.replace('_', '-')}={value} must be positive, {most:g} at most"
+            )
     if options.plot:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)

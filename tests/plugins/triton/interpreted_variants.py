@@ -1,1 +1,0 @@
-"""Run in Triton's interpreter, in a process of its own: variants and masks on TRITON_ATTN."""
