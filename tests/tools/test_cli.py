@@ -150,8 +150,29 @@ def test_run_shares_prefixes_and_plots(tmp_path: Path) -> None:
     trace.write_text("\n".join([json.dumps(line)] * 5))
     plot = tmp_path / "p.png"
     data = serve("llama-3.1-8b", "--trace", str(trace), "--max-seqs", "1", "--plot", str(plot))
-    assert data["shared_prefix_tokens"] == 4 * 16  # 33 tokens, two hash blocks of 15
+    assert data["shared_prefix_tokens"] == 4 * 32  # all 33 tokens but the last
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_run_shares_the_prompt_of_several_samples() -> None:
+    """Of every request 4 samples; what they have in common is counted, and copied where it ends."""
+    data = serve("llama-3.1-8b", "--samples", "4", "--block-size", "16")
+    sharing = data["sharing"]
+    assert data["requests"] == 20 and data["shared_prefix_tokens"] > 0
+    assert sharing["blocks_copied"] > 0
+    assert 0 < sharing["distinct_blocks"] < sharing["blocks_read"]
+    per_block = 2 * 8 * 128 * 16 * 2
+    saved = sharing["blocks_read"] - sharing["distinct_blocks"]
+    assert sharing["shared_bytes"] == saved * per_block
+
+
+def test_run_bounds_a_windows_memory() -> None:
+    """gpt-oss' sliding layers hold their window's blocks, its full layers all that was served."""
+    data = serve("gpt-oss-20b", "--scale", "0.5", "--block-size", "16", "--max-tokens", "5")
+    sliding, full = sorted(data["cache"], key=lambda group: group["window"] is None)
+    assert sliding["window"] == 128 and full["window"] is None
+    assert sliding["decode_blocks"] <= -(-128 // 16) + 1 < full["decode_blocks"]
+    assert sliding["blocks"] < full["blocks"]
 
 
 def test_the_example_loop_runs() -> None:

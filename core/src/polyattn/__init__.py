@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
     from polyattn.settings import Settings
+    from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
     from polyattn.spec.layer import LayerSpec
     from polyattn.spec.variant import AttentionVariant
@@ -62,6 +63,7 @@ _HOME = {
     "Batch": "runtime.batch",
     "BlockSparseMask": "runtime.step_mask",
     "CacheFormat": "selection.cache_format",
+    "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
     "ContextAttention": "context_parallel.layer",
     "ContextGroup": "context_parallel.group",
@@ -110,6 +112,7 @@ __all__ = [
     "Batch",
     "BlockSparseMask",
     "CacheFormat",
+    "CacheWindow",
     "Capabilities",
     "ContextAttention",
     "ContextGroup",

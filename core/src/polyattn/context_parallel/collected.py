@@ -1,10 +1,10 @@
 """How do rows of several tokens attend? All that they see is collected in order, queries are shared out.
 
-Each rank has its zigzag pieces of every sequence's new tokens. What the cache holds of the sequences, each
-rank's blocks, and the step's keys and values are brought together in a cache that lives for the layer's
-call, each sequence in order. Over it runs the ordinary plan of the rank's own queries, so that whatever the
-layer computes is computed by the code that computes it on one device. (Llama 3, arXiv 2407.21783, section
-3.3.2, gathers keys and values likewise.)
+Each rank has its zigzag pieces of every sequence's new tokens. What the cache holds of the
+sequences, each rank's blocks, and the step's keys and values are brought together in a cache that
+lives for the layer's call, each sequence in order. Over it runs the ordinary plan of the rank's own
+queries, so that whatever the layer computes is computed by the code that computes it on one device.
+(Llama 3, arXiv 2407.21783, section 3.3.2, gathers keys and values likewise.)
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Layout:
     """Where a step's sequences lie while it runs, and what comes there from the ranks' caches.
 
     `fetched` int64: the blocks of each rank's cache that are collected, in order; every rank's are
-    neighbours, so that engine blocks are whole. `table` int32 (num_seqs, blocks), `lens`: as a batch over
-    the room has them. `slots` int64 (num_tokens,): where the step's own tokens go.
+    neighbours, so that engine blocks are whole. `table` int32 (num_seqs, blocks), `lens`: as a
+    batch over the room has them. `slots` int64 (num_tokens,): where the step's own tokens go.
     """
 
     fetched: Tensor
@@ -114,8 +114,8 @@ def _table(
 class CollectedStep(ContextStep):
     """Every rank's own pieces over all keys.
 
-    `own`: each rank has its own tokens only, and gets theirs; else every rank has all tokens of the step,
-    and gets all, or with `by_heads` its own heads of all.
+    `own`: each rank has its own tokens only, and gets theirs; else every rank has all tokens of the
+    step, and gets all, or with `by_heads` its own heads of all.
     """
 
     def __init__(

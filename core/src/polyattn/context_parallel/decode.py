@@ -1,9 +1,10 @@
 """How do rows of one token attend? Every rank over the keys that it holds; then the states merge.
 
-Where a key's part depends on nothing but the key, the rank's blocks are a cache like any other and the
-order of keys doesn't matter. Where it depends on the key's place, one of two ways says it to a backend
-that believes its keys are neighbours: what a window leaves is copied together, and under ALiBi each block
-is a row of its own, whose distances are off by one number, which moves the row's LSE.
+Where a key's part depends on nothing but the key, the rank's blocks are a cache like any other and
+the order of keys doesn't matter. Where it depends on the key's place, one of two ways says it to a
+backend that believes its keys are neighbours: what a window leaves is copied together, and under
+ALiBi each block is a row of its own, whose distances are off by one number, which moves the row's
+LSE.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def _seen_places(spec: LayerSpec, length: int, blocks: Blocks) -> np.ndarray[Any
 class BlockByBlock(LocalState):
     """ALiBi over scattered blocks: each block of each sequence a row, whose states merge here.
 
-    A backend puts a row's query at its last key. The true distance is the same number more for all of
-    its keys, so slope times that number belongs to the LSE, and the output is right as it is.
+    A backend puts a row's query at its last key. The true distance is the same number more for all
+    of its keys, so slope times that number belongs to the LSE, and the output is right as it is.
     """
 
     def __init__(self, group: LayerGroup, batch: Batch, blocks: Blocks):

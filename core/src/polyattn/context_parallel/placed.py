@@ -1,9 +1,9 @@
 """What if the engine says where keys are? Each rank's batch speaks of its own keys; states merge.
 
-So are Star Attention's two phases (Acharya, Jia, Ginsburg, arXiv 2411.17116). First every rank attends to
-the context's first part, the anchor, and to its own part, and keeps the keys of its own: an approximation
-that needs nothing of the other ranks but the anchor. Then the question and what is generated attend to all
-parts, exactly, their own keys on one rank.
+So are Star Attention's two phases (Acharya, Jia, Ginsburg, arXiv 2411.17116). First every rank
+attends to the context's first part, the anchor, and to its own part, and keeps the keys of its own:
+an approximation that needs nothing of the other ranks but the anchor. Then the question and what is
+generated attend to all parts, exactly, their own keys on one rank.
 """
 
 from __future__ import annotations

@@ -44,7 +44,6 @@ class Batch:
       tokens stand at its end. A padding row's is 0, or whatever is given.
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
-
     - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
     - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
 
@@ -116,6 +115,7 @@ class Batch:
         positions: Tensor | None = None,
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
+        host_block_table: np.ndarray[Any, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -129,7 +129,8 @@ class Batch:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            key_starts=key_starts, positions=positions, mask=mask, inputs=inputs, device=device,
+            key_starts=key_starts, positions=positions, mask=mask, inputs=inputs,
+            host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
             if block_size is None:

@@ -85,10 +85,13 @@ class TorchSDPA(AttentionBackend):
         rounded = cache is not None and cache.key.dtype != query.dtype
         kept = cache.key if cache is not None else key
         assert kept is not None
-        scales = (params.k_scale, params.v_scale) if kept.dtype.itemsize == 1 else (1.0, 1.0)
+        of_query, of_key, of_value = map(
+            self._wide, (params.q_scale, params.k_scale, params.v_scale)
+        )
+        scales = (of_key, of_value) if kept.dtype.itemsize == 1 else (1.0, 1.0)
         if query.dtype.itemsize == 1:  # exact in every wider dtype
             query = query.to(STORAGE_DTYPES[self.spec.dtype])
-            scales = (scales[0] * params.q_scale, scales[1])
+            scales = (scales[0] * of_query, scales[1])
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             source: _Source
@@ -107,6 +110,11 @@ class TorchSDPA(AttentionBackend):
                 places = Places(spec, batch, index, params, query.device)
             call = _Call(spec, source, length, params, *scales, places)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
+
+    def _wide(self, scale: float | Tensor) -> float | Tensor:
+        """Return a scale in the precision that it is multiplied in."""
+        double = self.spec.dtype == "float64" and isinstance(scale, Tensor)
+        return scale.double() if double else scale
 
     def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
         count, length, source, spec = query.shape[0], call.length, call.source, call.spec

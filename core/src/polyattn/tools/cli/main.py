@@ -140,6 +140,10 @@ def run(
         typer.Option("--trace", help="A request trace: Azure CSV or Mooncake JSONL."),
     ] = None,
     requests: Annotated[int, count("Requests of the trace to serve.")] = 16,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Outputs of each prompt (default: as the trace says)."),
+    ] = None,
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
@@ -171,7 +175,7 @@ def run(
         scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
-        arrivals=arrivals,
+        arrivals=arrivals, samples=samples,
     )  # fmt: skip
     _finish(lambda: show(options))
 

@@ -30,7 +30,7 @@ from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
 from polyattn.tools.replay.runners import Options
-from polyattn.tools.replay.trace import Request, read_trace
+from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
 PRETENDED = (
@@ -62,6 +62,7 @@ class RunOptions:
     plot: Path | None
     weights: str | None = None
     arrivals: str = "all"
+    samples: int | None = None
 
     @property
     def running(self) -> int:
@@ -125,7 +126,7 @@ def _serve(
             console.print(f"  {PRETENDED}", markup=False)
     requests = [request.scaled(options.scale) for request in requests]
     requests, clipped = fit_requests(requests, read_config(path), served, options.max_tokens)
-    requests = arrivals.of(requests, options.seed)
+    requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
         engine = Engine(groups, requests, _engine_options(options), model)
@@ -242,6 +243,8 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}",
         highlight=False,
     )
+    for line in cache_lines(report):
+        console.print(line, markup=False, highlight=False)
     times, alone = data["latency"], "" if report.whole_model else " of the layers that ran"
     console.print(
         f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
@@ -256,6 +259,26 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"error {data['max_error']:.2g}",
         highlight=False,
     )
+
+
+def cache_lines(report: Report) -> list[str]:
+    """Say what sharing saved, and how few blocks a window needs."""
+    lines, shared = [], report.sharing()
+    if shared["shared_bytes"]:
+        lines.append(
+            f"sharing: {shared['blocks_read']} blocks read, {shared['distinct_blocks']} distinct: "
+            f"{shared['shared_bytes'] / 2**20:.1f} MiB are the same; {shared['saved_bytes'] / 2**20:.1f} "
+            f"MiB were read once for all; {shared['blocks_copied']} blocks copied on write"
+        )
+    for usage in report.usage:
+        cache = usage.to_dict()
+        if cache["window"] is not None:
+            sinks = f" and {cache['sinks']} sink tokens" if cache["sinks"] else ""
+            lines.append(
+                f"window of {cache['window']}{sinks}: a sequence that decodes held at most "
+                f"{cache['decode_blocks']} blocks of {cache['block_size']}; of {cache['blocks']} in all"
+            )
+    return lines
 
 
 def _json(

@@ -37,6 +37,11 @@ class GroupMemory(Runner):
                 self.caches[index] = self.group.allocate_cache(num_blocks)
         self.first, self.rotates = layers.layers[0], self.spec.rope is not None
 
+    def paged(self) -> list[Tensor]:
+        caches = self.caches.values()
+        values = [cache.value for cache in caches if not cache.value_in_key]
+        return [*(cache.key for cache in caches), *values]
+
     def checks(self, index: int) -> bool:
         """Whether a layer checks tables and slots on the device: a group's layers share them, and a
         device that is waited for in every layer has no times to report.
