@@ -141,7 +141,7 @@ def test_impossible_layers(changes: dict[str, object], names: str) -> None:
             '{"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["magic"]}',
             "layer_types[0]='magic'",
         ),
-        ('{"model_type": "t5", "num_layers": 1}', "relative position bias"),
+        ('{"model_type": "mpnet", "num_hidden_layers": 1}', "relative position bias"),
     ],
 )
 def test_bad_config_files(tmp_path: Path, text: str, names: str) -> None:
@@ -178,7 +178,9 @@ def test_features_are_complete() -> None:
     )  # fmt: skip
     from polyattn.spec.features import FEATURES
 
-    assert features(spec) | {"block_sparse"} == set(FEATURES) - {"non_causal", "window_right"}
+    others = {"block_sparse", "tensor_scales", "head_scales", "fp8_inputs", "fp8_output"}
+    assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
+    assert "block_sparse" in features(spec.replace(mask="block_sparse"))
     assert "window_right" in features(spec.replace(causal=False, window_right=0))
 
 
