@@ -19,8 +19,8 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
     """Share the cache's bytes so that every group holds as many tokens, none more than it can use.
 
     A group whose layers see a window alone can use what all sequences' windows and one step's tokens
-    take; the rest is the others'. Of a block that several ranks share each holds its part, under the
-    same number; what leaves a window stays then. Raises `CacheError` where there is not one block for each.
+    take; the rest is the others'. Several ranks share a block, of which each holds its part; what leaves a
+    window stays then. Raises `CacheError` where there is not one block for each.
     """
     ranks = 1 if options.context is None else options.context.size
     forms = [g.selection.cache_format for g in groups]
