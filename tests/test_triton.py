@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 from polyattn import LayerSpec
-from polyattn.kernel import RecurrentSpec
+from polyattn.kernel import AttentionKind, RecurrentSpec
 
 triton = pytest.importorskip("triton")
 
@@ -157,7 +157,8 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
         made = [compile_mla(spec, arch, split) for split in (False, True)]
         made += [compile_mla(spec, arch, True, few=True) for _ in few]
     else:
-        made = [compile_scan(spec, arch, phase) for phase in ("prefill", "decode")]
+        parts = ("left", "out") if spec.kind is AttentionKind.MAMBA1 else ()
+        made = [compile_scan(spec, arch, phase) for phase in ("prefill", "decode", *parts)]
     assert all(len(kernel.asm[kind]) > 500 for kernel in made)
 
 

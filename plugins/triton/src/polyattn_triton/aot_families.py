@@ -19,16 +19,20 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
+from polyattn_triton.selective import selective_constants
+from polyattn_triton.selective_kernels import selective_kernel
 from polyattn_triton.token_kernels import channel_kernel, unit_kernel
 from polyattn_triton.token_scan import token_constants, token_options
 
 PREFILLS = {
     AttentionKind.SHORT_CONV: conv_kernel,
-    AttentionKind.MAMBA1: mamba1_kernel,
+    AttentionKind.MAMBA1: selective_kernel,
     AttentionKind.MAMBA2: gated_kernel,
     AttentionKind.LINEAR: gated_kernel,
     AttentionKind.GDN: delta_kernel,
 }
+DECODES = {AttentionKind.SHORT_CONV: conv_kernel, AttentionKind.MAMBA1: mamba1_kernel}
+"""Kinds whose decode isn't `step_kernel`'s."""
 OPTIONAL = frozenset({"D", "dt_bias", "bias"})
 
 
@@ -63,18 +67,28 @@ def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
-    """Compile TRITON_SCAN's kernel for prefill or decode of a recurrent layer to machine code."""
+    """Compile TRITON_SCAN's kernel for prefill or decode of a recurrent layer to machine code.
+
+    Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts.
+    """
     kind, element = spec.kind, ELEMENT[spec.dtype]
-    matrix = kind not in (AttentionKind.SHORT_CONV, AttentionKind.MAMBA1)
-    kernel = step_kernel if phase == "decode" and matrix else PREFILLS[kind]
+    kernel = PREFILLS[kind]
+    if phase == "decode":
+        kernel = DECODES.get(kind, step_kernel)
     given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
-    constants = scan_constants(spec, phase, arch, given)
+    if phase in ("left", "out"):
+        config = pick_scan(arch, kind, "prefill")
+        constants = selective_constants(spec, config, (True, True), phase)
+    else:
+        constants = scan_constants(spec, phase, arch, given)
     pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA"), element)
-    pointers |= dict.fromkeys(("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START"), "i32")
+    pointers |= dict.fromkeys(
+        ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START", "PIECE_SEQ", "PIECE_START"), "i32"
+    )
     pointers["STATE_SLOTS"] = "i64"
     pointers["STATE"] = element if kind is AttentionKind.SHORT_CONV else "fp32"
     options = {"num_warps": 4}
     if kind is not AttentionKind.SHORT_CONV:
-        config = pick_scan(arch, kind, phase)
+        config = pick_scan(arch, kind, "decode" if phase == "decode" else "prefill")
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)

@@ -152,7 +152,9 @@ def pick_mla(spec: LayerSpec, arch: str, gluon: bool) -> MLAConfig:
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """Tile sizes of the recurrent kernels: values (Mamba-1: channels) and tokens of a chunk."""
+    """Tile sizes of the recurrent kernels: values (Mamba-1: channels) and tokens of a chunk (Mamba-1:
+    tokens that are loaded ahead).
+    """
 
     block_v: int
     chunk: int
@@ -172,7 +174,7 @@ class ScanRow:
 
 
 SCAN_TABLE: tuple[ScanRow, ...] = (
-    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(32, 1, 1, 3)),
+    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(64, 2, 1, 1)),
     ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
     ScanRow(
         "any",

@@ -27,6 +27,7 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
+from polyattn_triton.selective import Pieces, Selective, selective_constants
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS = 16, 128
@@ -58,6 +59,8 @@ def scan_constants(
         )  # fmt: skip
     if kind is AttentionKind.MAMBA1:
         config = pick_scan(arch, kind, phase)
+        if not decode:
+            return selective_constants(spec, config, has, "whole")
         n = triton.next_power_of_2(form.state_size)
         return (spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus)
     config = pick_scan(arch, kind, phase)
@@ -76,16 +79,19 @@ def scan_constants(
 
 
 class ScanPlan(Plan):
-    """The step's metadata on the device; for a convolution's prefill its tiles of tokens."""
+    """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for
+    Mamba-1's the pieces of its sequences.
+    """
 
-    __slots__ = ("phase", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
+    __slots__ = ("phase", "pieces", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
+    pieces: Pieces | None
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.phase = "decode" if batch.all_decode else "prefill"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots = batch.state_slots
+        self.slots, self.pieces = batch.state_slots, None
 
     def list_tiles(self, device: torch.device) -> None:
         """List (sequence, first token) of every tile."""
@@ -110,11 +116,16 @@ class TritonScan(RecurrentBackend):
         self.torch_device = torch.device(str(device.torch_device))
         self._none = torch.empty(0, device=self.torch_device)
         self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
+        self._selective: Selective | None = None
+        if spec.kind is AttentionKind.MAMBA1:
+            self._selective = Selective(spec, device.arch, self.torch_device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
         if self.spec.kind is AttentionKind.SHORT_CONV and plan.phase == "prefill":
             plan.list_tiles(self.torch_device)
+        if self._selective is not None and plan.phase == "prefill":
+            plan.pieces = self._selective.cut(batch.query_lens)
         return plan
 
     def run(
@@ -130,7 +141,7 @@ class TritonScan(RecurrentBackend):
         if kind is AttentionKind.SHORT_CONV:
             self._convolve(plan, inputs["x"], params, states, out, constants)
         elif kind is AttentionKind.MAMBA1:
-            self._selective(plan, inputs, params, states, out, constants)
+            self._mamba1(plan, inputs, params, states, out, constants)
         else:
             self._matrix(plan, inputs, params, states, out, constants)
 
@@ -154,21 +165,26 @@ class TritonScan(RecurrentBackend):
             (), (x.stride(0), out.stride(0), states.stride(0)), (), constants, {"num_warps": 4},
         )  # fmt: skip
 
-    def _selective(
+    def _mamba1(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor,
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
-        x, dt, B, C = (dense(inputs[name]) for name in ("x", "dt", "B", "C"))
+        given = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
+        meta = (plan.starts, plan.seq_lens, plan.slots)
+        if plan.phase == "prefill":
+            assert self._selective is not None
+            self._selective(given, params, out, states, meta, plan.pieces)
+            return
+        x, dt, B, C = given
         config = pick_scan(self.device.arch, self.spec.kind, plan.phase)
         _mamba1(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, config.block_v), 1),
             (
                 x, dt, params["A"], B, C, params.get("D", self._none),
-                params.get("dt_bias", self._none), out, states, plan.starts, plan.seq_lens, plan.slots,
+                params.get("dt_bias", self._none), out, states, *meta,
             ),
-            (),
-            (x.stride(0), dt.stride(0), B.stride(0), C.stride(0), out.stride(0), states.stride(0)),
-            (), constants, {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            (), tuple(t.stride(0) for t in (x, dt, B, C, out, states)), (), constants,
+            {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
 
     def _matrix(
