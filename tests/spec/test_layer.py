@@ -174,11 +174,12 @@ def test_features_are_complete() -> None:
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
         deterministic=True, batch_invariant=True,
-        rope=RopeSpec(rotary_size=64, positions="cache"),
+        rope=RopeSpec(rotary_size=64, positions="cache"), kv_cache_dtype="fp8", qkv_dtype="fp8",
+        out_dtype="fp8", scales="tensor",
     )  # fmt: skip
     from polyattn.spec.features import FEATURES
 
-    assert features(spec) == set(FEATURES) - {"non_causal", "window_right"}
+    assert features(spec) == set(FEATURES) - {"non_causal", "window_right", "head_scales"}
     assert "window_right" in features(spec.replace(causal=False, window_right=0))
 
 
