@@ -78,8 +78,7 @@ class Batch:
         check_lengths(self.starts, self.lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
-            source = next((t for t in given if t is not None), "cpu")
-            device = source.device if isinstance(source, Tensor) else source
+            device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
         self.device = _device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
@@ -279,6 +278,10 @@ class Batch:
         for name in ("plans", "host_block_table"):
             batch.__dict__.pop(name, None)
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
+        return {name: value for name, value in self.__dict__.items() if name != "plans"}
 
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
