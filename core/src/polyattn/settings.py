@@ -175,13 +175,14 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
     plugins, plugins_source = value("plugins")
     disabled, disabled_source = value("disable_plugins")
     layout, layout_source = value("layout")
-    if layout is not None and str(layout).upper() not in LAYOUTS:
+    layouts = {name.upper(): name for name in LAYOUTS}
+    if layout is not None and str(layout).upper() not in layouts:
         raise SettingsError(f"{layout_source}={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
     return Settings(
         sources=tuple(sources),
         plugins=_names(plugins, plugins_source),
         disabled_plugins=_names(disabled, disabled_source) or (),
-        layout=str(layout).upper() if layout is not None else None,
+        layout=layouts[str(layout).upper()] if layout is not None else None,
         verify=_flag(*value("verify")),
         checks=bool(_flag(*value("checks"))),
         probe_timeout=_seconds(*value("probe_timeout"), 2.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,6 +19,7 @@ from polyattn.runtime.batch_checks import (
     check_tensors,
     integers,
 )
+from polyattn.runtime.step_mask import StepMask, step_inputs
 
 Ints = Sequence[int] | Tensor
 
@@ -47,6 +48,8 @@ class Batch:
       tokens stand at its end. A padding row's is 0, or whatever is given.
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
+    - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
+    - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
 
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
     query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
@@ -71,10 +74,13 @@ class Batch:
         key_starts: Sequence[int] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
         positions: Tensor | None = None,
+        mask: StepMask | None = None,
+        inputs: Mapping[str, Any] | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
+        self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         check_lengths(self.starts, self.lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
@@ -86,6 +92,8 @@ class Batch:
         check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
+        self.mask = mask
+        self.inputs = step_inputs(self, inputs)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
             theirs = getattr(host_block_table, "shape", None)
@@ -112,6 +120,8 @@ class Batch:
         state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         positions: Tensor | None = None,
+        mask: StepMask | None = None,
+        inputs: Mapping[str, Any] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
@@ -126,7 +136,8 @@ class Batch:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            state_targets=state_targets, key_starts=key_starts, positions=positions,
+            state_targets=state_targets, key_starts=key_starts, positions=positions, mask=mask,
+            inputs=inputs,
             host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
@@ -157,6 +168,7 @@ class Batch:
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
+        batch.lens_are_bounds = True
         return batch
 
     @property
@@ -240,6 +252,16 @@ class Batch:
         """The plans of this step that layers made for themselves, by their group."""
         return {}
 
+    @cached_property
+    def seq_ids(self) -> list[int]:
+        """The numbers of the sequences in the step that this batch is a part of, on the host."""
+        return list(range(self.num_seqs))
+
+    @cached_property
+    def seq_index(self) -> Tensor:
+        """int32 (num_seqs,) on the device: `seq_ids`, by which `inputs` are read."""
+        return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
+
     def part(self, seqs: slice | list[int]) -> Batch:
         """Return some of the sequences as a batch of their own, without what they store and rotate.
 
@@ -254,6 +276,8 @@ class Batch:
         batch.starts = [0, *accumulate(queries[i] for i in chosen)]
         batch.lens = [self.lens[i] for i in chosen]
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
+        batch.mask, batch.inputs = self.mask, self.inputs
+        batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
         batch.causal = self.causal
         index: Any = seqs
         if not isinstance(seqs, slice):
