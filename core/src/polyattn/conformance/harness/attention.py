@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,9 @@ class AttentionHarness(Harness):
         # Of an output so small that what it is of values near 1 doesn't saturate.
         stored = 0.08 if spec.kv_cache_dtype == "int8" else 1.0
         sizes = {"q_scale": 1.0, "k_scale": stored, "v_scale": stored, "out_scale": 0.04}
-        scales = {name: self._scale(spec, name, sizes[name]) for name in sorted(used_scales(spec))}
+        scales: dict[str, Any] = {
+            name: self._scale(spec, name, sizes[name]) for name in sorted(used_scales(spec))
+        }
         return Attention(
             group,
             sinks=self.random(spec.num_heads).float() if spec.learned_sinks else None,
