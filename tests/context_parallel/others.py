@@ -201,6 +201,12 @@ def going_wrong(rank: int, size: int, queue: Any) -> dict[str, Any]:
     query, key, value = attention_inputs(SPEC, 1, torch.Generator().manual_seed(1))
     step = shared.plan(batch(1))
     found["goes on"] = said(lambda: layer(query, key, value, cache, step))
+    # What all ranks are given wrong, all refuse.
+    checking = ContextGroup(group, ContextParallel(mesh, timeout=5))
+    layer = ContextAttention(checking, Attention(group, checks=True))
+    beyond = Batch.from_lens([1], [5], table[:1] + 99, checking.block_size)
+    step = checking.plan(beyond)
+    found["a table"] = said(lambda: layer(query, key, value, cache, step))
     # A tensor that one rank alone is given wrong: it says so, and the others wait no longer than told.
     short = ContextParallel(mesh, timeout=2)
     shared = ContextGroup(group, short)

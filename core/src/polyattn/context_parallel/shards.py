@@ -42,7 +42,8 @@ class Blocks:
         """Return how many of each sequence's first tokens this rank holds."""
         whole, rest = np.divmod(np.asarray(lens, np.int64), self.engine_block)
         mine = (rest - self.rank * self.block_size).clip(0, self.block_size)
-        return whole * self.block_size + mine
+        held: Numbers = whole * self.block_size + mine
+        return held
 
     def slots(self, slots: Tensor) -> Tensor:
         """Return where this rank stores tokens of the engine's `slots`, -1 for another rank's."""
