@@ -181,11 +181,11 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
         assert words in found["one refuses"][0]
         assert found["goes on"][0] == "nothing"
         assert "block_table[0, 0]=99 points outside" in found["a table"][0]
-        wrong = "query has 0 rows" if rank == size - 1 else "did not answer within 2 s"
-        assert wrong in found["a shape"][0] and found["a shape"][1] < 10
+        wrong = "query has 0 rows" if rank == size - 1 else "did not answer within 10 s"
+        assert wrong in found["a shape"][0] and found["a shape"][1] < 30
         assert "an earlier error" in found["after it"][0]
         if rank < size - 1:
-            assert "another rank died" in found["death"][0] and found["death"][1] < 10
+            assert "another rank died" in found["death"][0] and found["death"][1] < 30
             assert "an earlier error" in found["a plan after it"][0]
 
 
