@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
-from polyattn.spec.kinds import Role
+from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
@@ -33,7 +33,7 @@ from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
 from polyattn.tools.replay.runners import Options
-from polyattn.tools.replay.trace import Request, read_trace
+from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
 PRETENDED = (
@@ -65,6 +65,9 @@ class RunOptions:
     plot: Path | None
     weights: str | None = None
     arrivals: str = "all"
+    samples: int | None = None
+    sliding_window: int | None = None
+    sink_tokens: int | None = None
     context_parallel: int = 1
 
     @property
@@ -140,7 +143,7 @@ def _serve(
             console.print(f"  {PRETENDED}", markup=False)
     requests = [request.scaled(options.scale) for request in requests]
     requests, clipped = fit_requests(requests, read_config(path), served, options.max_tokens)
-    requests = arrivals.of(requests, options.seed)
+    requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
@@ -174,6 +177,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
             }
+            changes |= _streaming(spec, options)
         if (
             options.context_parallel > 1
             and not spec.kind.is_recurrent
@@ -184,6 +188,27 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
         # Random queries and keys stand for rotated ones; a whole model's layers rotate theirs.
         served.append(unrotated(spec) if options.weights is None else spec)
     return served
+
+
+def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
+    """Return what makes a layer StreamingLLM's: a window, sink tokens, positions within the cache."""
+    if options.sliding_window is None and options.sink_tokens is None:
+        return {}
+    if spec.kind is not AttentionKind.ATTENTION or spec.role is not Role.DECODER:
+        return {}
+    changes: dict[str, Any] = {}
+    if options.sliding_window is not None:
+        changes["sliding_window"] = options.sliding_window
+    if options.sink_tokens is not None:
+        if (options.sliding_window or spec.sliding_window) is None:
+            raise SettingsError(
+                f"--sink-tokens={options.sink_tokens} needs a window in every attention layer, and "
+                f"{spec} has none; pass --sliding-window, too"
+            )
+        changes["sink_tokens"] = options.sink_tokens
+        if spec.rope is not None:
+            changes["rope"] = replace(spec.rope, positions="cache")
+    return changes
 
 
 def _engine_options(options: RunOptions, ranks: ContextParallel | None) -> Options:
@@ -266,6 +291,8 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"{data['preemptions']} preemptions; cache use at most {data['cache_use_peak']:.0%}",
         highlight=False,
     )
+    for line in cache_lines(report):
+        console.print(line, markup=False, highlight=False)
     times, alone = data["latency"], "" if report.whole_model else " of the layers that ran"
     console.print(
         f"time{alone}, arrivals {options.arrivals}: to the first token p50 {times['ttft_p50_ms']:.2f} "
@@ -280,6 +307,26 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"error {data['max_error']:.2g}",
         highlight=False,
     )
+
+
+def cache_lines(report: Report) -> list[str]:
+    """Say what sharing saved, and how few blocks a window needs."""
+    lines, shared = [], report.sharing()
+    if shared["shared_bytes"]:
+        lines.append(
+            f"sharing: {shared['blocks_read']} blocks read, {shared['distinct_blocks']} distinct: "
+            f"{shared['shared_bytes'] / 2**20:.1f} MiB are the same; {shared['saved_bytes'] / 2**20:.1f} "
+            f"MiB were read once for all; {shared['blocks_copied']} blocks copied on write"
+        )
+    for usage in report.usage:
+        cache = usage.to_dict()
+        if cache["window"] is not None:
+            sinks = f" and {cache['sinks']} sink tokens" if cache["sinks"] else ""
+            lines.append(
+                f"window of {cache['window']}{sinks}: a sequence that decodes held at most "
+                f"{cache['decode_blocks']} blocks of {cache['block_size']}; of {cache['blocks']} in all"
+            )
+    return lines
 
 
 def _json(

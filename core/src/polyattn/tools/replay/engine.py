@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from polyattn import Batch, LayerSpec, Role, SelectedLayers
-from polyattn.errors import CacheError, ConfigError
+from polyattn.errors import ConfigError
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
+from polyattn.tools.replay.memory import block_table, pools_of, step_batch, taken_copies
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.runner import ModelRunner
 from polyattn.tools.replay.model.step import GroupMemory
@@ -31,8 +32,9 @@ from polyattn.tools.replay.runners import (
     RecurrentRunner,
     Runner,
 )
-from polyattn.tools.replay.scheduler import Pool, Running, Scheduled, Scheduler
+from polyattn.tools.replay.scheduler import Running, Scheduled, Scheduler
 from polyattn.tools.replay.trace import Request
+from polyattn.tools.replay.usage import Usage
 
 DECODER_PROMPT = 4
 """Tokens that an encoder-decoder model's decoder starts with (Whisper's task tokens)."""
@@ -60,11 +62,14 @@ class Engine:
         recurrent = [g for g in groups if g.spec.kind.is_recurrent]
         groups = [g for g in groups if not g.spec.kind.is_recurrent]
         by_role = {role: [g for g in groups if g.spec.role is role] for role in Role}
-        self.pools: list[Pool] = []
-        blocks = self._size_pools(by_role[Role.DECODER])
+        self.pools = pools_of(by_role[Role.DECODER], options)
         self.decoders = [
-            _cached(g, options, n, model)
-            for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
+            _cached(g, options, pool.allocator.num_blocks, model)
+            for g, pool in zip(by_role[Role.DECODER], self.pools, strict=True)
+        ]
+        self.report.usage = [
+            Usage(pool, _block_bytes(runner))
+            for pool, runner in zip(self.pools, self.decoders, strict=True)
         ]
         self.recurrent: list[Runner] = [
             RecurrentRunner(g, options) if model is None else GroupMemory(g, options)
@@ -95,30 +100,6 @@ class Engine:
             )
         self.encoder_only = not self.decoders and not self.recurrent
 
-    def _size_pools(self, groups: Sequence[SelectedLayers]) -> list[int]:
-        """Share the cache's bytes so that every group holds the same number of tokens."""
-        formats = [g.selection.cache_format for g in groups]
-        per_token = sum(
-            form.bytes_per_token * min(self.options.layers, len(g.layers))
-            for g, form in zip(groups, formats, strict=True)
-            if form is not None
-        )
-        counts = []
-        for form in formats:
-            assert form is not None, "every decoder that is no recurrence has a cache"
-            size = form.block_size
-            count = self.options.cache_bytes // per_token // size
-            if count < 1:
-                raise CacheError(
-                    f"--cache-gb={self.options.cache_bytes / 2**30:g} holds not one block of {size} "
-                    f"tokens at {per_token} bytes a token; raise it"
-                )
-            # Of a block that several ranks share each holds its part, under the same number.
-            ranks = 1 if self.options.context is None else self.options.context.size
-            self.pools.append(Pool(size * ranks, BlockAllocator(count)))
-            counts.append(count)
-        return counts
-
     def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
         """Serve all requests. `progress(done, total)` is called after each step."""
         total = len(self.sources)
@@ -139,6 +120,7 @@ class Engine:
             if progress:
                 progress(total - len(self.scheduler.waiting) - len(self.scheduler.running), total)
         self.report.preemptions = self.scheduler.preemptions
+        self.report.saved_bytes = sum(runner.saved_bytes for runner in self.decoders)
         self.report.max_error, self.report.checked = self.checker.worst, self.checker.checked
         return self.report
 
@@ -155,7 +137,7 @@ class Engine:
     def _step(self, plan: list[Scheduled]) -> None:
         counts = [item.count for item in plan]
         lens = [item.start + item.count for item in plan]
-        seconds = self._encode(plan)
+        seconds = self._encode(plan) + self._copy(plan)
         batches = self._batches(plan)
         cost = Cost(0, 0)
         for runner, batch in batches:
@@ -192,15 +174,27 @@ class Engine:
         lens = [item.start + item.count for item in plan]
         batches = []
         for index, runner in enumerate(self.decoders):
-            table = _table([item.sequence.blocks[index] for item in plan], runner.device)
-            batch = Batch.from_lens(counts, lens, table, self.pools[index].block_size)
+            batch = step_batch(plan, index, self.pools[index], runner.spec, runner.device)
             batches.append((runner, batch))
+            self.report.usage[index].count(plan, index)
         slots = self._state_slots([item.sequence for item in plan]) if self.recurrent else None
         for runner in self.recurrent:
             assert slots is not None
             batch = Batch.from_lens(counts, lens, state_slots=slots.to(runner.device))
             batches.append((runner, batch))
         return batches
+
+    def _copy(self, plan: list[Scheduled]) -> float:
+        """Copy the blocks that sequences go on writing to while others use their beginning."""
+        seconds = 0.0
+        for index, copies in taken_copies(plan).items():
+            runner, ends = self.decoders[index], (copies.values(), copies.keys())
+            sources, targets = (torch.tensor([*e], device=runner.device) for e in ends)
+            started = runner.clock()
+            runner.copy_blocks(sources, targets)
+            seconds += runner.clock() - started
+            self.report.usage[index].copied += len(copies)
+        return seconds
 
     def _state_slots(self, sequences: Sequence[Running]) -> Tensor:
         """Return each sequence's state slot; those that stopped running give theirs back."""
@@ -245,7 +239,7 @@ class _Cross:
             if sequence not in self.blocks:
                 self.blocks[sequence] = [self.allocator.allocate() for _ in range(self.per_request)]
         lens = [sources[s] for s in sequences]
-        table = _table([self.blocks[s] for s in sequences], self.runner.device)
+        table = block_table([self.blocks[s] for s in sequences]).to(self.runner.device)
         slots = Batch.from_lens(lens, lens, table, self.size).slot_mapping
         assert slots is not None
         for layer, cache in zip(self.runner.layers, self.runner.caches, strict=True):
@@ -254,7 +248,7 @@ class _Cross:
             layer.store(key, value, cache, slots)
 
     def batch(self, items: Sequence[tuple[Running, int]], sources: dict[Running, int]) -> Batch:
-        table = _table([self.blocks[s] for s, _ in items], self.runner.device)
+        table = block_table([self.blocks[s] for s, _ in items]).to(self.runner.device)
         starts = [0]
         for _, count in items:
             starts.append(starts[-1] + count)
@@ -278,10 +272,11 @@ def _cached(
     return made(layers, options, num_blocks)
 
 
-def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    padded = [[*row, *([0] * (width - len(row)))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int32, device=device).view(len(rows), width)
+def _block_bytes(runner: Runner) -> int:
+    """Return the bytes of a block in all of a group's layers that run."""
+    form = runner.group.cache_format
+    assert form is not None
+    return form.block_size * form.bytes_per_token * runner.count
 
 
 def fit_requests(

@@ -28,7 +28,7 @@ from polyattn import (
 )
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, raw
 from polyattn.tools.replay.check import Checker
 
 
@@ -58,6 +58,7 @@ class Runner:
         self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
+        self.saved_bytes = 0
 
     def step(self, batch: Batch, checker: Checker) -> float:
         """Run every layer over `batch`; returns the seconds that the layers took."""
@@ -82,11 +83,27 @@ class Runner:
         at = int(torch.randint((len(stock) - need) // 16 + 1, (1,), generator=self.generator)) * 16
         return stock[at : at + need].view(tokens, *shape)
 
+    def paged(self) -> list[Tensor]:
+        """Return all that is kept of tokens in blocks: tensors (num_blocks, block_size, ...)."""
+        return []
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks within every layer's cache: int64 (copies,) each."""
+        for stored in map(raw, self.paged()):
+            stored[targets] = stored[sources]
+
     def plan(self, batch: Batch) -> tuple[float, StepPlan]:
         """Plan a step for all layers; returns the seconds that it took, too."""
         started = self.clock()
-        plan = self.group.plan(batch)
+        plan = self.planned(batch)
         return self.clock() - started, plan
+
+    def planned(self, batch: Batch) -> StepPlan:
+        """Plan a step; `saved_bytes` counts what its calls over shared blocks don't read again."""
+        plan = self.group.plan(batch)
+        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in plan.calls)
+        self.saved_bytes += saved * self.count
+        return plan
 
     def clock(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -117,6 +134,9 @@ class AttentionRunner(Runner):
         self.caches: list[KVCache | None] = [None] * self.count
         if spec.cached:
             self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
+
+    def paged(self) -> list[Tensor]:
+        return [t for cache in self.caches if cache is not None for t in (cache.key, cache.value)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, key, value) for one layer and step."""
@@ -180,6 +200,9 @@ class LatentRunner(Runner):
             out = got[0] if isinstance(got, tuple) else got
             checker.check_latent(layer, query, cache, batch, topk, out)
         return seconds
+
+    def paged(self) -> list[Tensor]:
+        return [*(cache.key for cache in self.caches), *self.index_keys]
 
     def _choose(self, index: int, batch: Batch) -> Tensor:
         """Store the step's index keys and choose what each token attends to."""
