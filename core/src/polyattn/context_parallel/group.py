@@ -17,7 +17,7 @@ from polyattn.context_parallel.placed import AnchoredStep, Placed, PlacedStep, c
 from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.context_parallel.ring import Ring, RingStep
 from polyattn.context_parallel.room import Room, plain_group
-from polyattn.context_parallel.shards import Blocks, Kept, Zigzag
+from polyattn.context_parallel.shards import Blocks, Zigzag
 from polyattn.context_parallel.step import ContextStep
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.runtime.batch import Batch
@@ -267,7 +267,7 @@ class ContextGroup:
         What a check or another process wants to see. Every rank calls it; it is of use until the
         next step.
         """
-        layout = Layout.of(batch, self.blocks, [Kept(0, 0)] * batch.num_seqs, new=False)
+        layout = Layout.of(batch, self.blocks, [range(0)] * batch.num_seqs, new=False)
         room = self.room.take(layout.num_blocks)
         layout.fetch(cache, room, self.context)
         return room, Batch(batch.starts, batch.lens, layout.table, device=batch.device)
