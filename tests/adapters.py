@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from polyattn.kernel import (
     alibi_slopes,
 )
 from polyattn.runtime.store import TorchStore
+from polyattn.spec.decompose import over_context
 from torch import Tensor
 
 FAKES = Path(__file__).parent / "fake_libraries"
@@ -67,6 +69,12 @@ class Step:
                 used[start : start + length] = True
             self.key[~used], self.value[~used] = torch.nan, torch.nan
 
+    def over_context(self) -> Step:
+        """The same tensors, as a call over keys that all lie before the queries."""
+        found = copy(self)
+        found.batch, found.spec = self.batch.over_context(), over_context(self.spec)
+        return found
+
     def run(self, backend: AttentionBackend, plan: Any, given: bool) -> tuple[float, float]:
         """Run with the new keys given or in the cache alone; returns the errors."""
         spec, batch = self.spec, self.batch
@@ -79,6 +87,14 @@ class Step:
             spec, self.query, self.key, self.value, self.cache, batch, self.params
         )
         return output_error(out, expected), 0.0 if lse is None else lse_error(lse, expected_lse)
+
+
+def with_context(spec: LayerSpec, steps: list[tuple[str, Step]]) -> list[tuple[str, Step]]:
+    """Add each step as a part over context, which the same object of a causal layer serves."""
+    far = spec.sliding_window or spec.alibi or spec.chunk_size
+    if not (spec.causal and spec.needs_lse) or far:
+        return steps
+    return steps + [(f"{kind} as context", step.over_context()) for kind, step in steps]
 
 
 def paged_batch(form: CacheFormat, queries: list[int], lens: list[int], blocks: list[int]) -> Batch:
@@ -137,6 +153,7 @@ def check_paged(
         Step(spec, cache, whole, params, seed)  # stores the context too
         batch = Batch.from_lens(queries, lens, whole.block_table, block_size)
         steps.append((kind, Step(spec, cache, batch, params, 100 + seed)))
+    steps = with_context(spec, steps)
     plans = {kind: backend.plan(step.batch) for kind, step in steps}
     order = steps[::-1] + steps
     for at, (kind, step) in enumerate(order):
@@ -156,6 +173,7 @@ def check_given(
     for seed, (kind, (queries, lens, starts)) in enumerate(GIVEN.items()):
         batch = Batch.from_lens(queries, lens, key_starts=starts)
         steps.append((kind, Step(spec, None, batch, params, seed)))
+    steps = with_context(spec, steps)
     plans = {kind: backend.plan(step.batch) for kind, step in steps}
     for kind, step in steps[::-1] + steps:
         error, wrong = step.run(backend, plans[kind], True)

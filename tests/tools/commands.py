@@ -1,8 +1,10 @@
-"""Command lines by the thousand: real options with values that nobody should give."""
+"""Command lines by the thousand: real options and variables with values that nobody should give."""
 
 from __future__ import annotations
 
+import os
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 VALUES = (
@@ -28,23 +30,30 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
             "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
             "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot=",
-            "--weights=", "--arrivals="),
+            "--weights=", "--arrivals=", "--context-parallel="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
               "--seconds=", "--lengths=", "--seed=", "--plot="),
+    "tune": ("--json", "--device=", "--backend=", "--model=", "--trace=", "--out=", "--no-quantized"),
+    "doctor": ("--json", "--help", "x"),
 }  # fmt: skip
+VARIABLES = (
+    "POLYATTN_BACKEND", "POLYATTN_LAYOUT", "POLYATTN_VERIFY", "POLYATTN_CHECKS", "POLYATTN_CPU_ISA",
+    "POLYATTN_PROBE_TIMEOUT", "POLYATTN_PLUGIN_TIMEOUT", "POLYATTN_TIMINGS", "POLYATTN_CONFIG",
+    "POLYATTN_BACKENDS", "POLYATTN_", "VLLM_ATTENTION_BACKEND", "VLLM_USE_FLASHINFER",
+)  # fmt: skip
 QUICK = {
     "run": ["--requests=1", "--scale=0.01", "--max-tokens=1", "--cache-gb=0.05"],
     "bench": ["2q1s64", "--seconds=0.001", "--backend=TORCH_SDPA"],
+    "tune": ["--seconds=0", "--out=timings.json", "--backend=TORCH_SDPA"],
 }
 
 
-def command_lines(seed: int, count: int, files: Path) -> list[list[str]]:
-    """Return `count` command lines; some name files that `write_files` made."""
+def command_lines(seed: int, count: int, files: Path) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """Yield `count` times variables and a command line; some name files that `write_files` made."""
     dice = random.Random(seed)
     values = (*VALUES, *map(str, sorted(files.iterdir())))
-    lines = []
     for _ in range(count):
-        command = dice.choice((*OPTIONS, "explain", "run"))
+        command = dice.choice((*OPTIONS, "explain", "explain", "run", "run"))
         line = [command, *QUICK.get(command, [])]
         for _ in range(dice.randint(0, 3)):
             option = dice.choice(OPTIONS[command])
@@ -53,8 +62,10 @@ def command_lines(seed: int, count: int, files: Path) -> list[list[str]]:
                 line.append(value)
             else:
                 line.append(option + value if option.endswith("=") else option)
-        lines.append(line)
-    return lines
+        variables = {}
+        if dice.random() < 0.2:
+            variables[dice.choice(VARIABLES)] = dice.choice(values)
+        yield variables, line
 
 
 def write_files(folder: Path) -> Path:
@@ -72,14 +83,16 @@ def write_files(folder: Path) -> Path:
         "list.json": b"[1]",
         "empty.json": b"",
         "types.json": b'{"model_type": 3, "num_hidden_layers": "x", "hidden_size": null}',
+        "bom.toml": b'\xef\xbb\xbf[backend]\nprefill = "TORCH_SDPA"\n',
+        "key.toml": b'[bakend]\nprefill = "TORCH_SDPA"\n',
+        "types.toml": b"backend = 3\nverify = [1]\nplugins = {}\n",
+        "deep.toml": b"a = " + b"[" * 100_000,
         "layers.json": b'{"num_hidden_layers": 2, "layer_types": 2, "hidden_size": 64, '
         b'"num_attention_heads": 4}',
     }.items():
         (folder / name).write_bytes(data)
     (folder / "folder.json").mkdir()
     (folder / "loop.json").symlink_to(folder / "loop.json")
-    import os
-
     os.mkfifo(folder / "fifo.jsonl")
     os.mkfifo(folder / "fifo.json")
     return folder

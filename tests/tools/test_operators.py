@@ -44,6 +44,7 @@ def here(*args: str) -> tuple[int, str, str]:
         (["explain", "/dev/null"], "is not a regular file"),
         (["explain", "x" * 5000], "model 'xxx"),
         (["run", "--cache-gb", "1e9"], "--cache-gb=1e+09 needs 1e+09 GiB"),
+        (["run", "--cache-gb", "1e308"], "--cache-gb=1e+308 must be positive, 1e+09 at most"),
         (["run", "--plot", "/nowhere/p.png"], "/nowhere is no folder"),
         (["run", "--plot", "/tmp"], "must end with one of .png"),
         (["run", "--plot", "p.exe"], "must end with one of .png"),
@@ -52,6 +53,10 @@ def here(*args: str) -> tuple[int, str, str]:
         (["run", "--layers", "9" * 30], "--layers"),
         (["run", "--trace", "/dev/zero"], "is not a regular file"),
         (["run", "--scale", "nan"], "--scale=nan must be positive"),
+        (["run", "--scale", "1e308"], "--scale=1e+308 must be positive, 1e+06 at most"),
+        (["tune", "--out", "/dev/full"], "--out=/dev/full: is there already and not a regular file"),
+        (["tune", "--out", "/nowhere/t.json"], "/nowhere is no folder; create it first"),
+        (["tune", "--seconds", "nan"], "--seconds=nan must be 0 or positive"),
         (["bench", "--plot", "/nowhere/p.png"], "/nowhere is no folder"),
         (["bench", "999999999999q1s1k"], "8q1s2k or q2k"),
         (["bench", "999999q1s1k"], "makes more than 65536 sequences"),
@@ -212,12 +217,28 @@ def test_a_trace_may_begin_with_a_bom_and_hold_line_separators(files: Path) -> N
 @pytest.mark.parametrize(
     ("seed", "count"), [(7, 100), pytest.param(8, 1000, marks=pytest.mark.slow)]
 )
-def test_generated_command_lines(files: Path, seed: int, count: int) -> None:
+def test_generated_command_lines(
+    files: Path, seed: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing but an exit code may come out of a command line; an exception fails the test."""
+    monkeypatch.chdir(tmp_path)
     codes = set()
-    for line in command_lines(seed, count, files):
-        code, _, err = here(*line)
-        assert code in (0, 1, 2) and "Traceback" not in err, line
-        assert code != 2 or err.strip(), line
+    for variables, line in command_lines(seed, count, files):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            code, _, err = here(*line)
+        assert code in (0, 1, 2) and "Traceback" not in err, (variables, line)
+        assert code != 2 or err.strip(), (variables, line)
         codes.add(code)
     assert {0, 2} <= codes
+    assert Path("/dev/full").is_char_device()
+
+
+def test_tune_keeps_an_older_table_where_nothing_was_measured(tmp_path: Path) -> None:
+    path = tmp_path / "timings.json"
+    path.write_text("as it was")
+    line = ("tune", "--seconds", "0", "--backend", "TORCH_SDPA", "--out", str(path))
+    code, out, _ = here(*line)
+    assert code == 1 and "no table is written" in out
+    assert path.read_text() == "as it was"

@@ -11,22 +11,23 @@ from polyattn.families.attention.roofline import visible_pairs
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.replay.blocks import BlockAllocator
-from polyattn.tools.replay.scheduler import Pool, Scheduler
-from polyattn.tools.replay.trace import Request, read_trace
+from polyattn.tools.replay.pool import Pool
+from polyattn.tools.replay.scheduler import Scheduler
+from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 
 def run(requests: list[Request], blocks: int, size: int = 4, budget: int = 16, seqs: int = 8):  # type: ignore[no-untyped-def]
-    pools = [Pool(size, BlockAllocator(blocks)), Pool(2 * size, BlockAllocator(blocks))]
+    pools = [Pool(size, blocks), Pool(2 * size, blocks)]
     scheduler = Scheduler(requests, pools, budget, seqs)
     generated, shared = 0, 0
     while plan := scheduler.step():
         assert sum(item.count for item in plan) <= budget
-        held = [b for item in scheduler.running for b in item.blocks[0]]
+        held = [b for item in scheduler.running for b in item.held[0].blocks]
         if not requests[0].hash_ids:
             assert len(held) == len(set(held)), "a block belongs to one sequence"
         for item in plan:
-            for pool, blocks_ in zip(pools, item.sequence.blocks, strict=True):
-                assert len(blocks_) * pool.block_size >= item.start + item.count
+            for pool, held_ in zip(pools, item.sequence.held, strict=True):
+                assert len(held_.blocks) * pool.block_size >= item.start + item.count
             if item.start == item.sequence.shared:
                 shared += item.sequence.shared
         kinds = [item.count == 1 and item.start > 0 for item in plan]
@@ -52,27 +53,51 @@ def test_equal_prefixes_are_shared() -> None:
     requests = [Request(40, 2, (1, 2, 3, 4, 5), 8) for _ in range(3)]
     _, generated, shared = run(requests, blocks=64, seqs=1)
     assert generated == 6
-    assert shared == 2 * 32  # 39 tokens may be shared, in whole blocks of 8
+    assert shared == 2 * 39  # all but the last token, whose output is what the request is after
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once() -> None:
-    with pytest.raises(CacheError, match="request 1 needs 101 tokens and the cache holds 40"):
+    with pytest.raises(
+        CacheError, match="request 1 needs 101 tokens, 26 blocks of 4, and the cache holds 10"
+    ):
         run([Request(4, 1), Request(100, 1)], blocks=10)
 
 
 def test_allocator_evicts_the_longest_unused() -> None:
-    blocks = BlockAllocator(2)
+    evicted: list[int] = []
+    blocks = BlockAllocator(2, evicted.append)
     first, second = blocks.allocate(), blocks.allocate()
-    blocks.publish(first, "a")
-    blocks.publish(second, "b")
+    blocks.keep(first)
+    blocks.keep(second)
     blocks.release(first)
     blocks.release(second)
-    assert blocks.num_free == 2 and blocks.find("a") == first
+    assert blocks.num_free == 2 and not blocks.num_used
     blocks.share(first)
-    blocks.release(first)  # used again: now "b" is the older one
-    assert blocks.allocate() == second and blocks.find("b") is None and blocks.find("a") == first
+    blocks.release(first)  # used again: now the second is the older one
+    assert blocks.allocate() == second and evicted == [second]
     with pytest.raises(CacheError, match="more often"):
         blocks.release(first)
+    blocks.release(second)
+    with pytest.raises(CacheError, match="nothing that could be shared"):
+        blocks.share(second)
+
+
+def test_samples_of_one_prompt_compute_it_once() -> None:
+    """64 samples: every prompt token once, and for each but the first sample its last one again."""
+    (request,) = read_one('{"input_length": 41, "output_length": 3, "samples": 64}')
+    requests = sampled([request])
+    assert len(requests) == 64 == len(sampled([Request(41, 3)], 64))
+    scheduler, generated, shared = run(requests, blocks=256, seqs=64, budget=64)
+    assert generated == 64 * 3 and shared == 63 * 40 and not scheduler.preemptions
+
+
+def read_one(line: str) -> list[Request]:
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "t.jsonl")
+        path.write_text(line)
+        return read_trace(path)
 
 
 @pytest.mark.parametrize(
@@ -86,6 +111,7 @@ def test_allocator_evicts_the_longest_unused() -> None:
         ("t.jsonl", '{"input_length": 3}', "line 1: output_length=None"),
         ("t.jsonl", '{"input_length": 3, "output_length": 4, "hash_ids": "x"}', "hash_ids"),
         ("t.jsonl", "[]", "must be a JSON object"),
+        ("t.jsonl", '{"input_length": 3, "output_length": 4, "samples": 0}', "samples=0"),
     ],
 )
 def test_bad_traces_name_the_line(tmp_path: Path, name: str, text: str, says: str) -> None:

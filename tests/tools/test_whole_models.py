@@ -56,6 +56,10 @@ def test_reused_prefixes_and_preemption(name: str, tmp_path: Path, recorded: Non
     report, found = run(engine(tmp_path, requests, **options))
     for sequence in found.tokens:
         assert disagreement(found, sequence, model) < TOLERANCE
+    for cache in (usage.to_dict() for usage in report.usage):
+        if cache["window"] is not None:
+            window, size = cache["window"], cache["block_size"]
+            assert cache["decode_blocks"] == -(-(window - 1) // size) + 1 < -(-(41 + STEPS) // size)
     recurrent = any(spec.kind.is_recurrent for spec in LayerSpec.from_hf_config(tmp_path))
     assert (report.shared_tokens > 0) is not recurrent
     assert (report.preemptions > 0) is (name != "mamba2"), "Mamba-2 has no cache to run out of"

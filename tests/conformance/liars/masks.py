@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from liars.plain import Plain, window
 from polyattn.families.attention.alibi import alibi_slopes
-from polyattn.kernel import LayerParams
+from polyattn.kernel import Batch, LayerParams, LayerSpec
 from torch import Tensor
 
 
@@ -65,6 +65,15 @@ class CausalFromTheTop(Numeric):
 
 class IgnoresCausal(OtherMask):
     changes = {"causal": False}
+
+
+class MaskOverContext(Plain):
+    """What the spec says of causality holds for every call, also for one over context alone."""
+
+    by = ("context",)
+
+    def spec_of(self, batch: Batch) -> LayerSpec:
+        return self.spec
 
 
 class AlwaysCausal(Numeric):

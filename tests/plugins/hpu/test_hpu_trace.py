@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from polyattn import LayerSpec
 from polyattn.tools.cli.models import bundled
-from polyattn.tools.replay.blocks import BlockAllocator
-from polyattn.tools.replay.scheduler import Pool, Scheduler
+from polyattn.tools.replay.pool import Pool
+from polyattn.tools.replay.scheduler import Scheduler
 from polyattn.tools.replay.trace import read_trace
 from polyattn_hpu.attention import ROUNDING
 from polyattn_hpu.buckets import Bucket
@@ -25,10 +25,10 @@ def replay(
 ) -> Iterator[Metadata]:
     """Schedule a trace as `polyattn run` does; yield each step's metadata."""
     requests = read_trace(bundled(trace))
-    pool = Pool(block_size, BlockAllocator(CACHE_TOKENS // block_size))
+    pool = Pool(block_size, CACHE_TOKENS // block_size)
     scheduler = Scheduler(requests, [pool], budget, max_seqs)
     while plan := scheduler.step():
-        rows = [item.sequence.blocks[0] for item in plan]
+        rows = [item.sequence.held[0].blocks for item in plan]
         table = np.zeros((len(rows), max(map(len, rows))), np.int32)
         for index, row in enumerate(rows):
             table[index, : len(row)] = row

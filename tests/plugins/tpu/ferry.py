@@ -117,10 +117,11 @@ def moved(batch: Batch) -> Batch:
     """Return a batch whose tables are in JAX."""
     tables = (batch.block_table, batch.slot_mapping, batch.state_slots)
     table, slots, states = (t if t is None else environment.j2t_iso(array_of(t)) for t in tables)
-    return Batch(
+    found = Batch(
         batch.starts, batch.lens, table, slots, state_slots=states, key_starts=batch.key_starts,
         device="jax",
     )  # fmt: skip
+    return found if batch.causal else found.over_context()
 
 
 class Ferry:

@@ -153,6 +153,27 @@ def test_dense_keys_may_have_gaps(generator: torch.Generator) -> None:
     assert output_error(to_torch(out)[:9], expected) < 2e-5
 
 
+def test_a_learned_sink_beside_no_key_counts_for_nothing(generator: torch.Generator) -> None:
+    """More queries than keys: the first see nothing, so their LSE is -inf, sink or not."""
+    layer = LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", cached=False,
+        learned_sinks=True, needs_lse=True,
+    )  # fmt: skip
+    step = Batch.from_lens([3, 5, 1, 2], [1, 0, 0, 9])
+    query, key, value = (
+        torch.randn(n, h, 64, generator=generator) for n, h in ((11, 4), (10, 2), (10, 2))
+    )
+    sinks = torch.tensor([0.5, -1.0, 2.0, -torch.inf])  # the last: a head without one
+    plan = pt.plan(step, layer, buckets=SMALL)
+    run = jax.jit(lambda p, q, k, v, s: pt.attend_given(p, layer, q, k, v, sinks=s, lse=True))
+    out, lse = run(plan, pt.pad(plan, to_jax(query)), *map(to_jax, (key, value, sinks)))
+    expected, logs = reference.forward(layer, query, key, value, None, step, LayerParams(sinks))
+    assert logs.isneginf().all(1).tolist() == [True] * 2 + [False] + [True] * 6 + [False] * 2
+    assert output_error(to_torch(out)[:11], expected) < 2e-5
+    assert lse_error(to_torch(lse)[:11], logs) < 1e-4
+    assert not to_torch(out)[:2].any() and not to_torch(out)[3:9].any()
+
+
 MLA = LayerSpec(
     kind="mla", num_heads=4, head_size=48, v_head_size=32, dtype="float32", block_size=8,
     latent=LatentSpec(rank=64, rope_head_size=16),
@@ -293,7 +314,7 @@ assert not any(name.split(".")[0] in ("torch", "torchax") for name in sys.module
 def test_a_trace_compiles_a_stated_number_of_programs() -> None:
     """600 requests of a trace of conversations, served continuously: each shape counted by jit."""
     buckets = pt.Buckets(tokens=2048, seqs=64, pages=4096)
-    compiled = jax.jit(lambda plan: plan.tiles.put.sum())
+    compiled = jax.jit(lambda plan: plan.tiles.seq.sum())
     rng = np.random.default_rng(3)
     waiting = [
         (int(rng.lognormal(6.0, 1.0)) % 4000 + 1, int(rng.lognormal(4.0, 0.7)) % 100 + 1)

@@ -19,7 +19,9 @@ slow, sweep = pytest.mark.slow, pytest.mark.sweep
 
 DOORS = {"torchax": ("in_jax", "jax"), "functions": ("in_functions", "cpu")}
 """What is registered with pytest, and the torch device that the kit selects for."""
-FEW = "out- or strided- or (plans- and not recurrent) or (isolation-nan and mixed)"
+FEW = (
+    "out- or strided- or (plans- and not recurrent) or (isolation-nan and mixed) or context-cached"
+)
 """Views, plans and isolation: what a door can get wrong, where the kernels themselves are right."""
 FEW_RECURRENT = "recurrent_out or recurrent_strided or recurrent_plans-gdn"
 ALL = ""
@@ -36,6 +38,7 @@ def kit(backend: str, door: str, chosen: str, report: Path) -> dict[str, int]:
         env=os.environ | {
             "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
             "PALLAS_BUCKETS": "tokens=1024,seqs=48,pages=1024",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of the time
             "POLYATTN_PLUGIN_TIMEOUT": "200",  # torchax is imported to look for its device
             "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True, text=True, timeout=7200, check=False,

@@ -1,10 +1,13 @@
-"""What does core bring itself? The plain torch forms of the two roles that every step needs."""
+"""What does core bring itself? Plain torch forms of what every step needs, and the reference by name."""
 
 from __future__ import annotations
 
-from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from typing import Any
+
+from polyattn.registry.capabilities import ANY_PLATFORM, STORED, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind
+from polyattn.spec.features import FEATURES
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.rope import PAIRINGS
 
 _EVERYWHERE = {
@@ -13,7 +16,7 @@ _EVERYWHERE = {
     "kv_cache_dtypes": frozenset(KV_CACHE_DTYPES),
     "fp8_formats": frozenset({"ocp", "fnuz"}),
     "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
-    "layouts": ("NHD", "HND"),
+    "layouts": LAYOUTS,
 }
 
 TORCH_STORE = BackendInfo(
@@ -23,6 +26,7 @@ TORCH_STORE = BackendInfo(
     capabilities=Capabilities(
         phases=frozenset({"store"}),
         rotates=frozenset(PAIRINGS),
+        features=frozenset({"causal", "gqa"}) | STORED,
         **_EVERYWHERE,  # type: ignore[arg-type]
     ),
     priorities=(Priority(score=5, why="correct everywhere; several launches on an accelerator"),),
@@ -38,4 +42,56 @@ TORCH_MERGE = BackendInfo(
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
-BUILTIN = (TORCH_STORE, TORCH_MERGE)
+
+def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
+    """Return a reference that serves where it is named, and nowhere else."""
+    fields = _EVERYWHERE | claims
+    return BackendInfo(
+        name=name,
+        summary=f"{summary}; slow, only by name",
+        path=path,
+        capabilities=Capabilities(**fields),  # type: ignore[arg-type]
+        by_name_only=True,
+        priorities=(Priority(score=-100, why="the definition that others are held to; slow"),),
+        proof={"cpu": Proof.MEASURED},
+    )
+
+
+_EIGHT = frozenset(KV_CACHE_DTYPES) - {"nvfp4"}
+_LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"})
+
+VANILLA = _vanilla(
+    "VANILLA",
+    "polyattn.families.attention.vanilla:Vanilla",
+    "the float64 reference of attention, every feature, on the host",
+    kinds=frozenset({AttentionKind.ATTENTION}),
+    roles=frozenset(Role),
+    cached=frozenset({True, False}),
+    features=frozenset(FEATURES),
+)
+VANILLA_MLA = _vanilla(
+    "VANILLA_MLA",
+    "polyattn.families.attention.vanilla:VanillaMLA",
+    "the float64 reference of absorbed MLA decode, on the host",
+    kinds=frozenset({AttentionKind.MLA}),
+    phases=frozenset({"decode"}),
+    kv_cache_dtypes=_EIGHT,
+    features=_LATENT,
+)
+VANILLA_MLA_SPARSE = _vanilla(
+    "VANILLA_MLA_SPARSE",
+    "polyattn.families.mla.vanilla:VanillaSparseMLA",
+    "the float64 reference of sparse MLA, on the host",
+    kinds=frozenset({AttentionKind.SPARSE_MLA}),
+    kv_cache_dtypes=_EIGHT,
+    features=_LATENT,
+)
+VANILLA_SCAN = _vanilla(
+    "VANILLA_SCAN",
+    "polyattn.families.recurrent.vanilla:VanillaScan",
+    "the float64 recurrences as they are published, a token at a time, on the host",
+    kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
+    features=_LATENT - {"lse"} | {"gqa"},
+)
+
+BUILTIN = (TORCH_STORE, TORCH_MERGE, VANILLA, VANILLA_MLA, VANILLA_MLA_SPARSE, VANILLA_SCAN)

@@ -131,7 +131,8 @@ class Capabilities:
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
       (`"head_size 192"`): `{"alibi", "decode"}`.
-    - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
+    - `remedies`: for a feature or a dtype that isn't claimed here, what would bring it (another build,
+      say), or why nothing does.
 
     Raises `ValueError` when a claim has another type than its annotation, isn't known, or
     contradicts another one.
@@ -171,7 +172,7 @@ class Capabilities:
             ("layouts", self.layouts, LAYOUTS),
             ("phases", self.phases, PHASES),
             ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, FEATURES),
+            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES}),
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
@@ -225,7 +226,8 @@ def check(
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
     An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone: what the layer computes is no concern of theirs.
+    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled, and for
+    what it excludes): what the layer computes is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -236,7 +238,8 @@ def check(
     _check_device(caps, device, need)
     need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
     need(phase in caps.phases, "phase", phase, caps.phases, f"name another backend for {phase}")
-    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, "cast the model")
+    remedy = caps.remedies.get(spec.dtype, "cast the model")
+    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, remedy)
     if phase == "merge":
         return tuple(found)
     if spec.cached:
@@ -244,6 +247,9 @@ def check(
     _check_sizes(caps, spec, need)
     if phase != "store":
         _check_computation(caps, spec, device, phase, need)
+    else:
+        _check_features(caps, features(spec) & STORED, need)
+    _check_excludes(caps, spec, device, phase, need)
     return tuple(found)
 
 
@@ -277,14 +283,15 @@ def _check_computation(
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
-    for name in sorted(asked - caps.features):
-        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
-        need(False, name, FEATURES[name], sorted(caps.features), remedy)
-    words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
-    words_asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
-    for together, why in caps.excludes:
-        apart = not together <= words_asked
-        need(apart, " with ".join(sorted(together)), "together", "apart", why)
+    _check_features(caps, asked, need)
+    if asked & {"fp8_inputs", "fp8_output"}:
+        need(
+            device.fp8 != "fnuz",
+            "fp8 format",
+            "ocp (queries, keys, values and outputs)",
+            f"{device.fp8} (what {device.arch} computes)",
+            "leave qkv_dtype and out_dtype out",
+        )
     need(
         spec.graph_capture <= caps.graph_capture,
         "graph_capture",
@@ -294,6 +301,16 @@ def _check_computation(
     )
 
 
+def _check_excludes(
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
+) -> None:
+    asked = features(spec)
+    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
+    for together, why in caps.excludes:
+        need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
+
+
 def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
     """Whether a store itself does what comes before storing; without a rope that is to add a bias."""
     if rope is None or not rope.rotary_size:
@@ -301,10 +318,24 @@ def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
     return rope.pairing in caps.rotates
 
 
+STORED = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
+"""The features that a store must claim, too: they are of the keys and values that it is given."""
+
+
+def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> None:
+    for name in sorted(asked - caps.features):
+        remedy = caps.remedies.get(name) or _FEATURE_REMEDIES.get(name, "")
+        need(False, name, FEATURES[name], sorted(caps.features), remedy)
+
+
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
+    "tensor_scales": "give the scales as numbers: scales='number'",
+    "head_scales": "give one scale for all heads",
+    "fp8_inputs": "dequantise before: qkv_dtype='auto'",
+    "fp8_output": "quantise after: out_dtype='auto'",
 }
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyattn.device import Device
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.decompose import over_context
 from polyattn.spec.layer import LayerSpec
 
 if TYPE_CHECKING:
@@ -28,16 +29,22 @@ class LayerParams:
     """What differs between layers of one spec.
 
     `sinks` (num_heads,) float32: learned sink logits. `alibi_slopes` (num_heads,) float32.
-    `k_scale`, `v_scale`: a quantised cache holds `value / scale`. `qkv_bias`: `NewTokens.bias`.
-    `rotate`: whether queries and keys come unrotated.
+    `k_scale`, `v_scale`: a quantised cache holds `value / scale`; so do quantised queries and outputs
+    with `q_scale` and `out_scale`. Numbers; where the spec's `scales` are tensors, float32
+    (num_kv_heads,) on the device, of stride 0 with `"tensor"` and 1 with `"head"`.
+    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated. `inputs`: what the
+    layer brings of its variant's.
     """
 
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
     qkv_bias: Tensor | None = None
     rotate: bool = False
+    q_scale: Any = 1.0
+    out_scale: Any = 1.0
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Backend:
@@ -78,6 +85,13 @@ class AttentionBackend(Backend, ABC):
     layer never gets here.
     """
 
+    def spec_of(self, batch: Batch) -> LayerSpec:
+        """Return what one call computes: the layer's spec, over context alone without its causal mask.
+
+        So one object serves both parts of a step that is taken apart, its workspaces with it.
+        """
+        return self.spec if batch.causal else over_context(self.spec)
+
     @abstractmethod
     def run(
         self,
@@ -92,9 +106,10 @@ class AttentionBackend(Backend, ABC):
     ) -> None:
         """Attend for the plan's sequences.
 
-        `query`, `out` (num_tokens, num_heads, head size). `key`, `value` (num_tokens, num_kv_heads,
-        head size) are the new tokens, which `cache` holds already, or None; a layer that is not
-        cached has no `cache`, and they are all its keys, where `batch.key_starts` says. `lse`
+        `query`, `out` (num_tokens, num_heads, head size); of a spec with `qkv_dtype` the query comes in
+        e4m3, or in the layer's dtype where it had to be rotated before. `key`, `value` (num_tokens,
+        num_kv_heads, head size) are the new tokens, which `cache` holds already, or None; a layer that
+        is not cached has no `cache`, and they are all its keys, where `batch.key_starts` says. `lse`
         (num_tokens, num_heads) float32, natural logarithm, is written where given.
         """
 

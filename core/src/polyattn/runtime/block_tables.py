@@ -1,7 +1,10 @@
-"""How does a kernel walk blocks larger than its own? Each block becomes several entries of the table."""
+"""How is a block table read otherwise? In smaller blocks, or from a later block on."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from polyattn.runtime.batch import Batch
@@ -24,3 +27,14 @@ def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = No
     for offset in range(ratio):
         into[:, offset::ratio] = table * step + offset
     return batch.with_block_table(into)
+
+
+def without_first(table: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return a block table (num_seqs, max_blocks) whose row i begins after its first `counts[i]` blocks.
+
+    What is behind a row's end then is its last entry again.
+    """
+    width = table.shape[1]
+    skipped = torch.tensor(counts, dtype=torch.int64, device=table.device)[:, None]
+    columns = torch.arange(width, device=table.device) + skipped
+    return table.gather(1, columns.clamp_(max=width - 1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import CacheError, nearest
+from polyattn.runtime import nvfp4
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import LAYOUTS
 
@@ -22,6 +24,7 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
+    "nvfp4": torch.uint8,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
@@ -31,8 +34,8 @@ class KVCache:
 
     `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
     logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous. `form`: where strides don't say it, because the device's tensors have
-    none. Raises `CacheError`.
+    dimension must be contiguous; of 4-bit numbers it is bytes (`runtime.nvfp4`). `form`: where strides
+    don't say it, because the device's tensors have none. Raises `CacheError`.
     """
 
     __slots__ = ("__dict__", "key", "value")
@@ -69,12 +72,17 @@ class KVCache:
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
+        if form.layout == "contiguous":
+            if form.head_size != form.v_head_size or form.value_in_key:
+                raise CacheError(f"{form} can't be contiguous: K and V differ in size")
+            return cls.contiguous(empty(n, 2, h, b, form.stored_width(form.head_size)))
         if form.interleaved:
             if form.head_size != form.v_head_size or form.value_in_key:
                 raise CacheError(f"{form} can't interleave K and V of different sizes")
             order = (b, h) if form.layout == "NHD" else (h, b)
-            return cls.packed(empty(n, 2, *order, form.head_size), form.layout)
+            return cls.packed(empty(n, 2, *order, form.stored_width(form.head_size)), form.layout)
         sizes = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
+        sizes = tuple(map(form.stored_width, sizes))
         if form.layout == "NHD":
             stored = [empty(n, b, h, size) for size in sizes]
         else:
@@ -87,11 +95,35 @@ class KVCache:
         """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
         if storage.dim() != 5 or storage.shape[1] != 2:
             raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
+        if layout == "contiguous":
+            return cls.contiguous(storage)
         if layout not in LAYOUTS:
             raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
         if layout == "HND":
             storage = storage.transpose(2, 3)
         return cls(storage[:, 0], storage[:, 1])
+
+    @classmethod
+    def contiguous(cls, storage: Tensor) -> KVCache:
+        """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+
+        TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
+        place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
+        """
+        cache = cls.packed(storage, "HND")
+        form = replace(cache.format, layout="contiguous", interleaved=False)
+        return cls(cache.key, cache.value, form)
+
+    def sequence_table(self, sequences: Sequence[int]) -> Tensor:
+        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1)."""
+        if self.layout != "contiguous":
+            raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
+        for index, place in enumerate(sequences):
+            if type(place) is not int or not 0 <= place < self.num_blocks:
+                raise CacheError(
+                    f"sequences[{index}]={place!r} must be a place from 0 to {self.num_blocks - 1}"
+                )
+        return torch.tensor(list(sequences), dtype=torch.int32, device=self.key.device).view(-1, 1)
 
     @property
     def num_blocks(self) -> int:
@@ -121,8 +153,8 @@ class KVCache:
         return CacheFormat(
             block_size=self.block_size,
             num_kv_heads=self.key.shape[2],
-            head_size=self.key.shape[3],
-            v_head_size=self.value.shape[3],
+            head_size=_elements(self.key),
+            v_head_size=_elements(self.value),
             dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
             layout=self.layout,
             value_in_key=self.value_in_key,
@@ -168,12 +200,21 @@ ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
 """Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
 
 
-def quantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one."""
+def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
+
+    uint8 is NVFP4's rows of bytes. `tensor` (tokens, heads, size); `scale`: a number, or a tensor of
+    one a head.
+    """
     if tensor.dtype == dtype:
         return tensor
-    # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
-    divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
+    if isinstance(scale, Tensor):
+        divisor = scale[:, None].to(tensor.device)
+    else:
+        # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
+        divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
+    if dtype == torch.uint8:
+        return nvfp4.packed(tensor.float() / divisor)
     if dtype == torch.int8:
         return (tensor.float() / divisor).round_().clamp_(-127, 127).to(dtype)
     if dtype.itemsize == 1:
@@ -182,6 +223,12 @@ def quantize(tensor: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     raise CacheError(
         f"key or value is {tensor.dtype}, the cache {dtype}; cast one, or set kv_cache_dtype"
     )
+
+
+def _elements(stored: Tensor) -> int:
+    """Return the head size of a cache's keys or values."""
+    width = stored.shape[3]
+    return nvfp4.head_size(width) if stored.dtype == torch.uint8 else width
 
 
 def raw(tensor: Tensor) -> Tensor:

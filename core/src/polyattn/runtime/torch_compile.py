@@ -19,6 +19,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.inputs import refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan, plan_of
+from polyattn.runtime.scales import output_dtype
 from polyattn.runtime.state_cache import StateCache
 
 _numbers = itertools.count(1)
@@ -62,7 +63,8 @@ def attention(
     spec = layer.spec
     _refuse_traced_gradients(query, key, value)
     if out is None:
-        out = query.new_empty((query.shape[0], spec.num_heads, spec.v_head_size))
+        shape = (query.shape[0], spec.num_heads, spec.v_head_size)
+        out = query.new_empty(shape, dtype=output_dtype(spec))
     lse = None
     if spec.needs_lse:
         lse = query.new_empty((query.shape[0], spec.num_heads), dtype=torch.float32)

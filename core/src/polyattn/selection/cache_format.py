@@ -14,7 +14,9 @@ from polyattn.spec.layer import LayerSpec
 class CacheFormat:
     """The form of one layer's paged keys and values, however many blocks there are.
 
-    Sizes in elements, `block_size` in tokens. `value_in_key`: an MLA latent, whose first
+    Sizes in elements, `block_size` in tokens. `layout`: the order of a block's tokens (N), heads (H) and
+    elements (D); or "contiguous", where a block is a whole sequence of at most `block_size` tokens and
+    the storage (sequences, 2, heads, block_size, size). `value_in_key`: an MLA latent, whose first
     `v_head_size` elements are its value. `interleaved`: K's and V's blocks lie in turn in one
     storage, so that K's block i and K's block i + 1 are two blocks apart. Raises `CacheError`.
     """
@@ -48,15 +50,19 @@ class CacheFormat:
             )
 
     @property
-    def item_bytes(self) -> int:
-        """Bytes of one element."""
+    def item_bytes(self) -> float:
+        """Bytes of one element; with its share of block scales, where there are any."""
         return ITEM_BYTES[self.dtype]
+
+    def stored_width(self, size: int) -> int:
+        """Return how many of the storage's elements a head of `size` takes: bytes, of 4-bit numbers."""
+        return int(size * self.item_bytes) if self.dtype == "nvfp4" else size
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take in one layer."""
         width = self.head_size + (0 if self.value_in_key else self.v_head_size)
-        return self.num_kv_heads * width * self.item_bytes
+        return int(self.num_kv_heads * width * self.item_bytes)
 
     def in_blocks_of(self, size: int) -> CacheFormat:
         """Return the same cache as a kernel sees it that takes only smaller blocks."""

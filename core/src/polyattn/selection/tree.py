@@ -29,7 +29,8 @@ class Facts:
     """All that the tree may know beside the question.
 
     `unavailable(info)` says why a backend can't run on this machine (always None for a profile),
-    `failed` which backends were found wrong by verification, `rank` lets policy plugins re-rank,
+    `refuses(info, spec)` why a backend can't serve the layer's variant, `failed` which backends were
+    found wrong by verification, `rank` lets policy plugins re-rank,
     `running(info)` says what of a backend runs here.
     """
 
@@ -39,6 +40,7 @@ class Facts:
     failed: Mapping[str, str]
     problems: tuple[str, ...] = ()
     running: Callable[[BackendInfo], str] = lambda info: ""
+    refuses: Callable[[BackendInfo, LayerSpec], str | None] = lambda info, spec: None
 
 
 def phases_of(spec: LayerSpec) -> tuple[str, ...]:
@@ -55,7 +57,11 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
     notes = list(settings.notes)
     named = {p: _named(spec, p, facts, settings, notes) for p in phases}
     steps = [_named_step(named), *_family_steps(spec)]
-    family = [b for b in _family(spec, phases, facts) if not b.capabilities.phases & SERVICES]
+    family = [
+        b
+        for b in _family(spec, phases, facts)
+        if not b.capabilities.phases & SERVICES and not b.by_name_only
+    ]
     here = [b for b in family if device.platform in b.capabilities.platforms]
     steps.append(
         Step(
@@ -68,6 +74,7 @@ def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) ->
     for phase in phases:
         override = named[phase]
         candidates = [b for b in _family(spec, (phase,), facts) if _is_here(b, device)]
+        candidates = [b for b in candidates if not b.by_name_only]
         if override:
             candidates = [facts.backends[override.backend]]
         judged = _judge(candidates, spec, device, phase, facts)
@@ -221,6 +228,11 @@ def _judge(
         rejections = tuple(
             dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, phase))
         )
+        if not rejections and spec.variant is not None and phase not in SERVICES:
+            reason = facts.refuses(info, spec)
+            if reason:
+                wanted = f"the functions of {spec.variant}"
+                rejections = (Rejection("variant", wanted, "others", reason),)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)
@@ -305,12 +317,34 @@ def _named_failure(
     return f"{text}\n  {nearest_able}; a named backend never falls back in silence"
 
 
+def _by_name(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> list[str]:
+    """Return who, where named, serves every phase that nobody else does; nobody where one is left."""
+    served = {v.phase for step in trace for v in step.verdicts if v.accepted}
+    found: list[str] = []
+    for phase in (p for p in phases_of(spec) if p not in served):
+        able = [
+            info.name
+            for info in _family(spec, (phase,), facts)
+            if info.by_name_only
+            and not any(check(info.capabilities, q, device, phase) for q in questions(spec, phase))
+        ]
+        if not able:
+            return []
+        found += [name for name in able if name not in found]
+    return found
+
+
 def _nobody(spec: LayerSpec, device: Device, trace: Sequence[Step], facts: Facts) -> str:
     text = f"no installed backend can serve {spec} on {device}:"
     verdicts = [v for step in trace for v in step.verdicts if not v.accepted]
     for verdict in verdicts:
         text += f"\n  {verdict.backend} for {verdict.phase}:"
         text += "".join(f"\n    {rejection}" for rejection in verdict.rejections)
+    by_name = _by_name(spec, device, trace, facts)
+    if by_name:
+        text += (
+            f"\n  {' and '.join(by_name)} can, slowly, and only where named: backend={by_name[0]!r}"
+        )
     if not verdicts:
         text += f"\n  none is for {spec.kind.value} layers on platform {device.platform}"
         here = any(device.platform in b.capabilities.platforms for b in facts.backends.values())

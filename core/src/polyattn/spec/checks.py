@@ -7,7 +7,16 @@ from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SpecError, nearest
-from polyattn.spec.kinds import DTYPES, FEATURE_MAPS, KV_CACHE_DTYPES, AttentionKind, Role
+from polyattn.spec.kinds import (
+    DTYPES,
+    FEATURE_MAPS,
+    KV_CACHE_DTYPES,
+    QUANTISED_DTYPES,
+    SCALES,
+    AttentionKind,
+    Role,
+)
+from polyattn.spec.variant import MASKS, NAME
 
 if TYPE_CHECKING:
     from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
@@ -62,10 +71,19 @@ def check_fields(spec: LayerSpec) -> None:
     for name in _FLAGS:
         if not isinstance(getattr(spec, name), bool):
             raise SpecError(f"{name}={getattr(spec, name)!r} must be True or False")
-    for name, valid in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+    for name, valid in (
+        ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("qkv_dtype", QUANTISED_DTYPES),
+        ("out_dtype", QUANTISED_DTYPES), ("scales", SCALES),
+    ):  # fmt: skip
         value = getattr(spec, name)
         if not isinstance(value, str) or value not in valid:
             raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}")
+    if spec.variant is not None and not (
+        isinstance(spec.variant, str) and NAME.fullmatch(spec.variant)
+    ):
+        raise SpecError(f"variant={spec.variant!r} must be a registered variant's name, or None")
+    if spec.mask is not None and spec.mask not in MASKS:
+        raise SpecError(f"mask={spec.mask!r} is unknown{nearest(str(spec.mask), MASKS)}")
     number("scale", spec.scale, "a positive number, or 0 for the default")
     if spec.scale < 0:
         raise SpecError(f"scale={spec.scale!r} must be a positive number, or 0 for the default")
@@ -101,6 +119,7 @@ def check_relations(spec: LayerSpec) -> None:
         raise SpecError(
             f"fp8_compute=True goes with kv_cache_dtype='fp8_e4m3', not {spec.kv_cache_dtype!r}"
         )
+    _check_quantised(spec)
     if spec.role in (Role.CROSS, Role.ENCODER, Role.ENCODER_ONLY) and spec.causal:
         raise SpecError(f"role={spec.role.value!r} is not causal; set causal=False")
     if spec.role is Role.CROSS and (
@@ -110,8 +129,42 @@ def check_relations(spec: LayerSpec) -> None:
     if not spec.cached:
         _check_uncached(spec)
     _check_family(spec)
+    _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
+
+
+def _check_quantised(spec: LayerSpec) -> None:
+    """What comes or leaves in 8 bits is attention's, and scales have something to scale."""
+    for name in ("qkv_dtype", "out_dtype"):
+        value = getattr(spec, name)
+        if value != "auto" and spec.kind.family != "attention":
+            raise SpecError(
+                f"{name}={value!r} is for attention over keys and values; leave it out for "
+                f"{spec.kind.value} layers"
+            )
+    if spec.qkv_dtype != "auto" and spec.cached and spec.kv_cache_dtype != spec.qkv_dtype:
+        raise SpecError(
+            f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
+            f"{spec.kv_cache_dtype!r}: what comes quantised is stored as it is"
+        )
+    if spec.kv_cache_dtype == "nvfp4":
+        if spec.kind.family != "attention":
+            raise SpecError(
+                f"kv_cache_dtype='nvfp4' keeps keys and values apart; {spec.kind.value} layers can't"
+            )
+        for name in ("head_size", "v_head_size"):
+            if getattr(spec, name) % 16:
+                raise SpecError(
+                    f"{name}={getattr(spec, name)}: kv_cache_dtype='nvfp4' takes multiples of 16, which "
+                    "share a scale"
+                )
+    scaled = spec.stored_dtype != spec.dtype or spec.qkv_dtype != "auto" or spec.out_dtype != "auto"
+    if spec.scales != "number" and (spec.kind.family != "attention" or not scaled):
+        raise SpecError(
+            f"scales={spec.scales!r}: nothing is quantised that attention scales; leave it out, or set "
+            "kv_cache_dtype, qkv_dtype or out_dtype"
+        )
 
 
 def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
@@ -130,6 +183,21 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
             "rope.positions='cache' is for a decoder's attention over cached keys; use 'absolute' for "
             f"{what if spec.cached else 'a layer that keeps none'}"
         )
+
+
+def _check_pointwise(spec: LayerSpec) -> None:
+    """A variant's functions and a step's mask speak of places in one sequence, and of its keys."""
+    for name in ("variant", "mask"):
+        value = getattr(spec, name)
+        if value is None:
+            continue
+        if spec.kind.family != "attention":
+            raise SpecError(f"{name}={value!r} is for attention over keys, not {spec.kind.value}")
+        if spec.role is Role.CROSS:
+            raise SpecError(
+                f"{name}={value!r}: role='cross' has no positions, and a query's keys are another "
+                "sequence's; use a decoder's or an encoder's role"
+            )
 
 
 def _check_uncached(spec: LayerSpec) -> None:

@@ -52,9 +52,18 @@ def expanded(spec: LayerSpec) -> LayerSpec:
 
 
 @cache
+def over_context(spec: LayerSpec) -> LayerSpec:
+    """Return the layer over keys that all lie before its queries: a causal mask hides none of them.
+
+    Of layers whose keys count alike wherever they lie: without windows, chunks, ALiBi.
+    """
+    return spec.replace(causal=False) if spec.causal else spec
+
+
+@cache
 def expanded_context(spec: LayerSpec) -> LayerSpec:
     """Return the other part of an MLA layer's chunked prefill: every cached token is seen."""
-    return expanded(spec).replace(role=Role.CROSS, causal=False)
+    return over_context(expanded(spec)).replace(role=Role.CROSS)
 
 
 @cache

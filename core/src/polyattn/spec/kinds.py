@@ -5,15 +5,21 @@ from __future__ import annotations
 from enum import Enum, IntEnum
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
-LAYOUTS = ("NHD", "HND")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4")
+QUANTISED_DTYPES = ("auto", "fp8_e4m3")
+"""What queries, keys and values may arrive in, and outputs leave in, beside the layer's dtype."""
+DTYPE_ALIASES = {"fp8": "fp8_e4m3"}
+"""What engines call a dtype, and what it is."""
+SCALES = ("number", "tensor", "head")
+"""How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
+LAYOUTS = ("NHD", "HND", "contiguous")
 FEATURE_MAPS = ("elu+1", "relu")
 """What linear attention with a normaliser may take of queries and keys."""
-ITEM_BYTES = {
+ITEM_BYTES: dict[str, float] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1,
-    "fp8_e5m2": 1, "int8": 1,
+    "fp8_e5m2": 1, "int8": 1, "nvfp4": 9 / 16,
 }  # fmt: skip
-"""Bytes of an element of each dtype that a cache can have."""
+"""Bytes of an element of each dtype that a cache can have; of `nvfp4` with its share of block scales."""
 PHASES = ("prefill", "decode", "mixed", "store", "merge")
 """The roles of a kernel: attention's three, storing the step's keys and values, merging states."""
 

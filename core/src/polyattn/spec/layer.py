@@ -20,7 +20,7 @@ from polyattn.spec.checks import (
     member,
 )
 from polyattn.spec.features import features
-from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import DTYPE_ALIASES, AttentionKind, GraphCapture, Role
 from polyattn.spec.rope import RopeSpec
 
 
@@ -82,7 +82,19 @@ class LayerSpec:
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
     - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
       attention's kernels are asked for it only where `rope.positions` is `"cache"`.
+    - `variant`: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
+      after all of the above. Who knows it is asked when backends are selected.
+    - `mask`: a mask that each step brings, beside the above: `"custom"` (packed booleans) or
+      `"block_sparse"` (rows of blocks); `Batch.mask` holds it.
     - `block_size` None lets the selector choose.
+    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or `"nvfp4"`: 4-bit ones whose
+      every 16 share another (`runtime.nvfp4`). `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
+    - `qkv_dtype` `"fp8_e4m3"`: queries, keys and values come as a quantised projection leaves them,
+      `value / scale` in e4m3 (OCP's), with the layer's `q_scale`, `k_scale`, `v_scale`. A cache is then
+      e4m3 too, and holds the same numbers.
+    - `out_dtype` `"fp8_e4m3"`: the output leaves as `value / out_scale`, saturated.
+    - `scales`: `"number"`s, fixed while a graph is captured; or `"tensor"`s on the device, one number
+      each, or one a KV `"head"` (`out_scale` is one number always), which kernels read at each step.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
     """
@@ -95,6 +107,9 @@ class LayerSpec:
     scale: float = 0.0
     dtype: str = "bfloat16"
     kv_cache_dtype: str = "auto"
+    qkv_dtype: str = "auto"
+    out_dtype: str = "auto"
+    scales: str = "number"
     fp8_compute: bool = False
     block_size: int | None = None
     role: Role = Role.DECODER
@@ -114,6 +129,8 @@ class LayerSpec:
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
     rope: RopeSpec | None = None
+    variant: str | None = None
+    mask: str | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -123,6 +140,10 @@ class LayerSpec:
             ("graph_capture", GraphCapture),
         ):
             set_(self, name, member(name, getattr(self, name), enum))
+        for name in ("kv_cache_dtype", "qkv_dtype", "out_dtype"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                set_(self, name, DTYPE_ALIASES.get(value, value))
         for name, default in self._derived().items():
             value = getattr(self, name)
             if type(value) is type(_DERIVED[name]) and value == _DERIVED[name]:
@@ -273,6 +294,8 @@ class LayerSpec:
         words += sorted(features(self) - {"causal", "gqa"})
         if self.sliding_window:
             words[words.index("sliding_window")] = f"window {self.sliding_window}"
+        if self.variant:
+            words[words.index("variant")] = f"variant {self.variant}"
         return ", ".join(words)
 
 

@@ -46,5 +46,5 @@ def units(spec: LayerSpec) -> tuple[float, ...]:
     else:
         stored, kv_heads = spec.head_size + spec.v_head_size, spec.num_kv_heads
         wide = spec.num_heads * stored
-    stored *= ITEM_BYTES[spec.stored_dtype]
-    return (1, kv_heads, kv_heads * stored, stored, wide, wide * ITEM_BYTES[spec.dtype])
+    held = stored * ITEM_BYTES[spec.stored_dtype]
+    return (1, kv_heads, kv_heads * held, held, wide, wide * ITEM_BYTES[spec.dtype])

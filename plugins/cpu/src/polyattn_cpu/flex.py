@@ -10,11 +10,23 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    Pointwise,
+)
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import flex_attention
 
-PAD = 128
+from polyattn_cpu.flex_blocks import BLOCK, block_mask, intervals
+from polyattn_cpu.flex_pointwise import Places, changes, masked_blocks
+
 RECOMPILES = 256
 """Distinct layers and shapes in one process; torch's own limit of 8 is meant for one function."""
 
@@ -30,54 +42,52 @@ def compiled_flex() -> Callable[..., Any]:
 
 
 class FlexPlan(Plan):
-    """Where every row and key of the padded batch belongs, and which blocks of them meet."""
+    """Where every row and key of the padded batch belongs, and which blocks of them meet.
+
+    `own` int64 (rows,): where each query's own key lies among the packed keys. `places`: those of rows
+    and keys in their sequences, for a layer's functions; `masked`: whether the blocks have their masks.
+    """
 
     __slots__ = (
-        "at_k", "block_mask", "num_keys", "position_k", "position_q", "seq_k", "seq_q", "slots",
+        "at_k", "block_mask", "masked", "num_keys", "own", "places", "seq_k", "seq_q", "slots",
     )  # fmt: skip
 
-    def __init__(self, spec: LayerSpec, batch: Batch):
+    def __init__(self, spec: LayerSpec, batch: Batch, pointwise: Pointwise | None):
         super().__init__(batch)
-        device = batch.device
-        query_lens, lens = torch.tensor(batch.query_lens), torch.tensor(batch.lens)
+        query_lens, lens = (
+            torch.tensor(each, dtype=torch.int64) for each in (batch.query_lens, batch.lens)
+        )
         self.num_keys = int(lens.sum())
-        rows, keys = _padded(batch.num_tokens), _padded(self.num_keys)
-        seq_q, at_q = _rows(query_lens, rows)
-        self.seq_k, self.at_k = _rows(lens, keys)
-        context = torch.cat([lens - query_lens, torch.zeros(1, dtype=torch.int64)])
-        self.position_q = (at_q + context[seq_q.clamp(max=len(lens))]).to(device)
-        self.seq_q = seq_q.to(device)
-        self.position_k = self.at_k.to(device)
-        own = self._sequence_mask(spec, self.seq_q, self.seq_k.to(device))
-        self.block_mask = create_block_mask(own, 1, 1, rows, keys, device=str(device))
+        seq_q, at_q = _rows(query_lens, _padded(batch.num_tokens))
+        self.seq_k, self.at_k = _rows(lens, self.num_keys)
+        nothing = torch.zeros(1, dtype=torch.int64)  # what rows of padding have
+        context, length, start = (
+            torch.cat([each, nothing])[seq_q]
+            for each in (lens - query_lens, lens, lens.cumsum(0) - lens)
+        )
+        position = at_q + context
+        seen = intervals(spec, position, length, start)
+        self.block_mask = block_mask(seen, _padded(self.num_keys), batch.device)
+        self.own, self.seq_q = (start + position).to(batch.device), seq_q.to(batch.device)
         self.slots: Tensor | None = None
+        self.places: Places | None = None
+        self.masked = False
+        if pointwise is not None:
+            self.places = Places(
+                batch, seq_q, position, self.seq_k, self.at_k, _padded(self.num_keys)
+            )
+            # A mask whose inputs the step brings decides which blocks there are; else it is the score's.
+            self.masked = pointwise.mask_inputs <= batch.inputs.keys()
+        if pointwise is not None and self.places is not None and self.masked:
+            heads = spec.num_heads if spec.variant else 1
+            self.block_mask = masked_blocks(
+                self.block_mask, pointwise, self.places, batch.inputs, heads
+            )
 
     def given_rows(self) -> Tensor:
         """Return where each key lies in tensors that are given whole, with gaps between sequences."""
-        seq, at = self.seq_k[: self.num_keys], self.at_k[: self.num_keys]
-        return (torch.tensor(self.batch.key_starts)[seq] + at).to(self.batch.device)
-
-    def _sequence_mask(
-        self, spec: LayerSpec, seq_q: Tensor, seq_k: Tensor
-    ) -> Callable[..., Tensor]:
-        position_q, position_k = self.position_q, self.position_k
-        pad = self.batch.num_seqs
-
-        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            mask = (seq_q[q] == seq_k[k]) & (seq_k[k] < pad)
-            at, key = position_q[q], position_k[k]
-            if spec.causal:
-                mask = mask & (key <= at)
-            if spec.sliding_window is not None:
-                near = key > at - spec.sliding_window
-                if not spec.causal:
-                    near = near & (key < at + spec.sliding_window)
-                mask = mask & (near | (key < spec.sink_tokens))
-            if spec.chunk_size is not None:
-                mask = mask & (key // spec.chunk_size == at // spec.chunk_size)
-            return mask
-
-        return visible
+        starts = torch.tensor(self.batch.key_starts, dtype=torch.int64)
+        return (starts[self.seq_k] + self.at_k).to(self.batch.device)
 
 
 class FlexAttention(AttentionBackend):
@@ -85,21 +95,29 @@ class FlexAttention(AttentionBackend):
 
     name: ClassVar[str] = "FLEX_ATTENTION"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.pointwise = Pointwise.of(spec)
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlexPlan:
-        return FlexPlan(self.spec, batch)
+        return FlexPlan(self.spec_of(batch), batch, self.pointwise)
 
     def _score(self, plan: FlexPlan, params: LayerParams) -> Callable[..., Tensor] | None:
         cap, slopes = self.spec.logit_soft_cap, params.alibi_slopes
-        if cap is None and slopes is None:
+        changed = None
+        if self.pointwise is not None and plan.places is not None:
+            inputs = {**plan.batch.inputs, **params.inputs}
+            changed = changes(self.pointwise, plan.places, inputs, plan.masked)
+        if cap is None and slopes is None and changed is None:
             return None
-        position_q, position_k = plan.position_q, plan.position_k
+        own = plan.own
 
         def change(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             if cap is not None:
                 score = cap * torch.tanh(score / cap)
             if slopes is not None:
-                score = score + slopes[h] * (position_k[k] - position_q[q])
-            return score
+                score = score + slopes[h] * (k - own[q])
+            return score if changed is None else changed(score, h, q, k)
 
         return change
 
@@ -122,7 +140,7 @@ class FlexAttention(AttentionBackend):
             given = slice(plan.num_keys) if plan.batch.keys_packed else plan.given_rows()
             key, value = key[given], value[given]
         key, value, spoilt = _confined(plan, key, value)
-        rows, keys = len(plan.position_q), len(plan.position_k)
+        rows, keys = plan.block_mask.seq_lengths
         inputs = (_row(query, rows), _row(key, keys), _row(value, keys))
         with torch._dynamo.config.patch(recompile_limit=RECOMPILES):
             result = compiled_flex()(
@@ -141,8 +159,7 @@ class FlexAttention(AttentionBackend):
         size = cache.block_size
         if plan.slots is None:
             assert plan.batch.block_table is not None
-            seq, at = plan.seq_k[: plan.num_keys], plan.at_k[: plan.num_keys]
-            seq, at = seq.to(cache.key.device), at.to(cache.key.device)
+            seq, at = plan.seq_k.to(cache.key.device), plan.at_k.to(cache.key.device)
             plan.slots = plan.batch.block_table[seq, at // size].long() * size + at % size
         block, offset = plan.slots // size, plan.slots % size
         return cache.key[block, offset], cache.value[block, offset]
@@ -158,13 +175,12 @@ def _confined(plan: FlexPlan, key: Tensor, value: Tensor) -> tuple[Tensor, Tenso
         return key, value, None
     kept = finite[:, None, None]
     spoilt = torch.zeros(plan.batch.num_seqs + 1, dtype=torch.int32, device=key.device)
-    seq = plan.seq_k[: plan.num_keys].to(key.device)
-    spoilt.index_add_(0, seq, (~finite).int())
+    spoilt.index_add_(0, plan.seq_k.to(key.device), (~finite).int())
     return torch.where(kept, key, 0), torch.where(kept, value, 0), spoilt > 0
 
 
 def _padded(size: int) -> int:
-    return max(-(-size // PAD), 1) * PAD
+    return max(-(-size // BLOCK), 1) * BLOCK
 
 
 def _rows(lens: Tensor, total: int) -> tuple[Tensor, Tensor]:

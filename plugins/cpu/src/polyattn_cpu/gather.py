@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn.kernel import Batch, KVCache, LayerSpec, raw, window_sizes
-from torch import Tensor
+from polyattn.kernel import Batch, KVCache, LayerSpec, raw, unpacked, window_sizes
+from torch import Tensor, uint8
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class PagedReader:
         """Return K and V of a span as (num_kv_heads, keys, size).
 
         Quantised values come as they are stored: every one of them is exact in bf16, so the scales
-        are left for the scores and the output, where they cost no rounding.
+        are left for the scores and the output, where they cost no rounding. So are 4-bit ones with
+        their blocks' scales.
         """
         size = cache.block_size
         parts = [(span.start, span.stop)]
@@ -75,8 +76,10 @@ class PagedReader:
         for stored in (cache.key,) if cache.value_in_key else (cache.key, cache.value):
             pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in parts]
             tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-            found.append(tokens.to(dtype))
-        return found[0], found[-1][..., : cache.value.shape[3]]
+            found.append(unpacked(tokens, dtype) if tokens.dtype == uint8 else tokens.to(dtype))
+        if not cache.value_in_key:
+            return found[0], found[1]
+        return found[0], found[0][..., : cache.value.shape[3]]
 
     def _piece(
         self, stored: Tensor, index: int, start: int, stop: int, size: int, layout: str
@@ -84,7 +87,7 @@ class PagedReader:
         first = start // size
         blocks = self._blocks(index, first, -(-stop // size))
         rows = slice(start - first * size, stop - first * size)
-        if layout == "HND":
+        if layout != "NHD":
             picked = _pick(stored.transpose(1, 2), blocks).transpose(0, 1)
             return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, rows]
         picked = _pick(stored, blocks)

@@ -11,21 +11,27 @@ from typing import ClassVar
 
 import torch
 from polyattn.kernel import (
+    STORAGE_DTYPES,
     AttentionBackend,
     AttentionState,
     Batch,
+    CacheFormat,
+    Device,
     KVCache,
     LayerParams,
     LayerSpec,
     Plan,
+    Pointwise,
     merge_states,
     window_sizes,
+    write_output,
 )
 from torch import Tensor
 
 from polyattn_cpu.alike import Alike
 from polyattn_cpu.cache_rope import turned_in_cache
 from polyattn_cpu.gather import PagedReader, Span, seen
+from polyattn_cpu.pointwise import Places, changed, summed
 
 QUERY_BLOCK = 256
 """Queries that share one mask or one score matrix, which bounds both."""
@@ -50,8 +56,13 @@ class TorchSDPA(AttentionBackend):
 
     name: ClassVar[str] = "TORCH_SDPA"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.pointwise = Pointwise.of(spec)
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
-        return SdpaPlan(batch, Alike.of(self.spec, batch) if self._fused else None)
+        plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
+        return SdpaPlan(batch, Alike.of(self.spec_of(batch), batch) if plain else None)
 
     def run(
         self,
@@ -65,13 +76,22 @@ class TorchSDPA(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, SdpaPlan)
+        spec = self.spec_of(plan.batch)
         if plan.alike is not None:
-            plan.alike.run(self.spec, query, key, value, params, out, lse)
+            plan.alike.run(spec, query, key, value, params, out, lse)
             return
         batch = plan.batch
         # New tokens are at hand in `key` and `value`, unless the cache holds them rounded.
         rounded = cache is not None and cache.key.dtype != query.dtype
-        scales = (params.k_scale, params.v_scale) if rounded else (1.0, 1.0)
+        kept = cache.key if cache is not None else key
+        assert kept is not None
+        of_query, of_key, of_value = map(
+            self._wide, (params.q_scale, params.k_scale, params.v_scale)
+        )
+        scales = (of_key, of_value) if kept.dtype.itemsize == 1 else (1.0, 1.0)
+        if query.dtype.itemsize == 1:  # exact in every wider dtype
+            query = query.to(STORAGE_DTYPES[self.spec.dtype])
+            scales = (scales[0] * of_query, scales[1])
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             source: _Source
@@ -81,18 +101,27 @@ class TorchSDPA(AttentionBackend):
                 assert key is not None and value is not None
                 first = rows.start if cache is not None else batch.key_starts[index]
                 whole = slice(first, first + length)
-                source = _Given(key[whole].transpose(0, 1), value[whole].transpose(0, 1))
+                pair = (t[whole].to(query.dtype).transpose(0, 1) for t in (key, value))
+                source = _Given(*pair)
             else:
                 source = _Paged(plan.reader, cache, index, query.dtype)
-            call = _Call(source, length, params, *scales)
+            places = None
+            if self.pointwise is not None:
+                places = Places(spec, batch, index, params, query.device)
+            call = _Call(spec, source, length, params, *scales, places)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
+    def _wide(self, scale: float | Tensor) -> float | Tensor:
+        """Return a scale in the precision that it is multiplied in."""
+        double = self.spec.dtype == "float64" and isinstance(scale, Tensor)
+        return scale.double() if double else scale
+
     def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
-        count, length, source = query.shape[0], call.length, call.source
+        count, length, source, spec = query.shape[0], call.length, call.source, call.spec
         if count == 0:
             return
         context = length - count
-        if length == 0 or (self.spec.causal and context < 0):  # the first queries see nothing
+        if length == 0 or (spec.causal and context < 0):  # the first queries see nothing
             blind = count if length == 0 else -context
             out[:blind] = 0.0
             if lse is not None:
@@ -102,22 +131,21 @@ class TorchSDPA(AttentionBackend):
                     query[blind:], call, out[blind:], None if lse is None else lse[blind:]
                 )
             return
-        if self._fits_causal_kernel(count):
+        if self._fits_causal_kernel(spec, count):
             state = self._causal(query, call, context)
             self._store(state, call, out, lse)
             return
-        step = QUERY_BLOCK if max(window_sizes(self.spec)) >= 0 else 4 * QUERY_BLOCK
+        step = QUERY_BLOCK if max(window_sizes(spec)) >= 0 else 4 * QUERY_BLOCK
         step = max(1, min(step, SCORES // (length * query.shape[1])))
         for at in range(0, count, step):
             rows = slice(at, min(at + step, count))
             first, last = context + rows.start, context + rows.stop - 1
-            span = seen(self.spec, first, last, length)
+            span = seen(spec, first, last, length)
             keys, values = source.read(span)
             state = self._block(query[rows], keys, values, span, first, call)
             self._store(state, call, out[rows], None if lse is None else lse[rows])
 
-    def _fits_causal_kernel(self, count: int) -> bool:
-        spec = self.spec
+    def _fits_causal_kernel(self, spec: LayerSpec, count: int) -> bool:
         plain = not (spec.alibi or spec.logit_soft_cap or spec.sliding_window or spec.chunk_size)
         return spec.causal and plain and count > 1 and self._fused
 
@@ -128,6 +156,8 @@ class TorchSDPA(AttentionBackend):
             self.device.platform == "cpu"
             and spec.v_head_size == spec.head_size
             and spec.logit_soft_cap is None
+            and self.pointwise is None
+            and spec.scales == "number"  # torch's kernel takes its scale from the host
             and not self._turns
         )
 
@@ -179,9 +209,11 @@ class TorchSDPA(AttentionBackend):
         if not span.size:
             none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
             return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
-        bias, blind = self._bias(query, span, first, call.params)
         if self._turns:
             query, keys = turned_in_cache(self.spec, query, keys, span, first, call.length)
+        if self.pointwise is not None:
+            return self._by_functions(self.pointwise, query, keys, values, span, first, call)
+        bias, blind = self._bias(query, span, first, call)
         state = self._attend(query, keys, values, call, bias)
         if blind is None:
             return state
@@ -208,13 +240,13 @@ class TorchSDPA(AttentionBackend):
         )
 
     def _bias(
-        self, query: Tensor, span: Span, first: int, params: LayerParams
+        self, query: Tensor, span: Span, first: int, call: _Call
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
 
         None for nothing to add, and where every query sees something.
         """
-        spec, count = self.spec, query.shape[0]
+        spec, count = call.spec, query.shape[0]
         limited = spec.chunk_size or max(window_sizes(spec)) >= 0
         # One query's span is exactly what it sees, but for this.
         masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
@@ -231,41 +263,62 @@ class TorchSDPA(AttentionBackend):
             if not spec.causal:
                 blind = ~mask.any(1)
         if spec.alibi:
-            assert params.alibi_slopes is not None
-            slopes = params.alibi_slopes.to(dtype)[:, None, None]
-            bias = bias + slopes * (key - position).to(dtype)
+            bias = bias + _alibi(call.params, position, key, dtype)
         return bias, blind
 
     def _matmuls(
         self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
     ) -> AttentionState:
         """The same by hand, in at least float32, for what the fused kernel lacks."""
+        scores = self._scores(query, keys, call)
+        if bias is not None:
+            scores += bias
+        return _weighted(scores, values)
+
+    def _by_functions(
+        self,
+        pointwise: Pointwise,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        span: Span,
+        first: int,
+        call: _Call,
+    ) -> AttentionState:
+        """By hand too, with what a variant's functions and a step's mask do to the scores."""
+        assert call.places is not None
+        scores = self._scores(query, keys, call)
+        position = torch.arange(first, first + len(query), device=query.device)[:, None]
+        key = span.positions().to(query.device)
+        if self.spec.alibi:
+            scores += _alibi(call.params, position, key, scores.dtype)
+        mask = _visible(call.spec, position, key)
+        scores, mask = changed(pointwise, call.places, scores, mask, span, first)
+        if not pointwise.softmax:
+            return summed(scores.masked_fill(~mask, 0.0), values)
+        return _weighted(scores.masked_fill(~mask, -torch.inf), values)
+
+    def _scores(self, query: Tensor, keys: Tensor, call: _Call) -> Tensor:
+        """Return the scaled, capped scores, (heads, queries, keys)."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         heads, groups, count = keys.shape[0], self.spec.gqa_ratio, query.shape[0]
         folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
         folded = folded.reshape(heads, groups * count, -1)
         scores = torch.bmm(folded, keys.to(dtype).transpose(1, 2))
-        scores *= self.spec.scale * call.k_scale
+        scores *= self.spec.scale * _beside(call.k_scale, (-1, 1, 1))
         cap = self.spec.logit_soft_cap
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
-        scores = scores.view(heads * groups, count, -1)
-        if bias is not None:
-            scores += bias
-        lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).view(
-            heads, groups * count, -1
-        )
-        output = torch.bmm(weights, values.to(dtype)).view(heads * groups, count, -1)
-        return AttentionState(output.transpose(0, 1), lse.T)
+        return scores.view(heads * groups, count, -1)
 
     def _store(self, state: AttentionState, call: _Call, out: Tensor, lse: Tensor | None) -> None:
         output, params = state.output, call.params
-        if call.v_scale != 1.0:
-            output = output.to(torch.promote_types(output.dtype, torch.float32)) * call.v_scale
+        if isinstance(call.v_scale, Tensor) or call.v_scale != 1.0:
+            each = _beside(call.v_scale, (-1, 1), self.spec.gqa_ratio)
+            output = output.to(torch.promote_types(output.dtype, torch.float32)) * each
         if params.sinks is not None:  # the sink joins the denominator after the fact
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
-        out.copy_(output)
+        write_output(out, output, params.out_scale)
         _store_lse(lse, params, state.lse)
 
 
@@ -307,13 +360,37 @@ _Source = _Given | _Paged
 class _Call:
     """What one sequence's attention takes beside its queries."""
 
-    __slots__ = ("k_scale", "length", "params", "source", "v_scale")
+    __slots__ = ("k_scale", "length", "params", "places", "source", "spec", "v_scale")
 
     def __init__(
-        self, source: _Source, length: int, params: LayerParams, k_scale: float, v_scale: float
+        self,
+        spec: LayerSpec,
+        source: _Source,
+        length: int,
+        params: LayerParams,
+        k_scale: float | Tensor,
+        v_scale: float | Tensor,
+        places: Places | None,
     ):
-        self.source, self.length, self.params = source, length, params
-        self.k_scale, self.v_scale = k_scale, v_scale
+        self.spec, self.source, self.length, self.params = spec, source, length, params
+        self.k_scale, self.v_scale, self.places = k_scale, v_scale, places
+
+
+def _alibi(params: LayerParams, position: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+    assert params.alibi_slopes is not None
+    return params.alibi_slopes.to(dtype)[:, None, None] * (key - position).to(dtype)
+
+
+def _weighted(scores: Tensor, values: Tensor) -> AttentionState:
+    """Return the softmax's state of masked scores (heads, queries, keys); values by KV head."""
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return AttentionState(summed(weights, values).output, lse.T)
+
+
+def _beside(scale: float | Tensor, shape: tuple[int, ...], times: int = 1) -> float | Tensor:
+    """Return a scale as it multiplies: a number, or each KV head's `times` times in this shape."""
+    return scale.repeat_interleave(times).view(shape) if isinstance(scale, Tensor) else scale
 
 
 def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:

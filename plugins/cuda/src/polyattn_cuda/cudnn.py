@@ -38,7 +38,7 @@ class CudnnAttention(AttentionBackend):
     name: ClassVar[str] = "CUDNN_ATTENTION"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> CudnnPlan:
-        return CudnnPlan(batch, self.cache, self.spec.causal)
+        return CudnnPlan(batch, self.cache, self.spec_of(batch).causal)
 
     def run(
         self,
@@ -53,24 +53,25 @@ class CudnnAttention(AttentionBackend):
     ) -> None:
         assert isinstance(plan, CudnnPlan)
         batch, starts = plan.batch, plan.keys.starts
+        causal = self.spec_of(batch).causal
         key, value = plan.keys.read(key, value, cache)
         for index, count in enumerate(batch.query_lens):
             first, last = starts[index], starts[index + 1]
             end = batch.starts[index + 1]
             # Under a causal mask no more tokens see a key than there are keys.
-            seeing = min(count, last - first) if self.spec.causal else count
+            seeing = min(count, last - first) if causal else count
             if seeing == 0 or last == first:
                 continue
             rows = slice(end - seeing, end)
-            state = self._sequence(query[rows], key[first:last], value[first:last])
+            state = self._sequence(query[rows], key[first:last], value[first:last], causal)
             out[rows] = state.output
             if lse is not None:
                 lse[rows] = state.lse
         blank(plan.empty, out, lse)
 
-    def _sequence(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionState:
+    def _sequence(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> AttentionState:
         """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
-        if not self.spec.causal:
+        if not causal:
             return self._attend(query, key, value, False)
         context = len(key) - len(query)
         state = self._attend(query, key[context:], value[context:], True)

@@ -122,7 +122,7 @@ class VllmFlashAttention2(FlashAttention2):
         super().__init__(spec, cache, device)
         torch.ops.load_library(str(vllm_library("_vllm_fa2_C")))
         self.ops = torch.ops._vllm_fa2_C
-        self.window, self.cap = window_sizes(spec), spec.logit_soft_cap or 0.0
+        self.cap = spec.logit_soft_cap or 0.0
 
     def varlen(
         self,
@@ -135,6 +135,7 @@ class VllmFlashAttention2(FlashAttention2):
         out: Tensor,
     ) -> Tensor:
         batch, starts = plan.batch, plan.batch.query_start_loc
+        spec = self.spec_of(batch)
         if cache is None:
             where: tuple[Any, ...] = (batch.key_start_loc, None, None, None)
         else:
@@ -142,7 +143,7 @@ class VllmFlashAttention2(FlashAttention2):
             where = (torch.zeros_like(starts), batch.seq_lens, None, batch.block_table)
         result = self.ops.varlen_fwd(
             query, key, value, out, starts, *where, params.alibi_slopes, plan.longest,
-            batch.max_seq_len, 0.0, self.spec.scale, False, self.spec.causal, *self.window,
+            batch.max_seq_len, 0.0, spec.scale, False, spec.causal, *window_sizes(spec),
             self.cap, False, 0, None,
         )  # fmt: skip
         return result[1]  # type: ignore[no-any-return]
@@ -155,12 +156,12 @@ class VllmFlashAttention2(FlashAttention2):
         params: LayerParams,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
         out = query.new_empty(*query.shape[:3], cache.value.shape[3]) if out is None else out
         result = self.ops.fwd_kvcache(
             query, cache.key, cache.value, None, None, batch.seq_lens, None, None, None, None,
-            batch.block_table, params.alibi_slopes, out, self.spec.scale, self.spec.causal,
-            *self.window, self.cap, True, 0,
+            batch.block_table, params.alibi_slopes, out, spec.scale, spec.causal,
+            *window_sizes(spec), self.cap, True, 0,
         )  # fmt: skip
         return out, result[1]
 
@@ -179,7 +180,6 @@ class UpstreamFlashAttention2(FlashAttention2):
         self.kvcache_func: Callable[..., Any] = flash_attn_with_kvcache
         self.options = {
             "softmax_scale": spec.scale,
-            "causal": spec.causal,
             "softcap": spec.logit_soft_cap or 0.0,
         }
 
@@ -193,7 +193,7 @@ class UpstreamFlashAttention2(FlashAttention2):
         params: LayerParams,
         out: Tensor,
     ) -> Tensor:
-        batch, table = plan.batch, None
+        batch, table, spec = plan.batch, None, self.spec_of(plan.batch)
         if cache is None:
             starts = batch.key_start_loc
         else:
@@ -202,7 +202,7 @@ class UpstreamFlashAttention2(FlashAttention2):
         result, found, _ = self.varlen_func(
             query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
             alibi_slopes=params.alibi_slopes, return_attn_probs=True, block_table=table,
-            window_size=window_sizes(self.spec), **self.options,
+            causal=spec.causal, window_size=window_sizes(spec), **self.options,
         )  # fmt: skip
         out.copy_(result)
         return found  # type: ignore[no-any-return]
@@ -215,12 +215,12 @@ class UpstreamFlashAttention2(FlashAttention2):
         params: LayerParams,
         out: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
         sizes = decode_window_sizes if query.shape[1] == 1 else window_sizes
         result, found = self.kvcache_func(
             query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
-            return_softmax_lse=True, window_size=sizes(self.spec), **self.options,
+            return_softmax_lse=True, causal=spec.causal, window_size=sizes(spec), **self.options,
         )  # fmt: skip
         return result, found
 
@@ -250,7 +250,7 @@ class TorchFlashAttention2(FlashAttention2):
         params: LayerParams,
         out: Tensor,
     ) -> Tensor:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
         if cache is None:
             starts, where = batch.key_start_loc, {}
         else:
@@ -259,8 +259,8 @@ class TorchFlashAttention2(FlashAttention2):
         found: Tensor
         result, found = self.func(
             query, key, value, batch.query_start_loc, starts, plan.longest, batch.max_seq_len,
-            return_aux=self.aux, scale=self.spec.scale, window_size=window_sizes(self.spec),
-            enable_gqa=self.spec.gqa_ratio > 1, **where,
+            return_aux=self.aux, scale=spec.scale, window_size=window_sizes(spec),
+            enable_gqa=spec.gqa_ratio > 1, **where,
         )  # fmt: skip
         out.copy_(result)
         return found

@@ -53,9 +53,9 @@ class FlashAttention3(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.window, self.cap = window_sizes(spec), spec.logit_soft_cap or 0.0
+        self.cap = spec.logit_soft_cap or 0.0
         index = torch.device(str(device.torch_device))
-        self.scales: dict[tuple[float, float], Tensor] = {}
+        self.scales: dict[float, Tensor] = {}
         self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
@@ -84,18 +84,33 @@ class FlashAttention3(AttentionBackend):
             assert plan.keys is not None
             key, value = plan.keys.read(key, value, None)
         elif cache.key.dtype.itemsize == 1:
-            query, scales = self._quantised(plan, query, params)
+            shape = (plan.batch.num_seqs, self.spec.num_kv_heads)
+            if query.dtype.itemsize == 1:
+                of_query = self._each(params.q_scale, shape, query.device)
+            else:
+                query, of_query = self._quantised(plan, query, shape)
+            scales = (
+                of_query, self._each(params.k_scale, shape, query.device),
+                self._each(params.v_scale, shape, query.device),
+            )  # fmt: skip
         store_lse(lse, self.attend(plan, query, key, value, cache, out, scales, params.sinks))
 
+    def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
+        """Return a scale as the library reads it, float32 (num_seqs, num_kv_heads): a view."""
+        if not isinstance(scale, Tensor):
+            if scale not in self.scales:
+                self.scales[scale] = torch.tensor(scale, device=device)
+            scale = self.scales[scale]
+        return scale.expand(shape)  # type: ignore[no-any-return]
+
     def _quantised(
-        self, plan: Flash3Plan, query: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Scales]:
+        self, plan: Flash3Plan, query: Tensor, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """Round the query to e4m3 by the largest value of its sequence and KV head.
 
-        Returns it with the three scales, float32 (num_seqs, num_kv_heads) each.
+        Returns it with its scales, float32 (num_seqs, num_kv_heads).
         """
         largest = torch.finfo(torch.float8_e4m3fn).max
-        shape = (plan.batch.num_seqs, self.spec.num_kv_heads)
         groups = query.unflatten(1, (shape[1], -1))
         found = groups.abs().amax((2, 3)).float()
         if plan.seq_of is not None:
@@ -105,11 +120,7 @@ class FlashAttention3(AttentionBackend):
         scale = found.clamp_min(1e-12) / largest
         each = scale if plan.seq_of is None else scale[plan.seq_of]
         rounded = (groups / each[:, :, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
-        key = (params.k_scale, params.v_scale)
-        if key not in self.scales:
-            self.scales[key] = torch.tensor(key, device=query.device)
-        stored = self.scales[key]
-        return rounded, (scale, stored[0].expand(shape), stored[1].expand(shape))
+        return rounded, scale
 
     @abstractmethod
     def attend(
@@ -144,14 +155,14 @@ class VllmFlashAttention3(FlashAttention3):
         scales: Scales,
         sinks: Tensor | None,
     ) -> Tensor:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
         key_starts, lens, table = batch.key_start_loc if cache is None else None, None, None
         if cache is not None:
             key, value, lens, table = cache.key, cache.value, batch.seq_lens, batch.block_table
         result = torch.ops._vllm_fa3_C.fwd(
             query, key, value, None, None, None, out, batch.query_start_loc, key_starts, None, None,
             lens, batch.max_query_len, batch.max_seq_len, table, None, None, None, None, None,
-            *scales, self.spec.scale, self.spec.causal, *self.window, self.cap, True, None,
+            *scales, spec.scale, spec.causal, *window_sizes(spec), self.cap, True, None,
             plan.splits, None, 0, None if sinks is None else sinks.bfloat16(), 1, 0, None,
         )  # fmt: skip
         return result[1]  # type: ignore[no-any-return]
@@ -166,8 +177,7 @@ class UpstreamFlashAttention3(FlashAttention3):
 
         self.kvcache_func, self.varlen_func = flash_attn_with_kvcache, flash_attn_varlen_func
         self.options: dict[str, Any] = {
-            "softmax_scale": spec.scale, "causal": spec.causal, "window_size": self.window,
-            "softcap": self.cap,
+            "softmax_scale": spec.scale, "softcap": self.cap,
         }  # fmt: skip
 
     def attend(
@@ -181,18 +191,20 @@ class UpstreamFlashAttention3(FlashAttention3):
         scales: Scales,
         sinks: Tensor | None,
     ) -> Tensor:
-        batch = plan.batch
+        batch, spec = plan.batch, self.spec_of(plan.batch)
+        masks = {"causal": spec.causal, "window_size": window_sizes(spec)}
         if cache is None:
             result, found = self.varlen_func(
                 query, key, value, batch.query_start_loc, batch.key_start_loc, batch.max_query_len,
-                batch.max_seq_len, return_attn_probs=True, **self.options,
+                batch.max_seq_len, return_attn_probs=True, **masks, **self.options,
             )  # fmt: skip
         else:
             result, found, *_ = self.kvcache_func(
                 query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
                 page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
                 max_seqlen_q=batch.max_query_len, num_splits=plan.splits, return_softmax_lse=True,
-                q_descale=scales[0], k_descale=scales[1], v_descale=scales[2], **self.options,
+                q_descale=scales[0], k_descale=scales[1], v_descale=scales[2],
+                **masks, **self.options,
             )  # fmt: skip
         out.copy_(result)
         return found  # type: ignore[no-any-return]

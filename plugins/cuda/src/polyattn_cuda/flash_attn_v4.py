@@ -51,7 +51,7 @@ class FlashAttention4(AttentionBackend):
         self.window = (None, None) if left < 0 else (left, right)  # causal has a flag of its own
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash4Plan:
-        return Flash4Plan(batch, self.cache, self.spec.causal)
+        return Flash4Plan(batch, self.cache, self.spec_of(batch).causal)
 
     def run(
         self,
@@ -74,7 +74,7 @@ class FlashAttention4(AttentionBackend):
                 query, key, value, cu_seqlens_q=batch.query_start_loc,
                 cu_seqlens_k=batch.key_start_loc, max_seqlen_q=batch.max_query_len,
                 max_seqlen_k=batch.max_seq_len, softmax_scale=self.spec.scale,
-                causal=self.spec.causal, window_size=self.window,
+                causal=self.spec_of(batch).causal, window_size=self.window,
                 softcap=self.spec.logit_soft_cap or 0.0, return_lse=lse is not None,
             )  # fmt: skip
             out.copy_(result)

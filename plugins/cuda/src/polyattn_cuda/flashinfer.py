@@ -86,7 +86,7 @@ class FlashInferAttention(AttentionBackend):
             self.plan(Batch(starts, keys, table, device=self.torch_device))
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashInferPlan:
-        plan = FlashInferPlan(batch, self.spec.causal, reuse)
+        plan = FlashInferPlan(batch, self.spec_of(batch).causal, reuse)
         if not batch.num_tokens:
             return plan
         fresh = batch.lens == batch.query_lens and not self.quantized
@@ -142,7 +142,7 @@ class FlashInferAttention(AttentionBackend):
         )  # fmt: skip
 
     def _plan_paged(self, plan: FlashInferPlan) -> None:
-        spec, batch, cache = self.spec, plan.batch, self.cache
+        spec, batch, cache = self.spec_of(plan.batch), plan.batch, self.cache
         assert cache is not None
         kind = "short" if batch.max_query_len <= SHORT else "paged"
         indptr, indices, last = page_lists(batch, cache.block_size)
@@ -153,7 +153,7 @@ class FlashInferAttention(AttentionBackend):
         )  # fmt: skip
 
     def _plan_ragged(self, plan: FlashInferPlan) -> None:
-        spec, batch = self.spec, plan.batch
+        spec, batch = self.spec_of(plan.batch), plan.batch
         plan.keys = PackedKeys(batch, self.cache)
         plan.lease = self.pool.lease(plan, "ragged")
         plan.lease.plan(

@@ -59,17 +59,17 @@ class XFormersAttention(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> XFormersPlan:
         # A token that sees no key takes no part: the masks forbid it.
-        causal = self.spec.causal
+        causal = self.spec_of(batch).causal
         lengths = zip(batch.query_lens, batch.lens, strict=True)
         queries = [min(q, n) if causal else q if n else 0 for q, n in lengths]
-        mask = self._mask(queries, batch.lens, batch.device)
+        mask = self._mask(queries, batch.lens, causal, batch.device)
         plan = XFormersPlan(batch, self.cache, mask, queries)
         plan.empty = empty_rows(batch, causal)
         return plan
 
-    def _mask(self, queries: list[int], lens: list[int], device: torch.device) -> Any:
+    def _mask(self, queries: list[int], lens: list[int], causal: bool, device: torch.device) -> Any:
         masks = self.fmha.attn_bias
-        if not self.spec.causal:
+        if not causal:
             return masks.BlockDiagonalMask.from_seqlens(queries, list(lens), device=device)
         kind = masks.BlockDiagonalCausalFromBottomRightMask
         mask = kind.from_seqlens(queries, list(lens), device=device)

@@ -65,7 +65,8 @@ class UnifiedAttention(AttentionBackend):
     name: ClassVar[str] = "HPU_ATTN"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> UnifiedPlan:
-        return UnifiedPlan(batch, self.spec, 1 if self.cache is None else self.cache.block_size)
+        size = 1 if self.cache is None else self.cache.block_size
+        return UnifiedPlan(batch, self.spec_of(batch), size)
 
     def run(
         self,

@@ -56,7 +56,7 @@ class AiterAttention(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> AiterPlan:
         # The paged decode returns no LSE, and claims none: with one, rows of a token are a prefill.
-        plan = AiterPlan(batch, self.cache is not None, self.spec.causal)
+        plan = AiterPlan(batch, self.cache is not None, self.spec_of(batch).causal)
         plan.decode = plan.decode and not self.spec.needs_lse
         if plan.decode:
             self._size_workspace(batch)
@@ -103,7 +103,7 @@ class AiterAttention(AttentionBackend):
     ) -> None:
         from aiter import flash_attn_varlen_func
 
-        spec, batch = self.spec, plan.batch
+        spec, batch = self.spec_of(plan.batch), plan.batch
         if plan.keys is not None:
             key, value = plan.keys.read(key), plan.keys.read(value)
         else:

@@ -45,7 +45,7 @@ class CkFlashAttention(AttentionBackend):
     name: ClassVar[str] = "ROCM_FLASH_ATTN"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> CkPlan:
-        return CkPlan(batch, self.cache is not None, self.spec.causal)
+        return CkPlan(batch, self.cache is not None, self.spec_of(batch).causal)
 
     def run(
         self,
@@ -80,7 +80,7 @@ class CkFlashAttention(AttentionBackend):
     ) -> None:
         from flash_attn.flash_attn_interface import flash_attn_varlen_func
 
-        spec, batch = self.spec, plan.batch
+        spec, batch = self.spec_of(plan.batch), plan.batch
         if plan.keys is not None:
             key, value = plan.keys.read(key), plan.keys.read(value)
         else:
@@ -108,7 +108,7 @@ class CkFlashAttention(AttentionBackend):
     ) -> None:
         from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 
-        spec, batch = self.spec, plan.batch
+        spec, batch = self.spec_of(plan.batch), plan.batch
         sizes = decode_window_sizes if batch.max_query_len == 1 else window_sizes
         result, found = flash_attn_with_kvcache(
             rows.spread(query), cache.key, cache.value, cache_seqlens=batch.seq_lens,

@@ -114,7 +114,7 @@ class PallasAttention(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, JaxPlan)
-        count = query.shape[0]
+        count, spec = query.shape[0], self.spec_of(plan.batch)
         if not count:
             return
         rows = pad(plan.arrays, to_jax(query))
@@ -127,9 +127,9 @@ class PallasAttention(AttentionBackend):
         if cache is None:
             assert key is not None and value is not None
             given = (to_jax(key), to_jax(value))
-            found, logs = attend_given(plan.arrays, self.spec, rows, *given, **options)
+            found, logs = attend_given(plan.arrays, spec, rows, *given, **options)
         else:
-            found, logs = attend(plan.arrays, self.spec, rows, pages(cache), **options)
+            found, logs = attend(plan.arrays, spec, rows, pages(cache), **options)
         assign(out, found[:count])
         if lse is not None:
             assign(lse, logs[:count])

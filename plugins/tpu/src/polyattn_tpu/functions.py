@@ -120,11 +120,12 @@ def attend(
         wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form
     )
     found = found[..., : spec.v_head_size]
-    if sinks is not None:  # a sink joins the denominator after the fact
-        found = (found * jax.nn.sigmoid(total - sinks)[..., None]).astype(query.dtype)
-        # But nothing joins a sequence without keys, which is a padding row.
-        length = plan.pages.seq_lens[plan.tiles.seq[plan.tiles.put // plan.tiles.step]]
-        total = jnp.where(length[:, None] > 0, jnp.logaddexp(total, sinks), total)
+    if sinks is not None:
+        # A sink joins the denominator after the fact, but never beside no key at all.
+        nothing = jnp.isneginf(total)
+        share = jnp.where(nothing, 1.0, jax.nn.sigmoid(total - sinks))
+        found = (found * share[..., None]).astype(query.dtype)
+        total = jnp.where(nothing, total, jnp.logaddexp(total, sinks))
     return found, total if lse else None
 
 
@@ -141,7 +142,7 @@ def attend_given(
         widened(array[plan.pack].transpose(0, 2, 1, 3), whole_lanes(array.shape[2]))
         for array in (key, value)
     )
-    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True)
+    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True, plan.num_tokens)
     return attend(whole, spec, query, Cache(*cut), **options)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 from polyattn.kernel import CacheFormat, Device, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
@@ -11,8 +12,9 @@ from polyattn_triton.configs import Config
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_rows
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
+from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
-from polyattn_triton.variants import decode_constants, prefill_constants
+from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
 
 
 class TritonAttention(PlannedAttention):
@@ -22,7 +24,15 @@ class TritonAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
+        self.generated = Generated.of(spec)
+        self._functions = NOTHING if self.generated is None else self.generated.constants
+        self._captured: dict[str, Tensor] = {}
+        if self.generated is not None:
+            self._captured = self.generated.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
+        self.by_tensors = spec.scales != "number"
+        self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
+        self._no_scales = (self._one,) * 4
 
     def run(
         self,
@@ -45,8 +55,9 @@ class TritonAttention(PlannedAttention):
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
         if plan.merge:
-            v_scale = params.v_scale if self.quantized and cache is not None else 1.0
-            self._merge(plan, params, out, lse, v_scale)
+            kept = cache.key if cache is not None else key
+            assert kept is not None
+            self._merge(plan, params, out, lse, kept.dtype.itemsize == 1)
 
     def _prefill(
         self,
@@ -59,7 +70,7 @@ class TritonAttention(PlannedAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        spec, none = self.spec, self._none
+        none = self._none
         packed = plan.fresh and (
             cache is None or (cache.key.dtype == query.dtype and key is not None)
         )
@@ -70,14 +81,14 @@ class TritonAttention(PlannedAttention):
             key, value = cache.key, cache.value
         assert key is not None and value is not None
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
-                 packed, lse is None)  # fmt: skip
+                 query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
             config = self.prefill_config if packed else self.paged_config
             block_size = 1 if cache is None else cache.block_size
             constants = prefill_constants(
-                spec, config, block_size, not packed, plan.way == "pieces", lse is not None,
-                self.device.arch,
+                self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
+                lse is not None, self.device.arch, self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
@@ -88,8 +99,9 @@ class TritonAttention(PlannedAttention):
                 query, key, value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
+                self._inputs(plan, params), *self._scales(query, params),
             ),
-            self._factors(self.quantized and not packed, params),
+            self._factors(query, key, params),
             (0 if lse is None else lse.stride(0), plan.table[0]),
             plan.kept,
         )  # fmt: skip
@@ -104,13 +116,15 @@ class TritonAttention(PlannedAttention):
         lse: Tensor | None,
     ) -> None:
         none = self._none
-        which = (plan.variant, query.stride(), out.stride(), cache.strides, lse is None)
+        which = (
+            plan.variant, query.stride(), query.dtype, out.stride(), cache.strides, lse is None
+        )  # fmt: skip
         site = self._sites.get(which)
         if site is None:
             key, value = cache.key, cache.value
             constants = decode_constants(
-                self.spec, plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(),
+                self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
+                self.device.arch, key.stride() == value.stride(), self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 decode_kernel, query, key, value, out, constants, plan.config, False
@@ -121,18 +135,46 @@ class TritonAttention(PlannedAttention):
                 query, cache.key, cache.value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
+                self._inputs(plan, params), *self._scales(query, params),
             ),
-            self._factors(self.quantized, params),
+            self._factors(query, cache.key, params),
             (0 if lse is None else lse.stride(0), *plan.table, plan.splits),
             plan.kept,
         )  # fmt: skip
 
-    def _factors(self, quantized: bool, params: LayerParams) -> tuple[float, float, float]:
-        """Return the scale of logits and of values, and the soft cap."""
-        scale, soft_cap = self.spec.scale, self.spec.logit_soft_cap or 1.0
-        if not quantized:
-            return scale, 1.0, soft_cap
-        return scale * params.k_scale, params.v_scale, soft_cap
+    def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
+        """Return where the functions' inputs lie, made once for a layer's tensors and a plan."""
+        generated = self.generated
+        if generated is None or not generated.reads:
+            return self._none
+        key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
+        found = plan.inputs.get(key)
+        if found is None:
+            given = {**plan.batch.inputs, **params.inputs, **self._captured}
+            found = table(generated.trace, plan.batch.seq_index, given)
+            plan.inputs[key] = found
+        return found
+
+    def _factors(
+        self, query: Tensor, kept: Tensor, params: LayerParams
+    ) -> tuple[float, float, float]:
+        """Return the scale of logits and of values, and the soft cap; `kept`: the keys that are read."""
+        scale, soft_cap, values = self.spec.scale, self.spec.logit_soft_cap or 1.0, 1.0
+        if self.by_tensors:  # the kernel reads them
+            return scale, values, soft_cap
+        if kept.dtype.itemsize == 1:
+            scale, values = scale * params.k_scale, params.v_scale
+        if query.dtype.itemsize == 1:
+            scale *= params.q_scale
+        return scale, values / params.out_scale, soft_cap
+
+    def _scales(self, query: Tensor, params: LayerParams) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the scales that the kernel reads; where they are numbers, something in their place."""
+        if not self.by_tensors:
+            return self._no_scales
+        # A query that was rotated before is no longer quantised.
+        of_query = params.q_scale if query.dtype.itemsize == 1 else self._one
+        return of_query, params.k_scale, params.v_scale, params.out_scale
 
     def _merge(
         self,
@@ -140,9 +182,12 @@ class TritonAttention(PlannedAttention):
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
-        v_scale: float,
+        quantized: bool,
     ) -> None:
         spec = self.spec
+        v_scale = 1.0
+        if not self.by_tensors:
+            v_scale = (params.v_scale if quantized else 1.0) / params.out_scale
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
         key = ("merge", plan.way, plan.rows, out.stride(), lse is None)
@@ -151,6 +196,7 @@ class TritonAttention(PlannedAttention):
             constants = merge_constants(
                 spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
                 plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
+                SCALES[spec.scales], self._functions[-1] == 2,
             )  # fmt: skip
             early = {"launch_pdl": True} if self.early else {}
             site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)
@@ -160,7 +206,7 @@ class TritonAttention(PlannedAttention):
             (plan.grid[0], -(-plan.rows // rows), spec.num_kv_heads),
             (
                 parts, part_lse, out, out if lse is None else lse,
-                part_lse if params.sinks is None else params.sinks,
+                part_lse if params.sinks is None else params.sinks, *self._scales(out, params)[2:],
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),

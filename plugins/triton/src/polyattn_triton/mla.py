@@ -185,7 +185,7 @@ class Kernels:
             (plan.grid, height // merge_rows(height, self.rank), 1),
             (
                 space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
-                starts, plan.work,
+                space.part_lse, space.part_lse, starts, plan.work,
             ),
             (v_scale,),
             (out.stride(0), out.stride(1)),

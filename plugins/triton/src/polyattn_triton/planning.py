@@ -66,7 +66,7 @@ class AttentionPlan(Plan):
     """
 
     __slots__ = (
-        "config", "fresh", "grid", "kept", "merge", "rows", "splits", "table", "variant", "way",
+        "config", "fresh", "grid", "inputs", "kept", "merge", "rows", "splits", "table", "variant", "way",
         "work",
     )  # fmt: skip
 
@@ -78,6 +78,8 @@ class AttentionPlan(Plan):
         self.config: Config
         self.kept: Kept
         self.variant: tuple[Any, ...]
+        # By a layer's own inputs, where all that a variant's functions read lies.
+        self.inputs: dict[Any, Tensor] = {}
 
 
 class PlannedAttention(AttentionBackend):
@@ -132,13 +134,14 @@ class PlannedAttention(AttentionBackend):
             )
         config = plan.config
         plan.variant = (
-            plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages
+            plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
+            batch.causal,
         )  # fmt: skip
         return plan
 
     def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
-        spec, batch = self.spec, plan.batch
+        spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
         lens = np.array(batch.lens, np.int32)
         last = lens - 1
@@ -206,7 +209,11 @@ class PlannedAttention(AttentionBackend):
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
         keys = key_tiles(
-            self.spec, context + row // group, context + last // group, lens[seq], config.block_n
+            self.spec_of(batch),
+            context + row // group,
+            context + last // group,
+            lens[seq],
+            config.block_n,
         )
         return Tiles(seq, row, keys)
 

@@ -18,6 +18,14 @@ def rounded(x, scale, limit, INTEGER: tl.constexpr):
     return x
 
 
+@triton.jit
+def scale_of(number, SCALE, head, HEADS: tl.constexpr, SCALES: tl.constexpr):
+    """A head's scale: a number, or what a tensor holds; `SCALES` as `softmax.logit_scale` has it."""
+    if SCALES > 0:
+        number = tl.load(SCALE + head * (SCALES - 1), mask=head < HEADS, other=1.0)
+    return number
+
+
 def limit_of(stored: torch.dtype, given: torch.dtype) -> float:
     """Return the largest number that a cache of `stored` takes; 0 where it holds what is given."""
     if stored == given:

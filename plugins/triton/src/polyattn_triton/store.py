@@ -7,21 +7,30 @@ from typing import ClassVar
 import torch
 import triton
 import triton.language as tl
-from polyattn.kernel import KVCache, LayerParams, NewTokens, Rotation, StoreBackend, StorePlan
+from polyattn.kernel import (
+    KVCache,
+    LayerParams,
+    NewTokens,
+    Rotation,
+    StoreBackend,
+    StorePlan,
+    prepared,
+)
 from torch import Tensor
 
 from polyattn_triton.launch import Launcher
 from polyattn_triton.rotated_store import rotate_and_store
-from polyattn_triton.rounding import limit_of, rounded
+from polyattn_triton.rounding import limit_of, rounded, scale_of
+from polyattn_triton.variants import SCALES
 
 
 @triton.jit
 def write_kernel(
-    KEY, VALUE, K, V, SLOTS, k_scale, v_scale, limit,
+    KEY, VALUE, K, V, SLOTS, K_SCALE, V_SCALE, k_scale, v_scale, limit,
     key_t, key_h, value_t, value_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
-    LATENT: tl.constexpr,
+    LATENT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store one token's keys and values at its slot; a latent's value is its key's. Grid: (tokens,)."""
     token = tl.program_id(0).to(tl.int64)
@@ -34,7 +43,7 @@ def write_kernel(
         at = offs % D
         x = tl.load(KEY + token * key_t + head * key_h + at, mask=head < HEADS)
         if QUANTIZED:
-            x = rounded(x, k_scale, limit, INTEGER)
+            x = rounded(x, scale_of(k_scale, K_SCALE, head, HEADS, SCALES), limit, INTEGER)
         to = K + block * k_b + offset * k_t + head * k_h + at
         tl.store(to, x.to(K.dtype.element_ty), mask=head < HEADS)
         if not LATENT:
@@ -42,7 +51,7 @@ def write_kernel(
             at = offs % DV
             y = tl.load(VALUE + token * value_t + head * value_h + at, mask=head < HEADS)
             if QUANTIZED:
-                y = rounded(y, v_scale, limit, INTEGER)
+                y = rounded(y, scale_of(v_scale, V_SCALE, head, HEADS, SCALES), limit, INTEGER)
             to = V + block * v_b + offset * v_t + head * v_h + at
             tl.store(to, y.to(V.dtype.element_ty), mask=head < HEADS)
 
@@ -65,13 +74,16 @@ class TritonStore(StoreBackend):
         value = value if value.stride(2) == 1 else value.contiguous()
         dtype = cache.key.dtype
         quantized = dtype != key.dtype
+        by_tensors = isinstance(params.k_scale, Tensor)
+        scales = (params.k_scale, params.v_scale) if by_tensors else (plan.slots, plan.slots)
+        numbers = (1.0, 1.0) if by_tensors else (params.k_scale, params.v_scale)
         integer = dtype == torch.int8
         width = heads * (size if cache.value_in_key else max(size, value.shape[2]))
         k, v = cache.key.stride(), cache.value.stride()
         _write(
             (tokens, 1, 1),
-            (key, value, cache.key, cache.value, plan.slots),
-            (params.k_scale, params.v_scale, limit_of(dtype, key.dtype)),
+            (key, value, cache.key, cache.value, plan.slots, *scales),
+            (*numbers, limit_of(dtype, key.dtype)),
             (
                 key.stride(0), key.stride(1), value.stride(0), value.stride(1),
                 k[0], k[1], k[2], v[0], v[1], v[2],
@@ -79,7 +91,7 @@ class TritonStore(StoreBackend):
             (),
             (
                 heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size,
-                quantized, integer, cache.value_in_key,
+                quantized, integer, cache.value_in_key, SCALES[self.spec.scales],
             ),
             {"num_warps": 4 if width >= 512 else 1},
         )  # fmt: skip
@@ -93,4 +105,13 @@ class TritonStore(StoreBackend):
         params: LayerParams,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return rotate_and_store(plan, rotation, new, cache, params, keep)
+        if self.spec.scales == "number":
+            return rotate_and_store(plan, rotation, new, cache, params, keep)
+        # The kernel that rotates takes numbers: here torch rotates, and what is stored rounds once.
+        dtype = new.query.dtype
+        query, key, value = prepared(new, rotation)
+        assert key is not None and value is not None
+        if cache.key.dtype == dtype:
+            key, value = key.to(dtype), value.to(dtype)
+        self.run(plan, key, value, cache, params)
+        return query.to(dtype), key.to(dtype) if keep else None, value.to(dtype) if keep else None

@@ -33,14 +33,34 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "learned_sinks": {"learned_sinks": True},
     "sink_tokens": {"sliding_window": 21, "sink_tokens": 3},
     "cache_positions": {"rope": RopeSpec(rotary_size=8, base=50.0, positions="cache")},
+    "tensor_scales": {"scales": "tensor", "kv_cache_dtype": "int8"},
+    "head_scales": {"scales": "head", "kv_cache_dtype": "int8"},
+    "fp8_output": {"out_dtype": "fp8_e4m3"},
+    "fp8_inputs": {"qkv_dtype": "fp8_e4m3", "kv_cache_dtype": "fp8_e4m3"},
     "lse": {"needs_lse": True},
     "non_causal": {"causal": False},
     "deterministic": {"deterministic": True},
     "batch_invariant": {"batch_invariant": True},
 }
 """What each optional feature sets on the base spec."""
+ALONE = frozenset({"tensor_scales"})
+"""What is in no pair: another feature's pairs go the same ways."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
+
+
+def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
+    """Return what a feature sets on a base spec; without a cache it is the inputs that are quantised.
+
+    What speaks of 8 bits speaks of a cache that is claimed.
+    """
+    fields = dict(FEATURE_FIELDS[name])
+    stored = fields.pop("kv_cache_dtype", None)
+    if stored and not cached:
+        fields["qkv_dtype"] = "fp8_e4m3"
+    elif stored:
+        fields |= _cached(caps, stored if stored in caps.kv_cache_dtypes else "fp8_e4m3")
+    return fields
 
 
 def batches(name: str, block: int) -> list[tuple[int, int]]:
@@ -85,7 +105,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     ]
     cases: list[Case] = []
     for base in bases:
-        cases += _numeric(caps, base)
+        cases += [*_numeric(caps, base), *_parts(caps, base)]
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
             cases.append(Case("search", "", base, "drawn"))
@@ -104,6 +124,15 @@ def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
     if base.role is Role.DECODER:
         for numbers in ("+100", "-100"):
             yield Case("numeric", where, base, _main(names, "")[0], numbers)
+
+
+def _parts(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
+    """Yield the case of a step that is taken apart, where calls may be causal or not."""
+    names = _batches_for(caps, base)
+    batch = next((name for name in ("chunked", "more keys") if name in names), None)
+    if batch and base.causal and {"non_causal", "lse"} <= caps.features:
+        where = "cached" if base.cached else "uncached"
+        yield Case("context", where, base.replace(needs_lse=True), batch)
 
 
 def base_spec(caps: Capabilities, role: Role, cached: bool) -> LayerSpec:
@@ -202,7 +231,10 @@ def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
 def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     claimed = [name for name in FEATURE_FIELDS if name in caps.features]
     if base.role is not Role.DECODER:
-        wanted = {"sliding_window", "window_right", "logit_soft_cap", "alibi", "lse"}
+        wanted = {
+            "sliding_window", "window_right", "logit_soft_cap", "alibi", "lse", "fp8_output",
+            "fp8_inputs",
+        }  # fmt: skip
         unlike = UNLIKE_CROSS if base.role is Role.CROSS else frozenset[str]()
         claimed = [name for name in claimed if name in wanted - unlike]
     elif not base.causal:
@@ -210,15 +242,17 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
     if not base.cached:
         claimed = [name for name in claimed if name != "cache_positions"]
     for name in claimed:
-        yield f"feature {name}", base.replace(**FEATURE_FIELDS[name])
+        yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
     if base.role is Role.DECODER or not base.cached:
-        for first, second in combinations(claimed, 2):
+        for first, second in combinations([name for name in claimed if name not in ALONE], 2):
             if base.cached or {first, second} & {"non_causal", "lse"}:
-                fields = FEATURE_FIELDS[first] | FEATURE_FIELDS[second]
+                fields = fields_of(caps, first, bool(base.cached)) | fields_of(
+                    caps, second, bool(base.cached)
+                )
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
         for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
-            for name in claimed:
+            for name in (n for n in claimed if "kv_cache_dtype" not in FEATURE_FIELDS[n]):
                 changes = FEATURE_FIELDS[name] | _cached(caps, cached)
                 yield f"pair {cached} {name}", base.replace(**changes)
 
@@ -233,6 +267,8 @@ def _behaviour(
     cases.append(Case("plans", "", base, most))
     for label, spec in _per_layer(caps, base):
         cases.append(Case("layers", label, spec, most))
+        if label in ("tensor_scales", "head_scales"):
+            cases.append(Case("rescaled", label, spec, most))
     # There is a cache to change in the first two.
     contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
     for how in ("numbers", "nan", "inf"):
@@ -261,9 +297,16 @@ def _behaviour(
 def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
     """Layers that differ in more than their caches: parameters and scales."""
     yield "caches", base
-    for name in ("learned_sinks", "alibi"):
+    for name in (
+        "learned_sinks",
+        "alibi",
+        "tensor_scales",
+        "head_scales",
+        "fp8_inputs",
+        "fp8_output",
+    ):
         if name in caps.features:
-            yield name, base.replace(**FEATURE_FIELDS[name])
+            yield name, base.replace(**fields_of(caps, name, bool(base.cached)))
     for cached in KV_CACHE_DTYPES:
         if base.cached and cached in caps.kv_cache_dtypes and cached != "auto":
             yield cached, base.replace(**_cached(caps, cached))
@@ -271,7 +314,7 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
 
 def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
     """One case for each thing that the backend doesn't claim."""
-    attempts: dict[str, dict[str, Any]] = dict(FEATURE_FIELDS)
+    attempts = {name: fields_of(caps, name, bool(base.cached)) for name in FEATURE_FIELDS}
     if not base.cached or base.role is not Role.DECODER:
         del attempts["cache_positions"]
     attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}

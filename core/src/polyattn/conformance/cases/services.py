@@ -36,7 +36,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
                 cases += [Case("store", where, spec, name) for name in SLOTS[1:]]
                 cases += [Case("store_plans", where, spec, "some")]
                 layouts = caps.layouts if kind is AttentionKind.ATTENTION else ()
-                cases += [Case("store", f"{where} {form}", spec, "some") for form in layouts]
+                sized = spec.replace(block_size=64)  # of a contiguous cache it must be said
+                cases += [Case("store", f"{where} {form}", sized, "some") for form in layouts]
             if label in ("cache int8", "cache fp8_e4m3", "cache fp8_e5m2"):
                 cases += [Case("store_ties", where, spec, "some")]
                 cases += [Case("store_plans", where, spec, "some")]
@@ -68,7 +69,10 @@ def _rotated(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
         yield Case("store_rotated", f"{where} temperature", spec.replace(rope=heated), "some")
         for dtype in sorted(caps.dtypes - {base.dtype}):
             yield Case("store_rotated", f"{where} {dtype}", spec.replace(dtype=dtype), "some")
-        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+        for cached in sorted(caps.kv_cache_dtypes - {"auto", "nvfp4"}):
+            if base.latent is None and "head_scales" in caps.features:
+                many = spec.replace(kv_cache_dtype=cached, scales="head")
+                yield Case("store_rotated", f"{where} head scales, cache {cached}", many, "some")
             eight = spec.replace(kv_cache_dtype=cached)
             yield Case("store_rotated", f"{where} cache {cached}", eight, "some")
         if base.latent is not None:
@@ -100,7 +104,8 @@ def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[st
             yield f"dtype {dtype}", base.replace(dtype=dtype)
     if phase == "store":
         for cached in KV_CACHE_DTYPES:
-            if cached in caps.kv_cache_dtypes and cached != "auto":
+            latent = base.latent is not None and cached == "nvfp4"
+            if cached in caps.kv_cache_dtypes and cached != "auto" and not latent:
                 yield f"cache {cached}", base.replace(kv_cache_dtype=cached)
                 if "float32" in caps.dtypes:
                     wide = base.replace(kv_cache_dtype=cached, dtype="float32")
@@ -114,6 +119,15 @@ def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[st
     elif phase == "store":
         latent = LatentSpec(rank=512, rope_head_size=64)
         yield "rank 512", base.replace(head_size=192, v_head_size=128, latent=latent)
+    if phase == "store" and base.latent is None:
+        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+            for scales in ("tensor", "head"):
+                if f"{scales}_scales" in caps.features:
+                    spec = base.replace(kv_cache_dtype=cached, scales=scales)
+                    yield f"{scales} scales, cache {cached}", spec
+        if "fp8_inputs" in caps.features and "fp8_e4m3" in caps.kv_cache_dtypes:
+            eight = base.replace(kv_cache_dtype="fp8_e4m3", qkv_dtype="fp8_e4m3")
+            yield "fp8 inputs", eight
     if phase == "store":
         for block in caps.block_sizes.examples((1, 8, 64)):
             yield f"block_size {block}", base.replace(block_size=block)

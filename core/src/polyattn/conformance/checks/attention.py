@@ -12,8 +12,11 @@ from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.harness.attention import AttentionHarness, Inputs
 from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
 from polyattn.errors import SelectionError
+from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.block_tables import without_first
 from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
+from polyattn.runtime.merge import AttentionState
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:
@@ -154,6 +157,60 @@ def layers(case: Case, harness: AttentionHarness) -> None:
     for turn in (1, 2):
         for number, (layer, step) in enumerate(zip(several, steps, strict=True), 1):
             harness.check(layer, step, f"layer {number} under one plan, turn {turn}: ", plan)
+
+
+def context(case: Case, harness: AttentionHarness) -> None:
+    """One object attends to a prompt's own keys under the mask, and to its context without; they merge.
+
+    Both plans are made before either runs.
+    """
+    layer = harness.layer(case.spec)
+    group, form = layer.group, layer.group.cache_format
+    lengths = batches(case.batch, form.block_size if form else 16)
+    if form is not None:  # rows of one token are decodes, which may be somebody else's
+        lengths = [pair for pair in lengths if pair[0] > 1]
+    inputs = harness.inputs(layer, lengths)
+    like = harness.check(layer, inputs)  # the cache holds the new tokens now
+    walked = group.kernel_format(group.selection.backend("prefill"))
+    backend = group.backend("prefill", AttentionBackend, cache=walked)
+    parts = taken_apart(inputs.batch, form.block_size if form else 1)
+    given = (inputs.key, inputs.value) if form is None else (None, None)
+    states = []
+    for plan in [backend.plan(part) for part in parts]:
+        out = torch.full_like(like, torch.nan)
+        lse = torch.full(out.shape[:2], torch.nan, device=out.device)
+        backend.run(plan, inputs.query, *given, inputs.cache, layer.params, out, lse)
+        states.append(AttentionState(out, lse))
+    whole = states[0].merge(states[1])
+    harness.compare(layer, inputs, whole.output, whole.lse, "own keys and context, merged: ")
+
+
+def taken_apart(batch: Batch, block_size: int) -> tuple[Batch, Batch]:
+    """Return a batch over its new keys, from a block's start on, and over the context before them."""
+    lengths = zip(batch.query_lens, batch.lens, strict=True)
+    counts = [max(length - query, 0) // block_size for query, length in lengths]
+    before = [count * block_size for count in counts]
+    rest = [length - first for length, first in zip(batch.lens, before, strict=True)]
+    table = batch.block_table
+    if table is not None:
+        own = Batch(batch.starts, rest, without_first(table, counts))
+        return own, Batch(batch.starts, before, table).over_context()
+    firsts = batch.key_starts
+    starts = [sum(pair) for pair in zip(firsts, before, strict=True)]
+    own = Batch(batch.starts, rest, key_starts=starts, device=batch.device)
+    context = Batch(batch.starts, before, key_starts=firsts, device=batch.device)
+    return own, context.over_context()
+
+
+def rescaled(case: Case, harness: AttentionHarness) -> None:
+    """What is written into a scale's tensor counts for the next step, under one plan, too."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    plan = layer.plan(inputs.batch)
+    for factor in (1.0, 1.75, 0.5):
+        for scale in layer.scales.tensors.values():
+            scale.weight.given.mul_(factor)
+        harness.check(layer, inputs, f"scales times {factor}: ", plan)
 
 
 def isolation(case: Case, harness: AttentionHarness) -> None:

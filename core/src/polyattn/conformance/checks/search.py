@@ -13,7 +13,12 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 
 from polyattn.conformance.case import Case, served_phases
-from polyattn.conformance.cases.attention import FEATURE_FIELDS, GQA_RATIOS, HEAD_SIZES
+from polyattn.conformance.cases.attention import (
+    FEATURE_FIELDS,
+    GQA_RATIOS,
+    HEAD_SIZES,
+    fields_of,
+)
 from polyattn.conformance.cases.recurrent import specs as recurrent_specs
 from polyattn.conformance.harness.attention import AttentionHarness
 from polyattn.conformance.harness.base import Harness
@@ -120,7 +125,7 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
         "scale": draw(st.just(0.0) | st.floats(0.02, 0.4)),
     }
     for name in sorted(chosen):
-        values |= FEATURE_FIELDS[name]
+        values |= fields_of(caps, name, cached)
     for name in {"sliding_window", "chunk_size"} & values.keys():
         values[name] = draw(st.integers(1, 40))
     if "sink_tokens" in values:
@@ -129,6 +134,8 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
         values["v_head_size"] = draw(st.sampled_from(caps.v_head_sizes.examples((16, 32, 48))))
     if cached:
         values["kv_cache_dtype"] = draw(st.sampled_from(sorted(caps.kv_cache_dtypes)))
+        if "qkv_dtype" in values:
+            values["kv_cache_dtype"] = values["qkv_dtype"]
         values["fp8_compute"] = caps.fp8_compute and values["kv_cache_dtype"] == "fp8_e4m3"
         values["block_size"] = draw(
             st.sampled_from(

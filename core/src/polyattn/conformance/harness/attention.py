@@ -27,8 +27,9 @@ from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.scales import Scale, input_dtype, used_scales
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -55,18 +56,37 @@ class AttentionHarness(Harness):
     ) -> Attention:
         """Return a layer with random sinks, slopes and scales where the spec has them."""
         group = group or self.group(spec, layout)
-        factors = [0.5 + 0.05 * n for n in self.integers(0, 10, 2)]
-        scales = [(0.08 if spec.kv_cache_dtype == "int8" else 1.0) * f for f in factors]
-        quantised = spec.kv_cache_dtype != "auto"
+        # Of an output so small that what it is of values near 1 doesn't saturate.
+        stored = 0.08 if spec.kv_cache_dtype == "int8" else 1.0
+        sizes = {"q_scale": 1.0, "k_scale": stored, "v_scale": stored, "out_scale": 0.04}
+        scales = {name: self._scale(spec, name, sizes[name]) for name in sorted(used_scales(spec))}
         return Attention(
             group,
             sinks=self.random(spec.num_heads).float() if spec.learned_sinks else None,
             alibi_slopes=self.random(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
-            k_scale=scales[0] if quantised else 1.0,
-            v_scale=scales[1] if quantised else 1.0,
+            **scales,
             rotate=spec.rope is not None,
             checks=True,
         )
+
+    def _scale(self, spec: LayerSpec, name: str, size: float) -> Scale:
+        """Return a random scale, as the spec has them: a number, or a tensor."""
+        many = spec.scales == "head" and name != "out_scale"
+        steps = self.integers(0, 10, spec.num_kv_heads if many else 1)
+        drawn = [size * (0.5 + 0.05 * n) for n in steps]
+        if spec.scales == "number":
+            return drawn[0]
+        return torch.tensor(drawn if many else drawn[0], device=self.torch_device)
+
+    def given(self, layer: Attention, tensor: Tensor, scale: str) -> Tensor:
+        """Return queries, keys or values (tokens, heads, size) as the layer is given them."""
+        dtype = input_dtype(layer.spec)
+        if dtype == tensor.dtype:
+            return tensor
+        factor = getattr(layer.params, scale)
+        if isinstance(factor, Tensor):
+            factor = factor.repeat_interleave(tensor.shape[1] // len(factor))
+        return quantize(tensor, dtype, factor)
 
     def inputs(
         self,
@@ -91,10 +111,14 @@ class AttentionHarness(Harness):
         if isinstance(lengths, str):
             lengths = batches(lengths, block)
         query = self._numbers(spec, sum(q for q, _ in lengths), "query", numbers)
+        query = self.given(layer, query, "q_scale")
         if form is None:
-            return self._given(spec, lengths, query, numbers, like)
+            return self._given(layer, lengths, query, numbers, like)
         queries, lens = lens_of(lengths)
-        keys, values = (self._numbers(spec, sum(lens), n, numbers) for n in ("key", "value"))
+        keys, values = (
+            self.given(layer, self._numbers(spec, sum(lens), name, numbers), scale)
+            for name, scale in (("key", "k_scale"), ("value", "v_scale"))
+        )
         table, num_blocks = self.block_table(lens, form.block_size)
         if like is not None and like.cache is not None and like.batch.block_table is not None:
             table, num_blocks = like.batch.block_table, like.cache.num_blocks
@@ -132,9 +156,10 @@ class AttentionHarness(Harness):
                 part[:same] = tensor[:same]
 
     def _given(
-        self, spec: LayerSpec, lengths: Lengths, query: Tensor, numbers: str, like: Inputs | None
+        self, layer: Attention, lengths: Lengths, query: Tensor, numbers: str, like: Inputs | None
     ) -> Inputs:
         """Keys that are given whole, with gaps between the sequences that hold NaN."""
+        spec = layer.spec
         queries, lens = lens_of(lengths)
         starts, total = [], 0
         for gap, length in zip(self.integers(0, 4, len(lens)), lens, strict=True):
@@ -144,11 +169,13 @@ class AttentionHarness(Harness):
             starts = like.batch.key_starts
         total = max(map(sum, zip(starts, lens, strict=True)), default=0) + 2
         key, value = (
-            self._numbers(spec, total, n, numbers).fill_(torch.nan) for n in ("key", "value")
+            self._numbers(spec, total, n, numbers).to(input_dtype(spec)).fill_(torch.nan)
+            for n in ("key", "value")
         )
         for start, length in zip(starts, lens, strict=True):
-            key[start : start + length] = self._numbers(spec, length, "key", numbers)
-            value[start : start + length] = self._numbers(spec, length, "value", numbers)
+            for tensor, name, scale in ((key, "key", "k_scale"), (value, "value", "v_scale")):
+                new = self._numbers(spec, length, name, numbers)
+                tensor[start : start + length] = self.given(layer, new, scale)
         batch = Batch.from_lens(queries, lens, key_starts=starts, device=self.torch_device)
         return Inputs(batch, query, key, value, None)
 
@@ -177,7 +204,7 @@ class AttentionHarness(Harness):
         spec, step = layer.spec, plan or layer.group.plan(inputs.batch)
         assert isinstance(step, AttentionStep)
         out = torch.full(step.out_shape, torch.nan, device=self.torch_device)
-        out = out.to(inputs.query.dtype)
+        out = out.to(step.out_dtype)
         lse = None
         if spec.needs_lse:
             lse = torch.full(step.lse_shape, torch.nan, device=self.torch_device)
@@ -218,7 +245,7 @@ class AttentionHarness(Harness):
             spec, inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, layer.params
         )
         limit = tolerance_of(spec)
-        error = output_error(out, expected)
+        error = output_error(reference.exact(out, layer.params.out_scale, torch.float64), expected)
         assert error <= limit.output, (
             f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
             f"(query, length) {list(zip(inputs.batch.query_lens, inputs.batch.lens, strict=True))}"
@@ -255,6 +282,8 @@ def same_cache(now: KVCache, held: KVCache, slots: Tensor | None) -> None:
         )
         if written.any():
             new, right = found[written].float(), wanted[written].float()
+            if found.dtype == torch.uint8:  # rows of bytes: each is its own
+                new, right = (found[written] != wanted[written]).float(), torch.zeros(())
             step = right.abs() * 0.25 + (1.0 if found.dtype == torch.int8 else 0.02)
             near = ((new - right).abs() <= step) | (new.isnan() & right.isnan())
             assert bool(near.all()), f"a quantised {name} is stored wrong"

@@ -15,6 +15,7 @@ from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, quantize
+from polyattn.runtime.scales import Scale
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -123,7 +124,7 @@ def copied(cache: KVCache) -> KVCache:
     return KVCache(key, value)
 
 
-def put(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor, scales: Sequence[float]) -> None:
+def put(cache: KVCache, key: Tensor, value: Tensor, slots: Tensor, scales: Sequence[Scale]) -> None:
     """Write rows to their slots; -1 skips. The kit's own store, which no backend's has a part in."""
     kept = slots >= 0
     at = slots[kept] // cache.block_size, slots[kept] % cache.block_size

@@ -17,6 +17,7 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.scales import Scale, of_heads
 from polyattn.spec.layer import LayerSpec
 
 FARTHEST = 100_000
@@ -101,7 +102,8 @@ class RotationHarness(StoreHarness):
         for name, stored, was, scale in zip(
             ("key", "value"), (cache.key, cache.value), held, scales, strict=True
         ):
-            self.near(f"{label}stored {name}", stored[at], exact[name][kept], stored.dtype, scale)
+            wanted = exact[name][kept.cpu()]
+            self.near(f"{label}stored {name}", stored[at], wanted, stored.dtype, scale)
             rest = bits(stored) != bits(was)
             rest[at] = False
             assert not rest.any(), f"{label}{self.backend} wrote a {name} where no slot is"
@@ -122,14 +124,15 @@ class RotationHarness(StoreHarness):
         return {"query": query, "key": key, "value": value}
 
     def near(
-        self, name: str, found: Tensor, exact: Tensor, dtype: torch.dtype, scale: float
+        self, name: str, found: Tensor, exact: Tensor, dtype: torch.dtype, scale: Scale
     ) -> None:
         """Assert that numbers are as near to what is exact as their dtype allows, but for own errors."""
         assert found.shape == exact.shape and found.dtype == dtype, f"{name} is {found.dtype}"
         if not exact.numel():
             return
         own = OWN_ERRORS if dtype != torch.float64 else 1e-14
-        exact = exact / scale
+        factor = of_heads(scale, exact.shape[1])
+        exact = exact / (factor.cpu().double() if isinstance(factor, Tensor) else factor)
         if dtype.itemsize == 1:
             limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
             exact = exact.clamp(-limit, limit)

@@ -12,6 +12,7 @@ from polyattn.runtime.backend import LayerParams, MergeBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.scales import input_dtype, of_heads
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 
@@ -59,9 +60,11 @@ class StoreHarness(Harness):
 
     def rows(self, form: CacheFormat, spec: LayerSpec, count: int) -> tuple[Tensor, Tensor]:
         """Return strided keys and values, now and then beyond what 8 bits hold: those saturate."""
-        dtype, heads = STORAGE_DTYPES[spec.dtype], form.num_kv_heads
-        fused = self.random(count, 3 * heads, max(form.head_size, form.v_head_size), dtype=dtype)
-        fused *= torch.where(self.random(count, 1, 1) > 1.5, 2000.0, 1.0).to(dtype)
+        heads = form.num_kv_heads
+        fused = self.random(count, 3 * heads, max(form.head_size, form.v_head_size))
+        fused *= torch.where(self.random(count, 1, 1) > 1.5, 2000.0, 1.0)
+        fused = fused.clamp(-448.0, 448.0) if spec.qkv_dtype != "auto" else fused
+        fused = fused.to(input_dtype(spec))
         key = fused[:, :heads, : form.head_size]
         if form.value_in_key:
             return key, key[..., : form.v_head_size]
@@ -71,8 +74,13 @@ class StoreHarness(Harness):
         """Return scales for a cache that is quantised, 1 for one that isn't."""
         if spec.kv_cache_dtype == "auto":
             return LayerParams()
-        scale = 0.05 + 0.01 * self.integers(0, 10, 1)[0]
-        return LayerParams(k_scale=scale, v_scale=scale if form.value_in_key else scale * 1.5)
+        count = form.num_kv_heads if spec.scales == "head" else 1
+        drawn = [0.05 + 0.01 * n for n in self.integers(0, 10, count)]
+        if spec.scales == "number":
+            scale = drawn[0]
+            return LayerParams(k_scale=scale, v_scale=scale if form.value_in_key else scale * 1.5)
+        each = torch.tensor(drawn, device=self.torch_device).expand(form.num_kv_heads)
+        return LayerParams(k_scale=each, v_scale=each * 1.5)
 
     def check(
         self, store: StoreBackend, new: NewTokens, plan: StorePlan | None = None, label: str = ""
@@ -101,7 +109,7 @@ class StoreHarness(Harness):
             assert found.dtype.itemsize == 1, f"{label}{self.backend} stored a {name} wrong"
             # What is quantised may round another way only where both are as near; no 8-bit integer
             # says NaN, and of an 8-bit float's NaNs any does.
-            exact = given[kept].double() / scale
+            exact = given[kept].double() / of_heads(scale, given.shape[1])
             error = (found[at].double() - exact).abs()
             best = (wanted[at].double() - exact).abs()
             near = (error <= best + 1e-6 * exact.abs()) | exact.isnan()

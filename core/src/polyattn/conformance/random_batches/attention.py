@@ -24,6 +24,7 @@ from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.scales import output_dtype
 from polyattn.spec.kinds import Role
 
 
@@ -49,14 +50,16 @@ def attention_round(layer: Attention, harness: AttentionHarness, job: Job) -> No
     )
     query, key, value = pool.query[rows], pool.key[tokens], pool.value[tokens]
     made.spoil([(query, made.row_starts), (key, made.token_starts), (value, made.token_starts)])
-    out = query.new_full((len(rows), spec.num_heads, spec.v_head_size), torch.nan)
+    shape = (len(rows), spec.num_heads, spec.v_head_size)
+    out = torch.full(shape, torch.nan, device=query.device).to(output_dtype(spec))
     lse = out.new_full(out.shape[:2], torch.nan, dtype=torch.float32) if spec.needs_lse else None
     what = f"{harness.backend}, {spec}, seed {harness.seed}"
     if form is None:
         _run_given(layer, harness, made, (query, key, value, out, lse))
     else:
         _run_cached(layer, made, (query, key, value, out, lse)).check(what, job.tally)
-    compare(made, job.tally, what, tolerance_of(spec), (out, lse), (pool.output, pool.lse))
+    real = reference.exact(out, layer.params.out_scale, torch.float64)
+    compare(made, job.tally, what, tolerance_of(spec), (real, lse), (pool.output, pool.lse))
 
 
 def compare(
@@ -91,11 +94,14 @@ def _pool(layer: Attention, harness: AttentionHarness, dice: np.random.Generator
     query = harness.random(queries, spec.num_heads, spec.head_size, dtype=dtype)
     key = harness.random(tokens, spec.num_kv_heads, spec.head_size, dtype=dtype)
     value = harness.random(tokens, spec.num_kv_heads, spec.v_head_size, dtype=dtype)
-    stored = STORAGE_DTYPES[spec.stored_dtype]
-    read = []
-    for tensor, scale in ((key, params.k_scale), (value, params.v_scale)):
-        kept = quantize(tensor, stored, scale).double()
-        read.append(kept * scale if stored.itemsize == 1 else kept)
+    query = harness.given(layer, query, "q_scale")
+    key, value = harness.given(layer, key, "k_scale"), harness.given(layer, value, "v_scale")
+    stored = STORAGE_DTYPES[spec.stored_dtype] if spec.cached else key.dtype
+    read = [
+        reference.exact(quantize(tensor, stored, scale), scale, torch.float64)
+        for tensor, scale in ((key, params.k_scale), (value, params.v_scale))
+    ]
+    asked = reference.exact(query, params.q_scale, torch.float64)
     output = torch.zeros(queries, spec.num_heads, spec.v_head_size, dtype=torch.float64)
     lse = torch.full((queries, spec.num_heads), -torch.inf, dtype=torch.float64)
     row = token = 0
@@ -103,7 +109,7 @@ def _pool(layer: Attention, harness: AttentionHarness, dice: np.random.Generator
         if count and length:
             mine = slice(row, row + count)
             output[mine], lse[mine] = reference.attend(
-                spec, query[mine], read[0][token : token + length],
+                spec, asked[mine], read[0][token : token + length],
                 read[1][token : token + length], params,
             )  # fmt: skip
         row, token = row + count, token + length

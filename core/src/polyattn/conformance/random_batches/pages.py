@@ -15,6 +15,7 @@ from polyattn.conformance.random_batches.compose import Composition
 from polyattn.conformance.random_batches.tally import Tally
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.scales import Scale
 from polyattn.selection.cache_format import CacheFormat
 
 
@@ -40,7 +41,7 @@ class Pages:
         form: CacheFormat,
         key: Tensor,
         value: Tensor,
-        scales: tuple[float, float],
+        scales: tuple[Scale, Scale],
         whole: bool = False,
     ) -> Pages:
         """Lay tokens out, `key` and `value` (tokens, …); `whole`: all are there before the steps."""

@@ -46,6 +46,17 @@ def in_heads(
     return found[0], found[1], found[2]
 
 
+def out_in_heads(spec: LayerSpec, out: Tensor) -> Tensor:
+    """Return the view (num_tokens, num_heads, v_head_size) of rows to write. Raises `BatchError`."""
+    width = spec.num_heads * spec.v_head_size
+    if out.shape[1] != width or out.stride(1) != 1:
+        raise BatchError(
+            f"out has rows of {out.shape[1]} elements, {out.stride(1)} apart; {spec.num_heads} heads of "
+            f"{spec.v_head_size} are {width}, side by side"
+        )
+    return out.unflatten(1, (spec.num_heads, spec.v_head_size))
+
+
 def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> Weight | None:
     """Return a layer's bias as its store reads it. Raises `SpecError`."""
     if given is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
-from polyattn.families.attention.fused import fused_bias, in_heads
+from polyattn.families.attention.fused import fused_bias, in_heads, out_in_heads
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
 from polyattn.runtime import torch_compile
@@ -22,9 +23,11 @@ from polyattn.runtime.inputs import (
     capturing,
     check_aligned,
 )
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.parameters import Weight, positive
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.pointwise import check_step_inputs, layer_inputs
+from polyattn.runtime.scales import LayerScales, Scale, input_dtype
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -41,11 +44,16 @@ class Attention(nn.Module):
       that are loaded into the tensor afterwards count, also where the layer was built on the meta
       device. A parameter that was replaced is another tensor: `layer.sinks.given = it`.
     - `alibi_slopes` (num_heads,), likewise; default: the paper's.
-    - `k_scale`, `v_scale`: a quantised cache holds `value / scale`.
+    - `k_scale`, `v_scale`: a quantised cache holds `value / scale`; likewise `q_scale` for queries
+      that come quantised and `out_scale` for an output that leaves so. Numbers, or where the spec's
+      `scales` are tensors also those: () or, with `"head"`, (num_kv_heads,), kept by reference. Each
+      may be assigned anew: `layer.k_scale = 0.02`.
     - `rotate`: where the spec has a `rope`, who rotates queries and keys: True, this layer, at the
       batch's positions; False, its caller did. It has to be said.
     - `qkv_bias` (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,): added to query,
       key and value before they are rotated; by reference, likewise.
+    - `inputs`: of what the spec's variant reads by name, what doesn't come with each batch; tensors by
+      reference, likewise, numbers as they are.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
@@ -57,10 +65,13 @@ class Attention(nn.Module):
         *,
         sinks: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
-        k_scale: float = 1.0,
-        v_scale: float = 1.0,
+        k_scale: Scale = 1.0,
+        v_scale: Scale = 1.0,
+        q_scale: Scale = 1.0,
+        out_scale: Scale = 1.0,
         rotate: bool | None = None,
         qkv_bias: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
     ):
         super().__init__()
@@ -76,15 +87,17 @@ class Attention(nn.Module):
         self.sinks = Weight.per_head("sinks", sinks, spec, spec.learned_sinks, device)
         self.alibi_slopes = Weight.per_head("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
         self.qkv_bias = fused_bias(qkv_bias, spec, device)
-        quantised = spec.stored_dtype != spec.dtype
+        self.inputs, self._from_step = layer_inputs(spec, inputs, device)
+        self.scales = LayerScales(
+            spec, device,
+            {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out_scale": out_scale},
+        )  # fmt: skip
         self._params = LayerParams(
-            k_scale=positive("k_scale", k_scale, quantised),
-            v_scale=positive("v_scale", v_scale, quantised),
-            rotate=rotated_here(spec, check_rotate(spec, rotate)),
+            rotate=rotated_here(spec, check_rotate(spec, rotate)), **self.scales.numbers
         )
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
-        self._dtype, self._needs_lse = STORAGE_DTYPES[spec.dtype], spec.needs_lse
+        self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse
         self._handle = torch_compile.handle(self)
 
     @property
@@ -97,7 +110,24 @@ class Attention(nn.Module):
             params.alibi_slopes = self.alibi_slopes.current()
         if self.qkv_bias is not None:
             params.qkv_bias = self.qkv_bias.current()
+        for name, weight in self.inputs.items():
+            params.inputs[name] = weight.current()
+        for name, scale in self.scales.tensors.items():
+            setattr(params, name, scale.current())
         return params
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in LayerScales.NAMES:
+            self.scales.set(name, value)
+            if self.scales.numbers:
+                setattr(self._params, name, self.scales.numbers[name])
+            return
+        super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LayerScales.NAMES:
+            return self.scales.get(name)
+        return super().__getattr__(name)
 
     def plan(self, batch: Batch) -> StepPlan:
         """Plan one step for all layers of the group: what `forward` takes as `plan`."""
@@ -121,11 +151,15 @@ class Attention(nn.Module):
         num_kv_heads * (head_size + v_head_size)), holds all three. A layer that is not cached takes
         `cache=None` and all its keys. `plan`: of this layer's group, or the `Batch` itself, which then
         keeps the plan for the group's other layers. Returns the output (num_tokens, num_heads,
-        v_head_size), written to `out` where given, and where the spec says `needs_lse` also the LSE
-        (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`; nothing was changed then.
+        v_head_size), or `out`, written, which may be two-dimensional, too; where the spec says
+        `needs_lse` also the LSE (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`;
+        nothing was changed then.
         """
         if query.dim() == 2:
             query, key, value = in_heads(self.spec, query, key, value)
+        if out is not None and out.dim() == 2:
+            found = self(query, key, value, cache, plan, out=out_in_heads(self.spec, out))
+            return (out, found[1]) if self._needs_lse else out
         if torch.compiler.is_compiling():
             return torch_compile.attention(self, query, key, value, cache, plan, out)
         step: Any = plan
@@ -151,6 +185,8 @@ class Attention(nn.Module):
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
+        if self._from_step:
+            check_step_inputs(self.spec, self._from_step, step.batch)
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
         return step.call(query, key, value, cache, self.params, out, lse)

@@ -20,9 +20,11 @@ from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, own_precision, refuse_gradients
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
+from polyattn.runtime.pointwise import check_step_mask
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.scales import dequantized, input_dtype, output_dtype
 from polyattn.runtime.store import RunRotated, claimed_rotation
 
 
@@ -42,7 +44,7 @@ class AttentionStep(StepPlan):
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
         self.lse_shape = torch.Size((tokens, spec.num_heads))
-        self.dtype = STORAGE_DTYPES[spec.dtype]
+        self.dtype, self.out_dtype = input_dtype(spec), output_dtype(spec)
         # The new tokens' keys and values; None where they are given whole.
         self.key_shape = self.value_shape = None
         if spec.cached:
@@ -74,9 +76,13 @@ class AttentionStep(StepPlan):
         if query.shape != self.query_shape or query.dtype is not dtype:
             raise bad_input("query", query, self.query_shape, dtype)
         if out is None:
-            out = query.new_empty(self.out_shape)
-        elif out.shape != self.out_shape or out.dtype is not dtype or out.device != query.device:
-            raise bad_input("out", out, self.out_shape, dtype, query.device)
+            out = query.new_empty(self.out_shape, dtype=self.out_dtype)
+        elif (
+            out.shape != self.out_shape
+            or out.dtype is not self.out_dtype
+            or out.device != query.device
+        ):
+            raise bad_input("out", out, self.out_shape, self.out_dtype, query.device)
         if key is not None and value is not None:
             if self.key_shape is None:
                 self._check_given(key, value)
@@ -105,6 +111,8 @@ class AttentionStep(StepPlan):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Add the bias, rotate and store. Returns what attention takes."""
         rotation = self.rotation if params.rotate else None
+        if query.dtype.itemsize == 1:
+            query, key, value = self._dequantized(query, key, value, params)
         new = NewTokens(query, key, value, params.qkv_bias)
         if self.store is not None and key is not None:
             assert cache is not None and self.rotated_by is not None
@@ -119,6 +127,18 @@ class AttentionStep(StepPlan):
             return query.to(dtype), None, None
         assert key is not None and value is not None
         return query.to(dtype), key.to(dtype), value.to(dtype)
+
+    def _dequantized(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return in the layer's dtype what came quantised: rotations and biases are added to that."""
+        dtype = STORAGE_DTYPES[self.group.spec.dtype]
+        query = dequantized(query, params.q_scale, dtype)
+        if key is None or value is None:
+            return query, None, None
+        return (
+            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
+        )  # fmt: skip
 
     @cached_property
     def keeps_keys(self) -> bool:
@@ -183,7 +203,9 @@ class AttentionStep(StepPlan):
 
 
 def _rows(tensor: Tensor | None, rows: Rows) -> Tensor | None:
-    return None if tensor is None else tensor[rows]
+    if tensor is None or tensor.dtype.itemsize > 1 or isinstance(rows, slice):
+        return None if tensor is None else tensor[rows]
+    return raw(tensor)[rows].view(tensor.dtype)
 
 
 def _run_gathered(
@@ -198,12 +220,14 @@ def _run_gathered(
     lse: Tensor | None,
 ) -> None:
     """Run a call whose tokens don't lie side by side: copied together, and their results back."""
+    taken = _rows(query, rows)
+    assert taken is not None
     part = out.new_empty(len(rows), *out.shape[1:])
     part_lse = None if lse is None else lse.new_empty(len(rows), lse.shape[1])
     call.backend.run(
-        call.plan, query[rows], _rows(key, rows), _rows(value, rows), cache, params, part, part_lse
+        call.plan, taken, _rows(key, rows), _rows(value, rows), cache, params, part, part_lse
     )
-    out.index_copy_(0, rows, part)
+    raw(out).index_copy_(0, rows, raw(part))
     if lse is not None and part_lse is not None:
         lse.index_copy_(0, rows, part_lse)
 
@@ -221,6 +245,8 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
+        if self.spec.mask is not None:
+            check_step_mask(self.spec, batch)
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )

@@ -17,12 +17,13 @@ from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, LayerParams, MergeBackend
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.block_tables import without_first
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Plan
 from polyattn.runtime.shared_prefix import Levels, SharedRun, shared_prefixes
-from polyattn.spec.decompose import unrotated
+from polyattn.spec.decompose import over_context, unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -58,6 +59,8 @@ def why_not(spec: LayerSpec) -> str | None:
         ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
         ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
         ("positions within the cache", unrotated(spec).rope),
+        (f"the functions of {spec.variant}", spec.variant), ("a step's mask", spec.mask),
+        ("quantised queries or outputs", spec.qkv_dtype != "auto" or spec.out_dtype != "auto"),
     ):  # fmt: skip
         if asked:
             return f"{name}: a shared key's part depends on each row's own position or batch"
@@ -72,10 +75,10 @@ class PrefixDecode:
     def __init__(self, group: LayerGroup, shared: BackendInfo, own: BackendInfo):
         self.group, spec = group, unrotated(group.spec)
         self.cache = group.cache_format
-        over_all = spec.replace(causal=False, needs_lse=True, learned_sinks=False)
-        load, form = group.load, group.kernel_format
-        self.shared = load("prefill", shared, AttentionBackend, over_all, form(shared))
-        self.own = load("decode", own, AttentionBackend, spec.replace(needs_lse=True), form(own))
+        with_lse, load, form = spec.replace(needs_lse=True), group.load, group.kernel_format
+        plain = with_lse.replace(learned_sinks=False)
+        self.shared = load("prefill", shared, AttentionBackend, plain, form(shared))
+        self.own = load("decode", own, AttentionBackend, with_lse, form(own))
         self.merge = group.backend("merge", MergeBackend)
         self.buffers = MergeBuffers()
 
@@ -85,8 +88,8 @@ class PrefixDecode:
         spec, selection = unrotated(group.spec), group.selection
         if not spec.cached or why_not(spec) or spec.graph_capture:
             return None
-        over_all = spec.replace(causal=False, needs_lse=True, learned_sinks=False)
         with_lse, device = spec.replace(needs_lse=True), group.device
+        over_all = over_context(with_lse.replace(learned_sinks=False))
         candidates = dict(selection.candidates)
         whole = group.cache_format
         found: list[BackendInfo] = []
@@ -136,7 +139,7 @@ class PrefixDecode:
         keys = Batch(starts, [run.count * size for run in level], table, device=batch.device)
         whole = rows == list(range(batch.num_seqs))
         taken = None if whole else torch.tensor(rows, dtype=torch.int64, device=batch.device)
-        return SharedCall(taken, self.shared.plan(keys))
+        return SharedCall(taken, self.shared.plan(keys.over_context()))
 
     def _own(self, batch: Batch, levels: Levels, size: int) -> Plan:
         """Plan the rows over what lies behind their shared blocks."""
@@ -146,10 +149,7 @@ class PrefixDecode:
             for run in level:
                 for row in run.rows:
                     skipped[row] = run.first + run.count
-        width = batch.block_table.shape[1]
-        offsets = torch.tensor(skipped, device=batch.device)[:, None]
-        columns = (torch.arange(width, device=batch.device) + offsets).clamp_(max=width - 1)
-        table = batch.block_table.gather(1, columns)
+        table = without_first(batch.block_table, skipped)
         lens = [n - s * size for n, s in zip(batch.lens, skipped, strict=True)]
         return self.own.plan(Batch(batch.starts, lens, table, device=batch.device))
 

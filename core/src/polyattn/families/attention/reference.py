@@ -6,6 +6,8 @@ and sharing no code with any backend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.pointwise import Pointwise
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
@@ -48,13 +51,16 @@ def attend(
     value: Tensor,
     params: LayerParams | None = None,
     dtype: torch.dtype = torch.float64,
+    inputs: Mapping[str, Tensor] | None = None,
+    seq: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend for one sequence, keys and values given in full.
 
     `query` (queries, num_heads, head_size); `key`, `value` (keys, num_kv_heads, size). Returns
     the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads) in `dtype`. A
     learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf, beside a
-    sink, too.
+    sink, too. `inputs`: what a variant's or a mask's functions read beside the layer's own, `seq` the
+    sequence's number for them; without a softmax the LSE is NaN.
     """
     params = params or LayerParams()
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
@@ -74,15 +80,43 @@ def attend(
         distance = (torch.arange(num_keys) - position).to(dtype)
         scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
     mask = visible(spec, num_queries, num_keys)
+    pointwise = Pointwise.of(spec)
+    if pointwise is not None:
+        given = _widened({**(inputs or {}), **params.inputs}, dtype)
+        places = _places(spec.num_heads, num_queries, num_keys, seq)
+        scores = pointwise.score(scores, places, given)
+        seen = pointwise.visible(places, given)
+        mask = mask if seen is None else (mask & seen).expand_as(scores)
+        if not pointwise.softmax:
+            weights = scores.masked_fill(~mask, 0.0)
+            none = scores.new_full((num_queries, spec.num_heads), torch.nan)
+            return torch.einsum("hqk,khd->qhd", weights, value), none
     scores = scores.masked_fill(~mask, -torch.inf)
     if spec.learned_sinks:
         assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
         sinks = params.sinks.detach().to("cpu", dtype)[:, None, None]
         scores = torch.cat([scores, sinks.expand(-1, num_queries, 1)], dim=2)
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
-    lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(1), -torch.inf)
+    lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(-1), -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return torch.einsum("hqk,khd->qhd", weights, value), lse.T
+
+
+def _places(heads: int, queries: int, keys: int, seq: int) -> tuple[Tensor, ...]:
+    """Return b, h, q_idx and kv_idx of all scores (heads, queries, keys), so that they broadcast."""
+    return (
+        torch.tensor(seq),
+        torch.arange(heads)[:, None, None],
+        torch.arange(queries)[:, None] + (keys - queries),
+        torch.arange(keys),
+    )
+
+
+def _widened(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in inputs.items()
+    }
 
 
 def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tensor) -> Tensor:
@@ -122,9 +156,35 @@ def read_cache(
     for stored, scale in ((cache.key, params.k_scale), (cache.value, params.v_scale)):
         rows = [stored[int(b)] for b in batch.block_table[index, : -(-length // size)]]
         tokens = torch.cat(rows)[:length] if rows else stored[0, :0]
-        tokens = tokens.to("cpu").to(dtype)
-        found.append(tokens * scale if stored.dtype.itemsize == 1 else tokens)
+        found.append(exact(tokens, scale, dtype))
     return found[0], found[1]
+
+
+def four_bits(rows: Tensor) -> Tensor:
+    """Return what NVFP4 rows (tokens, heads, bytes) hold, without the tensor's scale: each by itself."""
+    width = rows.shape[2] * 16 // 9
+    found = torch.empty(*rows.shape[:2], width, dtype=torch.float64)
+    scales = rows[:, :, width // 2 :].contiguous().view(torch.float8_e4m3fn).double()
+    for at in range(width):
+        code = (rows[:, :, at // 2] >> (4 * (at % 2))) & 15
+        sign = 1.0 - 2.0 * (code >> 3).double()
+        exponent, mantissa = (code >> 1) & 3, (code & 1).double()
+        normal = (1.0 + mantissa / 2) * 2.0 ** (exponent.double() - 1)
+        found[:, :, at] = sign * torch.where(exponent == 0, mantissa / 2, normal)
+        found[:, :, at] *= scales[:, :, at // 16]
+    return found
+
+
+def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what (tokens, heads, size) stand for: 8-bit numbers times their scale, or its head's."""
+    wide = tensor.detach().to("cpu")
+    wide = four_bits(wide).to(dtype) if wide.dtype == torch.uint8 else wide.to(dtype)
+    if tensor.dtype.itemsize > 1:
+        return wide
+    if not isinstance(scale, Tensor):
+        return wide * scale
+    each = scale.detach().to("cpu", dtype)
+    return wide * each.repeat_interleave(wide.shape[1] // len(each))[:, None]
 
 
 def forward(
@@ -139,9 +199,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
 
-    Returns the output (num_tokens, num_heads, v_head_size) and the LSE (num_tokens, num_heads).
+    What comes quantised counts as what it stands for. Returns the output (num_tokens, num_heads,
+    v_head_size), never quantised, and the LSE (num_tokens, num_heads).
     """
     params = params or LayerParams()
+    query = exact(query, params.q_scale, dtype)
     output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
@@ -154,6 +216,9 @@ def forward(
             assert key is not None and value is not None
             first = batch.key_starts[index]
             given = slice(first, first + batch.lens[index])
-            keys, values = key[given], value[given]
-        output[rows], lse[rows] = attend(spec, query[rows], keys, values, params, dtype)
+            keys = exact(key[given], params.k_scale, dtype)
+            values = exact(value[given], params.v_scale, dtype)
+        output[rows], lse[rows] = attend(
+            spec, query[rows], keys, values, params, dtype, batch.inputs, batch.seq_ids[index]
+        )
     return output, lse

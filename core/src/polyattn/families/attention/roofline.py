@@ -5,6 +5,7 @@ from __future__ import annotations
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.cost import Cost
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
 
 
@@ -15,7 +16,7 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
         pairs += visible_pairs(spec, query, length)
         keys += _keys_read(spec, query, length)
     width = spec.head_size + spec.v_head_size
-    kv_bytes = keys * spec.num_kv_heads * width * STORAGE_DTYPES[spec.stored_dtype].itemsize
+    kv_bytes = int(keys * spec.num_kv_heads * width * ITEM_BYTES[spec.stored_dtype])
     qo_bytes = batch.num_tokens * spec.num_heads * width * STORAGE_DTYPES[spec.dtype].itemsize
     return Cost(2 * pairs * spec.num_heads * width, kv_bytes + qo_bytes)
 

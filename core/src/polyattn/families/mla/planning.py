@@ -34,7 +34,7 @@ from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.store import claimed_rotation
-from polyattn.spec.decompose import expanded, expanded_context
+from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
 
 EXPANDED_BYTES = 256 << 20
@@ -251,8 +251,7 @@ class Planner(StepPlanner):
         contexts = [max(n - q, 0) for n, q in zip(batch.lens, queries, strict=True)]
         # A padding row (one query token, length 0) has no new token either.
         fresh = [min(n, q) for n, q in zip(batch.lens, queries, strict=True)]
-        own = self.group.backend("prefill", AttentionBackend, spec=expanded(spec))
-        step.expansions.append(self._piece(own, batch, part.rows, contexts, fresh))
+        step.expansions.append(self._piece(batch, part.rows, contexts, fresh, causal=True))
         width = spec.num_heads * (spec.head_size + spec.v_head_size)
         rows = EXPANDED_BYTES // (width * STORAGE_DTYPES[spec.dtype].itemsize)
         # An empty query has nothing to attend with.
@@ -260,22 +259,21 @@ class Planner(StepPlanner):
         longest = max(counts, default=0)
         if not longest:
             return
-        context = self.group.backend("prefill", AttentionBackend, spec=expanded_context(spec))
         step_size = max(1, rows // sum(n > 0 for n in counts))
         for start in range(0, longest, step_size):
             lens = [min(max(n - start, 0), step_size) for n in counts]
             firsts = [start] * len(lens)
-            step.expansions.append(self._piece(context, batch, part.rows, firsts, lens))
+            step.expansions.append(self._piece(batch, part.rows, firsts, lens, causal=False))
 
     def _piece(
         self,
-        backend: AttentionBackend,
         batch: Batch,
         rows: Rows,
         firsts: Sequence[int],
         lens: Sequence[int],
+        causal: bool,
     ) -> Expansion:
-        """Plan `backend` over tokens `firsts[i]` to `firsts[i] + lens[i]` of each sequence."""
+        """Plan the prefill over tokens `firsts[i]` to `firsts[i] + lens[i]` of each sequence."""
         assert batch.block_table is not None and self.group.cache_format is not None
         size, counts = self.group.cache_format.block_size, np.asarray(lens)
         seq = np.repeat(np.arange(len(counts)), counts)
@@ -285,5 +283,6 @@ class Planner(StepPlanner):
         at = at.to(batch.device)
         slots = batch.block_table[at[0], at[1]].long() * size + at[2]
         keys = Batch(batch.starts, list(lens), device=batch.device)
-        plan = backend.plan(keys)
+        backend = self.group.backend("prefill", AttentionBackend, spec=expanded(self.spec))
+        plan = backend.plan(keys if causal else keys.over_context())
         return Expansion(Call("prefill", self.names["prefill"], backend, plan, rows, None), slots)

@@ -23,6 +23,7 @@ from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.scales import input_dtype, output_dtype
 from polyattn.selection.selection import Selection
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.decompose import unrotated
@@ -49,6 +50,7 @@ def show(
     seconds: float,
     lengths: str | None,
     seed: int,
+    shared_prefix: int,
     as_json: bool,
     plot: Path | None,
 ) -> int:
@@ -65,12 +67,14 @@ def show(
         batches = {
             f"{text} {lengths}": redrawn(rows, lengths, seed) for text, rows in batches.items()
         }
+    for text, rows_of in batches.items():
+        _check_shared(text, rows_of, shared_prefix)
     spec = _spec(model, spec_json).replace(block_size=block_size)
     names = [discover().backend(name).name for name in backends]
     resolved = resolve_device(device)
     for text, rows_of in batches.items():
         check_room(_bytes(spec, rows_of), f"batch {text}", resolved)
-    bench = Bench(spec, resolved, seconds)
+    bench = Bench(spec, resolved, seconds, shared_prefix)
     rows: list[dict[str, Any]] = []
     with said_plainly("name a smaller batch"):
         for text, rows_of in batches.items():
@@ -95,6 +99,15 @@ def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
     raise SettingsError(f"{source}: has no attention layer with a cache to measure")
 
 
+def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) -> None:
+    for query, length in lengths:
+        if shared > length - query:
+            raise SettingsError(
+                f"--shared-prefix={shared}: a sequence of batch {text} has only {length - query} tokens "
+                "before its query"
+            )
+
+
 def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
     """The bytes that a batch's cache and its queries, keys, values and output take at least."""
     widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
@@ -107,10 +120,10 @@ def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
 class Bench:
     """Times one spec on one device; knows the machine's limits."""
 
-    def __init__(self, spec: LayerSpec, device: Device, seconds: float):
+    def __init__(self, spec: LayerSpec, device: Device, seconds: float, shared: int = 0):
         if not device.is_real:
             raise SettingsError(f"--device: {device} is a profile; bench needs a device to run on")
-        self.spec, self.device, self.seconds = spec, device, seconds
+        self.spec, self.device, self.seconds, self.shared = spec, device, seconds, shared
         self.torch_device = torch.device(str(device.torch_device))
         self.limits = measure_limits(spec, self.torch_device)
 
@@ -155,7 +168,7 @@ class Bench:
     def _time(
         self, selection: Selection, queries: list[int], lens: list[int], cost: Cost
     ) -> dict[str, Any]:
-        step = Step(selection, queries, lens, self.torch_device)
+        step = Step(selection, queries, lens, self.torch_device, self.shared)
         error = step.error()
         times = repeat(step.run, self.torch_device, self.seconds)
         median = statistics.median(times)
@@ -166,6 +179,7 @@ class Bench:
             "tflop_per_s": cost.flops / median / 1e12,
             "of_limit": self._limit(cost) / median,
             "error": error,
+            **(step.sharing() if self.shared else {}),
         }
 
     def _limit(self, cost: Cost) -> float:
@@ -198,19 +212,25 @@ class Step:
         table[1:, : shared // size] = table[0, : shared // size]
         self.cache = group.allocate_cache(sum(needed))
         for stored in (self.cache.key, self.cache.value):
+            if stored.dtype == torch.uint8:  # any 4-bit numbers, block scales up to 4
+                stored.random_(0, 0x48)
+                continue
             noise = torch.randn(stored.shape, device=device)
             stored.copy_((noise * 32 if stored.dtype == torch.int8 else noise).to(stored.dtype))
         # Decodes come first, as an engine orders them.
         pairs = sorted(zip(queries, lens, range(len(lens)), strict=True), key=lambda p: p[0] != 1)
         rows = torch.tensor([p[2] for p in pairs])
+        table = table[rows.to(device)]
         self.batch = Batch.from_lens(
-            [p[0] for p in pairs], [p[1] for p in pairs], table[rows.to(device)], size
-        )
+            [p[0] for p in pairs], [p[1] for p in pairs], table, size,
+            host_block_table=table.cpu().numpy(),
+        )  # fmt: skip
         tokens = self.batch.num_tokens
-        dtype = getattr(torch, spec.dtype)
 
-        def random(heads: int, width: int) -> torch.Tensor:
+        def random(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.randn(tokens, heads, width, device=device).to(dtype)
+
+        given = input_dtype(spec)
 
         self.layer = Attention(
             group,
@@ -218,10 +238,10 @@ class Step:
             rotate=spec.rope is not None,
             checks=False,
         )
-        self.query = random(spec.num_heads, spec.head_size)
-        self.key = random(spec.num_kv_heads, spec.head_size)
-        self.value = random(spec.num_kv_heads, spec.v_head_size)
-        self.out = random(spec.num_heads, spec.v_head_size)
+        self.query = random(spec.num_heads, spec.head_size, given)
+        self.key = random(spec.num_kv_heads, spec.head_size, given)
+        self.value = random(spec.num_kv_heads, spec.v_head_size, given)
+        self.out = random(spec.num_heads, spec.v_head_size, output_dtype(spec))
         self.plan = group.plan(self.batch)
 
     def run(self) -> None:
@@ -232,6 +252,23 @@ class Step:
         """Attend alone: the new tokens were stored before."""
         self.layer(self.query, None, None, self.cache, self.plan, out=self.out)
 
+    def sharing(self) -> dict[str, int]:
+        """Return how many blocks the step reads, and how many bytes less for sharing them.
+
+        `shared_bytes`: where each distinct block is read once; `saved_bytes`: by this step's plan.
+        """
+        cache, table = self.layer.group.cache_format, self.batch.host_block_table
+        assert cache is not None and table is not None
+        counts = [-(-n // cache.block_size) for n in self.batch.lens]
+        rows = [row[:n].tolist() for row, n in zip(table, counts, strict=True)]
+        read, distinct = sum(counts), len({block for row in rows for block in row})
+        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in self.plan.calls)
+        per_block = cache.block_size * cache.bytes_per_token
+        return {
+            "blocks_read": read, "distinct_blocks": distinct,
+            "shared_bytes": (read - distinct) * per_block, "saved_bytes": saved,
+        }  # fmt: skip
+
     def error(self) -> float:
         """Return the error of one sampled token; raise if it is too large."""
         self.run()
@@ -239,10 +276,11 @@ class Step:
         index = int(torch.randint(batch.num_seqs, (1,)))
         keys, values = reference.read_cache(spec, self.cache, batch, index, self.layer.params)
         row = batch.starts[index + 1] - 1
-        expected, _ = reference.attend(
-            spec, self.query[row : row + 1], keys, values, self.layer.params
-        )
-        error = output_error(self.out[row : row + 1], expected)
+        params = self.layer.params
+        query = reference.exact(self.query[row : row + 1], params.q_scale, torch.float64)
+        expected, _ = reference.attend(spec, query, keys, values, params)
+        found = reference.exact(self.out[row : row + 1], params.out_scale, torch.float64)
+        error = output_error(found, expected)
         if not error <= tolerance_of(spec).output:
             raise PolyattnError(f"its result is wrong: relative error {error:.2g}")
         return error
@@ -322,6 +360,13 @@ def _print(
         )  # fmt: skip
     console.print(made)
     for row in rows:
+        if "saved_bytes" in row:
+            console.print(
+                f"{row['batch']}, {row['backend']}: {row['blocks_read']} blocks read, "
+                f"{row['distinct_blocks']} distinct: {row['shared_bytes'] / 2**20:.1f} MiB are the same; "
+                f"{row['saved_bytes'] / 2**20:.1f} MiB were read once for all",
+                markup=False, highlight=False,
+            )  # fmt: skip
         if "cannot" in row:
             console.print(f"{row['batch']}: {row['cannot']}", markup=False, highlight=False)
 

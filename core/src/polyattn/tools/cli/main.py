@@ -140,6 +140,10 @@ def run(
         typer.Option("--trace", help="A request trace: Azure CSV or Mooncake JSONL."),
     ] = None,
     requests: Annotated[int, count("Requests of the trace to serve.")] = 16,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, help="Outputs of each prompt (default: as the trace says)."),
+    ] = None,
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
@@ -149,15 +153,26 @@ def run(
     max_seqs: Annotated[int, count("Most sequences in flight.")] = 64,
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     block_size: BlockSizeOption = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto, fp8_e4m3, fp8_e5m2, int8.")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.")
+    ] = "auto",
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
+    sliding_window: Annotated[
+        int | None, count("Let every attention layer see the last N tokens alone.")
+    ] = None,
+    sink_tokens: Annotated[
+        int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
+    ] = None,
     check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
     seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
+    context_parallel: Annotated[
+        int, count("Ranks that share each sequence's keys (run by torchrun).")
+    ] = 1,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -169,7 +184,8 @@ def run(
         scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
-        arrivals=arrivals,
+        arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
+        context_parallel=context_parallel,
     )  # fmt: skip
     _finish(lambda: show(options))
 
@@ -197,6 +213,9 @@ def bench(
         ),
     ] = None,
     seed: SeedOption = 0,
+    shared_prefix: Annotated[
+        int, count("Leading tokens whose cache blocks all sequences share.", 0)
+    ] = 0,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -214,6 +233,7 @@ def bench(
             seconds,
             lengths,
             seed,
+            shared_prefix,
             json,
             plot,
         )

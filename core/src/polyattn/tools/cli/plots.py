@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SettingsError
+from polyattn.tools.cli.files import check_target
 
 if TYPE_CHECKING:
     from polyattn.tools.replay.report import Report
@@ -21,13 +21,7 @@ def check_plot(path: Path) -> None:
     """Raise `SettingsError` when no plot can be written to `path`: before the work, not after."""
     if path.suffix.lower() not in FORMATS:
         raise SettingsError(f"--plot={path}: the name must end with one of {', '.join(FORMATS)}")
-    folder = path.parent
-    if not folder.is_dir():
-        raise SettingsError(f"--plot={path}: {folder} is no folder; create it first")
-    if path.exists() and not path.is_file():
-        raise SettingsError(f"--plot={path}: is there already and not a regular file")
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        raise SettingsError(f"--plot={path}: may not be written")
+    check_target("--plot", path)
     if importlib.util.find_spec("matplotlib") is None:
         raise SettingsError('--plot needs matplotlib: pip install "polyattn[plot]"')
 

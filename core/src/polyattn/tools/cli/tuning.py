@@ -18,6 +18,7 @@ from polyattn.registry.timings import default_path
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.files import check_target
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.lengths import of_trace
@@ -49,6 +50,10 @@ def show(
     path = out or default_path()
     if path is None:
         raise SettingsError("there is no home directory to write to; name a file: --out FILE")
+    if out is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    for target in (path, points_path(path)):
+        check_target("--out", target)
     registry = discover()
     named = [registry.backend(name).name for name in backends]
     trace = trace or bundled(DEFAULT_TRACE)
@@ -58,12 +63,14 @@ def show(
     _measure(tuning, _layers(models, resolved, quantized), seconds, quiet=as_json)
     found = tables.fits(points.measured())
     data = tables.table(found, resolved, registry)
-    tables.write(data, path)
+    written = path if found else None  # an older table isn't given up for an empty one
+    if written:
+        tables.write(data, written)
     report = _report(found, tuning, points)
     if as_json:
-        print_json({"table": str(path), "device": str(resolved), **report})
+        print_json({"table": written and str(written), "device": str(resolved), **report})
     else:
-        _print(path, resolved, report)
+        _print(written, resolved, report)
     return int(not found)
 
 
@@ -131,7 +138,7 @@ def _report(found: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) ->
     }  # fmt: skip
 
 
-def _print(path: Path, device: Device, report: dict[str, Any]) -> None:
+def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     fitted = table("backend", "kind", "layers", ">points", ">error", "form")
     for row in report["models"]:
         layer = row["layer"]
@@ -150,6 +157,5 @@ def _print(path: Path, device: Device, report: dict[str, Any]) -> None:
     console.print("Steps that the coefficients were not fitted to:", chosen, "")
     for note in report["notes"]:
         console.print(f"note: {note}", markup=False, highlight=False)
-    console.print(
-        f"{report['points']} points on {device}; written: {path}", markup=False, highlight=False
-    )
+    end = f"written: {path}" if path else "no table is written: too few points for any"
+    console.print(f"{report['points']} points on {device}; {end}", markup=False, highlight=False)

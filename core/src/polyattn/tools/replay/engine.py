@@ -14,24 +14,27 @@ import torch
 from torch import Tensor
 
 from polyattn import Batch, LayerSpec, Role, SelectedLayers
-from polyattn.errors import CacheError, ConfigError
+from polyattn.errors import ConfigError
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
+from polyattn.tools.replay.memory import block_table, pools_of, step_batch, taken_copies
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.runner import ModelRunner
 from polyattn.tools.replay.model.step import GroupMemory
 from polyattn.tools.replay.report import Report, StepRecord
 from polyattn.tools.replay.runners import (
     AttentionRunner,
+    ContextRunner,
     LatentRunner,
     Options,
     RecurrentRunner,
     Runner,
 )
-from polyattn.tools.replay.scheduler import Pool, Running, Scheduled, Scheduler
+from polyattn.tools.replay.scheduler import Running, Scheduled, Scheduler
 from polyattn.tools.replay.trace import Request
+from polyattn.tools.replay.usage import Usage
 
 DECODER_PROMPT = 4
 """Tokens that an encoder-decoder model's decoder starts with (Whisper's task tokens)."""
@@ -59,11 +62,14 @@ class Engine:
         recurrent = [g for g in groups if g.spec.kind.is_recurrent]
         groups = [g for g in groups if not g.spec.kind.is_recurrent]
         by_role = {role: [g for g in groups if g.spec.role is role] for role in Role}
-        self.pools: list[Pool] = []
-        blocks = self._size_pools(by_role[Role.DECODER])
+        self.pools = pools_of(by_role[Role.DECODER], options)
         self.decoders = [
-            _cached(g, options, n, model)
-            for g, n in zip(by_role[Role.DECODER], blocks, strict=True)
+            _cached(g, options, pool.allocator.num_blocks, model)
+            for g, pool in zip(by_role[Role.DECODER], self.pools, strict=True)
+        ]
+        self.report.usage = [
+            Usage(pool, _block_bytes(runner))
+            for pool, runner in zip(self.pools, self.decoders, strict=True)
         ]
         self.recurrent: list[Runner] = [
             RecurrentRunner(g, options) if model is None else GroupMemory(g, options)
@@ -94,28 +100,6 @@ class Engine:
             )
         self.encoder_only = not self.decoders and not self.recurrent
 
-    def _size_pools(self, groups: Sequence[SelectedLayers]) -> list[int]:
-        """Share the cache's bytes so that every group holds the same number of tokens."""
-        formats = [g.selection.cache_format for g in groups]
-        per_token = sum(
-            form.bytes_per_token * min(self.options.layers, len(g.layers))
-            for g, form in zip(groups, formats, strict=True)
-            if form is not None
-        )
-        counts = []
-        for form in formats:
-            assert form is not None, "every decoder that is no recurrence has a cache"
-            size = form.block_size
-            count = self.options.cache_bytes // per_token // size
-            if count < 1:
-                raise CacheError(
-                    f"--cache-gb={self.options.cache_bytes / 2**30:g} holds not one block of {size} "
-                    f"tokens at {per_token} bytes a token; raise it"
-                )
-            self.pools.append(Pool(size, BlockAllocator(count)))
-            counts.append(count)
-        return counts
-
     def run(self, progress: Callable[[int, int], None] | None = None) -> Report:
         """Serve all requests. `progress(done, total)` is called after each step."""
         total = len(self.sources)
@@ -136,6 +120,7 @@ class Engine:
             if progress:
                 progress(total - len(self.scheduler.waiting) - len(self.scheduler.running), total)
         self.report.preemptions = self.scheduler.preemptions
+        self.report.saved_bytes = sum(runner.saved_bytes for runner in self.decoders)
         self.report.max_error, self.report.checked = self.checker.worst, self.checker.checked
         return self.report
 
@@ -152,7 +137,7 @@ class Engine:
     def _step(self, plan: list[Scheduled]) -> None:
         counts = [item.count for item in plan]
         lens = [item.start + item.count for item in plan]
-        seconds = self._encode(plan)
+        seconds = self._encode(plan) + self._copy(plan)
         batches = self._batches(plan)
         cost = Cost(0, 0)
         for runner, batch in batches:
@@ -171,6 +156,10 @@ class Engine:
                  for r in self.encoders),
                 start=Cost(0, 0),
             )  # fmt: skip
+        if (
+            self.options.context is not None
+        ):  # all ranks have one clock, so that they schedule alike
+            seconds = self.options.context.longest(seconds)
         decode = all(item.count == 1 and item.start > 0 for item in plan)
         used = max((p.allocator.num_used / p.allocator.num_blocks for p in self.pools), default=0.0)
         for item in plan:
@@ -185,15 +174,27 @@ class Engine:
         lens = [item.start + item.count for item in plan]
         batches = []
         for index, runner in enumerate(self.decoders):
-            table = _table([item.sequence.blocks[index] for item in plan], runner.device)
-            batch = Batch.from_lens(counts, lens, table, self.pools[index].block_size)
+            batch = step_batch(plan, index, self.pools[index], runner.spec, runner.device)
             batches.append((runner, batch))
+            self.report.usage[index].count(plan, index)
         slots = self._state_slots([item.sequence for item in plan]) if self.recurrent else None
         for runner in self.recurrent:
             assert slots is not None
             batch = Batch.from_lens(counts, lens, state_slots=slots.to(runner.device))
             batches.append((runner, batch))
         return batches
+
+    def _copy(self, plan: list[Scheduled]) -> float:
+        """Copy the blocks that sequences go on writing to while others use their beginning."""
+        seconds = 0.0
+        for index, copies in taken_copies(plan).items():
+            runner, ends = self.decoders[index], (copies.values(), copies.keys())
+            sources, targets = (torch.tensor([*e], device=runner.device) for e in ends)
+            started = runner.clock()
+            runner.copy_blocks(sources, targets)
+            seconds += runner.clock() - started
+            self.report.usage[index].copied += len(copies)
+        return seconds
 
     def _state_slots(self, sequences: Sequence[Running]) -> Tensor:
         """Return each sequence's state slot; those that stopped running give theirs back."""
@@ -238,7 +239,7 @@ class _Cross:
             if sequence not in self.blocks:
                 self.blocks[sequence] = [self.allocator.allocate() for _ in range(self.per_request)]
         lens = [sources[s] for s in sequences]
-        table = _table([self.blocks[s] for s in sequences], self.runner.device)
+        table = block_table([self.blocks[s] for s in sequences]).to(self.runner.device)
         slots = Batch.from_lens(lens, lens, table, self.size).slot_mapping
         assert slots is not None
         for layer, cache in zip(self.runner.layers, self.runner.caches, strict=True):
@@ -247,7 +248,7 @@ class _Cross:
             layer.store(key, value, cache, slots)
 
     def batch(self, items: Sequence[tuple[Running, int]], sources: dict[Running, int]) -> Batch:
-        table = _table([self.blocks[s] for s, _ in items], self.runner.device)
+        table = block_table([self.blocks[s] for s, _ in items]).to(self.runner.device)
         starts = [0]
         for _, count in items:
             starts.append(starts[-1] + count)
@@ -265,14 +266,17 @@ def _cached(
     """Return what runs a group of decoder layers, or in a whole model its memory."""
     if model is not None:
         return GroupMemory(layers, options, num_blocks)
+    if options.context is not None:
+        return ContextRunner(layers, options, num_blocks)
     made = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
     return made(layers, options, num_blocks)
 
 
-def _table(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    width = max((len(row) for row in rows), default=0)
-    padded = [[*row, *([0] * (width - len(row)))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int32, device=device).view(len(rows), width)
+def _block_bytes(runner: Runner) -> int:
+    """Return the bytes of a block in all of a group's layers that run."""
+    form = runner.group.cache_format
+    assert form is not None
+    return form.block_size * form.bytes_per_token * runner.count
 
 
 def fit_requests(

@@ -4,7 +4,31 @@ from __future__ import annotations
 
 import random
 
-from polyattn.tools.replay.trace import Request
+import numpy as np
+
+from polyattn.tools.replay.prefix_tree import Tokens
+from polyattn.tools.replay.trace import MOST_TOKENS, Request
+
+
+class PromptNames:
+    """Numbers that stand for prompts' tokens: equal where `prompt_tokens` makes equal ones.
+
+    Only where the trace says so: tokens that are drawn for one request alone are equal to none.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int | object, int] = {}
+
+    def of(self, request: Request) -> Tokens | None:
+        """Return int64 (prompt tokens,); None where the request shares with none."""
+        if not request.hash_ids:
+            return None
+        count = -(-request.prompt // request.hash_block)
+        ids: list[int | object] = [*request.hash_ids[:count]]
+        ids += (object() for _ in range(count - len(ids)))
+        first = np.array([self._blocks.setdefault(i, len(self._blocks)) for i in ids], np.int64)
+        offsets = np.arange(request.hash_block, dtype=np.int64)
+        return (first[:, None] * (MOST_TOKENS + 1) + offsets).reshape(-1)[: request.prompt]
 
 
 def prompt_tokens(request: Request, index: int, vocabulary: int, seed: int) -> list[int]:

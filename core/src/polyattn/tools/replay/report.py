@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polyattn.runtime.cost import Cost
+from polyattn.tools.replay.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Report:
     checked: int = 0
     first_token: list[float] = field(default_factory=list)
     between_tokens: list[float] = field(default_factory=list)
+    usage: list[Usage] = field(default_factory=list)
+    saved_bytes: int = 0
 
     def phase(self, decode: bool) -> dict[str, Any]:
         """Return counts, milliseconds a step and achieved rates of one kind of step.
@@ -68,6 +71,20 @@ class Report:
             for share in (50, 99)
         }
 
+    def sharing(self) -> dict[str, int]:
+        """Return what sequences had in common: blocks and bytes, over all groups and steps.
+
+        `shared_bytes` would be read once less where each distinct block of a step is read once;
+        `saved_bytes` were, by calls over shared blocks.
+        """
+        return {
+            "blocks_read": sum(u.read for u in self.usage),
+            "distinct_blocks": sum(u.distinct for u in self.usage),
+            "blocks_copied": sum(u.copied for u in self.usage),
+            "shared_bytes": sum(u.shared_bytes for u in self.usage),
+            "saved_bytes": self.saved_bytes,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
         return {
@@ -80,6 +97,8 @@ class Report:
             "prefill": self.phase(decode=False),
             "decode": self.phase(decode=True),
             "latency": self.latency(),
+            "sharing": self.sharing(),
+            "cache": [usage.to_dict() for usage in self.usage],
             "cache_use_peak": max((s.cache_use for s in self.steps), default=0.0),
             "checked_tokens": self.checked,
             "max_error": self.max_error,

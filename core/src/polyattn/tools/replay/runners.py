@@ -15,6 +15,9 @@ from torch import Tensor
 from polyattn import (
     Attention,
     Batch,
+    ContextAttention,
+    ContextGroup,
+    ContextParallel,
     KVCache,
     LatentAttention,
     LayerGroup,
@@ -25,13 +28,16 @@ from polyattn import (
 )
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, raw
 from polyattn.tools.replay.check import Checker
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to serve. `layers` counts the layers of each group that really run."""
+    """How to serve. `layers` counts the layers of each group that really run.
+
+    `context`: the ranks that share keys, of which `cache_bytes` are each one's.
+    """
 
     layers: int = 1
     token_budget: int = 2048
@@ -39,6 +45,7 @@ class Options:
     cache_bytes: int = 1 << 30
     check_tokens: int = 2
     seed: int = 0
+    context: ContextParallel | None = None
 
 
 class Runner:
@@ -51,6 +58,7 @@ class Runner:
         self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
+        self.saved_bytes = 0
 
     def step(self, batch: Batch, checker: Checker) -> float:
         """Run every layer over `batch`; returns the seconds that the layers took."""
@@ -75,11 +83,27 @@ class Runner:
         at = int(torch.randint((len(stock) - need) // 16 + 1, (1,), generator=self.generator)) * 16
         return stock[at : at + need].view(tokens, *shape)
 
+    def paged(self) -> list[Tensor]:
+        """Return all that is kept of tokens in blocks: tensors (num_blocks, block_size, ...)."""
+        return []
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy blocks within every layer's cache: int64 (copies,) each."""
+        for stored in map(raw, self.paged()):
+            stored[targets] = stored[sources]
+
     def plan(self, batch: Batch) -> tuple[float, StepPlan]:
         """Plan a step for all layers; returns the seconds that it took, too."""
         started = self.clock()
-        plan = self.group.plan(batch)
+        plan = self.planned(batch)
         return self.clock() - started, plan
+
+    def planned(self, batch: Batch) -> StepPlan:
+        """Plan a step; `saved_bytes` counts what its calls over shared blocks don't read again."""
+        plan = self.group.plan(batch)
+        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in plan.calls)
+        self.saved_bytes += saved * self.count
+        return plan
 
     def clock(self) -> float:
         """Seconds, once the device has done what it was given."""
@@ -110,6 +134,9 @@ class AttentionRunner(Runner):
         self.caches: list[KVCache | None] = [None] * self.count
         if spec.cached:
             self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
+
+    def paged(self) -> list[Tensor]:
+        return [t for cache in self.caches if cache is not None for t in (cache.key, cache.value)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, key, value) for one layer and step."""
@@ -154,13 +181,18 @@ class LatentRunner(Runner):
                 torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.count)
             ]
 
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random (query, latent, rope key) for one layer and step."""
+        return (
+            self.draw(tokens, self.spec.num_heads, self.spec.head_size),
+            self.draw(tokens, self.latent.rank),
+            self.draw(tokens, self.latent.rope_head_size),
+        )
+
     def step(self, batch: Batch, checker: Checker) -> float:
-        tokens, spec = batch.num_tokens, self.spec
         seconds, plan = self.plan(batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
-            query = self.draw(tokens, spec.num_heads, spec.head_size)
-            latent = self.draw(tokens, self.latent.rank)
-            rope = self.draw(tokens, self.latent.rope_head_size)
+            query, latent, rope = self.inputs(batch.num_tokens)
             started = self.clock()
             topk = self._choose(index, batch) if self.index_keys else None
             got = layer(query, latent, rope, cache, plan, topk=topk)
@@ -168,6 +200,9 @@ class LatentRunner(Runner):
             out = got[0] if isinstance(got, tuple) else got
             checker.check_latent(layer, query, cache, batch, topk, out)
         return seconds
+
+    def paged(self) -> list[Tensor]:
+        return [*(cache.key for cache in self.caches), *self.index_keys]
 
     def _choose(self, index: int, batch: Batch) -> Tensor:
         """Store the step's index keys and choose what each token attends to."""
@@ -179,6 +214,41 @@ class LatentRunner(Runner):
         query = self.draw(tokens, spec.index_heads, spec.index_head_size)
         weights = self.draw(tokens, spec.index_heads)
         return choose_tokens(query, weights, keys, batch, spec.topk, keys.shape[1])
+
+
+class ContextRunner(Runner):
+    """Layers whose keys several ranks share: the same random step on each, its keys by block."""
+
+    def __init__(self, layers: SelectedLayers, options: Options, num_blocks: int):
+        latent = layers.spec.kind.is_latent
+        self.alone: AttentionRunner | LatentRunner = (
+            LatentRunner(layers, options, num_blocks)
+            if latent
+            else AttentionRunner(layers, options, num_blocks)
+        )
+        self.group, self.spec, self.count = self.alone.group, self.alone.spec, self.alone.count
+        self.device = self.alone.device
+        assert options.context is not None
+        self.shared = ContextGroup(self.group, options.context)
+        self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
+
+    def step(self, batch: Batch, checker: Checker) -> float:
+        started = self.clock()
+        plan = self.shared.plan(batch)
+        seconds = self.clock() - started
+        for layer, cache in zip(self.layers, self.alone.caches, strict=True):
+            query, key, value = self.alone.inputs(batch.num_tokens)
+            assert cache is not None
+            started = self.clock()
+            out = layer(query, key, value, cache, plan)[0]
+            seconds += self.clock() - started
+            if checker.per_step:
+                room, whole = self.shared.collected(cache, batch)
+                if isinstance(layer.layer, LatentAttention):
+                    checker.check_latent(layer.layer, query, room, whole, None, out)
+                else:
+                    checker.check(layer.layer, query, (None, None), room, whole, out)
+        return seconds
 
 
 class RecurrentRunner(Runner):

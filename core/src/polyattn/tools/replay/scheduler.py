@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, lcm
+from itertools import islice
+from math import inf
 
 from polyattn.errors import CacheError
-from polyattn.tools.replay.blocks import BlockAllocator
+from polyattn.tools.replay.pool import Held, Pool
+from polyattn.tools.replay.prefix_tree import Tokens, count_alike
+from polyattn.tools.replay.prompts import PromptNames
 from polyattn.tools.replay.trace import Request
-
-
-@dataclass
-class Pool:
-    """The blocks of the layers that share one block size and one kind of content."""
-
-    block_size: int
-    allocator: BlockAllocator
 
 
 @dataclass(eq=False)
 class Running:
-    """A request in flight. `computed` tokens are in the cache; `blocks` has a list for each pool."""
+    """A request in flight. `computed` tokens are in the cache, `held` is what it has of each pool.
+
+    `names` stand for the prompt's tokens where others may share them; the first `published` can be
+    found.
+    """
 
     request: Request
     computed: int = 0
     shared: int = 0
     generated: int = 0
-    blocks: list[list[int]] = field(default_factory=list)
-    published: list[int] = field(default_factory=list)
+    held: list[Held] = field(default_factory=list)
+    published: int = 0
+    names: Tokens | None = None
 
     @property
     def known(self) -> int:
@@ -73,19 +73,20 @@ class Scheduler:
         self.pools, self.budget, self.max_seqs = list(pools), budget, max_seqs
         self.waiting = deque(Running(request) for request in requests)
         self.running: list[Running] = []
-        self.share_prefixes = share_prefixes
+        self.names = PromptNames() if share_prefixes and self.pools else None
         self.preemptions = 0
         for index, request in enumerate(requests):
             self._check_fits(index, request)
 
     def _check_fits(self, index: int, request: Request) -> None:
-        need = request.prompt + request.output
+        tokens = request.prompt + request.output
         for pool in self.pools:
-            room = pool.allocator.num_blocks * pool.block_size
-            if need > room:
+            need = pool.most_blocks(tokens, self.budget)
+            if need > pool.allocator.num_blocks:
                 raise CacheError(
-                    f"request {index} needs {need} tokens and the cache holds {room}; raise "
-                    "--cache-gb, or lower --scale, --max-tokens or --layers"
+                    f"request {index} needs {tokens} tokens, {need} blocks of {pool.block_size}, and "
+                    f"the cache holds {pool.allocator.num_blocks}; raise --cache-gb, or lower "
+                    "--scale, --max-tokens or --layers"
                 )
 
     def step(self, now: float = inf) -> list[Scheduled]:
@@ -100,26 +101,27 @@ class Scheduler:
                 budget -= 1
         for sequence in prefills:
             budget -= self._chunk(sequence, budget, plan)
-        while (
-            budget
-            and self.waiting
-            and self.waiting[0].request.arrival <= now
-            and len(self.running) < self.max_seqs
-            and self.preemptions == preempted  # one that just gave way doesn't come straight back
-        ):
-            sequence = self.waiting[0]
-            self._share_prefix(sequence)
+        if self.preemptions == preempted:  # one that just gave way doesn't come straight back
+            self._admit(now, budget, plan)
+        # A preemption may have taken the blocks of one that was planned before.
+        plan = [item for item in plan if item.sequence in self.running]
+        return sorted(plan, key=lambda item: item.count != 1 or item.start == 0)
+
+    def _admit(self, now: float, budget: int, plan: list[Scheduled]) -> None:
+        """Start those that wait, in order; one whose prefix is just being computed lets others pass."""
+        for sequence in list(islice(self.waiting, self.max_seqs)):
+            if not budget or len(self.running) >= self.max_seqs or sequence.request.arrival > now:
+                return
+            if not self._share_prefix(sequence):
+                continue
             self.running.append(sequence)
             used = self._chunk(sequence, budget, plan, may_preempt=False)
             if not used:
                 self.running.pop()
                 self._drop(sequence)
-                break
-            self.waiting.popleft()
+                return
+            self.waiting.remove(sequence)
             budget -= used
-        # A preemption may have taken the blocks of one that was planned before.
-        plan = [item for item in plan if item.sequence in self.running]
-        return sorted(plan, key=lambda item: item.count != 1 or item.start == 0)
 
     def finish(self, plan: Sequence[Scheduled]) -> int:
         """Account for a step that ran; returns how many tokens it generated."""
@@ -150,23 +152,21 @@ class Scheduler:
 
     def _grow(self, sequence: Running, tokens: int, may_preempt: bool = True) -> bool:
         """Give a sequence the blocks for its first `tokens` tokens, all pools or none."""
-        sequence.blocks = sequence.blocks or [[] for _ in self.pools]
-        sequence.published = sequence.published or [0] * len(self.pools)
+        sequence.held = sequence.held or [Held(pool.head) for pool in self.pools]
+        for pool, held in zip(self.pools, sequence.held, strict=True):
+            pool.trim(held, sequence.computed)
         while True:
-            missing = [
-                max(0, -(-tokens // pool.block_size) - len(blocks))
-                for pool, blocks in zip(self.pools, sequence.blocks, strict=True)
-            ]
-            short = any(
-                m > pool.allocator.num_free for m, pool in zip(missing, self.pools, strict=True)
-            )
-            if not short:
+            pairs = list(zip(self.pools, sequence.held, strict=True))
+            missing = [pool.missing(held, tokens) for pool, held in pairs]
+            if all(
+                m <= pool.allocator.num_free for m, pool in zip(missing, self.pools, strict=True)
+            ):
                 break
             if not may_preempt or self.running[-1] is sequence:
                 return False
             self._preempt(self.running[-1])
-        for pool, blocks, count in zip(self.pools, sequence.blocks, missing, strict=True):
-            blocks += [pool.allocator.allocate() for _ in range(count)]
+        for (pool, held), count in zip(pairs, missing, strict=True):
+            pool.grow(held, count)
         return True
 
     def _preempt(self, sequence: Running) -> None:
@@ -176,54 +176,60 @@ class Scheduler:
         self.preemptions += 1
 
     def _drop(self, sequence: Running) -> None:
-        for pool, blocks in zip(self.pools, sequence.blocks, strict=False):
-            for block in reversed(blocks):
-                pool.allocator.release(block)
-        sequence.blocks, sequence.published = [], []
+        for pool, held in zip(self.pools, sequence.held, strict=False):
+            pool.release(held)
+        sequence.held, sequence.published = [], 0
         sequence.computed = sequence.shared = 0
 
-    def _name(self, sequence: Running, block: int, size: int) -> tuple[int, int] | None:
-        """Return what names the content of a cache block: the prefix up to its last token."""
-        request = sequence.request
-        last = ((block + 1) * size - 1) // request.hash_block
-        whole = (last + 1) * request.hash_block <= request.prompt
-        return (request.hash_ids[last], block) if whole and last < len(request.hash_ids) else None
-
-    def _share_prefix(self, sequence: Running) -> None:
-        """Take the cached blocks of the longest prefix that every pool still has."""
-        if not (self.share_prefixes and sequence.request.hash_ids and self.pools):
-            return
+    def _share_prefix(self, sequence: Running) -> bool:
+        """Take what is cached of a prompt's leading tokens; False where it is better waited for."""
+        if self.names is None:
+            return True
+        if sequence.names is None:
+            sequence.names = self.names.of(sequence.request)
+        names = sequence.names
+        if names is None:
+            return True
         # At least one token is left to compute: its output is what the request is after.
-        length = sequence.request.prompt - 1
-        for pool in self.pools:
-            count = 0
-            while (count + 1) * pool.block_size <= length:
-                name = self._name(sequence, count, pool.block_size)
-                if name is None or pool.allocator.find(name) is None:
-                    break
-                count += 1
-            length = min(length, count * pool.block_size)
-        length -= length % lcm(*(pool.block_size for pool in self.pools))
-        sequence.blocks, sequence.published = [], []
-        for pool in self.pools:
-            blocks = []
-            for index in range(length // pool.block_size):
-                found = pool.allocator.find(self._name(sequence, index, pool.block_size))
-                assert found is not None
-                pool.allocator.share(found)
-                blocks.append(found)
-            sequence.blocks.append(blocks)
-            sequence.published.append(len(blocks))
-        sequence.computed = sequence.shared = length
+        limit = min(sequence.request.prompt, sequence.known - 1)
+        found = [pool.tree.match(names) for pool in self.pools]
+        length, before = limit, -1
+        while length != before:  # what one pool lacks, none can use
+            before = length
+            for pool, match in zip(self.pools, found, strict=True):
+                length = min(length, pool.usable(match, length))
+        if self._comes(names[:limit], length):
+            return False
+        held = []
+        for pool, match in zip(self.pools, found, strict=True):
+            taken = pool.take(match, length)
+            if taken is None:  # then there is none for the sequence's next token either
+                for earlier, given in zip(self.pools, held, strict=False):
+                    earlier.release(given)
+                return True
+            held.append(taken)
+        sequence.held, sequence.computed, sequence.shared = held, length, length
+        return True
+
+    def _comes(self, names: Tokens, length: int) -> bool:
+        """Whether a running prefill computes a block or more of what is not cached yet."""
+        least = length + max(pool.block_size for pool in self.pools)
+        return len(names) >= least and any(
+            other.names is not None
+            and other.computed < other.request.prompt
+            and count_alike(other.names, names) >= least
+            for other in self.running
+        )
 
     def _publish(self, sequence: Running) -> None:
-        """Name the blocks that are now full of prompt, so that later requests find them."""
-        if not (self.share_prefixes and sequence.request.hash_ids):
+        """Let later requests find what is now cached of a prompt: full blocks, at its end all of it."""
+        prompt = sequence.request.prompt
+        if sequence.names is None or not self.pools or sequence.published == prompt:
             return
-        for index, pool in enumerate(self.pools):
-            full = min(sequence.computed, sequence.request.prompt) // pool.block_size
-            for block in range(sequence.published[index], full):
-                name = self._name(sequence, block, pool.block_size)
-                if name is not None:
-                    pool.allocator.publish(sequence.blocks[index][block], name)
-            sequence.published[index] = max(sequence.published[index], full)
+        for pool, held in zip(self.pools, sequence.held, strict=True):
+            count = min(sequence.computed, prompt)
+            if count < prompt:
+                count -= count % pool.block_size
+            if count > sequence.published:
+                pool.publish(held, sequence.names[:count])
+        sequence.published = min(sequence.computed, prompt)

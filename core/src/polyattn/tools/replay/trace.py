@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,13 +15,14 @@ from polyattn.errors import TraceError, describe, shown
 MOST_TOKENS = 10**9
 HASH_BLOCK = 512
 """Tokens behind one of Mooncake's `hash_ids`."""
+MOST_SAMPLES = 1024
 
 
 @dataclass(frozen=True)
 class Request:
     """One request. Equal `hash_ids` mean an equal prefix up to that block of `hash_block` tokens.
 
-    `arrival` is in seconds.
+    `arrival` is in seconds. `samples` outputs are generated of the one prompt.
     """
 
     prompt: int
@@ -29,6 +30,7 @@ class Request:
     hash_ids: tuple[int, ...] = ()
     hash_block: int = HASH_BLOCK
     arrival: float = 0.0
+    samples: int = 1
 
     def scaled(self, scale: float) -> Request:
         """Return the request with its lengths multiplied, none below 1."""
@@ -38,6 +40,24 @@ class Request:
             output=max(1, round(self.output * scale)),
             hash_block=max(1, round(self.hash_block * scale)),
         )
+
+
+def sampled(requests: Sequence[Request], samples: int | None = None) -> list[Request]:
+    """Return a request for each output: `samples` of each prompt, or as many as each asks for.
+
+    Outputs of one prompt are requests whose hash blocks are equal to the prompt's end.
+    """
+    found: list[Request] = []
+    fresh = min((i for r in requests for i in r.hash_ids), default=0)
+    for request in requests:
+        count, ids = samples or request.samples, request.hash_ids
+        if count > 1:
+            blocks = -(-request.prompt // request.hash_block)
+            own = range(fresh - 1, fresh - 1 - max(0, blocks - len(ids)), -1)
+            fresh -= len(own)
+            ids = (*ids, *own)
+        found += [replace(request, hash_ids=ids, samples=1)] * count
+    return found
 
 
 def read_trace(path: str | Path, limit: int | None = None, times: bool = False) -> list[Request]:
@@ -136,8 +156,14 @@ def _jsonl(path: Path, lines: list[str], times: bool) -> Iterator[Request]:
             raise TraceError(
                 f"{where}: timestamp={shown(stamp)} must be a number of milliseconds, 0 or more"
             )
+        samples = entry.get("samples", 1)
+        if type(samples) is not int or not 1 <= samples <= MOST_SAMPLES:
+            raise TraceError(
+                f"{where}: samples={shown(samples)} must be a whole number from 1 to {MOST_SAMPLES}"
+            )
         lengths = entry["input_length"], entry["output_length"]
-        yield _request(path, number, *lengths, tuple(ids), stamp / 1e3)
+        request = _request(path, number, *lengths, tuple(ids), stamp / 1e3)
+        yield replace(request, samples=samples)
 
 
 def _request(

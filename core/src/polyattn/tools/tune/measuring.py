@@ -44,7 +44,7 @@ def pool_bytes(device: Device) -> int:
 def size_for(spec: LayerSpec, device: Device, pool: int) -> Size:
     """Return how large a layer's steps may get on a device, its cache of `pool` bytes."""
     token = spec.num_kv_heads * (spec.head_size + spec.v_head_size) * ITEM_BYTES[spec.stored_dtype]
-    keys = min(MOST_KEYS, pool // token)
+    keys = min(MOST_KEYS, int(pool // token))
     pairs = PAIRS["gpu" if device.is_accelerator else "cpu"] // spec.num_heads
     return Size(keys, pairs, min(LONGEST, keys))
 

@@ -43,13 +43,17 @@ class NativeAttention(AttentionBackend):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.layer = layer_bytes(spec, spec.dtype if cache is None else cache.dtype)
+        self.stored = spec.dtype if cache is None else cache.dtype
+        self.layer = layer_bytes(spec, self.stored)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> NativePlan:
+        layer = self.layer
+        if not batch.causal:
+            layer = layer_bytes(self.spec_of(batch), self.stored)
         if self.cache is None:
-            step = StepPlan(self.layer, batch.starts, batch.lens, key_starts=batch.key_starts)
+            step = StepPlan(layer, batch.starts, batch.lens, key_starts=batch.key_starts)
         else:
-            step = StepPlan(self.layer, batch.starts, batch.lens, self.cache.block_size)
+            step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size)
         return NativePlan(batch, step)
 
     def run(

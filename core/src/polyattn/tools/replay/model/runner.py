@@ -75,7 +75,7 @@ class ModelRunner:
         step = ModelStep(
             self._tensor(positions),
             {m.group: b for m, b in zip(self.memories, batches, strict=True)},
-            {m.group: m.group.plan(b) for m, b in zip(self.memories, batches, strict=True)},
+            {m.group: m.planned(b) for m, b in zip(self.memories, batches, strict=True)},
             self.checker,
             clock,
         )

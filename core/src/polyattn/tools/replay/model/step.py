@@ -37,6 +37,11 @@ class GroupMemory(Runner):
                 self.caches[index] = self.group.allocate_cache(num_blocks)
         self.first, self.rotates = layers.layers[0], self.spec.rope is not None
 
+    def paged(self) -> list[Tensor]:
+        caches = self.caches.values()
+        values = [cache.value for cache in caches if not cache.value_in_key]
+        return [*(cache.key for cache in caches), *values]
+
     def checks(self, index: int) -> bool:
         """Whether a layer checks tables and slots on the device: a group's layers share them, and a
         device that is waited for in every layer has no times to report.
@@ -70,7 +75,7 @@ class ModelStep:
     def _turned(self, layer: Attention | LatentAttention, query: Tensor) -> Tensor:
         """Return a query as the formulas rotate it: the caches' keys are rotated already."""
         spec = layer.spec
-        if spec.rope is None:
+        if spec.rope is None or spec.rope.positions == "cache":
             return query
         offset = spec.head_size - spec.latent.rope_head_size if spec.latent else 0
         with query.device:  # the tables are made where the positions are

@@ -1,0 +1,274 @@
+"""How is a step of several ranks planned? `ContextGroup`: one batch, on every rank its own part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Literal, TypeVar, cast, get_args
+
+import torch
+from torch import Tensor
+
+from polyattn.context_parallel.collected import CollectedStep, Layout
+from polyattn.context_parallel.decode import DecodeStep, local_state, masked, order_matters
+from polyattn.context_parallel.heads import HeadsStep
+from polyattn.context_parallel.merging import Merging
+from polyattn.context_parallel.placed import AnchoredStep, Placed, PlacedStep, check_one_stores
+from polyattn.context_parallel.ranks import ContextParallel
+from polyattn.context_parallel.ring import Ring, RingStep
+from polyattn.context_parallel.room import Room, plain_group
+from polyattn.context_parallel.shards import Blocks, Kept, Zigzag
+from polyattn.context_parallel.step import ContextStep
+from polyattn.errors import BatchError, SpecError, nearest
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.batch_checks import check_queries, check_table_width
+from polyattn.runtime.decompositions import by_phase
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.plan import Rows
+from polyattn.spec.kinds import AttentionKind, Role
+
+Keys = Literal["blocks", "heads", "placed"]
+Prefill = Literal["all_gather", "ring", "star"]
+Merge = Literal["all_gather", "all_to_all"]
+Queries = Literal["all", "own"]
+T = TypeVar("T")
+
+
+class ContextPlan:
+    """A step of one `ContextGroup`: made once, run by each of its layers, on every rank.
+
+    `tokens`: the rows that each layer is given on this rank.
+    """
+
+    def __init__(self, group: ContextGroup, tokens: int, parts: list[tuple[Rows, ContextStep]]):
+        self.group, self.tokens, self.parts = group, tokens, parts
+
+
+class ContextGroup:
+    """A `LayerGroup` whose sequences lie on several ranks. Built on all of them at the same time.
+
+    - `group`: of a decoder's causal layer with `needs_lse=True` (states can't merge without). With
+      `keys="heads"`: of `heads_of_rank(spec, context.size)`.
+    - `keys`: `"blocks"`: each rank holds its part of every block of `block_size` tokens, and the
+    batch is the
+      same on all ranks. `"heads"`: each rank holds all keys of its own heads. `"placed"`: the
+      engine says where keys are, and each rank's batch speaks of its own.
+    - `prefill`: how rows of several tokens are served that each rank has some of (`queries="own"`):
+      `"all_gather"`; `"ring"`, for whole prompts; `"star"`, Star Attention's first phase, for
+      placed keys.
+    - `merge`: `"all_gather"` gives every rank all heads; `"all_to_all"` its own heads alone.
+
+    Raises `SpecError` for what can't be served so, `ParallelError` where the ranks disagree.
+    """
+
+    def __init__(
+        self,
+        group: LayerGroup,
+        context: ContextParallel,
+        *,
+        keys: Keys = "blocks",
+        prefill: Prefill = "all_gather",
+        merge: Merge = "all_gather",
+    ):
+        self.group, self.context, self.spec = group, context, group.spec
+        self.keys, self.prefill, self.merge = keys, prefill, merge
+        error: Exception | None = None
+        try:
+            self._check()
+            self._load()
+        except Exception as found:
+            error = found
+        note = f"{self.spec.to_json()} {group.cache_format} {keys} {prefill} {merge}"
+        digest = hashlib.sha256(note.encode()).hexdigest()[:8]
+        words = f"{self.spec}, keys={keys!r}, prefill={prefill!r}, merge={merge!r}, {digest}"
+        context.agree("the layer", words, error)
+
+    def _check(self) -> None:
+        for name, kinds in (("keys", Keys), ("prefill", Prefill), ("merge", Merge)):
+            value = getattr(self, name)
+            if value not in get_args(kinds):
+                raise SpecError(f"{name}={value!r} is unknown{nearest(value, get_args(kinds))}")
+        why = self._why_not()
+        if why is not None:
+            raise SpecError(f"{self.spec} over {self.context.size} ranks: {why}")
+
+    def _why_not(self) -> str | None:
+        """Say why the layer can't be served so, and what can, or None."""
+        spec, size, ring = self.spec, self.context.size, self.prefill == "ring"
+        place, by_heads = order_matters(spec), self.keys == "heads"
+        whole = "use prefill='all_gather'"
+        refusals = {
+            "it has no keys that could be shared out by sequence; run it whole on every rank":
+                spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
+            "only a decoder's causal layer over a cache is shared out":
+                not spec.cached or spec.role is not Role.DECODER or not spec.causal,
+            "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
+                (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
+            "its functions of scores, or a step's mask, speak of whole sequences and all heads":
+                spec.variant is not None or spec.mask is not None,
+            "its keys turn by their places within one cache":
+                spec.rope is not None and spec.rope.positions == "cache",
+            "states can't merge without their LSE; use spec.replace(needs_lse=True)":
+                not by_heads and not spec.needs_lse,
+            f"num_heads={spec.num_heads} isn't a multiple of the ranks, as merge='all_to_all' needs":
+                not by_heads and self.merge == "all_to_all" and spec.num_heads % size > 0,
+            f"{place}: a key's part depends on its place, which a ring's pieces lose; {whole}":
+                ring and place is not None,
+            f"{place}: a key's part depends on its place, which is the engine's; use keys='blocks'":
+                self.keys == "placed" and place is not None,
+            f"a ring passes keys, and MLA has latents; {whole}": ring and spec.latent is not None,
+            f"a ring is for keys='blocks'; {whole}": ring and self.keys != "blocks",
+            "prefill='star' leaves each part's keys where they are; use keys='placed'":
+                self.prefill == "star" and self.keys != "placed",
+        }  # fmt: skip
+        return next((why for why, holds in refusals.items() if holds), None)
+
+    def _load(self) -> None:
+        """Load what the layer's steps need, so that a backend that is missing is an error now."""
+        assert self.group.cache_format is not None
+        size = self.group.cache_format.block_size
+        self.blocks = Blocks(size, self.context.rank, self.context.size)
+        self.room = Room(self.group)
+        if self.keys == "heads":
+            return
+        self.merging = Merging(self.group, self.context, self.merge == "all_to_all")
+        if self.keys == "placed":
+            self.placed = Placed(self.group)
+            return
+        self.states = plain_group(self.group, masked=False)
+        # A window and ALiBi at once: no row of a backend's says both, so such rows are collected.
+        self.decodes = not (masked(self.spec) and self.spec.alibi)
+        self.ring = Ring(self.group, self.room) if self.prefill == "ring" else None
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block as the batch counts them: where keys lie by block, all ranks' together."""
+        return self.blocks.engine_block if self.keys == "blocks" else self.blocks.block_size
+
+    def allocate_cache(self, num_blocks: int) -> KVCache:
+        """Return this rank's part of a layer's cache of `num_blocks` blocks. Raises `CacheError`."""
+        return self.group.allocate_cache(num_blocks)
+
+    def tokens(self, batch: Batch) -> Tensor:
+        """Return which of the step's tokens this rank has with `queries="own"`, int64, in order."""
+        found = Zigzag.of(batch, self.context.size).tokens(self.context.rank)
+        return torch.from_numpy(found).to(batch.device)
+
+    def plan(self, batch: Batch, queries: Queries = "all") -> ContextPlan:
+        """Prepare one step for every layer, on every rank at the same time.
+
+        `batch`: the step, its block table and slots in blocks of `block_size`; the same on all
+        ranks, but with placed keys. `queries`: `"all"` where every rank has all tokens of the step
+        and gets all outputs; `"own"` where each has its `tokens(batch)` alone. Raises `BatchError`,
+        `ParallelError`.
+        """
+        self.context.check()
+        note, anchors = self._note(batch, queries), list[int]()
+        if self.keys == "placed":
+            self._together("the step", note, lambda: self._check_batch(batch, queries))
+            if queries == "own":
+                anchors = self.context.numbers(batch.lens)[0]
+            else:
+                check_one_stores(self.context, batch)
+        return self._together("the step", note, lambda: self._plan(batch, queries, anchors))
+
+    def _together(self, what: str, note: str, make: Callable[[], T]) -> T:
+        """Return what this rank makes, where every rank could make it and means the same."""
+        context, made, error = self.context, None, None
+        try:
+            made = make()
+        except Exception as found:
+            error = found
+        if context.checks:
+            context.agree(what, note, error)
+        elif error is not None:
+            context.break_off(error)
+            raise error
+        return cast(T, made)
+
+    def _check_batch(self, batch: Batch, queries: str) -> None:
+        if queries not in get_args(Queries):
+            raise BatchError(f"queries={queries!r} is unknown{nearest(queries, get_args(Queries))}")
+        if self.keys == "placed" and queries == "own" and self.prefill != "star":
+            raise BatchError("placed keys with queries='own' are Star Attention's first phase; give "
+                             "ContextGroup prefill='star'")  # fmt: skip
+        check_queries(batch)
+        if batch.block_table is None:
+            if batch.num_seqs:
+                raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
+            return
+        check_table_width(batch, self.block_size)
+
+    def _note(self, batch: Batch, queries: str) -> str:
+        """Say what this rank is about to plan, as far as all ranks must say the same."""
+        same = [queries, batch.num_seqs]
+        if self.keys != "placed":
+            same += [batch.starts, batch.lens, batch.slot_mapping is None]
+        elif queries == "all":
+            same += [batch.starts]
+        digest = hashlib.sha256(repr(same).encode()).hexdigest()[:8]
+        words = f"queries={queries!r}, {batch.num_seqs} sequences"
+        if self.keys != "placed":
+            words += f", query lengths {batch.query_lens[:6]}, seq_lens {batch.lens[:6]}"
+            words += ", without slots" * (batch.slot_mapping is None)
+        return f"{words}, {digest}"
+
+    def _plan(self, batch: Batch, queries: str, anchors: list[int]) -> ContextPlan:
+        self._check_batch(batch, queries)
+        own, context = queries == "own", self.context
+        if self.keys == "placed":
+            if own:
+                step: ContextStep = AnchoredStep(self.group, self.room, context, batch, anchors)
+            else:
+                step = PlacedStep(self.placed, context, batch, self.merging)
+            return ContextPlan(self, batch.num_tokens, [(None, step)])
+        tokens = Zigzag.of(batch, context.size).counts[context.rank] if own else batch.num_tokens
+        if self.keys == "heads":
+            by_heads = self.merge == "all_to_all" and not own
+            step = HeadsStep(self.group, context, batch, own, by_heads)
+            return ContextPlan(self, tokens, [(None, step)])
+        if own:
+            if self.ring is not None:
+                step = RingStep(self.ring, context, self.blocks, batch)
+            else:
+                step = self._collected(batch, own=True)
+            return ContextPlan(self, tokens, [(None, step)])
+        return ContextPlan(self, tokens, self._parts(batch))
+
+    def _parts(self, batch: Batch) -> list[tuple[Rows, ContextStep]]:
+        """Take a step that every rank has whole apart: rows of one token, and longer ones."""
+        phases, parts = by_phase(batch), list[tuple[Rows, ContextStep]]()
+        for part in (phases.decode, phases.prefill):
+            if part is None or not part.batch.num_tokens:
+                continue
+            slots = batch.slot_mapping
+            if slots is not None and part.rows is not None:
+                slots = slots[part.rows]
+            rows = part.batch.copy()
+            rows.slot_mapping = slots
+            if part is phases.decode and self.decodes:
+                mine = None if slots is None else self.blocks.slots(slots)
+                local = local_state(self.states, self.room, rows, self.blocks, self.spec)
+                parts.append((part.rows, DecodeStep(local, mine, self.merging)))
+            else:
+                parts.append((part.rows, self._collected(rows, own=False)))
+        return parts
+
+    def _collected(self, batch: Batch, own: bool) -> CollectedStep:
+        by_heads = not own and self.merge == "all_to_all"
+        return CollectedStep(self.group, self.room, self.context, self.blocks, batch, own, by_heads)
+
+    def collected(self, cache: KVCache, batch: Batch) -> tuple[KVCache, Batch]:
+        """Return the sequences' keys of all ranks, in order, as a cache and a batch over it.
+
+        What a check or another process wants to see. Every rank calls it; it is of use until the
+        next step.
+        """
+        layout = Layout.of(batch, self.blocks, [Kept(0, 0)] * batch.num_seqs, new=False)
+        room = self.room.take(layout.num_blocks)
+        layout.fetch(cache, room, self.context)
+        return room, Batch(batch.starts, batch.lens, layout.table, device=batch.device)
+
+    def __repr__(self) -> str:
+        return f"<ContextGroup: {self.spec}, keys={self.keys!r}; {self.context!r}>"

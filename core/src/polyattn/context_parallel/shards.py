@@ -1,0 +1,135 @@
+"""Which rank holds what? Keys by block of each sequence, a prompt's tokens by zigzag.
+
+Keys: an engine's block of `block_size * size` tokens is `size` blocks of `block_size`, one a rank,
+under the same number on each. So block tables, allocation and prefix caches stay what they are on
+one device, and every rank's part grows alike.
+
+Tokens: a sequence's new tokens are cut into 2 * size pieces; rank r computes piece r and piece
+2 * size - 1 - r. Under a causal mask a piece costs as much as the keys before it, and each pair
+costs the same (as in Llama 3's context parallelism, arXiv 2407.21783, section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from polyattn.runtime.batch import Batch
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a sequence's keys lie on `size` ranks, in blocks of `block_size` tokens; `rank` is this one."""
+
+    block_size: int
+    rank: int
+    size: int
+
+    @property
+    def engine_block(self) -> int:
+        """Tokens of a block as the engine counts them: all ranks' together."""
+        return self.block_size * self.size
+
+    def held(self, lens: Any) -> Numbers:
+        """Return how many of each sequence's first tokens this rank holds."""
+        whole, rest = np.divmod(np.asarray(lens, np.int64), self.engine_block)
+        mine = (rest - self.rank * self.block_size).clip(0, self.block_size)
+        return whole * self.block_size + mine
+
+    def slots(self, slots: Tensor) -> Tensor:
+        """Return where this rank stores tokens of the engine's `slots`, -1 for another rank's."""
+        block, offset = slots // self.engine_block, slots % self.engine_block
+        owner, within = offset // self.block_size, offset % self.block_size
+        mine = (owner == self.rank) & (slots >= 0)
+        return torch.where(mine, block * self.block_size + within, -1)
+
+
+@dataclass(frozen=True)
+class Zigzag:
+    """Which of a step's tokens each rank computes. `query_lens`: new tokens of each sequence."""
+
+    query_lens: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, batch: Batch, size: int) -> Zigzag:
+        """Return the shares of a step's tokens."""
+        return cls(tuple(batch.query_lens), size)
+
+    def pieces(self, rank: int) -> list[tuple[int, int, int]]:
+        """Return a rank's pieces as (sequence, first, last + 1), in the order of its tokens.
+
+        Two for each sequence, either of which may be empty.
+        """
+        count = 2 * self.size
+        return [
+            (seq, piece * n // count, (piece + 1) * n // count)
+            for seq, n in enumerate(self.query_lens)
+            for piece in (rank, count - 1 - rank)
+        ]
+
+    def tokens(self, rank: int) -> Numbers:
+        """Return the step's tokens that a rank computes, in its order."""
+        starts = np.concatenate([[0], np.cumsum(self.query_lens)])
+        runs = [np.arange(starts[s] + a, starts[s] + b) for s, a, b in self.pieces(rank)]
+        return np.concatenate(runs).astype(np.int64) if runs else np.zeros(0, np.int64)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Tokens of each rank."""
+        return [sum(b - a for _, a, b in self.pieces(rank)) for rank in range(self.size)]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the rank that has the most: what every rank's part is padded to on the way."""
+        return max(self.counts)
+
+    def places(self) -> Numbers:
+        """Return where each of the step's tokens lies among all ranks' parts, padded, in rank order."""
+        found = np.empty(sum(self.query_lens), np.int64)
+        for rank in range(self.size):
+            tokens = self.tokens(rank)
+            found[tokens] = rank * self.longest + np.arange(len(tokens))
+        return found
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Which of a sequence's engine blocks a step can see: the first `head`, and those from `tail` on."""
+
+    head: int
+    tail: int
+
+    @property
+    def dropped(self) -> int:
+        """Engine blocks that nobody sees."""
+        return self.tail - self.head
+
+    def columns(self, stop: int) -> list[int]:
+        """Return the kept blocks' columns in the block table, of the first `stop`."""
+        return [*range(min(self.head, stop)), *range(self.tail, stop)]
+
+
+def kept_blocks(spec: Any, first_query: int, engine_block: int) -> Kept:
+    """Return what queries from position `first_query` on see, in whole engine blocks.
+
+    What is dropped lies between the kept first tokens and the window, or before the chunk: so
+    distances and chunks stay right where the rest is moved together.
+    """
+    if spec.chunk_size is not None:
+        unit = int(np.lcm(spec.chunk_size, engine_block))
+        lowest = first_query // spec.chunk_size * spec.chunk_size
+        return Kept(0, lowest // unit * (unit // engine_block))
+    if spec.sliding_window is None or (spec.alibi and spec.sink_tokens):
+        return Kept(0, 0)
+    head = -(-spec.sink_tokens // engine_block)
+    tail = max(first_query - spec.sliding_window + 1, 0) // engine_block
+    return Kept(head, max(head, tail))

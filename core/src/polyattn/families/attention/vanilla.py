@@ -1,0 +1,55 @@
+"""VANILLA: what if the reference itself serves? Every feature, in float64 on the host; slow.
+
+For looking a result up, not for speed. It is the definition that all others are held to, so the
+conformance kit proves of it only how it is called.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polyattn.device import Device
+from polyattn.families.attention import reference
+from polyattn.runtime.backend import AttentionBackend, LayerParams
+from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.plan import Plan
+from polyattn.runtime.scales import write_output
+from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.decompose import absorbed
+from polyattn.spec.layer import LayerSpec
+
+
+class Vanilla(AttentionBackend):
+    """Attention by `reference.forward`: copied to the host, computed in float64, copied back."""
+
+    name: ClassVar[str] = "VANILLA"
+
+    def run(
+        self,
+        plan: Plan,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        params: LayerParams,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        found, found_lse = reference.forward(
+            self.spec_of(plan.batch), query, key, value, cache, plan.batch, params, torch.float64
+        )
+        write_output(out, found, params.out_scale)
+        if lse is not None:
+            lse.copy_(found_lse)
+
+
+class VanillaMLA(Vanilla):
+    """An absorbed decode is attention with one KV head: the latent and its rope key."""
+
+    name: ClassVar[str] = "VANILLA_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(absorbed(spec), cache, device)

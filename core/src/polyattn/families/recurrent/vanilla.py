@@ -1,0 +1,43 @@
+"""VANILLA_SCAN: the published recurrences, a token at a time, in float64 on the host; slow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from polyattn.families.recurrent import reference
+from polyattn.runtime.backend import RecurrentBackend
+from polyattn.runtime.plan import Plan
+
+
+class VanillaScan(RecurrentBackend):
+    """Each sequence by `reference.scan`; its slot's state alone is read and written."""
+
+    name: ClassVar[str] = "VANILLA_SCAN"
+
+    def run(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ) -> None:
+        batch = plan.batch
+        assert batch.state_slots is not None
+        given = {name: t.detach().to("cpu", torch.float64) for name, t in inputs.items()}
+        held = {name: t.detach().to("cpu", torch.float64) for name, t in params.items()}
+        for index, slot in enumerate(batch.state_slots.tolist()):
+            rows = slice(batch.starts[index], batch.starts[index + 1])
+            if slot < 0 or rows.start == rows.stop:
+                continue
+            fresh = batch.lens[index] == batch.query_lens[index]
+            state = states[slot].to("cpu", torch.float64)
+            state = torch.zeros_like(state) if fresh else state
+            mine = {name: tensor[rows] for name, tensor in given.items()}
+            found, state = reference.scan(self.spec, mine, held, state, fresh)
+            out[rows].copy_(found)
+            states[slot].copy_(state)

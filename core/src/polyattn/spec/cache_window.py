@@ -1,0 +1,77 @@
+"""Which cache blocks does a layer still need? `CacheWindow`: a window's memory is bounded by the window.
+
+What a sliding window or a chunk has left is seen by no later query, but for the sink tokens
+(StreamingLLM, Xiao et al., arXiv 2309.17453). An engine gives those blocks back and leaves them out of
+the sequence's row of the block table; the sequence is shorter by their tokens, and since a window is
+relative, its results are the same ones. So a step over a million tokens costs what its window does, on
+every backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import lcm
+
+from polyattn.errors import SpecError
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+
+@dataclass(frozen=True)
+class CacheWindow:
+    """What a layer keeps of a sequence in a cache of `block_size` tokens a block.
+
+    `window`: a query sees itself and the `window - 1` tokens before it; `sinks`: the first tokens,
+    which stay; `chunk`: a query sees its own chunk of as many tokens alone. Blocks leave `step` at a
+    time, so that chunks begin where they did.
+    """
+
+    block_size: int
+    window: int | None
+    sinks: int = 0
+    chunk: int | None = None
+
+    @classmethod
+    def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
+        """Return what a layer keeps, None for everything.
+
+        Everything is kept, too, where what has left would change what stays: sink tokens under
+        ALiBi or chunks, whose places count; rotations that go by a sequence's whole length.
+        Raises `SpecError`.
+        """
+        if type(block_size) is not int or block_size < 1:
+            raise SpecError(f"block_size={block_size!r} must be a positive integer")
+        windowed = spec.sliding_window is not None or spec.chunk_size is not None
+        if not windowed or not (spec.cached and spec.causal and spec.role is Role.DECODER):
+            return None
+        if spec.sink_tokens and (spec.alibi or spec.chunk_size is not None):
+            return None
+        rope = spec.rope
+        by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
+        if rope is not None and rope.positions == "absolute" and by_length:
+            return None
+        return cls(block_size, spec.sliding_window, spec.sink_tokens, spec.chunk_size)
+
+    @property
+    def head(self) -> int:
+        """Leading blocks that stay: the sink tokens'."""
+        return -(-self.sinks // self.block_size)
+
+    @property
+    def step(self) -> int:
+        """Blocks that leave at a time."""
+        return lcm(self.block_size, self.chunk or 1) // self.block_size
+
+    def gone(self, position: int) -> range:
+        """Return the blocks that no query at `position` (0, 1, …) or later sees."""
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        if self.chunk is not None:
+            first = max(first, position // self.chunk * self.chunk)
+        count = first // self.block_size - self.head
+        return range(self.head, self.head + max(0, count - count % self.step))
+
+    def most_blocks(self, queries: int = 1) -> int:
+        """Return how many blocks a sequence holds at most in a step of `queries` tokens of it."""
+        seen = min(n for n in (self.window, self.chunk) if n is not None)
+        spread = -(-(seen + queries - 2) // self.block_size) + 1
+        return self.head + spread + self.step - 1

@@ -1,0 +1,92 @@
+"""FLEX_ATTENTION's blocks, which are counted from intervals: torch's own answer over every element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from defined_flex import defined_flex
+from polyattn import Batch, LayerSpec
+from polyattn.families.attention import reference
+from polyattn_cpu.flex import FlexPlan
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+BASE = LayerSpec(num_heads=2, head_size=16, dtype="float32", cached=False)
+SPECS = [
+    BASE.replace(causal=causal, sliding_window=window, sink_tokens=kept, chunk_size=chunk)
+    for causal in (True, False)
+    for window, kept in ((None, 0), (1, 0), (40, 5), (129, 128), (300, 200), (3, 3))
+    for chunk in (None, 7, 128)
+]
+BATCHES = {
+    "blocks": ([128, 256, 384], [256, 256, 768]),
+    "mixed": ([1, 0, 5, 300, 1, 129], [700, 20, 5, 431, 0, 130]),
+    "more queries than keys": ([200, 3, 64], [70, 0, 63]),
+    "padding rows alone": ([1, 1], [0, 0]),
+}
+
+
+def by_hand(spec: LayerSpec, batch: Batch, rows: int, keys: int) -> torch.Tensor:
+    """Return what each row sees of the packed keys, from the reference, one sequence at a time."""
+    found, key = torch.zeros(rows, keys, dtype=torch.bool), 0
+    for start, count, length in zip(batch.starts, batch.query_lens, batch.lens, strict=False):
+        own = reference.visible(spec, count, length)
+        found[start : start + count, key : key + length] = own
+        key += length
+    return found
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_blocks_are_those_of_the_whole_mask(spec: LayerSpec, name: str) -> None:
+    batch = Batch.from_lens(*BATCHES[name])
+    mask = FlexPlan(spec, batch).block_mask
+    dense = by_hand(spec, batch, *mask.seq_lengths)
+    whole = create_block_mask(lambda b, h, q, k: dense[q, k], 1, 1, *mask.seq_lengths, device="cpu")
+    for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        assert torch.equal(getattr(mask, part), getattr(whole, part)), part
+    rows, keys = (torch.arange(size) for size in mask.seq_lengths)
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(mask.mask_mod(zero, zero, rows[:, None], keys[None]), dense)
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that a tensor of an operator's results has."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        found = func(*args, **(kwargs or {}))
+        for tensor in found if isinstance(found, tuple | list) else [found]:
+            if isinstance(tensor, torch.Tensor):
+                self.bytes = max(self.bytes, tensor.numel() * tensor.itemsize)
+        return found
+
+
+def test_a_plan_of_128k_queries_and_keys_is_small() -> None:
+    """A boolean of every pair would take 16 GiB; 1,024 x 1,024 blocks in int64 take 8 MiB."""
+    largest = Largest()  # type: ignore[no-untyped-call]
+    with largest:
+        plan = FlexPlan(BASE.replace(logit_soft_cap=50.0), Batch.from_lens([131_072], [131_072]))
+    partial, full = plan.block_mask.kv_num_blocks, plan.block_mask.full_kv_num_blocks
+    assert full is not None
+    assert (int(partial.sum()), int(full.sum())) == (1024, 1024 * 1023 // 2)
+    assert 2**20 < largest.bytes <= 2**24, largest.bytes
+
+
+def test_the_definition_is_torch_s() -> None:
+    """What stands for the compiled kernel in thousands of random batches."""
+    generator = torch.Generator().manual_seed(4)
+    plan = FlexPlan(BASE.replace(sliding_window=150, sink_tokens=3), Batch.from_lens([200], [290]))
+    query, key, value = (
+        torch.randn(1, heads, length, 16, generator=generator)
+        for heads, length in ((4, 256), (2, 384), (2, 384))
+    )
+
+    def change(score, b, h, q, k):  # type: ignore[no-untyped-def]
+        return 3.0 * torch.tanh(score / 3.0) + 0.01 * (h + 1) * (k - q)
+
+    for changed in (None, change):
+        given = (query, key, value, changed, plan.block_mask, 0.2, True)
+        found = torch.compile(flex_attention, backend="eager")(*given)
+        torch.testing.assert_close(defined_flex(*given)[:, :, :200], found[:, :, :200])
