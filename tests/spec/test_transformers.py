@@ -144,3 +144,12 @@ def test_every_causal_model_is_equal_or_refused_by_name() -> None:
 
 def test_every_type_is_in_transformers_or_said_not_to_be() -> None:
     assert {name for name in READERS if name not in CONFIG_MAPPING} == PUBLISHERS_CODE
+
+
+def test_the_table_of_models_is_fresh_and_has_all_that_are_read() -> None:
+    import update_table
+
+    assert update_table.PAGE.read_text() == update_table.page(), (
+        "stale: python tests/spec/update_table.py"
+    )
+    assert {name for kinds in update_table.MODELS.values() for name in kinds} <= set(READERS)
