@@ -48,14 +48,16 @@ MODELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 HEAD = """# Which models are read
 
-A `config.json` becomes layers by its `model_type`: {count} types are read, any other is refused, with what it looks
-like. "equal": a tiny model of the type, built by transformers {version}, computes what the specs say, field by field
-(`tests/spec/test_transformers.py`); "by towers": its towers are compared by themselves, each a type of its own; "by
-attributes": what its modules hold is compared, since they call no attention interface; "published code": transformers
-has no such type, so the fields follow what its publisher wrote, without an oracle. "Not served": what the layers need
-that isn't built; such layers are refused by this name.
+A `config.json` becomes layers by its `model_type`: {count} types are read, any other is refused, with
+what it looks like. "equal": a tiny model of the type, built by transformers {version}, computes what
+the specs say, field by field (`tests/spec/test_transformers.py`); "by towers": its towers are compared
+by themselves, each a type of its own; "by attributes": what its modules hold is compared, since they
+call no attention interface; "published code": transformers has no such type, so the fields follow what
+its publisher wrote, without an oracle. "Not served": what the layers need that isn't built; such
+layers are refused by this name.
 
-Written by `python tests/spec/update_table.py`. Where the bundled configs come from is in `polyattn/data/README.md`.
+Written by `python tests/spec/update_table.py`. Where the bundled configs come from is in
+`polyattn/data/README.md`.
 
 | model | `model_type` | layers | read | not served |
 | --- | --- | --- | --- | --- |
@@ -74,6 +76,8 @@ def proof(name: str) -> str:
 def read(name: str) -> ModelLayers:
     """Return the layers of a small model of the type."""
     values: dict[str, object] = {"num_hidden_layers": 4}
+    if name == "rwkv7":
+        values["hidden_size"] = 256
     if name in CONFIG_MAPPING:
         values = tiny_values(CONFIG_MAPPING[name])
     return model_layers({"model_type": name} | values)
