@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
-from context_parallel.worker import Case, run_cases, spawned
+from context_parallel import others
+from context_parallel.others import run_all
+from context_parallel.worker import Case, spawned
+from polyattn import LayerSpec
 
-GQA = dict(num_heads=8, num_kv_heads=2, head_size=32, dtype="float64")
-MLA = dict(
-    kind="mla", num_heads=8, head_size=24, v_head_size=16, dtype="float32",
-)  # fmt: skip
+GQA = {"num_heads": 8, "num_kv_heads": 2, "head_size": 32, "dtype": "float64"}
+MLA = {
+    "kind": "mla", "num_heads": 8, "head_size": 24, "v_head_size": 16, "dtype": "float32",
+}  # fmt: skip
 LAYERS: dict[str, dict[str, Any]] = {
     "gqa": GQA,
-    "mha_bf16": dict(num_heads=4, head_size=64, dtype="bfloat16"),
-    "soft_cap": GQA | dict(logit_soft_cap=5.0),
-    "window": GQA | dict(sliding_window=21),
-    "sink_tokens": GQA | dict(sliding_window=21, sink_tokens=3),
-    "chunk": GQA | dict(chunk_size=24),
-    "alibi": GQA | dict(alibi=True),
-    "alibi_window": GQA | dict(alibi=True, sliding_window=21),
-    "learned_sinks": GQA | dict(learned_sinks=True),
-    "learned_sinks_window": GQA | dict(learned_sinks=True, sliding_window=21),
-    "v_head_size": GQA | dict(v_head_size=16),
-    "int8": dict(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", kv_cache_dtype="int8"),
+    "mha_bf16": {"num_heads": 4, "head_size": 64, "dtype": "bfloat16"},
+    "soft_cap": GQA | {"logit_soft_cap": 5.0},
+    "window": GQA | {"sliding_window": 21},
+    "sink_tokens": GQA | {"sliding_window": 21, "sink_tokens": 3},
+    "chunk": GQA | {"chunk_size": 24},
+    "alibi": GQA | {"alibi": True},
+    "alibi_window": GQA | {"alibi": True, "sliding_window": 21},
+    "learned_sinks": GQA | {"learned_sinks": True},
+    "learned_sinks_window": GQA | {"learned_sinks": True, "sliding_window": 21},
+    "v_head_size": GQA | {"v_head_size": 16},
+    "int8": {
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 32,
+        "dtype": "float32",
+        "kv_cache_dtype": "int8",
+    },
 }
-ORDERED = ("window", "sink_tokens", "chunk", "alibi")
-"""Words of the layers whose keys' places count: those that a ring refuses."""
+NO_RING = ("window", "sink_tokens", "chunk", "alibi", "mla")
+"""Words of the layers that a ring refuses: whose keys' places count, and MLA."""
 
 DECODE = ((1,) * 7, (150, 1, 40, 0, 16, 65, 17))
 """Ragged rows of one token, a padding row, and rows of which some rank holds nothing."""
@@ -39,29 +49,29 @@ PROMPTS = ((70, 1, 33, 2, 5), (70, 1, 33, 2, 5))
 def latent(**more: Any) -> dict[str, Any]:
     from polyattn.spec.layer import LatentSpec
 
-    return MLA | dict(latent=LatentSpec(rank=32, rope_head_size=8)) | more
+    return MLA | {"latent": LatentSpec(rank=32, rope_head_size=8)} | more
 
 
 def cases() -> dict[str, Case]:
     found: dict[str, Case] = {}
     layers = LAYERS | {"mla": latent()}
     for seed, (name, spec) in enumerate(layers.items()):
-        spec = spec | dict(block_size=16)
+        spec = spec | {"block_size": 16}
         found[f"{name}-decode"] = Case(spec, *DECODE, seed=seed)
         found[f"{name}-mixed"] = Case(spec, *MIXED, seed=100 + seed)
         found[f"{name}-own"] = Case(spec, *MIXED, queries="own", seed=200 + seed)
-        if not any(word in name for word in ORDERED) and name != "mla":
+        if not any(word in name for word in NO_RING):
             found[f"{name}-ring"] = Case(
                 spec, *PROMPTS, queries="own", group={"prefill": "ring"}, seed=300 + seed
             )
     for name in ("gqa", "learned_sinks", "alibi", "mla"):
-        spec = layers[name] | dict(block_size=16)
+        spec = layers[name] | {"block_size": 16}
         for step, lens in (("decode", DECODE), ("mixed", MIXED)):
             found[f"{name}-{step}-to_all"] = Case(
                 spec, *lens, group={"merge": "all_to_all"}, seed=400
             )
     for name in ("gqa", "window", "learned_sinks", "alibi", "sink_tokens", "mla", "int8"):
-        spec = layers[name] | dict(block_size=16)
+        spec = layers[name] | {"block_size": 16}
         for queries in ("all", "own"):
             found[f"{name}-heads-{queries}"] = Case(
                 spec, *MIXED, queries=queries, group={"keys": "heads"}, seed=500
@@ -69,9 +79,40 @@ def cases() -> dict[str, Case]:
     return found
 
 
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "lse": (GQA | {"needs_lse": False}, {}, "needs_lse=True"),
+    "ring and window": (GQA | {"sliding_window": 8}, {"prefill": "ring"}, "sliding_window: a key"),
+    "ring and alibi": (GQA | {"alibi": True}, {"prefill": "ring"}, "alibi: a key"),
+    "ring and mla": (latent(), {"prefill": "ring"}, "MLA has latents"),
+    "placed and chunk": (GQA | {"chunk_size": 8}, {"keys": "placed"}, "keys='blocks'"),
+    "star by blocks": (GQA, {"prefill": "star"}, "keys='placed'"),
+    "a name": (GQA, {"keys": "block"}, "did you mean 'blocks'?"),
+    "heads": (GQA | {"num_heads": 3, "num_kv_heads": 3}, {"merge": "all_to_all"}, "num_heads=3"),
+    "encoder": (GQA | {"cached": False}, {}, "only a decoder's causal layer over a cache"),
+}  # fmt: skip
+
+
+def more() -> dict[str, tuple[Callable[..., Any], Any]]:
+    """What else two ranks do in the same processes: a name, what runs, and what it is given."""
+    stars = {
+        f"star {changes}": (others.star, others.SPEC.replace(**changes))
+        for changes in ({}, {"learned_sinks": True}, {"logit_soft_cap": 4.0})
+    }
+    placed = LayerSpec(**latent(needs_lse=True, block_size=16))
+    asked = {
+        name: (LayerSpec(**{"needs_lse": True, **spec}), options)
+        for name, (spec, options, _) in REFUSED.items()
+    }
+    return stars | {
+        "placed latents": (others.latent_decode, placed),
+        "refused": (others.refused, asked),
+    }
+
+
 @cache
 def found(size: int) -> list[dict[str, Any]]:
-    return spawned(size, run_cases, cases())
+    """Starting a process takes longer than all that it does here, so there is one for each rank."""
+    return spawned(size, run_all, cases(), more())
 
 
 def judge(size: int, name: str) -> None:
@@ -94,3 +135,47 @@ def test_two_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", cases())
 def test_four_ranks(name: str) -> None:
     judge(4, name)
+
+
+SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name in more() if name != "refused"])
+def test_keys_that_the_engine_placed(name: str, size: int) -> None:
+    errors = [rank[name] if isinstance(rank, dict) else rank for rank in found(size)]
+    assert all(isinstance(error, float) and error <= 1 for error in errors), errors
+
+
+@pytest.mark.slow
+def test_beside_tensor_parallelism() -> None:
+    errors = spawned(4, others.tensor_parallel)
+    assert all(error <= 1 for error in errors), errors
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
+    ranks = spawned(size, others.going_wrong)
+    for rank, found in enumerate(ranks):
+        assert isinstance(found, dict), found
+        assert "the ranks disagree on the layer" in found["spec"][0]
+        assert "window 8" in found["spec"][0], "both sides are shown"
+        assert "the ranks disagree on the step" in found["lengths"][0]
+        assert "seq_lens [5, 6]" in found["lengths"][0] and "[5, 7]" in found["lengths"][0]
+        assert "the ranks disagree on the step" in found["sequences"][0]
+        words = "isn't the cache's" if rank == 0 else "rank 0 can't take part in the step"
+        assert words in found["one refuses"][0]
+        assert found["goes on"][0] == "nothing"
+        wrong = "query has 0 rows" if rank == size - 1 else "did not answer within 2 s"
+        assert wrong in found["a shape"][0] and found["a shape"][1] < 10
+        assert "an earlier error" in found["after it"][0]
+        if rank < size - 1:
+            assert "another rank died" in found["death"][0] and found["death"][1] < 10
+            assert "an earlier error" in found["a plan after it"][0]
+
+
+def test_what_is_refused_says_why() -> None:
+    for rank in found(2):
+        assert isinstance(rank, dict), rank
+        for name, (_, _, words) in REFUSED.items():
+            assert words in rank["refused"][name], (name, rank["refused"])

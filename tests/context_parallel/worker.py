@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from queue import Empty
 from typing import Any
 
 import torch
@@ -62,9 +64,14 @@ def spawned(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
         process.start()
     found: dict[int, Any] = {}
     try:
+        until = time.monotonic() + 300
         while len(found) < size:
-            rank, value = queue.get(timeout=300)
-            found[rank] = value
+            assert time.monotonic() < until, f"ranks {sorted(set(range(size)) - found.keys())} hang"
+            try:
+                rank, value = queue.get(timeout=0.5)
+                found[rank] = value
+            except Empty:
+                assert any(p.is_alive() for p in processes) or not queue.empty(), "ranks died"
     finally:
         for process in processes:
             process.join(20)
@@ -74,9 +81,7 @@ def spawned(size: int, work: Callable[..., Any], *given: Any) -> list[Any]:
     return [found[rank] for rank in range(size)]
 
 
-def _run(
-    rank: int, size: int, port: int, queue: Any, work: Callable[..., Any], given: Any
-) -> None:
+def _run(rank: int, size: int, port: int, queue: Any, work: Callable[..., Any], given: Any) -> None:
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -93,7 +98,7 @@ def _run(
     os._exit(0)
 
 
-def run_cases(rank: int, size: int, queue: Any, cases: dict[str, Case]) -> dict[str, Any]:
+def run_cases(rank: int, size: int, cases: dict[str, Case]) -> dict[str, Any]:
     """Run every case on this rank; its findings by name, or its error as text."""
     context = ContextParallel(init_device_mesh("cpu", (size,)), timeout=60)
     found: dict[str, Any] = {}
@@ -204,9 +209,7 @@ class Made:
             return reference_latent.forward(
                 self.spec, query, self.whole, self.batch, self.weights, layer.params
             )
-        params = LayerParams(
-            layer.params.sinks, layer.params.alibi_slopes, self.scale, self.scale
-        )
+        params = LayerParams(layer.params.sinks, layer.params.alibi_slopes, self.scale, self.scale)
         return reference.forward(self.spec, query, None, None, self.whole, self.batch, params)
 
     def by_blocks(self) -> dict[str, Any]:
@@ -229,9 +232,7 @@ class Made:
         heads = slice(None)
         if case.group.get("merge") == "all_to_all" and case.queries == "all":
             heads = own_heads(self.spec.num_heads, context.rank, context.size)
-        found = self._compared(
-            out, lse, expected[rows][:, heads], expected_lse[rows][:, heads]
-        )
+        found = self._compared(out, lse, expected[rows][:, heads], expected_lse[rows][:, heads])
         found["stored"] = all(
             same(part, whole[:, mine])
             for part, whole in ((cache.key, self.whole.key), (cache.value, self.whole.value))

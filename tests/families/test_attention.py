@@ -160,6 +160,24 @@ def test_a_query_that_sees_nothing() -> None:
     assert torch.equal(out, torch.zeros_like(out)) and bool((lse == -torch.inf).all())
 
 
+@pytest.mark.parametrize("changes", [{}, {"logit_soft_cap": 5.0}], ids=["fused", "by hand"])
+@pytest.mark.parametrize("backend", [b.name for b in BACKENDS if False in b.capabilities.cached])
+def test_queries_beyond_the_window_of_all_keys_see_nothing(
+    backend: str, changes: dict[str, Any]
+) -> None:
+    """More queries than keys, no causal mask: who sees none gets output 0 and LSE -inf, on every path."""
+    spec = LayerSpec(
+        num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", cached=False, causal=False,
+        sliding_window=3, needs_lse=True, **changes,
+    )  # fmt: skip
+    harness = AttentionHarness(backend, DEVICE, 4)
+    layer = harness.layer(spec)
+    for step in ([(9, 2)], [(6, 1), (1, 1), (5, 0), (40, 33)]):
+        inputs = harness.inputs(layer, step)
+        out = harness.check(layer, inputs)
+        assert not out[: step[0][0] - step[0][1] - 2].any()
+
+
 def test_alibi_slopes_are_the_papers() -> None:
     from polyattn.families.attention.alibi import alibi_slopes
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -13,6 +12,8 @@ from polyattn.errors import SelectionError, SpecError
 from polyattn.families.attention import reference
 from polyattn.runtime import nvfp4
 from torch import Tensor
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 SPEC = LayerSpec(
     num_heads=4, num_kv_heads=2, head_size=32, v_head_size=48, dtype="float32",

@@ -1,10 +1,10 @@
 """How do rows of several tokens attend? All that they see is collected in order, queries are shared out.
 
-Each rank has its zigzag pieces of every sequence's new tokens. What the cache holds of the sequences, each
-rank's blocks, and the step's keys and values are brought together in a cache that lives for the layer's
-call, each sequence in order. Over it runs the ordinary plan of the rank's own queries, so that whatever the
-layer computes is computed by the code that computes it on one device. (Llama 3, arXiv 2407.21783, section
-3.3.2, gathers keys and values likewise.)
+Each rank has its zigzag pieces of every sequence's new tokens. What the cache holds of the
+sequences, each rank's blocks, and the step's keys and values are brought together in a cache that
+lives for the layer's call, each sequence in order. Over it runs the ordinary plan of the rank's own
+queries, so that whatever the layer computes is computed by the code that computes it on one device.
+(Llama 3, arXiv 2407.21783, section 3.3.2, gathers keys and values likewise.)
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from polyattn.context_parallel.heads import own_heads
 from polyattn.context_parallel.ranks import ContextParallel
+from polyattn.context_parallel.room import Room
 from polyattn.context_parallel.shards import Blocks, Kept, Zigzag, kept_blocks
 from polyattn.context_parallel.step import ContextStep, Found, Layer, raw_bytes
 from polyattn.errors import BatchError
@@ -27,28 +28,13 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, raw
 
 
-class Room:
-    """The cache that keys are collected in: one for a group's layers, grown when a step needs more."""
-
-    def __init__(self, group: LayerGroup):
-        self.group = group
-        self._cache: KVCache | None = None
-
-    def take(self, num_blocks: int) -> KVCache:
-        """Return a cache of at least this many blocks, whose content is anything."""
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # the old one goes before the new one comes
-            self._cache = self.group.allocate_cache(max(num_blocks, 1))
-        return self._cache
-
-
 @dataclass(frozen=True)
 class Layout:
     """Where a step's sequences lie while it runs, and what comes there from the ranks' caches.
 
     `fetched` int64: the blocks of each rank's cache that are collected, in order; every rank's are
-    neighbours, so that engine blocks are whole. `table` int32 (num_seqs, blocks), `lens`: as a batch over
-    the room has them. `slots` int64 (num_tokens,): where the step's own tokens go.
+    neighbours, so that engine blocks are whole. `table` int32 (num_seqs, blocks), `lens`: as a
+    batch over the room has them. `slots` int64 (num_tokens,): where the step's own tokens go.
     """
 
     fetched: Tensor
@@ -114,8 +100,8 @@ def _table(
 class CollectedStep(ContextStep):
     """Every rank's own pieces over all keys.
 
-    `own`: each rank has its own tokens only, and gets theirs; else every rank has all tokens of the step,
-    and gets all, or with `by_heads` its own heads of all.
+    `own`: each rank has its own tokens only, and gets theirs; else every rank has all tokens of the
+    step, and gets all, or with `by_heads` its own heads of all.
     """
 
     def __init__(

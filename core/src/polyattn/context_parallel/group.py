@@ -9,19 +9,14 @@ from typing import Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from polyattn.context_parallel.collected import CollectedStep, Layout, Room
-from polyattn.context_parallel.decode import (
-    DecodeStep,
-    local_state,
-    order_matters,
-    over_given_keys,
-    without_sinks,
-)
+from polyattn.context_parallel.collected import CollectedStep, Layout
+from polyattn.context_parallel.decode import DecodeStep, local_state, masked, order_matters
 from polyattn.context_parallel.heads import HeadsStep
 from polyattn.context_parallel.merging import Merging
 from polyattn.context_parallel.placed import AnchoredStep, Placed, PlacedStep, check_one_stores
 from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.context_parallel.ring import Ring, RingStep
+from polyattn.context_parallel.room import Room, plain_group
 from polyattn.context_parallel.shards import Blocks, Kept, Zigzag
 from polyattn.context_parallel.step import ContextStep
 from polyattn.errors import BatchError, SpecError, nearest
@@ -55,11 +50,13 @@ class ContextGroup:
 
     - `group`: of a decoder's causal layer with `needs_lse=True` (states can't merge without). With
       `keys="heads"`: of `heads_of_rank(spec, context.size)`.
-    - `keys`: `"blocks"`: each rank holds its part of every block of `block_size` tokens, and the batch is the
-      same on all ranks. `"heads"`: each rank holds all keys of its own heads. `"placed"`: the engine says
-      where keys are, and each rank's batch speaks of its own.
+    - `keys`: `"blocks"`: each rank holds its part of every block of `block_size` tokens, and the
+    batch is the
+      same on all ranks. `"heads"`: each rank holds all keys of its own heads. `"placed"`: the
+      engine says where keys are, and each rank's batch speaks of its own.
     - `prefill`: how rows of several tokens are served that each rank has some of (`queries="own"`):
-      `"all_gather"`; `"ring"`, for whole prompts; `"star"`, Star Attention's first phase, for placed keys.
+      `"all_gather"`; `"ring"`, for whole prompts; `"star"`, Star Attention's first phase, for
+      placed keys.
     - `merge`: `"all_gather"` gives every rank all heads; `"all_to_all"` its own heads alone.
 
     Raises `SpecError` for what can't be served so, `ParallelError` where the ranks disagree.
@@ -88,39 +85,44 @@ class ContextGroup:
         context.agree("the layer", words, error)
 
     def _check(self) -> None:
-        spec = self.spec
         for name, kinds in (("keys", Keys), ("prefill", Prefill), ("merge", Merge)):
             value = getattr(self, name)
             if value not in get_args(kinds):
                 raise SpecError(f"{name}={value!r} is unknown{nearest(value, get_args(kinds))}")
-        why = None
-        if spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA:
-            why = "its ranks have no keys to share out by sequence; run it whole on every rank"
-        elif not spec.cached or spec.role is not Role.DECODER or not spec.causal:
-            why = "only a decoder's causal layer over a cache is shared out"
-        elif spec.rope is not None and spec.rope.positions == "cache":
-            why = "its keys turn by their places within one cache"
-        elif self.keys != "heads" and not spec.needs_lse:
-            why = "states can't merge without their LSE; use spec.replace(needs_lse=True)"
-        elif (
-            self.merge == "all_to_all"
-            and self.keys != "heads"
-            and self.spec.num_heads % self.context.size
-        ):
-            why = f"num_heads={spec.num_heads} isn't a multiple of {self.context.size} ranks, which all_to_all needs"
-        order = order_matters(spec)
-        if why is None and order and (self.prefill == "ring" or self.keys == "placed"):
-            why = (
-                f"{order}: a key's part depends on its place, which "
-                + ("passing pieces on doesn't keep; use prefill='all_gather'" if self.prefill == "ring"
-                   else "the engine alone knows; use keys='blocks'")
-            )  # fmt: skip
-        if why is None and self.prefill == "ring" and (spec.latent or self.keys != "blocks"):
-            why = "a ring passes expanded keys in blocks' order; use prefill='all_gather'"
-        if why is None and self.prefill == "star" and self.keys != "placed":
-            why = "prefill='star' leaves each part's keys where they are; use keys='placed'"
+        why = self._why_not()
         if why is not None:
-            raise SpecError(f"{spec} over {self.context.size} ranks: {why}")
+            raise SpecError(f"{self.spec} over {self.context.size} ranks: {why}")
+
+    def _why_not(self) -> str | None:
+        """Say why the layer can't be served so, and what can, or None."""
+        spec, size, ring = self.spec, self.context.size, self.prefill == "ring"
+        place, by_heads = order_matters(spec), self.keys == "heads"
+        whole = "use prefill='all_gather'"
+        refusals = {
+            "it has no keys that could be shared out by sequence; run it whole on every rank":
+                spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
+            "only a decoder's causal layer over a cache is shared out":
+                not spec.cached or spec.role is not Role.DECODER or not spec.causal,
+            "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
+                (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
+            "its functions of scores, or a step's mask, speak of whole sequences and all heads":
+                spec.variant is not None or spec.mask is not None,
+            "its keys turn by their places within one cache":
+                spec.rope is not None and spec.rope.positions == "cache",
+            "states can't merge without their LSE; use spec.replace(needs_lse=True)":
+                not by_heads and not spec.needs_lse,
+            f"num_heads={spec.num_heads} isn't a multiple of the ranks, as merge='all_to_all' needs":
+                not by_heads and self.merge == "all_to_all" and spec.num_heads % size > 0,
+            f"{place}: a key's part depends on its place, which a ring's pieces lose; {whole}":
+                ring and place is not None,
+            f"{place}: a key's part depends on its place, which is the engine's; use keys='blocks'":
+                self.keys == "placed" and place is not None,
+            f"a ring passes keys, and MLA has latents; {whole}": ring and spec.latent is not None,
+            f"a ring is for keys='blocks'; {whole}": ring and self.keys != "blocks",
+            "prefill='star' leaves each part's keys where they are; use keys='placed'":
+                self.prefill == "star" and self.keys != "placed",
+        }  # fmt: skip
+        return next((why for why, holds in refusals.items() if holds), None)
 
     def _load(self) -> None:
         """Load what the layer's steps need, so that a backend that is missing is an error now."""
@@ -134,12 +136,10 @@ class ContextGroup:
         if self.keys == "placed":
             self.placed = Placed(self.group)
             return
-        self.states = without_sinks(self.group)
-        masked = self.spec.sliding_window is not None or self.spec.chunk_size is not None
-        self.given = over_given_keys(self.group, causal=False) if masked else None
+        self.states = plain_group(self.group, masked=False)
         # A window and ALiBi at once: no row of a backend's says both, so such rows are collected.
-        self.decodes = not (masked and self.spec.alibi)
-        self.ring = Ring(self.group) if self.prefill == "ring" else None
+        self.decodes = not (masked(self.spec) and self.spec.alibi)
+        self.ring = Ring(self.group, self.room) if self.prefill == "ring" else None
 
     @property
     def block_size(self) -> int:
@@ -151,16 +151,17 @@ class ContextGroup:
         return self.group.allocate_cache(num_blocks)
 
     def tokens(self, batch: Batch) -> Tensor:
-        """Return which of the step's tokens this rank has where `queries="own"`, int64, in their order."""
+        """Return which of the step's tokens this rank has with `queries="own"`, int64, in order."""
         found = Zigzag.of(batch, self.context.size).tokens(self.context.rank)
         return torch.from_numpy(found).to(batch.device)
 
     def plan(self, batch: Batch, queries: Queries = "all") -> ContextPlan:
         """Prepare one step for every layer, on every rank at the same time.
 
-        `batch`: the step, its block table and slots in blocks of `block_size`; the same on all ranks, but
-        with placed keys. `queries`: `"all"` where every rank has all tokens of the step and gets all
-        outputs; `"own"` where each has its `tokens(batch)` alone. Raises `BatchError`, `ParallelError`.
+        `batch`: the step, its block table and slots in blocks of `block_size`; the same on all
+        ranks, but with placed keys. `queries`: `"all"` where every rank has all tokens of the step
+        and gets all outputs; `"own"` where each has its `tokens(batch)` alone. Raises `BatchError`,
+        `ParallelError`.
         """
         self.context.check()
         note, anchors = self._note(batch, queries), list[int]()
@@ -248,7 +249,7 @@ class ContextGroup:
             rows.slot_mapping = slots
             if part is phases.decode and self.decodes:
                 mine = None if slots is None else self.blocks.slots(slots)
-                local = local_state(self.spec, self.states, self.given, rows, self.blocks)
+                local = local_state(self.states, self.room, rows, self.blocks, self.spec)
                 parts.append((part.rows, DecodeStep(local, mine, self.merging)))
             else:
                 parts.append((part.rows, self._collected(rows, own=False)))
@@ -261,7 +262,8 @@ class ContextGroup:
     def collected(self, cache: KVCache, batch: Batch) -> tuple[KVCache, Batch]:
         """Return the sequences' keys of all ranks, in order, as a cache and a batch over it.
 
-        What a check or another process wants to see. Every rank calls it; it is of use until the next step.
+        What a check or another process wants to see. Every rank calls it; it is of use until the
+        next step.
         """
         layout = Layout.of(batch, self.blocks, [Kept(0, 0)] * batch.num_seqs, new=False)
         room = self.room.take(layout.num_blocks)

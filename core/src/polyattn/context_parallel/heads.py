@@ -1,8 +1,9 @@
 """How is a step shared out by heads? Ranks swap tokens for heads, attend, and swap back (Ulysses).
 
-Every rank holds all keys of its own heads, so that what it computes is an ordinary step of a layer with
-fewer heads, and its cache an ordinary cache (DeepSpeed-Ulysses, arXiv 2309.14509). Where there are fewer KV
-heads than ranks, neighbours hold the same one. An MLA layer's latents, which all heads share, go to all.
+Every rank holds all keys of its own heads, so that what it computes is an ordinary step of a layer
+with fewer heads, and its cache an ordinary cache (DeepSpeed-Ulysses, arXiv 2309.14509). Where there
+are fewer KV heads than ranks, neighbours hold the same one. An MLA layer's latents, which all heads
+share, go to all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def heads_of_rank(spec: LayerSpec, size: int) -> LayerSpec:
     if not even:
         raise SpecError(
             f"num_heads={spec.num_heads}, num_kv_heads={spec.num_kv_heads} can't be shared out among "
-            f"{size} ranks: num_heads must be a multiple of it, and num_kv_heads a multiple or a divisor; "
+            f"{size} ranks: num_heads must be a multiple, num_kv_heads a multiple or a divisor; "
             "share keys out by block instead (keys='blocks')"
         )
     heads = spec.num_heads // size

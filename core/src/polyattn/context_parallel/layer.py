@@ -18,9 +18,9 @@ from polyattn.runtime.plan import Rows
 class ContextAttention(nn.Module):
     """An `Attention` or `LatentAttention` over the ranks of a `ContextGroup`. Forward only.
 
-    `layer`: of `shared.group`; its sinks, slopes, scales and weights count, and it doesn't rotate: queries
-    and keys come rotated, since every rank knows their positions and none the others' batches. Raises
-    `SpecError`.
+    `layer`: of `shared.group`; its sinks, slopes, scales and weights count, and it doesn't rotate:
+    queries and keys come rotated, since every rank knows their positions and none the others'
+    batches. Raises `SpecError`.
     """
 
     def __init__(self, shared: ContextGroup, layer: Layer):
@@ -46,11 +46,12 @@ class ContextAttention(nn.Module):
     ) -> Found | Tensor:
         """Store what falls to this rank and attend, on every rank at the same time.
 
-        `query`, `key`, `value`: as the layer takes them (an MLA layer's are query, latent and rope key), of
-        all the step's tokens or this rank's own, as the plan says; `cache`: this rank's. Returns the output
-        of the same tokens, and the LSE where the spec has `needs_lse`; with `merge="all_to_all"` of this
-        rank's heads alone. Raises `BatchError`, `CacheError`, `ParallelError`; after any of them the
-        ranks are at different places, and the `ContextParallel` refuses to go on.
+        `query`, `key`, `value`: as the layer takes them (an MLA layer's are query, latent and rope
+        key), of all the step's tokens or this rank's own, as the plan says; `cache`: this rank's.
+        Returns the output of the same tokens, and the LSE where the spec has `needs_lse`; with
+        `merge="all_to_all"` of this rank's heads alone. Raises `BatchError`, `CacheError`,
+        `ParallelError`; after any of them the ranks are at different places, and the
+        `ContextParallel` refuses to go on.
         """
         context = self.shared.context
         context.check()

@@ -1,7 +1,7 @@
 """How do the ranks' states become one? One all-gather, or one all-to-all by heads, then the merge op.
 
-Every rank merges the same states in the order of the ranks, so that all have the same bits. A learned
-sink joins the softmax once, after the last of them.
+Every rank merges the same states in the order of the ranks, so that all have the same bits. A
+learned sink joins the softmax once, after the last of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ALIGNED = 16
 
 
 class Merging:
-    """This rank's state, all ranks' and their merged one; buffers are kept from step to step.
+    """One rank's state, all ranks' and their merged one; buffers are kept from step to step.
 
     `by_heads`: each rank gets only its own heads, `num_heads / size` of them in order.
     """
@@ -48,8 +48,8 @@ class Merging:
     def merged(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Merge what `take` gave, written by now, with the other ranks'.
 
-        `sinks` (heads,) float32: learned sinks. Returns the output in the layer's dtype and the LSE,
-        float32.
+        `sinks` (heads,) float32: learned sinks. Returns the output in the layer's dtype and the
+        LSE, float32.
         """
         kept, rank = self._now, self.context.rank
         if self.by_heads:

@@ -33,15 +33,16 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 class ContextParallel:
     """The ranks that share the sequences' keys: one dimension of a `DeviceMesh`.
 
-    - `mesh`: one-dimensional, as `mesh["context"]` of a larger one is; along its other dimensions ranks
+    - `mesh`: one-dimensional, as `mesh["context"]` of a larger one is; along its other dimensions
+    ranks
       are independent, as those of tensor parallelism are.
     - `timeout`: seconds after which a rank that doesn't answer is an error on all others.
     - `checks`: compare notes at each plan, so that ranks that disagree on a step are told before it
       runs. One small all-gather a step, which waits for the device.
 
     Every rank of the mesh builds one at the same time. Once an error came up between or within
-    collectives the ranks don't know how far the others are, so everything that is asked of this object
-    afterwards is refused. Raises `SpecError`, `ParallelError`.
+    collectives the ranks don't know how far the others are, so everything that is asked of this
+    object afterwards is refused. Raises `SpecError`, `ParallelError`.
     """
 
     def __init__(self, mesh: DeviceMesh, *, timeout: float = 60.0, checks: bool = True):
@@ -118,8 +119,8 @@ class ContextParallel:
     def agree(self, what: str, note: str, error: Exception | None = None) -> None:
         """Compare notes with the other ranks: all go on, or all raise.
 
-        `note` says what this rank is about to do, `error` why it can't. Raises `error` on the rank that
-        has one, `ParallelError` on the others, or where notes differ.
+        `note` says what this rank is about to do, `error` why it can't. Raises `error` on the rank
+        that has one, `ParallelError` on the others, or where notes differ.
         """
         self.check()
         said = plain(describe(error), NOTE_BYTES) if error is not None else note

@@ -1,12 +1,12 @@
 """Which rank holds what? Keys by block of each sequence, a prompt's tokens by zigzag.
 
-Keys: an engine's block of `block_size * size` tokens is `size` blocks of `block_size`, one a rank, under
-the same number on each. So block tables, allocation and prefix caches stay what they are on one device,
-and every rank's part grows alike.
+Keys: an engine's block of `block_size * size` tokens is `size` blocks of `block_size`, one a rank,
+under the same number on each. So block tables, allocation and prefix caches stay what they are on
+one device, and every rank's part grows alike.
 
 Tokens: a sequence's new tokens are cut into 2 * size pieces; rank r computes piece r and piece
-2 * size - 1 - r. Under a causal mask a piece costs as much as the keys before it, and each pair costs
-the same (as in Llama 3's context parallelism, arXiv 2407.21783, section 3.3.2).
+2 * size - 1 - r. Under a causal mask a piece costs as much as the keys before it, and each pair
+costs the same (as in Llama 3's context parallelism, arXiv 2407.21783, section 3.3.2).
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ class Kept:
 def kept_blocks(spec: Any, first_query: int, engine_block: int) -> Kept:
     """Return what queries from position `first_query` on see, in whole engine blocks.
 
-    What is dropped lies between the kept first tokens and the window, or before the chunk: so distances
-    and chunks stay right where the rest is moved together.
+    What is dropped lies between the kept first tokens and the window, or before the chunk: so
+    distances and chunks stay right where the rest is moved together.
     """
     if spec.chunk_size is not None:
         unit = int(np.lcm(spec.chunk_size, engine_block))

@@ -34,6 +34,9 @@ TORCH_SDPA = BackendInfo(
         layouts=("NHD", "HND", "contiguous"),
         features=MASKS
         | {
+            "variant",
+            "custom_mask",
+            "block_sparse",
             "window_right",
             "cache_positions",
             "v_head_size",
@@ -129,6 +132,7 @@ FLEX_ATTENTION = BackendInfo(
     name="FLEX_ATTENTION",
     summary="torch's flex_attention through torch.compile, the whole batch in one call",
     path="polyattn_cpu.flex:FlexAttention",
+    variant_check="polyattn_cpu.flex_pointwise:variant_problem",
     probe="polyattn_cpu.probes:compiler",
     capabilities=Capabilities(
         platforms={"cpu": (), "cuda": ("sm_80+",), "rocm": ()},
@@ -138,7 +142,7 @@ FLEX_ATTENTION = BackendInfo(
         head_sizes=one_of(16, 32, 64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),
         phases=frozenset({"prefill", "decode", "mixed"}),
-        features=MASKS | {"logit_soft_cap", "alibi"},
+        features=MASKS | {"variant", "custom_mask", "block_sparse", "logit_soft_cap", "alibi"},
     ),
     priorities=(
         Priority(score=20, platform="cpu", why="gathers the cache into one padded tensor"),

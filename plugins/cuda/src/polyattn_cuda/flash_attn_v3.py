@@ -55,7 +55,7 @@ class FlashAttention3(AttentionBackend):
         super().__init__(spec, cache, device)
         self.cap = spec.logit_soft_cap or 0.0
         index = torch.device(str(device.torch_device))
-        self.scales: dict[tuple[float, float], Tensor] = {}
+        self.scales: dict[float, Tensor] = {}
         self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
@@ -84,18 +84,33 @@ class FlashAttention3(AttentionBackend):
             assert plan.keys is not None
             key, value = plan.keys.read(key, value, None)
         elif cache.key.dtype.itemsize == 1:
-            query, scales = self._quantised(plan, query, params)
+            shape = (plan.batch.num_seqs, self.spec.num_kv_heads)
+            if query.dtype.itemsize == 1:
+                of_query = self._each(params.q_scale, shape, query.device)
+            else:
+                query, of_query = self._quantised(plan, query, shape)
+            scales = (
+                of_query, self._each(params.k_scale, shape, query.device),
+                self._each(params.v_scale, shape, query.device),
+            )  # fmt: skip
         store_lse(lse, self.attend(plan, query, key, value, cache, out, scales, params.sinks))
 
+    def _each(self, scale: Any, shape: tuple[int, int], device: torch.device) -> Tensor:
+        """Return a scale as the library reads it, float32 (num_seqs, num_kv_heads): a view."""
+        if not isinstance(scale, Tensor):
+            if scale not in self.scales:
+                self.scales[scale] = torch.tensor(scale, device=device)
+            scale = self.scales[scale]
+        return scale.expand(shape)  # type: ignore[no-any-return]
+
     def _quantised(
-        self, plan: Flash3Plan, query: Tensor, params: LayerParams
-    ) -> tuple[Tensor, Scales]:
+        self, plan: Flash3Plan, query: Tensor, shape: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
         """Round the query to e4m3 by the largest value of its sequence and KV head.
 
-        Returns it with the three scales, float32 (num_seqs, num_kv_heads) each.
+        Returns it with its scales, float32 (num_seqs, num_kv_heads).
         """
         largest = torch.finfo(torch.float8_e4m3fn).max
-        shape = (plan.batch.num_seqs, self.spec.num_kv_heads)
         groups = query.unflatten(1, (shape[1], -1))
         found = groups.abs().amax((2, 3)).float()
         if plan.seq_of is not None:
@@ -105,11 +120,7 @@ class FlashAttention3(AttentionBackend):
         scale = found.clamp_min(1e-12) / largest
         each = scale if plan.seq_of is None else scale[plan.seq_of]
         rounded = (groups / each[:, :, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
-        key = (params.k_scale, params.v_scale)
-        if key not in self.scales:
-            self.scales[key] = torch.tensor(key, device=query.device)
-        stored = self.scales[key]
-        return rounded, (scale, stored[0].expand(shape), stored[1].expand(shape))
+        return rounded, scale
 
     @abstractmethod
     def attend(

@@ -99,7 +99,15 @@ FLASH_ATTN = BackendInfo.of_variants(
 # From 80 tokens on a page can be a whole tile, loaded by TMA with the NaN behind a sequence's end;
 # larger blocks are walked as several.
 FA3_PAGES = Sizes(low=1, high=64)
-FA3_FP8 = ((frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),)
+FA3_FP8 = (
+    (frozenset({"fp8_e4m3", "float16"}), "its output from fp8 is bf16"),
+    (
+        frozenset({"fp8_inputs", "uncached"}),
+        "it rounds weights to e4m3, which fp8_compute allows over a cache alone",
+    ),
+)
+FA3_SCALES = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
+"""It reads a scale for each sequence and KV head from the device."""
 EXPANDED_MLA = frozenset({(192, 128)})
 """Head sizes of an MLA layer whose keys and values are made from its latents."""
 FLASH_ATTN_V3 = BackendInfo.of_variants(
@@ -118,7 +126,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             v_head_pairs=EXPANDED_MLA,
             kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
             fp8_compute=True,
-            features=MASKS | {"v_head_size", "logit_soft_cap", "lse"},
+            features=MASKS | FA3_SCALES | {"v_head_size", "logit_soft_cap", "lse"},
             remedies={"learned_sinks": "vLLM's build reads sinks: pip install vllm"},
             graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
             excludes=FA3_FP8,
@@ -139,7 +147,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             v_head_pairs=EXPANDED_MLA,
             kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
             fp8_compute=True,
-            features=MASKS | {"v_head_size", "logit_soft_cap", "lse", "learned_sinks"},
+            features=MASKS | FA3_SCALES | {"v_head_size", "logit_soft_cap", "lse", "learned_sinks"},
             graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
             excludes=FA3_FP8,
         ),

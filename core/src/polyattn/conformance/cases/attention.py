@@ -49,11 +49,17 @@ UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", 
 """What speaks of positions, which cross-attention has none of."""
 
 
-def fields_of(name: str, cached: bool) -> dict[str, Any]:
-    """Return what a feature sets on a base spec; without a cache it is the inputs that are quantised."""
+def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
+    """Return what a feature sets on a base spec; without a cache it is the inputs that are quantised.
+
+    What speaks of 8 bits speaks of a cache that is claimed.
+    """
     fields = dict(FEATURE_FIELDS[name])
-    if not cached and fields.pop("kv_cache_dtype", None):
+    stored = fields.pop("kv_cache_dtype", None)
+    if stored and not cached:
         fields["qkv_dtype"] = "fp8_e4m3"
+    elif stored:
+        fields |= _cached(caps, stored if stored in caps.kv_cache_dtypes else "fp8_e4m3")
     return fields
 
 
@@ -236,11 +242,13 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
     if not base.cached:
         claimed = [name for name in claimed if name != "cache_positions"]
     for name in claimed:
-        yield f"feature {name}", base.replace(**fields_of(name, bool(base.cached)))
+        yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
     if base.role is Role.DECODER or not base.cached:
         for first, second in combinations([name for name in claimed if name not in ALONE], 2):
             if base.cached or {first, second} & {"non_causal", "lse"}:
-                fields = fields_of(first, bool(base.cached)) | fields_of(second, bool(base.cached))
+                fields = fields_of(caps, first, bool(base.cached)) | fields_of(
+                    caps, second, bool(base.cached)
+                )
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
         for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
@@ -259,6 +267,8 @@ def _behaviour(
     cases.append(Case("plans", "", base, most))
     for label, spec in _per_layer(caps, base):
         cases.append(Case("layers", label, spec, most))
+        if label in ("tensor_scales", "head_scales"):
+            cases.append(Case("rescaled", label, spec, most))
     # There is a cache to change in the first two.
     contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
     for how in ("numbers", "nan", "inf"):
@@ -296,7 +306,7 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
         "fp8_output",
     ):
         if name in caps.features:
-            yield name, base.replace(**fields_of(name, bool(base.cached)))
+            yield name, base.replace(**fields_of(caps, name, bool(base.cached)))
     for cached in KV_CACHE_DTYPES:
         if base.cached and cached in caps.kv_cache_dtypes and cached != "auto":
             yield cached, base.replace(**_cached(caps, cached))
@@ -304,7 +314,7 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
 
 def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
     """One case for each thing that the backend doesn't claim."""
-    attempts = {name: fields_of(name, bool(base.cached)) for name in FEATURE_FIELDS}
+    attempts = {name: fields_of(caps, name, bool(base.cached)) for name in FEATURE_FIELDS}
     if not base.cached or base.role is not Role.DECODER:
         del attempts["cache_positions"]
     attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}

@@ -125,7 +125,7 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
         "scale": draw(st.just(0.0) | st.floats(0.02, 0.4)),
     }
     for name in sorted(chosen):
-        values |= fields_of(name, cached)
+        values |= fields_of(caps, name, cached)
     for name in {"sliding_window", "chunk_size"} & values.keys():
         values[name] = draw(st.integers(1, 40))
     if "sink_tokens" in values:

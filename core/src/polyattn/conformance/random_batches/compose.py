@@ -151,7 +151,8 @@ class Composition:
             rows = tensor[first:last]
             if self._dice.random() < 0.5:
                 rows = rows[int(self._dice.integers(last - first))]
-            rows.fill_((torch.nan, torch.inf, -torch.inf)[self._dice.integers(3)])
+            number = (torch.nan, torch.inf, -torch.inf)[self._dice.integers(3)]
+            rows.fill_(torch.nan if rows.dtype.itemsize == 1 else number)  # e4m3 has no infinities
 
 
 def worst_by_batch(found: Tensor, expected: Tensor, batch: Array, count: int) -> Tensor:

@@ -23,6 +23,7 @@ from polyattn.registry.discovery import discover
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.scales import input_dtype, output_dtype
 from polyattn.selection.selection import Selection
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.decompose import unrotated
@@ -211,6 +212,9 @@ class Step:
         table[1:, : shared // size] = table[0, : shared // size]
         self.cache = group.allocate_cache(sum(needed))
         for stored in (self.cache.key, self.cache.value):
+            if stored.dtype == torch.uint8:  # any 4-bit numbers, block scales up to 4
+                stored.random_(0, 0x48)
+                continue
             noise = torch.randn(stored.shape, device=device)
             stored.copy_((noise * 32 if stored.dtype == torch.int8 else noise).to(stored.dtype))
         # Decodes come first, as an engine orders them.
@@ -222,10 +226,11 @@ class Step:
             host_block_table=table.cpu().numpy(),
         )  # fmt: skip
         tokens = self.batch.num_tokens
-        dtype = getattr(torch, spec.dtype)
 
-        def random(heads: int, width: int) -> torch.Tensor:
+        def random(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.randn(tokens, heads, width, device=device).to(dtype)
+
+        given = input_dtype(spec)
 
         self.layer = Attention(
             group,
@@ -233,10 +238,10 @@ class Step:
             rotate=spec.rope is not None,
             checks=False,
         )
-        self.query = random(spec.num_heads, spec.head_size)
-        self.key = random(spec.num_kv_heads, spec.head_size)
-        self.value = random(spec.num_kv_heads, spec.v_head_size)
-        self.out = random(spec.num_heads, spec.v_head_size)
+        self.query = random(spec.num_heads, spec.head_size, given)
+        self.key = random(spec.num_kv_heads, spec.head_size, given)
+        self.value = random(spec.num_kv_heads, spec.v_head_size, given)
+        self.out = random(spec.num_heads, spec.v_head_size, output_dtype(spec))
         self.plan = group.plan(self.batch)
 
     def run(self) -> None:
@@ -271,10 +276,11 @@ class Step:
         index = int(torch.randint(batch.num_seqs, (1,)))
         keys, values = reference.read_cache(spec, self.cache, batch, index, self.layer.params)
         row = batch.starts[index + 1] - 1
-        expected, _ = reference.attend(
-            spec, self.query[row : row + 1], keys, values, self.layer.params
-        )
-        error = output_error(self.out[row : row + 1], expected)
+        params = self.layer.params
+        query = reference.exact(self.query[row : row + 1], params.q_scale, torch.float64)
+        expected, _ = reference.attend(spec, query, keys, values, params)
+        found = reference.exact(self.out[row : row + 1], params.out_scale, torch.float64)
+        error = output_error(found, expected)
         if not error <= tolerance_of(spec).output:
             raise PolyattnError(f"its result is wrong: relative error {error:.2g}")
         return error

@@ -170,6 +170,9 @@ def run(
     seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
+    context_parallel: Annotated[
+        int, count("Ranks that share each sequence's keys (run by torchrun).")
+    ] = 1,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -182,6 +185,7 @@ def run(
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
+        context_parallel=context_parallel,
     )  # fmt: skip
     _finish(lambda: show(options))
 
