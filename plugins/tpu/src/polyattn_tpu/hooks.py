@@ -74,6 +74,7 @@ PALLAS_ATTN = BackendInfo(
                 "gqa",
                 "v_head_size",
                 "sliding_window",
+                "window_right",
                 "sink_tokens",
                 "chunked",
                 "alibi",

@@ -32,11 +32,12 @@ NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for: everything but shapes."""
+    """What a kernel is compiled for: everything but shapes. `right`: keys seen after the query."""
 
     scale: float
     causal: bool
     window: int | None
+    right: int | None
     sinks: int
     chunk: int | None
     soft_cap: float | None
@@ -250,8 +251,8 @@ def span(form: Form, first: Any, last: Any, length: Any) -> tuple[Any, Any]:
     low, high = jnp.int32(0), length
     if form.causal:
         high = jnp.minimum(high, last + 1)
-    elif form.window is not None:
-        high = jnp.minimum(high, last + form.window)
+    elif form.right is not None:
+        high = jnp.minimum(high, last + form.right + 1)
     if form.window is not None:
         low = jnp.maximum(low, first - form.window + 1)
     if form.chunk is not None:
@@ -266,10 +267,13 @@ def visible(form: Form, key: Any, position: Any, length: Any) -> Any:
     seen = key < length
     if form.causal:
         seen &= key <= position
+    near = None
     if form.window is not None:
         near = key > position - form.window
-        if not form.causal:
-            near &= key < position + form.window
+    if form.right is not None:
+        before = key <= position + form.right
+        near = before if near is None else near & before
+    if near is not None:
         seen &= (near | (key < form.sinks)) if form.sinks else near
     if form.chunk is not None:
         whole = jnp.int32(form.chunk)
