@@ -141,7 +141,7 @@ def test_impossible_layers(changes: dict[str, object], names: str) -> None:
             '{"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["magic"]}',
             "layer_types[0]='magic'",
         ),
-        ('{"model_type": "t5", "num_layers": 1}', "relative position bias"),
+        ('{"model_type": "mpnet", "num_hidden_layers": 1}', "relative position bias"),
     ],
 )
 def test_bad_config_files(tmp_path: Path, text: str, names: str) -> None:
@@ -174,11 +174,13 @@ def test_features_are_complete() -> None:
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
         deterministic=True, batch_invariant=True,
-        rope=RopeSpec(rotary_size=64, positions="cache"),
+        rope=RopeSpec(rotary_size=64, positions="cache"), variant="capped", mask="custom",
     )  # fmt: skip
     from polyattn.spec.features import FEATURES
 
-    assert features(spec) == set(FEATURES) - {"non_causal", "window_right"}
+    others = {"block_sparse", "tensor_scales", "head_scales", "fp8_inputs", "fp8_output"}
+    assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
+    assert "block_sparse" in features(spec.replace(mask="block_sparse"))
     assert "window_right" in features(spec.replace(causal=False, window_right=0))
 
 

@@ -29,7 +29,6 @@ BY_THEIR_TOWERS = {"gemma3n", "llama4_vision_model", "mllama"}
 """Needs a library for images, or images; the towers are compared by themselves."""
 BY_ATTRIBUTES = {"bloom", "mpt"}
 """Models that add ALiBi outside any attention interface: compared below."""
-BIASED = {"t5", "mt5", "umt5"}
 
 
 def parts(model: ModelLayers) -> list[LayerSpec | None]:
@@ -41,8 +40,7 @@ def parts(model: ModelLayers) -> list[LayerSpec | None]:
         layers = model.tower("text")
     out: list[LayerSpec | None] = []
     for layer in layers:
-        out += [None] * (len(layer.missing) if model.model_type in BIASED else 0)
-        out += layer.specs
+        out += [None if spec.variant else spec for spec in layer.specs]
     return out
 
 

@@ -33,8 +33,10 @@ if TYPE_CHECKING:
     from polyattn.registry.devices import resolve_device
     from polyattn.registry.discovery import discover, register, unregister
     from polyattn.registry.info import BackendInfo
+    from polyattn.registry.variants import register_variant, unregister_variant, variants
     from polyattn.runtime.backend import AttentionBackend
     from polyattn.runtime.batch import Batch
+    from polyattn.runtime.beams import beam_batch
     from polyattn.runtime.cuda_graph import StepGraphs
     from polyattn.runtime.group import LayerGroup
     from polyattn.runtime.kv_cache import KVCache
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
     from polyattn.runtime.state_cache import StateCache
+    from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
     from polyattn.selection.cache_format import CacheFormat
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
@@ -49,20 +52,24 @@ if TYPE_CHECKING:
     from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
     from polyattn.spec.layer import LayerSpec
+    from polyattn.spec.variant import AttentionVariant
 
 _HOME = {
     "Attention": "families.attention.layer",
     "AttentionBackend": "runtime.backend",
     "AttentionKind": "spec.kinds",
     "AttentionState": "runtime.merge",
+    "AttentionVariant": "spec.variant",
     "BackendInfo": "registry.info",
     "Batch": "runtime.batch",
+    "BlockSparseMask": "runtime.step_mask",
     "CacheFormat": "selection.cache_format",
     "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
     "ContextAttention": "context_parallel.layer",
     "ContextGroup": "context_parallel.group",
     "ContextParallel": "context_parallel.ranks",
+    "CustomMask": "runtime.step_mask",
     "Decision": "selection.decision",
     "Device": "device",
     "GraphCapture": "spec.kinds",
@@ -82,15 +89,19 @@ _HOME = {
     "StepPlan": "runtime.plan",
     "TensorRTLLMMetadata": "runtime.metadata",
     "VLLMMetadata": "runtime.metadata",
+    "beam_batch": "runtime.beams",
     "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
     "merge_states": "runtime.merge",
     "register": "registry.discovery",
+    "register_variant": "registry.variants",
     "resolve_device": "registry.devices",
     "select": "api",
     "select_layers": "api",
     "unregister": "registry.discovery",
+    "unregister_variant": "registry.variants",
+    "variants": "registry.variants",
 }
 
 __all__ = [
@@ -98,14 +109,17 @@ __all__ = [
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
+    "AttentionVariant",
     "BackendInfo",
     "Batch",
+    "BlockSparseMask",
     "CacheFormat",
     "CacheWindow",
     "Capabilities",
     "ContextAttention",
     "ContextGroup",
     "ContextParallel",
+    "CustomMask",
     "Decision",
     "Device",
     "GraphCapture",
@@ -127,14 +141,18 @@ __all__ = [
     "VLLMMetadata",
     "__version__",
     "attention",
+    "beam_batch",
     "choose_tokens",
     "discover",
     "merge_states",
     "register",
+    "register_variant",
     "resolve_device",
     "select",
     "select_layers",
     "unregister",
+    "unregister_variant",
+    "variants",
 ]
 
 

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.device import Device
+from polyattn.errors import SpecError, describe, plain
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.machine import availability, running
 from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings
+from polyattn.registry.variants import variant_of
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
 from polyattn.selection.rotating import rotating
@@ -160,6 +162,19 @@ def _facts(
     def unavailable(info: BackendInfo) -> str | None:
         return availability(info, settings.probe_timeout)
 
+    variant = variant_of(spec)
+
+    def refuses(info: BackendInfo, spec: LayerSpec) -> str | None:
+        if info.variant_check is None or variant is None:
+            return None
+        try:
+            found = load_object(info.variant_check)(variant)
+        except SpecError:
+            raise
+        except Exception as error:
+            return f"{info.variant_check} fails: {describe(error)}"
+        return None if found is None else plain(str(found))
+
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),
         unavailable=unavailable,
@@ -167,4 +182,5 @@ def _facts(
         failed=failed,
         problems=tuple(registry.problems),
         running=lambda info: running(info, settings.probe_timeout),
+        refuses=refuses,
     )

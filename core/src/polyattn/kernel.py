@@ -26,24 +26,30 @@ from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quant
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.nvfp4 import unpacked
 from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
+from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
     "ALLOCATORS",
+    "INPUT_DTYPES",
     "STORAGE_DTYPES",
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
+    "AttentionVariant",
     "Batch",
     "BatchError",
     "CacheFormat",
     "Device",
+    "Function",
     "GraphCapture",
     "KVCache",
     "LatentSpec",
@@ -52,6 +58,7 @@ __all__ = [
     "MergeBackend",
     "NewTokens",
     "Plan",
+    "Pointwise",
     "RecurrentBackend",
     "RecurrentSpec",
     "Role",
@@ -59,7 +66,10 @@ __all__ = [
     "SparseBackend",
     "StoreBackend",
     "StorePlan",
+    "Trace",
     "UniformRows",
+    "UntraceableError",
+    "VariantInput",
     "absorbed",
     "alibi_slopes",
     "arch_matches",
@@ -74,6 +84,7 @@ __all__ = [
     "raw",
     "rotation_at",
     "store_lse",
+    "trace",
     "unpacked",
     "window_sizes",
     "write_output",

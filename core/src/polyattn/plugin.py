@@ -15,12 +15,14 @@ from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Va
 from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.variant import AttentionVariant
 
 __all__ = [
     "ANY_PLATFORM",
     "ANY_SIZE",
     "API_VERSION",
     "AttentionKind",
+    "AttentionVariant",
     "BackendInfo",
     "BatchError",
     "Capabilities",

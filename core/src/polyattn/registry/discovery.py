@@ -14,6 +14,7 @@ import pluggy
 from polyattn._version import __version__
 from polyattn.errors import PluginError, describe, nearest, plain, shown
 from polyattn.registry.builtin import BUILTIN
+from polyattn.registry.builtin_variants import SHIPPED
 from polyattn.registry.extras import our_distributions
 from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
@@ -26,6 +27,7 @@ from polyattn.registry.validate import (
     plugin_name_problem,
 )
 from polyattn.settings import Settings, current
+from polyattn.spec.variant import AttentionVariant
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class PluginRecord:
     backends: tuple[BackendInfo, ...] = ()
     platforms: tuple[Platform, ...] = ()
     timings: tuple[str, ...] = ()
+    variants: tuple[AttentionVariant, ...] = ()
 
     @property
     def origin(self) -> str:
@@ -68,6 +71,7 @@ class Registry:
     owners: dict[str, PluginRecord]
     platforms: dict[str, Platform]
     platform_owners: dict[str, PluginRecord]
+    variants: dict[str, AttentionVariant]
     conflicts: dict[str, str]
     manager: pluggy.PluginManager = field(repr=False)
     late_policies: set[str] = field(default_factory=set, repr=False)
@@ -132,6 +136,12 @@ def refresh() -> None:
     importlib.invalidate_caches()
 
 
+def changed() -> None:
+    """Say that something which decides selections is another: what was selected is asked anew."""
+    global _generation
+    _generation += 1
+
+
 def generation() -> int:
     """Return a number that changes whenever the set of plugins may have."""
     return _generation
@@ -174,7 +184,10 @@ def _build(settings: Settings) -> Registry:
             records.append(replace(record, status="broken", problem=problem))
         else:
             records.append(_load(item, manager, settings.plugin_timeout))
-    core = PluginRecord("core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN)
+    core = PluginRecord(
+        "core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN,
+        variants=SHIPPED,
+    )  # fmt: skip
     return _assemble((core, *records), manager)
 
 
@@ -241,7 +254,9 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
         loaded.append(plugin)
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
-        declared = {"platforms": Platform, "backends": BackendInfo}
+        declared = {
+            "platforms": Platform, "backends": BackendInfo, "variants": AttentionVariant
+        }  # fmt: skip
         said: dict[str, Any] = {
             what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
             for what, kind in declared.items()
@@ -286,7 +301,7 @@ def _doubles(claims: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
 def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) -> Registry:
     conflicts: dict[str, str] = {}
     taken = []
-    for what in ("backend", "platform"):
+    for what in ("backend", "platform", "variant"):
         claims: dict[str, list[tuple[Any, PluginRecord]]] = {}
         for record in records:
             for entry in getattr(record, f"{what}s"):
@@ -295,13 +310,14 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
             if len(claimants) > 1:
                 conflicts[f"{what} {name}"] = _settle(what, name, claimants)
         taken.append({name: who[0] for name, who in claims.items() if who})
-    backends, platforms = taken
+    backends, platforms, variants = taken
     return Registry(
         records,
         {name: entry for name, (entry, _) in backends.items()},
         {name: record for name, (_, record) in backends.items()},
         {name: entry for name, (entry, _) in platforms.items()},
         {name: record for name, (_, record) in platforms.items()},
+        {name: entry for name, (entry, _) in variants.items()},
         conflicts,
         manager,
     )

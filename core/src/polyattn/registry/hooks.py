@@ -10,6 +10,7 @@ import pluggy
 from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.variant import AttentionVariant
 
 PROJECT = "polyattn"
 ENTRY_POINT_GROUP = "polyattn.plugins"
@@ -57,6 +58,10 @@ class HookSpecs:
     @hookspec
     def polyattn_backends(self) -> Sequence[BackendInfo]:  # type: ignore[empty-body]
         """Return the backends that the plugin brings. A name belongs to one plugin."""
+
+    @hookspec
+    def polyattn_variants(self) -> Sequence[AttentionVariant]:  # type: ignore[empty-body]
+        """Return the attention variants that the plugin brings, their functions as paths."""
 
     @hookspec
     def polyattn_timings(self) -> Sequence[str]:  # type: ignore[empty-body]

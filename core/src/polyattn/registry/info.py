@@ -78,6 +78,8 @@ class BackendInfo:
       the vendor's library: look it up with `find_spec` and `importlib.metadata`.
     - `runs`: `"package.module:function"`, or None. Called as the probe is, where that found nothing
       against the backend; returns in a word what of it runs here (an instruction set), or None.
+    - `variant_check`: `"package.module:function"`, or None. Of a backend that claims `"variant"`: takes a
+      layer's `AttentionVariant` and returns None, or why this backend can't serve it.
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
@@ -95,6 +97,7 @@ class BackendInfo:
     capabilities: Capabilities
     probe: str | None = None
     runs: str | None = None
+    variant_check: str | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
     priorities: tuple[Priority, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -52,6 +52,8 @@ def _fits(value: Any, hint: Any) -> bool:
     inner = get_args(hint)
     if origin in (Union, types.UnionType):
         return any(_fits(value, choice) for choice in inner)
+    if origin is Callable:
+        return callable(value)
     if origin is Mapping:
         return type(value) in (dict, types.MappingProxyType) and all(
             _fits(key, inner[0]) and _fits(item, inner[1]) for key, item in value.items()

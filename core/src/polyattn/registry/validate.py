@@ -20,6 +20,7 @@ from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, Priority, Variant
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.spec.kinds import PHASES
+from polyattn.spec.variant import AttentionVariant
 
 BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -160,13 +161,26 @@ def _variant_problems(variant: Variant) -> Iterator[str]:
     yield from _build_problems(variant)
 
 
+def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
+    for field in ("score_mod", "mask_mod"):
+        given = getattr(variant, field)
+        if given is not None and not isinstance(given, str):
+            yield (
+                f"AttentionVariant.{field}={shown(given)}: a plugin names its functions by path, "
+                "'package.module:function', so that listing imports no torch"
+            )
+        elif given is not None:
+            yield from _path_problems(f"AttentionVariant.{field}", given, "function")
+
+
 def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
     kind = type(info).__name__
     yield from _path_problems(f"{kind}.path", info.path, "Class")
     if info.probe is not None:
         yield from _path_problems(f"{kind}.probe", info.probe, "function")
-    if isinstance(info, BackendInfo) and info.runs is not None:
-        yield from _path_problems(f"{kind}.runs", info.runs, "function")
+    for field in ("runs", "variant_check") if isinstance(info, BackendInfo) else ():
+        if getattr(info, field) is not None:
+            yield from _path_problems(f"{kind}.{field}", getattr(info, field), "function")
     for text in info.requires:
         problem = requirement_syntax_problem(text)
         if problem:
@@ -193,6 +207,7 @@ _VALUES: dict[type, Callable[[Any], Iterator[str]]] = {
     BackendInfo: _backend_problems,
     Variant: _variant_problems,
     Priority: _priority_problems,
+    AttentionVariant: _attention_variant_problems,
 }
 """What is looked at beside the types."""
 _CHECK_THEMSELVES = (Capabilities, Sizes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from polyattn.device import Device
@@ -32,7 +32,8 @@ class LayerParams:
     `k_scale`, `v_scale`: a quantised cache holds `value / scale`; so do quantised queries and outputs
     with `q_scale` and `out_scale`. Numbers; where the spec's `scales` are tensors, float32
     (num_kv_heads,) on the device, of stride 0 with `"tensor"` and 1 with `"head"`.
-    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated.
+    `qkv_bias`: `NewTokens.bias`. `rotate`: whether queries and keys come unrotated. `inputs`: what the
+    layer brings of its variant's.
     """
 
     sinks: Tensor | None = None
@@ -43,6 +44,7 @@ class LayerParams:
     rotate: bool = False
     q_scale: Any = 1.0
     out_scale: Any = 1.0
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Backend:

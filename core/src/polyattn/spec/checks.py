@@ -16,6 +16,7 @@ from polyattn.spec.kinds import (
     AttentionKind,
     Role,
 )
+from polyattn.spec.variant import MASKS, NAME
 
 if TYPE_CHECKING:
     from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
@@ -77,6 +78,12 @@ def check_fields(spec: LayerSpec) -> None:
         value = getattr(spec, name)
         if not isinstance(value, str) or value not in valid:
             raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}")
+    if spec.variant is not None and not (
+        isinstance(spec.variant, str) and NAME.fullmatch(spec.variant)
+    ):
+        raise SpecError(f"variant={spec.variant!r} must be a registered variant's name, or None")
+    if spec.mask is not None and spec.mask not in MASKS:
+        raise SpecError(f"mask={spec.mask!r} is unknown{nearest(str(spec.mask), MASKS)}")
     number("scale", spec.scale, "a positive number, or 0 for the default")
     if spec.scale < 0:
         raise SpecError(f"scale={spec.scale!r} must be a positive number, or 0 for the default")
@@ -122,6 +129,7 @@ def check_relations(spec: LayerSpec) -> None:
     if not spec.cached:
         _check_uncached(spec)
     _check_family(spec)
+    _check_pointwise(spec)
     if spec.rope is not None:
         _check_rope(spec, spec.rope)
 
@@ -175,6 +183,21 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
             "rope.positions='cache' is for a decoder's attention over cached keys; use 'absolute' for "
             f"{what if spec.cached else 'a layer that keeps none'}"
         )
+
+
+def _check_pointwise(spec: LayerSpec) -> None:
+    """A variant's functions and a step's mask speak of places in one sequence, and of its keys."""
+    for name in ("variant", "mask"):
+        value = getattr(spec, name)
+        if value is None:
+            continue
+        if spec.kind.family != "attention":
+            raise SpecError(f"{name}={value!r} is for attention over keys, not {spec.kind.value}")
+        if spec.role is Role.CROSS:
+            raise SpecError(
+                f"{name}={value!r}: role='cross' has no positions, and a query's keys are another "
+                "sequence's; use a decoder's or an encoder's role"
+            )
 
 
 def _check_uncached(spec: LayerSpec) -> None:

@@ -82,6 +82,10 @@ class LayerSpec:
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
     - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
       attention's kernels are asked for it only where `rope.positions` is `"cache"`.
+    - `variant`: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
+      after all of the above. Who knows it is asked when backends are selected.
+    - `mask`: a mask that each step brings, beside the above: `"custom"` (packed booleans) or
+      `"block_sparse"` (rows of blocks); `Batch.mask` holds it.
     - `block_size` None lets the selector choose.
     - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or `"nvfp4"`: 4-bit ones whose
       every 16 share another (`runtime.nvfp4`). `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
@@ -125,6 +129,8 @@ class LayerSpec:
     latent: LatentSpec | None = None
     recurrent: RecurrentSpec | None = None
     rope: RopeSpec | None = None
+    variant: str | None = None
+    mask: str | None = None
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
@@ -288,6 +294,8 @@ class LayerSpec:
         words += sorted(features(self) - {"causal", "gqa"})
         if self.sliding_window:
             words[words.index("sliding_window")] = f"window {self.sliding_window}"
+        if self.variant:
+            words[words.index("variant")] = f"variant {self.variant}"
         return ", ".join(words)
 
 

@@ -10,11 +10,22 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import (
+    AttentionBackend,
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    Pointwise,
+)
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from polyattn_cpu.flex_blocks import BLOCK, block_mask, intervals
+from polyattn_cpu.flex_pointwise import Places, changes, masked_blocks
 
 RECOMPILES = 256
 """Distinct layers and shapes in one process; torch's own limit of 8 is meant for one function."""
@@ -33,12 +44,15 @@ def compiled_flex() -> Callable[..., Any]:
 class FlexPlan(Plan):
     """Where every row and key of the padded batch belongs, and which blocks of them meet.
 
-    `own` int64 (rows,): where each query's own key lies among the packed keys.
+    `own` int64 (rows,): where each query's own key lies among the packed keys. `places`: those of rows
+    and keys in their sequences, for a layer's functions; `masked`: whether the blocks have their masks.
     """
 
-    __slots__ = ("at_k", "block_mask", "num_keys", "own", "seq_k", "seq_q", "slots")
+    __slots__ = (
+        "at_k", "block_mask", "masked", "num_keys", "own", "places", "seq_k", "seq_q", "slots",
+    )  # fmt: skip
 
-    def __init__(self, spec: LayerSpec, batch: Batch):
+    def __init__(self, spec: LayerSpec, batch: Batch, pointwise: Pointwise | None):
         super().__init__(batch)
         query_lens, lens = (
             torch.tensor(each, dtype=torch.int64) for each in (batch.query_lens, batch.lens)
@@ -56,6 +70,19 @@ class FlexPlan(Plan):
         self.block_mask = block_mask(seen, _padded(self.num_keys), batch.device)
         self.own, self.seq_q = (start + position).to(batch.device), seq_q.to(batch.device)
         self.slots: Tensor | None = None
+        self.places: Places | None = None
+        self.masked = False
+        if pointwise is not None:
+            self.places = Places(
+                batch, seq_q, position, self.seq_k, self.at_k, _padded(self.num_keys)
+            )
+            # A mask whose inputs the step brings decides which blocks there are; else it is the score's.
+            self.masked = pointwise.mask_inputs <= batch.inputs.keys()
+        if pointwise is not None and self.places is not None and self.masked:
+            heads = spec.num_heads if spec.variant else 1
+            self.block_mask = masked_blocks(
+                self.block_mask, pointwise, self.places, batch.inputs, heads
+            )
 
     def given_rows(self) -> Tensor:
         """Return where each key lies in tensors that are given whole, with gaps between sequences."""
@@ -68,12 +95,20 @@ class FlexAttention(AttentionBackend):
 
     name: ClassVar[str] = "FLEX_ATTENTION"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.pointwise = Pointwise.of(spec)
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlexPlan:
-        return FlexPlan(self.spec_of(batch), batch)
+        return FlexPlan(self.spec_of(batch), batch, self.pointwise)
 
     def _score(self, plan: FlexPlan, params: LayerParams) -> Callable[..., Tensor] | None:
         cap, slopes = self.spec.logit_soft_cap, params.alibi_slopes
-        if cap is None and slopes is None:
+        changed = None
+        if self.pointwise is not None and plan.places is not None:
+            inputs = {**plan.batch.inputs, **params.inputs}
+            changed = changes(self.pointwise, plan.places, inputs, plan.masked)
+        if cap is None and slopes is None and changed is None:
             return None
         own = plan.own
 
@@ -82,7 +117,7 @@ class FlexAttention(AttentionBackend):
                 score = cap * torch.tanh(score / cap)
             if slopes is not None:
                 score = score + slopes[h] * (k - own[q])
-            return score
+            return score if changed is None else changed(score, h, q, k)
 
         return change
 

@@ -31,9 +31,12 @@ TORCH_SDPA = BackendInfo(
         dtypes=ALL_DTYPES,
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         features=MASKS
         | {
+            "variant",
+            "custom_mask",
+            "block_sparse",
             "window_right",
             "cache_positions",
             "v_head_size",
@@ -71,7 +74,7 @@ NATIVE_ATTN = BackendInfo(
         cached=frozenset({True, False}),
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"prefill", "decode", "mixed"}),
         features=MASKS
         | {
@@ -117,7 +120,7 @@ NATIVE_STORE = BackendInfo(
         kinds=frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"store"}),
         rotates=frozenset({"neox", "gptj"}),
     ),
@@ -129,6 +132,7 @@ FLEX_ATTENTION = BackendInfo(
     name="FLEX_ATTENTION",
     summary="torch's flex_attention through torch.compile, the whole batch in one call",
     path="polyattn_cpu.flex:FlexAttention",
+    variant_check="polyattn_cpu.flex_pointwise:variant_problem",
     probe="polyattn_cpu.probes:compiler",
     capabilities=Capabilities(
         platforms={"cpu": (), "cuda": ("sm_80+",), "rocm": ()},
@@ -138,7 +142,7 @@ FLEX_ATTENTION = BackendInfo(
         head_sizes=one_of(16, 32, 64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),
         phases=frozenset({"prefill", "decode", "mixed"}),
-        features=MASKS | {"logit_soft_cap", "alibi"},
+        features=MASKS | {"variant", "custom_mask", "block_sparse", "logit_soft_cap", "alibi"},
     ),
     priorities=(
         Priority(score=20, platform="cpu", why="gathers the cache into one padded tensor"),

@@ -15,10 +15,13 @@ from polyattn.kernel import (
     AttentionBackend,
     AttentionState,
     Batch,
+    CacheFormat,
+    Device,
     KVCache,
     LayerParams,
     LayerSpec,
     Plan,
+    Pointwise,
     merge_states,
     window_sizes,
     write_output,
@@ -28,6 +31,7 @@ from torch import Tensor
 from polyattn_cpu.alike import Alike
 from polyattn_cpu.cache_rope import turned_in_cache
 from polyattn_cpu.gather import PagedReader, Span, seen
+from polyattn_cpu.pointwise import Places, changed, summed
 
 QUERY_BLOCK = 256
 """Queries that share one mask or one score matrix, which bounds both."""
@@ -51,6 +55,10 @@ class TorchSDPA(AttentionBackend):
     """Serves every feature; what the fused kernel lacks (soft cap, wide V) is plain matmuls."""
 
     name: ClassVar[str] = "TORCH_SDPA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.pointwise = Pointwise.of(spec)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> SdpaPlan:
         plain = self._fused and self.spec.qkv_dtype == self.spec.out_dtype == "auto"
@@ -97,7 +105,10 @@ class TorchSDPA(AttentionBackend):
                 source = _Given(*pair)
             else:
                 source = _Paged(plan.reader, cache, index, query.dtype)
-            call = _Call(spec, source, length, params, *scales)
+            places = None
+            if self.pointwise is not None:
+                places = Places(spec, batch, index, params, query.device)
+            call = _Call(spec, source, length, params, *scales, places)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
     def _wide(self, scale: float | Tensor) -> float | Tensor:
@@ -145,6 +156,7 @@ class TorchSDPA(AttentionBackend):
             self.device.platform == "cpu"
             and spec.v_head_size == spec.head_size
             and spec.logit_soft_cap is None
+            and self.pointwise is None
             and spec.scales == "number"  # torch's kernel takes its scale from the host
             and not self._turns
         )
@@ -197,9 +209,11 @@ class TorchSDPA(AttentionBackend):
         if not span.size:
             none = query.new_full((rows, heads), -torch.inf, dtype=torch.float32)
             return AttentionState(query.new_zeros(rows, heads, values.shape[2]), none)
-        bias, blind = self._bias(query, span, first, call)
         if self._turns:
             query, keys = turned_in_cache(self.spec, query, keys, span, first, call.length)
+        if self.pointwise is not None:
+            return self._by_functions(self.pointwise, query, keys, values, span, first, call)
+        bias, blind = self._bias(query, span, first, call)
         state = self._attend(query, keys, values, call, bias)
         if blind is None:
             return state
@@ -249,15 +263,43 @@ class TorchSDPA(AttentionBackend):
             if not spec.causal:
                 blind = ~mask.any(1)
         if spec.alibi:
-            assert call.params.alibi_slopes is not None
-            slopes = call.params.alibi_slopes.to(dtype)[:, None, None]
-            bias = bias + slopes * (key - position).to(dtype)
+            bias = bias + _alibi(call.params, position, key, dtype)
         return bias, blind
 
     def _matmuls(
         self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
     ) -> AttentionState:
         """The same by hand, in at least float32, for what the fused kernel lacks."""
+        scores = self._scores(query, keys, call)
+        if bias is not None:
+            scores += bias
+        return _weighted(scores, values)
+
+    def _by_functions(
+        self,
+        pointwise: Pointwise,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        span: Span,
+        first: int,
+        call: _Call,
+    ) -> AttentionState:
+        """By hand too, with what a variant's functions and a step's mask do to the scores."""
+        assert call.places is not None
+        scores = self._scores(query, keys, call)
+        position = torch.arange(first, first + len(query), device=query.device)[:, None]
+        key = span.positions().to(query.device)
+        if self.spec.alibi:
+            scores += _alibi(call.params, position, key, scores.dtype)
+        mask = _visible(call.spec, position, key)
+        scores, mask = changed(pointwise, call.places, scores, mask, span, first)
+        if not pointwise.softmax:
+            return summed(scores.masked_fill(~mask, 0.0), values)
+        return _weighted(scores.masked_fill(~mask, -torch.inf), values)
+
+    def _scores(self, query: Tensor, keys: Tensor, call: _Call) -> Tensor:
+        """Return the scaled, capped scores, (heads, queries, keys)."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         heads, groups, count = keys.shape[0], self.spec.gqa_ratio, query.shape[0]
         folded = query.to(dtype).view(count, heads, groups, -1).permute(1, 2, 0, 3)
@@ -267,15 +309,7 @@ class TorchSDPA(AttentionBackend):
         cap = self.spec.logit_soft_cap
         if cap is not None:
             scores = scores.div_(cap).tanh_().mul_(cap)
-        scores = scores.view(heads * groups, count, -1)
-        if bias is not None:
-            scores += bias
-        lse = torch.logsumexp(scores, dim=-1)
-        weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None]).view(
-            heads, groups * count, -1
-        )
-        output = torch.bmm(weights, values.to(dtype)).view(heads * groups, count, -1)
-        return AttentionState(output.transpose(0, 1), lse.T)
+        return scores.view(heads * groups, count, -1)
 
     def _store(self, state: AttentionState, call: _Call, out: Tensor, lse: Tensor | None) -> None:
         output, params = state.output, call.params
@@ -326,7 +360,7 @@ _Source = _Given | _Paged
 class _Call:
     """What one sequence's attention takes beside its queries."""
 
-    __slots__ = ("k_scale", "length", "params", "source", "spec", "v_scale")
+    __slots__ = ("k_scale", "length", "params", "places", "source", "spec", "v_scale")
 
     def __init__(
         self,
@@ -336,9 +370,22 @@ class _Call:
         params: LayerParams,
         k_scale: float | Tensor,
         v_scale: float | Tensor,
+        places: Places | None,
     ):
         self.spec, self.source, self.length, self.params = spec, source, length, params
-        self.k_scale, self.v_scale = k_scale, v_scale
+        self.k_scale, self.v_scale, self.places = k_scale, v_scale, places
+
+
+def _alibi(params: LayerParams, position: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:
+    assert params.alibi_slopes is not None
+    return params.alibi_slopes.to(dtype)[:, None, None] * (key - position).to(dtype)
+
+
+def _weighted(scores: Tensor, values: Tensor) -> AttentionState:
+    """Return the softmax's state of masked scores (heads, queries, keys); values by KV head."""
+    lse = torch.logsumexp(scores, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
+    return AttentionState(summed(weights, values).output, lse.T)
 
 
 def _beside(scale: float | Tensor, shape: tuple[int, ...], times: int = 1) -> float | Tensor:

@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
+from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
@@ -59,12 +60,21 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     eight = CACHE["fp8_e4m3"]
     given = query if spec.qkv_dtype == "auto" else eight
     pointers = {"Q": given, "OUT": query if spec.out_dtype == "auto" else eight}
+    generated = Generated.of(spec)
+    functions = NOTHING if generated is None else generated.constants
     if way in ("prefill", "pieces"):
         paged = phase.startswith("paged")
         config = tile_config(spec, arch, "paged" if paged else "prefill")
         pointers |= dict.fromkeys(("K", "V"), cached if paged else given)
         constants = prefill_constants(
-            spec, config, block_size if paged else 1, paged, way == "pieces", spec.needs_lse, arch
+            spec,
+            config,
+            block_size if paged else 1,
+            paged,
+            way == "pieces",
+            spec.needs_lse,
+            arch,
+            functions,
         )
         kernel: Any = prefill_kernel
     else:
@@ -72,7 +82,9 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         config = tile_config(spec, arch, "decode" if way == "decode" else "few", rows)
         pointers |= dict.fromkeys(("K", "V"), cached)
         alike = spec.head_size == spec.v_head_size
-        constants = decode_constants(spec, config, block_size, way, spec.needs_lse, arch, alike)
+        constants = decode_constants(
+            spec, config, block_size, way, spec.needs_lse, arch, alike, functions
+        )
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
@@ -87,10 +99,12 @@ def _compile_small(
     block_size: int,
 ) -> Any:
     if phase == "merge":
+        generated = Generated.of(spec)
+        summed = generated is not None and not generated.softmax
         height = tile_config(spec, arch, "prefill").block_m
         constants: tuple[Any, ...] = merge_constants(
             spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
-            spec.needs_lse, launches_early(arch), SCALES[spec.scales],
+            spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
         )  # fmt: skip
         out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
         return compile_kernel(merge_kernel, {"OUT": out}, constants, arch, {"num_warps": 4})
@@ -121,6 +135,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 
 FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens"}
+LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
 
@@ -141,7 +156,8 @@ def compile_kernel(
         elif name in FLOATS:
             signature[name] = "fp32"
         elif name.isupper():
-            element = pointers.get(name, "i32" if name in INTS else "fp32")
+            usual = "i64" if name in LONGS else "i32" if name in INTS else "fp32"
+            element = pointers.get(name, usual)
             signature[name] = f"*{element}"
         else:
             signature[name] = "i32"

@@ -12,6 +12,7 @@ from polyattn_triton.configs import Config
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_rows
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
+from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
 
@@ -23,6 +24,11 @@ class TritonAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
+        self.generated = Generated.of(spec)
+        self._functions = NOTHING if self.generated is None else self.generated.constants
+        self._captured: dict[str, Tensor] = {}
+        if self.generated is not None:
+            self._captured = self.generated.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.by_tensors = spec.scales != "number"
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
@@ -82,7 +88,7 @@ class TritonAttention(PlannedAttention):
             block_size = 1 if cache is None else cache.block_size
             constants = prefill_constants(
                 self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
-                lse is not None, self.device.arch,
+                lse is not None, self.device.arch, self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
@@ -93,7 +99,7 @@ class TritonAttention(PlannedAttention):
                 query, key, value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
-                *self._scales(query, params),
+                self._inputs(plan, params), *self._scales(query, params),
             ),
             self._factors(query, key, params),
             (0 if lse is None else lse.stride(0), plan.table[0]),
@@ -118,7 +124,7 @@ class TritonAttention(PlannedAttention):
             key, value = cache.key, cache.value
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(),
+                self.device.arch, key.stride() == value.stride(), self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 decode_kernel, query, key, value, out, constants, plan.config, False
@@ -129,12 +135,25 @@ class TritonAttention(PlannedAttention):
                 query, cache.key, cache.value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
-                *self._scales(query, params),
+                self._inputs(plan, params), *self._scales(query, params),
             ),
             self._factors(query, cache.key, params),
             (0 if lse is None else lse.stride(0), *plan.table, plan.splits),
             plan.kept,
         )  # fmt: skip
+
+    def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
+        """Return where the functions' inputs lie, made once for a layer's tensors and a plan."""
+        generated = self.generated
+        if generated is None or not generated.reads:
+            return self._none
+        key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
+        found = plan.inputs.get(key)
+        if found is None:
+            given = {**plan.batch.inputs, **params.inputs, **self._captured}
+            found = table(generated.trace, plan.batch.seq_index, given)
+            plan.inputs[key] = found
+        return found
 
     def _factors(
         self, query: Tensor, kept: Tensor, params: LayerParams
@@ -177,7 +196,7 @@ class TritonAttention(PlannedAttention):
             constants = merge_constants(
                 spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
                 plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
-                SCALES[spec.scales],
+                SCALES[spec.scales], self._functions[-1] == 2,
             )  # fmt: skip
             early = {"launch_pdl": True} if self.early else {}
             site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)

@@ -41,8 +41,11 @@ def _part_at(k, LISTED: tl.constexpr):
 def merged(
     PARTS, PART_LSE, first, apart, count, row_ok, LISTED: tl.constexpr,
     ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of `ROWS` rows, in their order: output, maximum, sum.
+
+    `SUMMED`: parts have no softmax, so that nothing is to be divided by.
 
     `first`: where the rows lie in the first part's program or split; others are `apart` from it.
     """
@@ -77,6 +80,8 @@ def merged(
             one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
             acc += x * tl.exp2(one - base)[:, None]
         m = m_new
+    if SUMMED:
+        l = tl.full([ROWS], 1.0, tl.float32)
     return acc, m, l
 
 
@@ -95,12 +100,14 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
 
 @triton.jit
 def _attend(
-    Q, K, V, SLOPES, BT, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+    Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
     seq, kv_head, token0, query_len, seq_len, start, begin, end, step,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, FEW: tl.constexpr,
+    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l."""
@@ -131,9 +138,10 @@ def _attend(
     )
     # An 8-bit float becomes float16 in one instruction and bfloat16 in several. Powers of two keep
     # queries and weights inside of float16's range: the weights' is not undone, since it is in their
-    # sum too.
-    BY_HALF: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
-    RAISED: tl.constexpr = 15 if BY_HALF or Q.dtype.element_ty.is_fp8() else 0
+    # sum too (without a softmax there is none).
+    SMALL: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    BY_HALF: tl.constexpr = SMALL and WAY < 2
+    RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
     if Q.dtype.element_ty.is_fp8():
         q = q.to(tl.float16)  # exact
     row_scale = scale
@@ -144,6 +152,9 @@ def _attend(
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
+    changed = 0
+    if WAY > 0:
+        changed = ROWS_OF(INPUTS, seq, head, row_pos)
 
     # Which keys: [low, high), in tiles [first, last).
     low, high = keys_seen(first_pos, last_pos, seq_len, CAUSAL and FEW, WINDOW, CHUNK)
@@ -188,25 +199,32 @@ def _attend(
         v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
-            s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap,
-            True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+            s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,
+            True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
         )  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1))
-        base = m_new
-        # The first tiles may lie outside of the chunk, or behind a row: it sees nothing there.
-        if SINK_TOKENS > 0 or FEW:
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - base)
-        p = tl.exp2(s - (base - RAISED)[:, None])
-        sums = sums * alpha[:, None] + p
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
-        m = m_new
-    return acc, m - RAISED, tl.sum(sums, 1)
+        if WAY == 2:  # the weights themselves
+            acc = tl.dot(s.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        else:
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = m_new
+            # The first tiles may lie outside of the chunk, or behind a row: it sees nothing there.
+            if SINK_TOKENS > 0 or FEW or WAY > 0:
+                base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m - base)
+            p = tl.exp2(s - (base - RAISED)[:, None])
+            sums = sums * alpha[:, None] + p
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+            m = m_new
+    total = tl.sum(sums, 1)
+    if WAY == 2:  # nothing is to be divided by
+        m = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    return acc, m - RAISED, total
 
 
 @triton.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
 def decode_kernel(
-    Q, K, V, OUT, LSE, SINKS, SLOPES, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
+    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
     PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
@@ -215,6 +233,7 @@ def decode_kernel(
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
@@ -244,11 +263,11 @@ def decode_kernel(
                 token0 = tl.load(STARTS + seq)
                 query_len = tl.load(STARTS + seq + 1) - token0
             acc, m, l = _attend(
-                Q, K, V, SLOPES, BT, scale, soft_cap,
+                Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
-                SINK_TOKENS, SOFT_CAP, ALIBI, FEW, ALIKE,
+                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -265,7 +284,7 @@ def decode_kernel(
                         total, top, weight = merged(
                             PARTS, PART_LSE, (2 * first * kv_heads + kv_head) * ROWS + group,
                             kv_heads * ROWS, last - first + 1, ok, True,
-                            ROWS, DV, BLOCK_DV, AT_ONCE,
+                            ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
                         )  # fmt: skip
                         finish(
                             total, top, weight, OUT, LSE, SINKS, v_scale,
@@ -293,11 +312,11 @@ def decode_kernel(
         if SPLIT:
             step = splits
         acc, m, l = _attend(
-            Q, K, V, SLOPES, BT, scale, soft_cap,
+            Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
             seq, kv_head, seq, 1, seq_len, 0, split, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
-            SINK_TOKENS, SOFT_CAP, ALIBI, False, ALIKE,
+            SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows
@@ -312,7 +331,7 @@ def decode_kernel(
                 tl.store(counter, 0)
                 total, top, weight = merged(
                     PARTS, PART_LSE, first_row + group, kv_heads * ROWS, splits, group < G, False,
-                    ROWS, DV, BLOCK_DV, AT_ONCE,
+                    ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
                 )  # fmt: skip
                 finish(
                     total, top, weight, OUT, LSE, SINKS, v_scale, token, kv_head * G + group,
@@ -331,6 +350,7 @@ def merge_kernel(
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of the tile, of HEIGHT rows, that one program came into.
 
@@ -357,7 +377,7 @@ def merge_kernel(
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
         acc, m, l = merged(
             PARTS, PART_LSE, (2 * first * kv_heads + kv_head) * HEIGHT + rows, kv_heads * HEIGHT,
-            last - first + 1, ok, True, ROWS, DV, BLOCK_DV, AT_ONCE,
+            last - first + 1, ok, True, ROWS, DV, BLOCK_DV, AT_ONCE, SUMMED,
         )  # fmt: skip
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),

@@ -54,13 +54,16 @@ def merge_rows(height: int, width: int) -> int:
 
 def merge_constants(
     group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool, lse: bool,
-    early: bool, scales: int = 0,
+    early: bool, scales: int = 0, summed: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return `merge_kernel`'s constants, in its order. `width`: of a head's output."""
+    """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
+
+    `summed`: parts have no softmax.
+    """
     rows = merge_rows(height, width)
     return (
         group, width, power(width), height, rows, parts_at_once(rows, width), tiled, by_token,
-        sinks, lse, early, scales,
+        sinks, lse, early, scales, summed,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class AttentionPlan(Plan):
     """
 
     __slots__ = (
-        "config", "fresh", "grid", "kept", "merge", "rows", "splits", "table", "variant", "way",
+        "config", "fresh", "grid", "inputs", "kept", "merge", "rows", "splits", "table", "variant", "way",
         "work",
     )  # fmt: skip
 
@@ -78,6 +78,8 @@ class AttentionPlan(Plan):
         self.config: Config
         self.kept: Kept
         self.variant: tuple[Any, ...]
+        # By a layer's own inputs, where all that a variant's functions read lies.
+        self.inputs: dict[Any, Tensor] = {}
 
 
 class PlannedAttention(AttentionBackend):

@@ -27,11 +27,11 @@ from polyattn_triton.tiles import (
 @triton.jit
 def _tiles(
     acc, m, l, q, K, V, BT, kv_start, first, last, skip_from, skip_by, row_pos, seq_len, slope,
-    scale, soft_cap, k_b, k_t, v_b, v_t,
+    scale, soft_cap, changed, k_b, k_t, v_b, v_t,
     MASK: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
     """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -64,32 +64,37 @@ def _tiles(
             v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
-            s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
-            MASK, CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+            s, row_pos, key_pos, seq_len, slope, scale, soft_cap, changed,
+            MASK, CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
         )  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1))
-        if MASK:  # a row that has seen nothing yet must not become NaN
-            base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        if WAY == 2:  # the weights themselves
+            p = s
         else:
-            base = m_new
-        alpha = tl.exp2(m - base)
-        p = tl.exp2(s - base[:, None])
-        l = l * alpha + tl.sum(p, 1)
-        acc = acc * alpha[:, None]
+            m_new = tl.maximum(m, tl.max(s, 1))
+            # A row that has seen nothing yet must not become NaN.
+            if MASK or WAY > 0:
+                base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            else:
+                base = m_new
+            alpha = tl.exp2(m - base)
+            p = tl.exp2(s - base[:, None])
+            l = l * alpha + tl.sum(p, 1)
+            acc = acc * alpha[:, None]
+            m = m_new
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
-        m = m_new
     return acc, m, l
 
 
 @triton.jit
 def _attend(
-    Q, K, V, BT, SLOPES, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
+    Q, K, V, BT, SLOPES, INPUTS, scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
     seq, kv_head, token0, query_len, kv_start, seq_len, start, begin, end,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
-    SPLIT: tl.constexpr,
+    ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`."""
     rows = tl.arange(0, BLOCK_M)
@@ -145,6 +150,10 @@ def _attend(
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
 
+    changed = 0
+    if WAY > 0:
+        changed = ROWS_OF(INPUTS, seq, head, row_pos)
+
     K += kv_head * k_h
     V += kv_head * v_h
     BT += seq.to(tl.int64) * bt_s
@@ -154,28 +163,32 @@ def _attend(
     if WINDOW > 0 or CHUNK > 0:
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
-            seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
+            seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
         )  # fmt: skip
     if SINK_TOKENS == 0:
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, kv_start, full_low, full_high, skip_from, skip_by, row_pos,
-            seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
+            seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
         )  # fmt: skip
-    return _tiles(
+    acc, m, l = _tiles(
         acc, m, l, q, K, V, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
-        seq_len, slope, scale, soft_cap, k_b, k_t, v_b, v_t,
+        seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
         True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI,
+        CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
     )  # fmt: skip
+    if WAY == 2:  # nothing is to be divided by
+        m = tl.zeros([BLOCK_M], tl.float32)
+        l = tl.full([BLOCK_M], 1.0, tl.float32)
+    return acc, m, l
 
 
 @triton.jit(do_not_specialize=["lse_t", "bt_s"])
 def prefill_kernel(
-    Q, K, V, OUT, LSE, SINKS, SLOPES, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
+    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
     PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK,
     scale, v_scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s,
@@ -184,6 +197,7 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
@@ -209,11 +223,12 @@ def prefill_kernel(
             if not PAGED:
                 kv_start = tl.load(KEY_STARTS + seq)
             acc, m, l = _attend(
-                Q, K, V, BT, SLOPES, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
+                Q, K, V, BT, SLOPES, INPUTS, scale, soft_cap,
+                q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
                 seq, kv_head, token0, query_len, kv_start, seq_len,
                 start, begin, end,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
-                CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, True,
+                CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -239,11 +254,12 @@ def prefill_kernel(
         if not PAGED:
             kv_start = tl.load(KEY_STARTS + seq)
         acc, m, l = _attend(
-            Q, K, V, BT, SLOPES, scale, soft_cap, q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
+            Q, K, V, BT, SLOPES, INPUTS, scale, soft_cap,
+            q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
             seq, kv_head, token0, query_len, kv_start, seq_len,
             start, 0, 0,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
-            CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, False,
+            CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
         )  # fmt: skip
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),

@@ -15,18 +15,29 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def logits(
-    s, row_pos, key_pos, seq_len, slope, scale, soft_cap,
+    s, row_pos, key_pos, seq_len, slope, scale, soft_cap, changed,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    CHANGE: tl.constexpr, WAY: tl.constexpr,
 ):  # fmt: skip
-    """Scale, cap, bias and mask a tile of scores; base 2."""
+    """Scale, cap, bias and mask a tile of scores; base 2.
+
+    `WAY` 1: a variant's or a mask's function `CHANGE` is applied before the mask, `changed` being its
+    values of the rows; 2: what it returns are the weights themselves, 0 where hidden.
+    """
+    HIDDEN: tl.constexpr = 0.0 if WAY == 2 else float("-inf")
+    UNIT: tl.constexpr = LOG2E if WAY == 0 else 1.0  # functions take base e
     if SOFT_CAP:
         x = s * (scale / soft_cap)
-        s = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))) * LOG2E
+        s = soft_cap * (1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))) * UNIT
     else:
-        s = s * (scale * LOG2E)
+        s = s * (scale * UNIT)
     if ALIBI:
-        s += (slope * LOG2E)[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
+        s += (slope * UNIT)[:, None] * (key_pos[None, :] - row_pos[:, None]).to(tl.float32)
+    if WAY > 0:
+        s = CHANGE(s, changed, key_pos)
+        if WAY == 1:
+            s = s * LOG2E
     if MASK:
         seen = (key_pos < seq_len)[None, :]
         if CAUSAL:
@@ -40,7 +51,7 @@ def logits(
             seen = seen & near
         if CHUNK > 0:
             seen = seen & ((key_pos // CHUNK)[None, :] == (row_pos // CHUNK)[:, None])
-        s = tl.where(seen, s, float("-inf"))
+        s = tl.where(seen, s, HIDDEN)
     return s
 
 

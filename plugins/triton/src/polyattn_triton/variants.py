@@ -10,6 +10,7 @@ from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 
 from polyattn_triton.configs import Config, pick
 from polyattn_triton.launch import launches_early, parts_at_once, power
+from polyattn_triton.pointwise import NOTHING
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
@@ -61,29 +62,31 @@ def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[
     )  # fmt: skip
 
 
-def _mask_constants(spec: LayerSpec, lse: bool) -> tuple[Any, ...]:
+def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> tuple[Any, ...]:
     return (
         spec.causal, spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens,
-        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks, lse,
+        spec.logit_soft_cap is not None, spec.alibi, spec.learned_sinks, lse, *functions,
     )  # fmt: skip
 
 
 def prefill_constants(
-    spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str
-) -> tuple[Any, ...]:
-    """Return `prefill_kernel`'s constants, in its order."""
+    spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
+    functions: tuple[Any, ...] = NOTHING,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`."""
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
-    scales = SCALES[spec.scales]
-    return (spec.gqa_ratio, *shape, paged, *_mask_constants(spec, lse), split, early, scales)
+    masks = _mask_constants(spec, lse, functions)
+    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales])
 
 
 def decode_constants(
-    spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool
-) -> tuple[Any, ...]:
+    spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
+    functions: tuple[Any, ...] = NOTHING,
+) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
-    `alike`: V has K's strides.
+    `alike`: V has K's strides. `functions`: `Generated.constants`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = part_rows(spec, config, way == "few")
@@ -91,7 +94,8 @@ def decode_constants(
     at_once = parts_at_once(rows, spec.v_head_size) if split and itself else 0
     early = split and not itself and launches_early(arch)
     return (
-        spec.gqa_ratio, *_shape_constants(spec, config, block_size), *_mask_constants(spec, lse),
+        spec.gqa_ratio, *_shape_constants(spec, config, block_size),
+        *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, listed, way == "few", SCALES[spec.scales],
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from polyattn.runtime.inputs import (
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.scales import LayerScales, Scale, input_dtype
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
@@ -50,6 +52,8 @@ class Attention(nn.Module):
       batch's positions; False, its caller did. It has to be said.
     - `qkv_bias` (num_heads * size + num_kv_heads * size + num_kv_heads * v_head_size,): added to query,
       key and value before they are rotated; by reference, likewise.
+    - `inputs`: of what the spec's variant reads by name, what doesn't come with each batch; tensors by
+      reference, likewise, numbers as they are.
     - `checks`: check block tables and slots on the device each step (default: setting `checks`).
 
     Raises `SpecError`, and what `LayerGroup` raises.
@@ -67,6 +71,7 @@ class Attention(nn.Module):
         out_scale: Scale = 1.0,
         rotate: bool | None = None,
         qkv_bias: Tensor | None = None,
+        inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
     ):
         super().__init__()
@@ -82,6 +87,7 @@ class Attention(nn.Module):
         self.sinks = Weight.per_head("sinks", sinks, spec, spec.learned_sinks, device)
         self.alibi_slopes = Weight.per_head("alibi_slopes", alibi_slopes, spec, spec.alibi, device)
         self.qkv_bias = fused_bias(qkv_bias, spec, device)
+        self.inputs, self._from_step = layer_inputs(spec, inputs, device)
         self.scales = LayerScales(
             spec, device,
             {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out_scale": out_scale},
@@ -104,6 +110,8 @@ class Attention(nn.Module):
             params.alibi_slopes = self.alibi_slopes.current()
         if self.qkv_bias is not None:
             params.qkv_bias = self.qkv_bias.current()
+        for name, weight in self.inputs.items():
+            params.inputs[name] = weight.current()
         for name, scale in self.scales.tensors.items():
             setattr(params, name, scale.current())
         return params
@@ -177,6 +185,8 @@ class Attention(nn.Module):
         if cache is not self._known_cache:
             self._check_cache(query, cache)
             self._known_cache = cache
+        if self._from_step:
+            check_step_inputs(self.spec, self._from_step, step.batch)
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
         return step.call(query, key, value, cache, self.params, out, lse)

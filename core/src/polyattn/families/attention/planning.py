@@ -22,6 +22,7 @@ from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
+from polyattn.runtime.pointwise import check_step_mask
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import dequantized, input_dtype, output_dtype
 from polyattn.runtime.store import RunRotated, claimed_rotation
@@ -244,6 +245,8 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
+        if self.spec.mask is not None:
+            check_step_mask(self.spec, batch)
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )

@@ -59,6 +59,7 @@ def why_not(spec: LayerSpec) -> str | None:
         ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
         ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
         ("positions within the cache", unrotated(spec).rope),
+        (f"the functions of {spec.variant}", spec.variant), ("a step's mask", spec.mask),
         ("quantised queries or outputs", spec.qkv_dtype != "auto" or spec.out_dtype != "auto"),
     ):  # fmt: skip
         if asked:

@@ -6,6 +6,8 @@ and sharing no code with any backend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.pointwise import Pointwise
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
@@ -48,13 +51,16 @@ def attend(
     value: Tensor,
     params: LayerParams | None = None,
     dtype: torch.dtype = torch.float64,
+    inputs: Mapping[str, Tensor] | None = None,
+    seq: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend for one sequence, keys and values given in full.
 
     `query` (queries, num_heads, head_size); `key`, `value` (keys, num_kv_heads, size). Returns
     the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads) in `dtype`. A
     learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf, beside a
-    sink, too.
+    sink, too. `inputs`: what a variant's or a mask's functions read beside the layer's own, `seq` the
+    sequence's number for them; without a softmax the LSE is NaN.
     """
     params = params or LayerParams()
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
@@ -74,15 +80,43 @@ def attend(
         distance = (torch.arange(num_keys) - position).to(dtype)
         scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
     mask = visible(spec, num_queries, num_keys)
+    pointwise = Pointwise.of(spec)
+    if pointwise is not None:
+        given = _widened({**(inputs or {}), **params.inputs}, dtype)
+        places = _places(spec.num_heads, num_queries, num_keys, seq)
+        scores = pointwise.score(scores, places, given)
+        seen = pointwise.visible(places, given)
+        mask = mask if seen is None else (mask & seen).expand_as(scores)
+        if not pointwise.softmax:
+            weights = scores.masked_fill(~mask, 0.0)
+            none = scores.new_full((num_queries, spec.num_heads), torch.nan)
+            return torch.einsum("hqk,khd->qhd", weights, value), none
     scores = scores.masked_fill(~mask, -torch.inf)
     if spec.learned_sinks:
         assert params.sinks is not None, "a layer with learned_sinks needs params.sinks"
         sinks = params.sinks.detach().to("cpu", dtype)[:, None, None]
         scores = torch.cat([scores, sinks.expand(-1, num_queries, 1)], dim=2)
         value = torch.cat([value, value.new_zeros(1, *value.shape[1:])])
-    lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(1), -torch.inf)
+    lse = torch.logsumexp(scores, dim=2).masked_fill(~mask.any(-1), -torch.inf)
     weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
     return torch.einsum("hqk,khd->qhd", weights, value), lse.T
+
+
+def _places(heads: int, queries: int, keys: int, seq: int) -> tuple[Tensor, ...]:
+    """Return b, h, q_idx and kv_idx of all scores (heads, queries, keys), so that they broadcast."""
+    return (
+        torch.tensor(seq),
+        torch.arange(heads)[:, None, None],
+        torch.arange(queries)[:, None] + (keys - queries),
+        torch.arange(keys),
+    )
+
+
+def _widened(inputs: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in inputs.items()
+    }
 
 
 def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tensor) -> Tensor:
@@ -184,5 +218,7 @@ def forward(
             given = slice(first, first + batch.lens[index])
             keys = exact(key[given], params.k_scale, dtype)
             values = exact(value[given], params.v_scale, dtype)
-        output[rows], lse[rows] = attend(spec, query[rows], keys, values, params, dtype)
+        output[rows], lse[rows] = attend(
+            spec, query[rows], keys, values, params, dtype, batch.inputs, batch.seq_ids[index]
+        )
     return output, lse

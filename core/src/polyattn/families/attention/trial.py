@@ -11,8 +11,14 @@ from polyattn.families.attention.layer import Attention
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.pointwise import Pointwise, example_inputs
+from polyattn.runtime.step_mask import BlockSparseMask, CustomMask, StepMask
 from polyattn.runtime.trial import Outcome
 from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+SEQS = 3
+"""Sequences of a trial's step, at most."""
 
 
 def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outcome:
@@ -20,17 +26,23 @@ def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outc
     spec, device = group.spec, group.torch_device
     sinks = torch.randn(spec.num_heads, generator=generator) if spec.learned_sinks else None
     sinks = None if sinks is None else sinks.to(device)
-    layer = Attention(group, sinks=sinks, rotate=spec.rope is not None, checks=False)
+    pointwise = Pointwise.of(spec)
+    given = None if pointwise is None else example_inputs(pointwise, spec, generator, SEQS)
+    layer = Attention(
+        group, sinks=sinks, rotate=spec.rope is not None, inputs=given, checks=False
+    )  # fmt: skip
     if spec.cached:
         batch, cache = paged_step(group, phase, generator)
         query, key, value = attention_inputs(spec, batch.num_tokens, generator, device)
-        given: tuple[Tensor | None, ...] = (key, value)
+        new: tuple[Tensor | None, ...] = (key, value)
         if spec.role is Role.CROSS:
-            given = (None, None)
-        got = layer(query, given[0], given[1], cache, group.plan(batch))
+            new = (None, None)
+        got = layer(query, new[0], new[1], cache, group.plan(batch))
         expected = reference.forward(spec, query, None, None, cache, batch, layer.params)
     else:
-        batch = Batch.from_lens([1, 33], [1, 33], device=device)
+        lens = [1, 33]
+        mask = example_mask(spec, lens, lens, generator)
+        batch = Batch.from_lens(lens, lens, mask=mask, device=device)
         query, key, value = attention_inputs(spec, 34, generator, device)
         got = layer(query, key, value, None, group.plan(batch))
         expected = reference.forward(spec, query, key, value, None, batch, layer.params)
@@ -48,7 +60,23 @@ def paged_step(group: LayerGroup, phase: str, generator: torch.Generator) -> tup
     if phase == "prefill" and size == 1:
         query_lens = [0, 2, 3]
     table = torch.tensor([[3, 0, 0], [5, 1, 0], [2, 6, 4]], dtype=torch.int32, device=device)
-    return Batch.from_lens(query_lens, [1, size + 1, 3 * size], table, size), cache
+    lens = [1, size + 1, 3 * size]
+    mask = example_mask(group.spec, query_lens, lens, generator)
+    return Batch.from_lens(query_lens, lens, table, size, mask=mask), cache
+
+
+def example_mask(
+    spec: LayerSpec, query_lens: list[int], lens: list[int], generator: torch.Generator
+) -> StepMask | None:
+    """Return a random mask of the kind that a layer's steps bring: half of the keys, or of blocks."""
+    if spec.mask is None:
+        return None
+    pairs = zip(query_lens, lens, strict=True)
+    bits = [torch.rand(q, n, generator=generator) < 0.5 for q, n in pairs]
+    whole = CustomMask.pack(bits, "all")
+    if spec.mask == "custom":
+        return whole
+    return BlockSparseMask.of(whole, query_lens, lens, (2, 3))
 
 
 def fill(cache: KVCache, generator: torch.Generator) -> None:

@@ -124,15 +124,19 @@ def encoder_decoder(cfg: Config) -> Towers:
 
 
 def t5(cfg: Config) -> Towers:
-    """T5's family: self-attention needs a bias, cross-attention is plain, its scale 1."""
+    """T5's family: self-attention has a bias of distances, cross-attention is plain; their scale is 1."""
     heads, size = cfg.need("num_heads"), cfg.need("d_kv")
-    bias = Missing(RELATIVE_BIAS)
-    cross: Part = LayerSpec(
-        num_heads=heads, head_size=size, dtype=cfg.dtype, role=Role.CROSS, causal=False, scale=1.0
-    )
+
+    def spec(role: Role, variant: str | None) -> LayerSpec:
+        return LayerSpec(
+            num_heads=heads, head_size=size, dtype=cfg.dtype, role=role, scale=1.0,
+            causal=role is Role.DECODER, variant=variant,
+        )  # fmt: skip
+
+    decoder: tuple[Part, ...] = (spec(Role.DECODER, "relative_bias"), spec(Role.CROSS, None))
     return {
-        "encoder": [(bias,)] * cfg.need("num_layers"),
-        "decoder": [(bias, cross)] * cfg.need("num_decoder_layers", "num_layers"),
+        "encoder": [(spec(Role.ENCODER, "relative_bias"),)] * cfg.need("num_layers"),
+        "decoder": [decoder] * cfg.need("num_decoder_layers", "num_layers"),
     }
 
 

@@ -1,0 +1,280 @@
+"""Variants and masks on an H200: generated functions beside built-in ones, and beside FLEX_ATTENTION.
+
+python benchmarks/h200_variants.py [--seconds 400] [--out variants.json]
+
+Each row: checked against the float64 reference over a few heads and rows (on the device), then timed.
+Prefill of 4 x 4,096 and decode of 64 x 4,096, 32/8 heads of 128, bf16, over pages of 16. Compile times
+are of each row's first call, in this process and again in a new one (`first call`). With
+`TRITON_INTERPRET=1` the same rows run small, on the CPU, without being timed: a rehearsal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from polyattn import (
+    Attention,
+    AttentionVariant,
+    Batch,
+    CustomMask,
+    LayerGroup,
+    LayerSpec,
+    register_variant,
+    select,
+)  # fmt: skip
+from polyattn.checking.compare import output_error
+from polyattn.families.attention import reference
+from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.runtime.backend import LayerParams
+from polyattn.runtime.variants import t5_buckets
+from timing import kernel_us
+from torch import Tensor
+
+REHEARSAL = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE, LONG, DTYPE = ("cpu", 64, "float32") if REHEARSAL else ("cuda", 4096, "bfloat16")
+BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=DTYPE, block_size=16)
+PREFILL, DECODE = [(LONG, LONG)] * (1 if REHEARSAL else 4), [(1, LONG)] * (2 if REHEARSAL else 64)
+FEW = [(16, LONG)] * len(DECODE)
+ROWS: list[dict[str, Any]] = []
+DEADLINE = float("inf")
+
+
+def cap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return 30.0 * torch.tanh(score / 30.0)
+
+
+def alibi(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, slopes: Tensor
+) -> Tensor:
+    return score + slopes[h] * (kv_idx - q_idx)
+
+
+def one_document(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, document: Tensor
+) -> Tensor:
+    return document[b, q_idx] == document[b, kv_idx]
+
+
+def tempered(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, temperature: Tensor
+) -> Tensor:
+    return score * temperature[h]
+
+
+VARIANTS = (
+    AttentionVariant(name="cap", score_mod=cap),
+    AttentionVariant(
+        name="alibi_function", score_mod=alibi, inputs={"slopes": "float32[num_heads]"}
+    ),
+    AttentionVariant(
+        name="one_document", mask_mod=one_document, inputs={"document": "int32[num_seqs, *]"}
+    ),
+    AttentionVariant(
+        name="tempered", score_mod=tempered, inputs={"temperature": "float32[num_heads]"}
+    ),
+)
+
+
+def document_ids(num_seqs: int, length: int) -> Tensor:
+    return (
+        (torch.arange(length, device=DEVICE) // (LONG // 8))
+        .int()
+        .expand(num_seqs, length)
+        .contiguous()
+    )
+
+
+def synchronize() -> None:
+    if not REHEARSAL:
+        torch.cuda.synchronize()
+
+
+class Case:
+    """A layer over a batch on one backend."""
+
+    def __init__(
+        self, spec: LayerSpec, backend: str, pairs: list[tuple[int, int]],
+        layer: dict[str, Any] | None = None, step: dict[str, Any] | None = None, mask: Any = None,
+    ):  # fmt: skip
+        generator = torch.Generator(DEVICE).manual_seed(0)
+
+        kind = torch.float32 if REHEARSAL else torch.bfloat16
+
+        def randn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, device=DEVICE).to(kind)
+
+        started = time.perf_counter()
+        self.group = LayerGroup(select(spec, DEVICE, backend=backend, verify=False))
+        self.layer = Attention(self.group, inputs=layer, checks=False)
+        self.build_s = time.perf_counter() - started
+        blocks = sum(n for _, n in pairs) // 16
+        self.cache = self.group.allocate_cache(blocks)
+        self.cache.key.copy_(randn(*self.cache.key.shape))
+        self.cache.value.copy_(randn(*self.cache.value.shape))
+        table = torch.randperm(blocks, generator=generator, device=DEVICE).int()
+        queries, lens = ([p[i] for p in pairs] for i in (0, 1))
+        whole = Batch.from_lens(
+            queries, lens, table.view(len(pairs), -1), 16, inputs=step, mask=mask
+        )
+        # What is timed is attention: the cache holds the keys already.
+        self.batch = Batch(
+            whole.starts, whole.lens, whole.block_table, None, inputs=step, mask=mask
+        )
+        self.query = randn(whole.num_tokens, spec.num_heads, 128)
+        self.out = torch.empty_like(self.query)
+        started = time.perf_counter()
+        self.plan = self.group.plan(self.batch)
+        synchronize()
+        self.plan_s = time.perf_counter() - started
+
+    def __call__(self) -> None:
+        self.layer(self.query, None, None, self.cache, self.plan, out=self.out)
+
+    def first_call_s(self) -> float:
+        started = time.perf_counter()
+        self()
+        synchronize()
+        return time.perf_counter() - started
+
+    def error(self) -> float:
+        """Against the float64 reference: the last rows of two sequences, the heads of one KV head."""
+        spec = self.layer.spec
+        worst = 0.0
+        for index in (0, self.batch.num_seqs - 1):
+            length, stop = self.batch.lens[index], self.batch.starts[index + 1]
+            count = min(3, self.batch.query_lens[index])
+            keys, values = reference.read_cache(
+                spec, self.cache, self.batch, index, self.layer.params
+            )
+            given = {n: t.cpu() for n, t in self.batch.inputs.items()}
+            params = LayerParams(
+                inputs={n: t.cpu() for n, t in self.layer.params.inputs.items()},
+                alibi_slopes=self.layer.params.alibi_slopes,
+            )
+            rows = slice(stop - count, stop)
+            assert keys.shape[0] == length
+            expected, _ = reference.attend(
+                spec, self.query[rows].cpu(), keys, values, params, torch.float64, given, index
+            )
+            worst = max(worst, output_error(self.out[rows].cpu(), expected))
+        return worst
+
+
+def row(name: str, build: Callable[[], Case], repeats: int = 10) -> None:
+    """Check and time one case; what fails is a row that says so."""
+    if time.time() > DEADLINE:
+        ROWS.append({"row": name, "failed": "no time left"})
+        return
+    try:
+        case = build()
+        first = case.first_call_s()
+        error = case.error()
+        took = 0.0 if REHEARSAL else kernel_us(case, repeats)
+        ROWS.append({
+            "row": name, "us": round(took, 1), "error": float(f"{error:.2g}"),
+            "right": error < 1.5e-2, "build_s": round(case.build_s, 2),
+            "plan_ms": round(case.plan_s * 1e3, 1), "first_s": round(first, 2),
+        })  # fmt: skip
+        del case
+    except Exception as problem:
+        traceback.print_exc()
+        ROWS.append({"row": name, "failed": f"{type(problem).__name__}: {str(problem)[:200]}"})
+    if not REHEARSAL:
+        torch.cuda.empty_cache()
+    print(ROWS[-1], flush=True)
+
+
+def cases(backend: str) -> dict[str, Callable[[], Case]]:
+    slopes = alibi_slopes(32).to(DEVICE)
+    found: dict[str, Callable[[], Case]] = {}
+    for phase, pairs in (("prefill", PREFILL), ("decode", DECODE)):
+
+        def add(
+            name: str, fields: dict[str, Any], pairs: Any = pairs, phase: str = phase, **given: Any
+        ) -> None:
+            spec = BASE.replace(**fields)
+            found[f"{phase} {name}"] = lambda: Case(spec, backend, pairs, **given)
+
+        documents = document_ids(len(pairs), LONG)
+        add("plain", {})
+        add("soft cap built in", {"logit_soft_cap": 30.0})
+        add("soft cap generated", {"variant": "cap"})
+        add("ALiBi built in", {"alibi": True})
+        add("ALiBi generated", {"variant": "alibi_function"}, layer={"slopes": slopes})
+        add("temperature", {"variant": "tempered"}, layer={"temperature": slopes + 0.5})
+        add("FlashSigmoid", {"variant": "flash_sigmoid"}, layer={"sigmoid_bias": -8.3})
+        add("documents", {"variant": "one_document"}, step={"document": documents})
+        add("relative bias", {"variant": "relative_bias"}, layer={
+            "bias": torch.randn(32, 32, device=DEVICE),
+            "bucket_of_distance": t5_buckets(bidirectional=False),
+        })  # fmt: skip
+    return found
+
+
+def tree_case() -> Case:
+    """16 drafted tokens a sequence, in a tree, for 64 sequences of 4,096."""
+    parents = [[-1, *[(i - 1) // 2 for i in range(1, 16)]]] * len(FEW)
+    mask = CustomMask.tree(parents)
+    return Case(BASE.replace(mask="custom"), "TRITON_ATTN", FEW, mask=mask)
+
+
+def main() -> None:
+    global DEADLINE
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=400.0)
+    parser.add_argument("--out", default="variants.json")
+    parser.add_argument("--only", default="", help="one row of TRITON_ATTN's: its first call alone")
+    args = parser.parse_args()
+    DEADLINE = time.time() + args.seconds
+    for variant in VARIANTS:
+        register_variant(variant)
+    triton = cases("TRITON_ATTN")
+    if args.only:
+        case = triton[args.only]()
+        print(json.dumps({"build_s": case.build_s, "first_s": case.first_call_s()}))
+        return
+    for name, build in triton.items():
+        row(f"TRITON_ATTN {name}", build)
+    row("TRITON_ATTN speculation tree 64 x 16", tree_case)
+    row(
+        "TRITON_ATTN the same, causal",
+        lambda: Case(BASE, "TRITON_ATTN", FEW),
+    )
+    for name in ("prefill soft cap generated", "prefill documents", "decode soft cap generated"):
+        found = subprocess.run(
+            [sys.executable, __file__, "--only", name], capture_output=True, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+        last = found.stdout.strip().splitlines()[-1:] or [found.stderr[-300:]]
+        ROWS.append({"row": f"a second process, {name}", "said": last[0]})
+        print(ROWS[-1], flush=True)
+    flex = {} if REHEARSAL else cases("FLEX_ATTENTION")
+    for name in ("prefill plain", "prefill soft cap generated", "prefill documents",
+                 "prefill ALiBi generated"):  # fmt: skip
+        if name in flex:
+            row(f"FLEX_ATTENTION {name}", flex[name])
+    with open(args.out, "w") as file:  # noqa: PTH123
+        json.dump(ROWS, file, indent=1)
+    print(f"\n{'row':<58}{'us':>10}{'error':>10}{'first call':>12}{'plan ms':>9}")
+    for found_row in ROWS:
+        if "us" in found_row:
+            wrong = "" if found_row["right"] else "  WRONG"
+            print(
+                f"{found_row['row']:<58}{found_row['us']:>10}{found_row['error']:>10}"
+                f"{found_row['first_s']:>11}s{found_row['plan_ms']:>9}{wrong}"
+            )
+        else:
+            print(f"{found_row['row']:<58}{found_row.get('failed') or found_row.get('said')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Which attention variants are there? Core's, plugins' and those registered in this process."""
+
+from __future__ import annotations
+
+from polyattn.errors import PluginError, SpecError, nearest
+from polyattn.registry.discovery import changed, discover
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.variant import AttentionVariant
+
+_registered: dict[str, AttentionVariant] = {}
+
+
+def register_variant(variant: AttentionVariant) -> AttentionVariant:
+    """Make a variant known to this process; returns it. Raises `PluginError` where the name is taken."""
+    if type(variant) is not AttentionVariant:
+        raise PluginError(f"register_variant takes an AttentionVariant, not {variant!r}")
+    if variant.name in variants():
+        raise PluginError(
+            f"a variant named {variant.name!r} is registered already; choose another name, or "
+            f"unregister_variant({variant.name!r}) first"
+        )
+    _registered[variant.name] = variant
+    changed()
+    return variant
+
+
+def unregister_variant(name: str) -> None:
+    """Forget a variant that `register_variant` made known. Raises `PluginError`."""
+    if _registered.pop(name, None) is None:
+        raise PluginError(f"no variant named {name!r} was registered{nearest(name, _registered)}")
+    changed()
+
+
+def variants() -> dict[str, AttentionVariant]:
+    """Return every variant that is known, by name."""
+    return discover().variants | _registered
+
+
+def variant_named(name: str) -> AttentionVariant:
+    """Return a variant by its name. Raises `SpecError` with the names that there are."""
+    known = variants()
+    if name not in known:
+        raise SpecError(
+            f"variant={name!r} is not registered{nearest(name, known)}; known: "
+            f"{', '.join(sorted(known))} (polyattn.register_variant adds one)"
+        )
+    return known[name]
+
+
+def variant_of(spec: LayerSpec) -> AttentionVariant | None:
+    """Return a layer's variant. Raises `SpecError` where it is unknown, or the layer can't have it."""
+    if spec.variant is None:
+        return None
+    found = variant_named(spec.variant)
+    if not found.softmax and (spec.learned_sinks or spec.needs_lse):
+        field = "learned_sinks" if spec.learned_sinks else "needs_lse"
+        raise SpecError(
+            f"{field}=True and variant={found.name!r}, which has no softmax, don't go together; leave "
+            f"{field} out"
+        )
+    return found

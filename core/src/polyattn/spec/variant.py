@@ -1,0 +1,147 @@
+"""Which attention is it? `AttentionVariant`: pointwise functions of scores, by a name that specs carry.
+
+The functions are FlexAttention's (Dong et al., 2024): `score_mod(score, b, h, q_idx, kv_idx)` and
+`mask_mod(b, h, q_idx, kv_idx)`, in plain torch operators. What FlashInfer calls an attention variant
+(Ye et al., 2025, section 3.2.3) beside them: other inputs by name, and weights without a softmax.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from polyattn.errors import SpecError, nearest, shown
+
+NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+INPUT_DTYPES = ("float32", "int32", "int64", "bool")
+SIZES = ("num_heads", "num_kv_heads", "num_seqs", "*")
+"""What an input's dimension may be, beside a number; `*` is any."""
+MASKS = ("custom", "block_sparse")
+"""Masks that a step brings: packed booleans, or rows of blocks."""
+_INPUT = re.compile(r"(?P<dtype>[a-z0-9]+)(?:\[(?P<dims>[^\[\]]*)\])?")
+
+
+@dataclass(frozen=True)
+class VariantInput:
+    """A tensor that a variant's functions read: dtype and dimensions; none of them: one number."""
+
+    dtype: str
+    dims: tuple[int | str, ...] = ()
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> VariantInput:
+        """Read `"float32"`, `"float32[num_heads]"`, `"int32[num_seqs, *]"`. Raises `SpecError`."""
+        match = _INPUT.fullmatch(text) if isinstance(text, str) else None
+        if match is None or match["dtype"] not in INPUT_DTYPES:
+            raise SpecError(
+                f"inputs[{name!r}]={shown(text)} must be one of {', '.join(INPUT_DTYPES)}, with sizes in "
+                "brackets where it is no single number: 'float32[num_heads]'"
+            )
+        dims: list[int | str] = []
+        for word in (match["dims"] or "").replace(" ", "").split(","):
+            if word.isdecimal() and int(word):
+                dims.append(int(word))
+            elif word in SIZES:
+                dims.append(word)
+            elif word or match["dims"]:
+                raise SpecError(
+                    f"inputs[{name!r}]={shown(text)}: a size is a positive number{nearest(word, SIZES)}"
+                )
+        return cls(match["dtype"], tuple(dims))
+
+    def fits(self, shape: tuple[int, ...], sizes: Mapping[str, int]) -> bool:
+        """Whether a tensor's shape is this one, `sizes` being what the words stand for here."""
+        wanted = [sizes.get(d, "*") if isinstance(d, str) else d for d in self.dims]
+        return len(shape) == len(wanted) and all(
+            w in ("*", n) for w, n in zip(wanted, shape, strict=True)
+        )
+
+    def __str__(self) -> str:
+        return self.dtype + (f"[{', '.join(map(str, self.dims))}]" if self.dims else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionVariant:
+    """Attention whose scores are changed, or hidden, by functions of plain torch.
+
+    - `name`: what `LayerSpec.variant` says; letters, digits, `_`, `-` and `.`.
+    - `score_mod(score, b, h, q_idx, kv_idx)`: the new score, of the scaled (capped, biased) one. `b` is
+      the sequence's number in the batch, `h` the query head; `q_idx` and `kv_idx` are places in the
+      sequence, its first key's being 0. A function, or `"package.module:function"`.
+    - `mask_mod(b, h, q_idx, kv_idx)`: whether the query sees the key, beside the spec's own mask.
+    - `softmax`: False takes what `score_mod` returns as the weights (FlashSigmoid).
+    - `inputs`: tensors that the functions take as keyword arguments of these names: `"float32"` for a
+      number, `"float32[num_heads]"`, `"bool[num_seqs, *]"`. Each is given to the layer or with the batch.
+
+    A function is evaluated for all its arguments at once, as under `flex_attention`: no `if` on them, and
+    no reductions. Raises `SpecError`.
+    """
+
+    name: str
+    score_mod: Callable[..., Any] | str | None = None
+    mask_mod: Callable[..., Any] | str | None = None
+    softmax: bool = True
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    summary: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not NAME.fullmatch(self.name):
+            raise SpecError(
+                f"AttentionVariant.name={shown(self.name)} can't be a variant's name; use letters, "
+                "digits, '_', '-' and '.', 64 at most"
+            )
+        for field_name in ("score_mod", "mask_mod"):
+            given = getattr(self, field_name)
+            path = isinstance(given, str) and all(part for part in given.split(":", 1))
+            if not (given is None or callable(given) or (path and ":" in given)):
+                raise SpecError(
+                    f"AttentionVariant.{field_name}={shown(given)} must be a function, its path "
+                    "'package.module:function', or None"
+                )
+        if self.score_mod is None and (self.mask_mod is None or not self.softmax):
+            raise SpecError(
+                f"variant {self.name!r} changes nothing: give score_mod or mask_mod, and score_mod where "
+                "softmax=False"
+            )
+        if not isinstance(self.softmax, bool):
+            raise SpecError(f"AttentionVariant.softmax={shown(self.softmax)} must be True or False")
+        if not isinstance(self.inputs, Mapping):
+            raise SpecError(f"AttentionVariant.inputs={shown(self.inputs)} must map names to types")
+        object.__setattr__(self, "inputs", dict(self.inputs))  # what was checked must not change
+        for name in self.inputs:
+            if not (isinstance(name, str) and name.isidentifier()):
+                raise SpecError(f"inputs: {shown(name)} can't be an argument's name")
+        self.parsed  # noqa: B018
+        for field_name in ("score_mod", "mask_mod"):
+            if callable(given := getattr(self, field_name)):
+                self.names_of(field_name, given)
+
+    def names_of(self, which: str, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Return which inputs a `score_mod` or `mask_mod` takes by name. Raises `SpecError`."""
+        wanted = ("score", "b", "h", "q_idx", "kv_idx")[which == "mask_mod" :]
+        parameters = inspect.signature(function).parameters.values()
+        names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(places) != len(wanted) and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+            raise SpecError(
+                f"variant {self.name!r}: {which} takes {len(places)} arguments; it must take "
+                f"{', '.join(wanted)}, and what inputs declares after a *"
+            )
+        unknown = sorted(set(names) - set(self.inputs))
+        if unknown:
+            raise SpecError(
+                f"variant {self.name!r}: {which} takes {', '.join(unknown)} by name, and inputs has "
+                f"{', '.join(self.inputs) or 'none'}; declare inputs={{{unknown[0]!r}: 'float32'}}"
+            )
+        return names
+
+    @property
+    def parsed(self) -> dict[str, VariantInput]:
+        """The inputs, by name."""
+        return {name: VariantInput.parse(name, text) for name, text in self.inputs.items()}
+
+    def __hash__(self) -> int:
+        return hash(self.name)

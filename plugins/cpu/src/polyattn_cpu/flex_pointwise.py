@@ -1,0 +1,78 @@
+"""How does FLEX_ATTENTION call a variant's functions? In a packed batch rows are no sequence's places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from polyattn.kernel import AttentionVariant, Batch, Pointwise
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+
+def variant_problem(variant: AttentionVariant) -> str | None:
+    """Say why a variant can't be served: `flex_attention` always takes a softmax."""
+    return None if variant.softmax else "torch's flex_attention has no way without a softmax"
+
+
+class Places:
+    """Each row's and each key's place in its sequence.
+
+    `seq_q`, `position` int64 (rows,), `seq_k`, `at_k` int64 (keys without padding,). Functions are
+    evaluated for padding, and for pairs of strangers, too: a row of padding stands where the first
+    token does, and a stranger's key where the sequence's first.
+    """
+
+    def __init__(
+        self, batch: Batch, seq_q: Tensor, position: Tensor, seq_k: Tensor, at_k: Tensor, keys: int
+    ):
+        device, tokens = batch.device, batch.num_tokens
+        step_seq = torch.tensor([*batch.seq_ids, 0])[seq_q]
+        row = position.clone()
+        step_seq[tokens:], row[tokens:] = step_seq[0], row[0]
+        padding = torch.full((keys - len(seq_k),), -1)
+        self.step_seq, self.row = step_seq.to(device), row.to(device)
+        self.seq_q = seq_q.to(device)
+        self.seq_k = torch.cat([seq_k, padding]).to(device)
+        self.key = torch.cat([at_k, padding.clamp(min=0)]).to(device)
+
+    def of(self, h: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
+        """Return b, h, q_idx and kv_idx of a row and a key of the packed batch."""
+        own = self.seq_q[q] == self.seq_k[k]
+        return self.step_seq[q], h, self.row[q], torch.where(own, self.key[k], 0)
+
+
+def masked_blocks(
+    whole: BlockMask, pointwise: Pointwise, places: Places, inputs: Mapping[str, Tensor], heads: int
+) -> BlockMask:
+    """Return the mask of which the functions show only some, by asking for every query and key."""
+    spec_s = whole.mask_mod
+    rows, keys = whole.seq_lengths
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        seen = pointwise.visible(places.of(h, q, k), inputs)
+        mine: Tensor = spec_s(b, h, q, k)
+        return mine if seen is None else mine & seen
+
+    device = str(places.row.device)
+    return create_block_mask(visible, 1, heads, rows, keys, device=device)
+
+
+def changes(
+    pointwise: Pointwise, places: Places, inputs: Mapping[str, Tensor], masked: bool
+) -> Callable[..., Tensor] | None:
+    """Return what the functions do to a score of the packed batch, None where that is nothing.
+
+    `masked`: the block mask has their masks already.
+    """
+    hides = bool(pointwise.mask_mods) and not masked
+    if pointwise.score_mod is None and not hides:
+        return None
+
+    def change(score: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        at = places.of(h, q, k)
+        score = pointwise.score(score, at, inputs)
+        seen = pointwise.visible(at, inputs) if hides else None
+        return score if seen is None else torch.where(seen, score, -torch.inf)
+
+    return change

@@ -1,0 +1,40 @@
+"""What generated functions call: torch's meaning of operations where Triton's own is another."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def at(index, size, stride):
+    """Where an element lies: from the end if negative, as torch counts; never outside."""
+    index = tl.where(index < 0, index + size, index)
+    index = tl.maximum(tl.minimum(index, size - 1), 0)
+    return index.to(tl.int64) * stride
+
+
+@triton.jit
+def floor_div(a, b):
+    """Quotient of integers, rounded down."""
+    quotient = a // b
+    return tl.where((a % b != 0) & ((a < 0) != (b < 0)), quotient - 1, quotient)
+
+
+@triton.jit
+def floor_mod(a, b):
+    """Remainder of integers, with the divisor's sign."""
+    rest = a % b
+    return tl.where((rest != 0) & ((rest < 0) != (b < 0)), rest + b, rest)
+
+
+@triton.jit
+def tanh(x):
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))

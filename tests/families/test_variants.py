@@ -1,0 +1,246 @@
+"""Variants and masks: every CPU backend beside the float64 reference, prefill and decode over pages."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from polyattn import (
+    Attention,
+    AttentionVariant,
+    Batch,
+    BlockSparseMask,
+    CustomMask,
+    LayerGroup,
+    LayerSpec,
+    register_variant,
+    select,
+    unregister_variant,
+    variants,
+)
+from polyattn.checking.compare import output_error
+from polyattn.errors import BatchError, PluginError, SelectionError, SpecError
+from polyattn.families.attention import reference
+from polyattn.families.attention.trial import fill
+from polyattn.runtime.variants import t5_buckets
+from torch import Tensor
+
+BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
+BACKENDS = ("TORCH_SDPA", "FLEX_ATTENTION")
+LENS = ([5, 1, 0, 20, 1], [21, 7, 3, 20, 33])
+
+
+def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return 1.5 * torch.tanh(score / 1.5)
+
+
+def tempered(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, temperature: Tensor
+) -> Tensor:
+    return score * temperature[h]
+
+
+def same_document(
+    b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, document: Tensor
+) -> Tensor:
+    return document[b, q_idx] == document[b, kv_idx]
+
+
+def striped(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return (kv_idx + h) % 3 != 0
+
+
+VARIANTS = (
+    AttentionVariant(name="capped", score_mod=capped),
+    AttentionVariant(
+        name="tempered", score_mod=tempered, inputs={"temperature": "float32[num_heads]"}
+    ),
+    AttentionVariant(
+        name="documents", mask_mod=same_document, inputs={"document": "int32[num_seqs, *]"}
+    ),
+    AttentionVariant(name="striped", mask_mod=striped),
+)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    for variant in VARIANTS:
+        register_variant(variant)
+    yield
+    for variant in VARIANTS:
+        unregister_variant(variant.name)
+
+
+def run(
+    spec: LayerSpec, backend: str, lens: tuple[list[int], list[int]] = LENS,
+    inputs: dict[str, Any] | None = None, step: dict[str, Any] | None = None, mask: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the backend's output and the reference's."""
+    generator = torch.Generator().manual_seed(1)
+    group = LayerGroup(select(spec, backend=backend, verify=False))
+    layer = Attention(group, inputs=inputs, checks=True)
+    query_lens, seq_lens = lens
+    size, width = 16, 3
+    table = torch.randperm(width * len(seq_lens), generator=generator).int()
+    table = table.view(len(seq_lens), width)
+    cache = group.allocate_cache(table.numel())
+    fill(cache, generator)
+    batch = Batch.from_lens(query_lens, seq_lens, table, size, inputs=step, mask=mask)
+    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+    tokens = [torch.randn(batch.num_tokens, n, 32, generator=generator) for n in heads]
+    with torch.no_grad():
+        out = layer(*tokens, cache, batch)
+    assert isinstance(out, Tensor)
+    expected, _ = reference.forward(spec, tokens[0], None, None, cache, batch, layer.params)
+    return out, expected
+
+
+def assert_right(out: Tensor, expected: Tensor) -> None:
+    assert output_error(out, expected) < 2e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_over_pages(backend: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    document = torch.randint(0, 3, (5, 40), generator=generator).int()
+    temperature = torch.rand(4, generator=generator) + 0.5
+    plain = run(BASE, backend)[0]
+    for name, layer, step in (
+        ("capped", {}, {}),
+        ("tempered", {"temperature": temperature}, {}),
+        ("tempered", {}, {"temperature": temperature}),
+        ("documents", {}, {"document": document}),
+        ("documents", {"document": document}, {}),
+        ("striped", {}, {}),
+        ("relative_bias", {"bias": torch.randn(32, 4, generator=generator),
+                           "bucket_of_distance": t5_buckets(bidirectional=False)}, {}),
+        ("vision_local", {"grid_width": 5, "radius": 1}, {}),
+    ):  # fmt: skip
+        out, expected = run(BASE.replace(variant=name), backend, inputs=layer, step=step)
+        assert_right(out, expected)
+        assert not torch.allclose(out, plain, atol=1e-3), f"{name} changes nothing"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"logit_soft_cap": 2.0, "alibi": True}, {"sliding_window": 9, "sink_tokens": 2}],
+    ids=["cap, ALiBi", "window"],
+)
+def test_a_variant_comes_after_the_spec_s_own(fields: dict[str, Any]) -> None:
+    spec = BASE.replace(variant="tempered", **fields)
+    assert_right(*run(spec, "TORCH_SDPA", inputs={"temperature": torch.rand(4) + 0.5}))
+
+
+def test_weights_without_a_softmax() -> None:
+    spec = BASE.replace(variant="flash_sigmoid")
+    assert_right(*run(spec, "TORCH_SDPA", inputs={"sigmoid_bias": -2.0}))
+    with pytest.raises(SelectionError, match="flex_attention has no way without a softmax"):
+        select(spec, backend="FLEX_ATTENTION", verify=False)
+    for field in ("learned_sinks", "needs_lse"):
+        with pytest.raises(SpecError, match=field):
+            select(spec.replace(**{field: True}))
+
+
+def masks_of_each_kind() -> list[tuple[LayerSpec, Any, tuple[list[int], list[int]]]]:
+    generator = torch.Generator().manual_seed(5)
+    queries, lens = LENS
+    whole = [
+        torch.rand(q, n, generator=generator) < 0.5 for q, n in zip(queries, lens, strict=True)
+    ]
+    tree = [[-1, 0, 0, 1, 2], [-1], [], [n // 2 - 1 if n > 1 else n - 1 for n in range(20)], [-1]]
+    custom = BASE.replace(mask="custom", causal=False)
+    packed = CustomMask.pack(whole, "all")
+    blocks = BlockSparseMask.of(packed, queries, lens, (1, 1))
+    decodes = ([1, 1], [33, 40])
+    return [
+        (custom.replace(causal=True), CustomMask.tree(tree), LENS),
+        (custom, packed, LENS),
+        (custom, CustomMask.prefix_lm([3, 7, 0, 9, 2], queries, lens), LENS),
+        (custom, CustomMask.documents([[k // 6 for k in range(n)] for n in lens], queries), LENS),
+        (BASE.replace(mask="block_sparse"), blocks, LENS),
+        (BASE.replace(mask="block_sparse", causal=False),
+         BlockSparseMask.of(packed, queries, lens, (4, 8)), LENS),
+        (BASE.replace(mask="block_sparse"), BlockSparseMask.of_pages([[0, 2], [1]], 16), decodes),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_masks_that_a_step_brings(backend: str) -> None:
+    for spec, mask, lens in masks_of_each_kind():
+        out, expected = run(spec, backend, lens, mask=mask)
+        assert_right(out, expected)
+        plain = run(spec.replace(mask=None), backend, lens)[0]
+        assert not torch.allclose(out, plain, atol=1e-3)
+
+
+def test_masks_are_what_they_are_named() -> None:
+    """By brute force: ancestors, prefixes and documents, one pair after another."""
+    parents = [-1, 0, 0, 1, 3, 2]
+    bits = CustomMask.tree([parents]).bits.view(6, 6)
+    for token in range(6):
+        line = [token]
+        while parents[line[-1]] >= 0:
+            line.append(parents[line[-1]])
+        assert bits[token].nonzero()[:, 0].tolist() == sorted(line)
+    bits = CustomMask.prefix_lm([3], [4], [6]).bits.view(4, 6)
+    assert bits.tolist() == [[k < 3 or k <= q for k in range(6)] for q in range(2, 6)]
+    ids = [0, 0, 1, 1, 0]
+    bits = CustomMask.documents([ids], [2]).bits.view(2, 5)
+    assert bits.tolist() == [[ids[k] == ids[q] for k in range(5)] for q in (3, 4)]
+
+
+def test_a_spec_carries_the_name() -> None:
+    spec = BASE.replace(variant="tempered", mask="custom")
+    assert LayerSpec.from_json(spec.to_json()) == spec == pickle.loads(pickle.dumps(spec))
+    assert json.loads(spec.to_json())["variant"] == "tempered"
+    assert "variant tempered" in str(spec) and "custom_mask" in str(spec)
+    assert hash(spec) != hash(spec.replace(variant=None))
+
+
+def test_what_is_unknown_or_wrong_is_named() -> None:
+    with pytest.raises(SpecError, match=r"variant='tempred' is not registered.*'tempered'.*known"):
+        select(BASE.replace(variant="tempred"))
+    with pytest.raises(PluginError, match="registered already"):
+        register_variant(VARIANTS[0])
+    with pytest.raises(SpecError, match="role='cross'"):
+        BASE.replace(variant="capped", role="cross", causal=False)
+    with pytest.raises(SpecError, match="mask='tree'"):
+        BASE.replace(mask="tree")
+    with pytest.raises(SpecError, match="must be one of float32"):
+        AttentionVariant(name="x", score_mod=capped, inputs={"t": "float17"})
+    with pytest.raises(SpecError, match="changes nothing"):
+        AttentionVariant(name="x")
+    with pytest.raises(SpecError, match="takes temperature by name"):
+        AttentionVariant(name="bad", score_mod=tempered)
+    with pytest.raises(
+        SpecError, match="takes 4 arguments; it must take score, b, h, q_idx, kv_idx"
+    ):
+        AttentionVariant(name="bad", score_mod=striped)
+    tempered_spec = BASE.replace(variant="tempered")
+    with pytest.raises(BatchError, match=r"input 'temperature' .*is missing"):
+        run(tempered_spec, "TORCH_SDPA")
+    with pytest.raises(SpecError, match=r"must be float32\[num_heads\]"):
+        run(tempered_spec, "TORCH_SDPA", inputs={"temperature": torch.ones(3)})
+    with pytest.raises(SpecError, match="takes none of"):
+        run(BASE, "TORCH_SDPA", inputs={"temperature": torch.ones(4)})
+    with pytest.raises(BatchError, match="mask is missing"):
+        run(BASE.replace(mask="custom"), "TORCH_SDPA")
+    with pytest.raises(BatchError, match="masks over new keys"):
+        run(BASE.replace(mask="custom"), "TORCH_SDPA", mask=CustomMask(torch.ones(3).bool()))
+
+
+def test_who_cannot_serve_says_so() -> None:
+    with pytest.raises(SelectionError, match="variant: wanted a variant's functions"):
+        select(BASE.replace(variant="capped"), backend="NATIVE_ATTN")
+    with pytest.raises(SelectionError, match="custom_mask: wanted masks that a step brings"):
+        select(BASE.replace(mask="custom"), backend="NATIVE_ATTN")
+    chosen = dict(select(BASE.replace(variant="capped"), verify=False).decision.chosen)
+    assert chosen["prefill"] == chosen["decode"] == "TORCH_SDPA"
+
+
+def test_core_s_own_are_known() -> None:
+    assert {"flash_sigmoid", "relative_bias", "vision_local"} <= set(variants())
