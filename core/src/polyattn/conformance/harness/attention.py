@@ -24,10 +24,12 @@ from polyattn.conformance.harness.base import (
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.trial import example_mask
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.pointwise import Pointwise, example_inputs
 from polyattn.runtime.scales import Scale, input_dtype, used_scales
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -67,6 +69,7 @@ class AttentionHarness(Harness):
             alibi_slopes=self.random(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
             **scales,
             rotate=spec.rope is not None,
+            inputs=self._read_by_functions(spec),
             checks=True,
         )
 
@@ -88,6 +91,13 @@ class AttentionHarness(Harness):
         if isinstance(factor, Tensor):
             factor = factor.repeat_interleave(tensor.shape[1] // len(factor))
         return quantize(tensor, dtype, factor)
+
+    def _read_by_functions(self, spec: LayerSpec) -> dict[str, Tensor] | None:
+        """Return random inputs of a variant's functions."""
+        pointwise = Pointwise.of(spec)
+        if pointwise is None:
+            return None
+        return example_inputs(pointwise, spec, self.generator, num_seqs=0)
 
     def inputs(
         self,
@@ -136,7 +146,8 @@ class AttentionHarness(Harness):
         there = held_before(lengths, skipped).to(self.torch_device)
         put(cache, keys, values, slots.masked_fill(~there, -1), scales)
         rows = new_rows(lengths).to(self.torch_device)
-        batch = paged_batch(lengths, table, form.block_size)
+        mask = example_mask(spec, queries, lens, self.generator)
+        batch = paged_batch(lengths, table, form.block_size, mask)
         if not len(keys):  # padding rows alone: no sequence has a key
             keys, values = (t.new_zeros(len(rows), *t.shape[1:]) for t in (keys, values))
             return Inputs(batch, query, keys, values, cache)
@@ -177,7 +188,10 @@ class AttentionHarness(Harness):
             for tensor, name, scale in ((key, "key", "k_scale"), (value, "value", "v_scale")):
                 new = self._numbers(spec, length, name, numbers)
                 tensor[start : start + length] = self.given(layer, new, scale)
-        batch = Batch.from_lens(queries, lens, key_starts=starts, device=self.torch_device)
+        mask = example_mask(spec, queries, lens, self.generator)
+        batch = Batch.from_lens(
+            queries, lens, key_starts=starts, mask=mask, device=self.torch_device
+        )
         return Inputs(batch, query, key, value, None)
 
     def _numbers(self, spec: LayerSpec, tokens: int, what: str, numbers: str) -> Tensor:

@@ -18,6 +18,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, quantize
 from polyattn.runtime.scales import Scale
+from polyattn.runtime.step_mask import StepMask
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -114,7 +115,7 @@ def new_rows(lengths: Lengths) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def paged_batch(lengths: Lengths, table: Tensor, block: int) -> Batch:
+def paged_batch(lengths: Lengths, table: Tensor, block: int, mask: StepMask | None = None) -> Batch:
     """Like `Batch.from_lens`, with slot -1 for padding rows (one query token, length 0)."""
     queries, lens = lens_of(lengths)
     real = [n if n or q != 1 else 1 for q, n in lengths]
@@ -124,7 +125,7 @@ def paged_batch(lengths: Lengths, table: Tensor, block: int) -> Batch:
     for start, (query, length) in zip(batch.starts, lengths, strict=False):
         if query == 1 and length == 0:
             slots[start] = -1
-    return Batch(batch.starts, lens, table, slots)
+    return Batch(batch.starts, lens, table, slots, mask=mask)
 
 
 def poison(cache: KVCache) -> None:
