@@ -30,6 +30,7 @@ from torch import Tensor
 
 from polyattn_cpu.alike import Alike
 from polyattn_cpu.cache_rope import turned_in_cache
+from polyattn_cpu.calls import Call, Given, Paged, Source
 from polyattn_cpu.gather import PagedReader, Span, seen
 from polyattn_cpu.pointwise import Places, changed, summed
 
@@ -94,7 +95,7 @@ class TorchSDPA(AttentionBackend):
             scales = (scales[0] * of_query, scales[1])
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
-            source: _Source
+            source: Source
             if cache is None or (
                 length == batch.query_lens[index] and key is not None and not rounded
             ):
@@ -102,13 +103,13 @@ class TorchSDPA(AttentionBackend):
                 first = rows.start if cache is not None else batch.key_starts[index]
                 whole = slice(first, first + length)
                 pair = (t[whole].to(query.dtype).transpose(0, 1) for t in (key, value))
-                source = _Given(*pair)
+                source = Given(*pair)
             else:
-                source = _Paged(plan.reader, cache, index, query.dtype)
+                source = Paged(plan.reader, cache, index, query.dtype)
             places = None
             if self.pointwise is not None:
                 places = Places(spec, batch, index, params, query.device)
-            call = _Call(spec, source, length, params, *scales, places)
+            call = Call(spec, source, length, params, *scales, places)
             self._sequence(query[rows], call, out[rows], None if lse is None else lse[rows])
 
     def _wide(self, scale: float | Tensor) -> float | Tensor:
@@ -117,7 +118,7 @@ class TorchSDPA(AttentionBackend):
             return scale.double()
         return scale
 
-    def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
+    def _sequence(self, query: Tensor, call: Call, out: Tensor, lse: Tensor | None) -> None:
         count, length, source, spec = query.shape[0], call.length, call.source, call.spec
         if count == 0:
             return
@@ -167,7 +168,7 @@ class TorchSDPA(AttentionBackend):
         rope = self.spec.rope
         return rope is not None and rope.positions == "cache"
 
-    def _causal(self, query: Tensor, call: _Call, context: int) -> AttentionState:
+    def _causal(self, query: Tensor, call: Call, context: int) -> AttentionState:
         """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
         read = call.source.read
         tail = self._kernel(query, *read(Span(0, context, call.length)), call, causal=True)
@@ -181,7 +182,7 @@ class TorchSDPA(AttentionBackend):
         query: Tensor,
         keys: Tensor,
         values: Tensor,
-        call: _Call,
+        call: Call,
         bias: Tensor | None = None,
         causal: bool = False,
     ) -> AttentionState:
@@ -204,7 +205,7 @@ class TorchSDPA(AttentionBackend):
         values: Tensor,
         span: Span,
         first: int,
-        call: _Call,
+        call: Call,
     ) -> AttentionState:
         heads, rows = self.spec.num_heads, query.shape[0]
         if not span.size:
@@ -224,7 +225,7 @@ class TorchSDPA(AttentionBackend):
         )
 
     def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
+        self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
     ) -> AttentionState:
         if not self._fused:
             return self._matmuls(query, keys, values, call, bias)
@@ -241,7 +242,7 @@ class TorchSDPA(AttentionBackend):
         )
 
     def _bias(
-        self, query: Tensor, span: Span, first: int, call: _Call
+        self, query: Tensor, span: Span, first: int, call: Call
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return what is added to the scores, (1 or heads, queries, keys), and who sees nothing.
 
@@ -268,7 +269,7 @@ class TorchSDPA(AttentionBackend):
         return bias, blind
 
     def _matmuls(
-        self, query: Tensor, keys: Tensor, values: Tensor, call: _Call, bias: Tensor | None
+        self, query: Tensor, keys: Tensor, values: Tensor, call: Call, bias: Tensor | None
     ) -> AttentionState:
         """The same by hand, in at least float32, for what the fused kernel lacks."""
         scores = self._scores(query, keys, call)
@@ -284,7 +285,7 @@ class TorchSDPA(AttentionBackend):
         values: Tensor,
         span: Span,
         first: int,
-        call: _Call,
+        call: Call,
     ) -> AttentionState:
         """By hand too, with what a variant's functions and a step's mask do to the scores."""
         assert call.places is not None
@@ -299,7 +300,7 @@ class TorchSDPA(AttentionBackend):
             return summed(scores.masked_fill(~mask, 0.0), values)
         return _weighted(scores.masked_fill(~mask, -torch.inf), values)
 
-    def _scores(self, query: Tensor, keys: Tensor, call: _Call) -> Tensor:
+    def _scores(self, query: Tensor, keys: Tensor, call: Call) -> Tensor:
         """Return the scaled, capped scores, (heads, queries, keys)."""
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
         heads, groups, count = keys.shape[0], self.spec.gqa_ratio, query.shape[0]
@@ -312,7 +313,7 @@ class TorchSDPA(AttentionBackend):
             scores = scores.div_(cap).tanh_().mul_(cap)
         return scores.view(heads * groups, count, -1)
 
-    def _store(self, state: AttentionState, call: _Call, out: Tensor, lse: Tensor | None) -> None:
+    def _store(self, state: AttentionState, call: Call, out: Tensor, lse: Tensor | None) -> None:
         output, params = state.output, call.params
         if isinstance(call.v_scale, Tensor) or call.v_scale != 1.0:
             each = _beside(call.v_scale, (-1, 1), self.spec.gqa_ratio)
@@ -321,60 +322,6 @@ class TorchSDPA(AttentionBackend):
             output = output * torch.sigmoid(state.lse - params.sinks)[..., None]
         write_output(out, output, params.out_scale)
         _store_lse(lse, params, state.lse)
-
-
-class _Given:
-    """Keys and values that are at hand, (KV heads, keys, size)."""
-
-    def __init__(self, keys: Tensor, values: Tensor):
-        self.keys, self.values = keys, values
-
-    def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        near = slice(span.start, span.stop)
-        if not span.sinks:
-            return self.keys[:, near], self.values[:, near]
-        keys, values = (
-            torch.cat([t[:, : span.sinks], t[:, near]], dim=1) for t in (self.keys, self.values)
-        )
-        return keys, values
-
-
-class _Paged:
-    """Keys and values in the cache."""
-
-    def __init__(
-        self,
-        reader: PagedReader,
-        cache: KVCache,
-        index: int,
-        dtype: torch.dtype,
-    ):
-        self.reader, self.cache, self.index, self.dtype = reader, cache, index, dtype
-
-    def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        return self.reader.read(self.cache, self.index, span, self.dtype)
-
-
-_Source = _Given | _Paged
-
-
-class _Call:
-    """What one sequence's attention takes beside its queries."""
-
-    __slots__ = ("k_scale", "length", "params", "places", "source", "spec", "v_scale")
-
-    def __init__(
-        self,
-        spec: LayerSpec,
-        source: _Source,
-        length: int,
-        params: LayerParams,
-        k_scale: float | Tensor,
-        v_scale: float | Tensor,
-        places: Places | None,
-    ):
-        self.spec, self.source, self.length, self.params = spec, source, length, params
-        self.k_scale, self.v_scale, self.places = k_scale, v_scale, places
 
 
 def _alibi(params: LayerParams, position: Tensor, key: Tensor, dtype: torch.dtype) -> Tensor:

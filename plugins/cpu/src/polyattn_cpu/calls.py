@@ -1,0 +1,64 @@
+"""What does TORCH_SDPA take for one sequence, beside its queries?"""
+
+from __future__ import annotations
+
+import torch
+from polyattn.kernel import KVCache, LayerParams, LayerSpec
+from torch import Tensor
+
+from polyattn_cpu.gather import PagedReader, Span
+from polyattn_cpu.pointwise import Places
+
+
+class Given:
+    """Keys and values that are at hand, (KV heads, keys, size)."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.keys, self.values = keys, values
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        near = slice(span.start, span.stop)
+        if not span.sinks:
+            return self.keys[:, near], self.values[:, near]
+        keys, values = (
+            torch.cat([t[:, : span.sinks], t[:, near]], dim=1) for t in (self.keys, self.values)
+        )
+        return keys, values
+
+
+class Paged:
+    """Keys and values in the cache."""
+
+    def __init__(
+        self,
+        reader: PagedReader,
+        cache: KVCache,
+        index: int,
+        dtype: torch.dtype,
+    ):
+        self.reader, self.cache, self.index, self.dtype = reader, cache, index, dtype
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        return self.reader.read(self.cache, self.index, span, self.dtype)
+
+
+Source = Given | Paged
+
+
+class Call:
+    """What one sequence's attention takes beside its queries."""
+
+    __slots__ = ("k_scale", "length", "params", "places", "source", "spec", "v_scale")
+
+    def __init__(
+        self,
+        spec: LayerSpec,
+        source: Source,
+        length: int,
+        params: LayerParams,
+        k_scale: float | Tensor,
+        v_scale: float | Tensor,
+        places: Places | None,
+    ):
+        self.spec, self.source, self.length, self.params = spec, source, length, params
+        self.k_scale, self.v_scale, self.places = k_scale, v_scale, places
