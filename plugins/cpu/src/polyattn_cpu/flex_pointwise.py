@@ -75,9 +75,18 @@ def blocks_of(
 
         height = min(step, rows - start)
         parts.append(create_block_mask(some, 1, heads, height, keys, device=str(device)))
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    listed = {name: torch.cat([getattr(part, name) for part in parts], dim=2) for name in names}
-    return BlockMask.from_kv_blocks(**listed, BLOCK_SIZE=BLOCK, mask_mod=visible)
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts], dim=2)
+
+    return BlockMask.from_kv_blocks(
+        joined("kv_num_blocks"),
+        joined("kv_indices"),
+        joined("full_kv_num_blocks"),
+        joined("full_kv_indices"),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+    )
 
 
 def changes(

@@ -22,7 +22,11 @@ CHANNELS = 512
 
 
 def _decay(total: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return exp(total_i - total_j) where i >= j, else 0; (heads, tokens, tokens)."""
+    """Return exp(total_i - total_j) where i >= j, else 0; (heads, tokens, tokens).
+
+    Totals are float64: where a token forgets much they are in the hundreds, and the last bit of 800 in
+    float32 is 6e-5 of every weight after it.
+    """
     # What lies above the triangle could overflow: it is cut off before the exponential, and after.
     weights = torch.sub(total[:, :, None], total[:, None], out=out).tril_()
     return weights.clamp_(min=LEAST).exp_().tril_()
@@ -59,12 +63,12 @@ def gated_scan(
             before_ = empty(groups, count, each * size)
         given, x = given_[:count].copy_(v[rows]), x_[:count]
         qc, kc = (t[rows].to(state.dtype).transpose(0, 1) for t in (q, k))
-        total = g[rows].cumsum(0)
+        total = g[rows].double().cumsum(0)
         last = total[-1]
         # Step sizes and skips go into what is small: (tokens, tokens) rather than (tokens, V).
         weights = _decay(total.T.contiguous(), weights_)
         weights.view(groups, each, count, count).mul_((qc @ kc.transpose(1, 2))[:, None])
-        factor = (last - total).clamp_(min=LEAST).exp_()
+        factor = (last - total).clamp_(min=LEAST).exp_().to(state.dtype)
         if dt is not None:
             weights.mul_(dt[rows].T.contiguous()[:, None])
             factor.mul_(dt[rows])
@@ -72,7 +76,7 @@ def gated_scan(
             weights.diagonal(dim1=1, dim2=2).add_(skip[:, None])
         within = torch.bmm(weights, given.transpose(0, 1), out=within_)
         before = torch.bmm(qc, state, out=before_).view(groups, count, each, size)
-        since = total.clamp(min=LEAST).exp_()
+        since = total.clamp(min=LEAST).exp_().to(state.dtype)
         before.mul_(since.view(count, groups, each, 1).transpose(0, 1))
         before.add_(within.view(groups, each, count, size).transpose(1, 2))
         out[rows] = before.transpose(0, 1).reshape(count, heads, size)
@@ -91,18 +95,18 @@ def delta_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: 
     for start in range(0, v.shape[1], CHUNK):
         rows = slice(start, min(start + CHUNK, v.shape[1]))
         qc, kc, vc, bc = q[:, rows], k[:, rows], v[:, rows], beta[:, rows, None]
-        total = g[:, rows].cumsum(1)
-        decay = _decay(total)
+        total = g[:, rows].double().cumsum(1)
+        decay, since = (t.to(v.dtype) for t in (_decay(total), total.exp()[..., None]))
         system = (bc * (kc @ kc.transpose(1, 2)) * decay).tril(-1)
         system.diagonal(dim1=1, dim2=2).fill_(1.0)
-        right = torch.cat([bc * vc, bc * total.exp()[..., None] * kc], dim=2)
+        right = torch.cat([bc * vc, bc * since * kc], dim=2)
         solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
         fresh = solved[..., : v.shape[2]] - solved[..., v.shape[2] :] @ state
         within = (qc @ kc.transpose(1, 2)) * decay
-        out[:, rows] = within @ fresh + (qc * total.exp()[..., None]) @ state
+        out[:, rows] = within @ fresh + (qc * since) @ state
         last = total[:, -1:]
-        keys = kc * (last - total).exp()[..., None]
-        state.mul_(last.exp()[..., None]).baddbmm_(keys.transpose(1, 2), fresh)
+        keys = kc * (last - total).exp().to(v.dtype)[..., None]
+        state.mul_(since[:, -1:]).baddbmm_(keys.transpose(1, 2), fresh)
     return out
 
 
@@ -119,20 +123,21 @@ def low_rank_scan(
     for start in range(0, v.shape[1], CHANNEL_CHUNK):
         rows = slice(start, min(start + CHANNEL_CHUNK, v.shape[1]))
         qc, kc, vc, gc, ac, bc = (t[:, rows] for t in (q, k, v, g, a, b))
-        total = gc.cumsum(1)
+        total = gc.double().cumsum(1)
         before = total - gc
         # (heads, i, j, K), each channel apart: a product of exp(total) and exp(-total) would overflow.
         weights = _channel_decay(total, total, 0)
         earlier = _channel_decay(before, total, -1)
+        weights, earlier = weights.to(v.dtype), earlier.to(v.dtype)
         read_b, read_k = (torch.einsum("hik,hjk,hijk->hij", ac, t, earlier) for t in (bc, kc))
         out_b, out_k = (torch.einsum("hik,hjk,hijk->hij", qc, t, weights) for t in (bc, kc))
         read_b.neg_().diagonal(dim1=1, dim2=2).fill_(1.0)
-        known = read_k @ vc + (ac * before.exp()) @ state
+        known = read_k @ vc + (ac * before.exp().to(v.dtype)) @ state
         read = torch.linalg.solve_triangular(read_b, known, upper=False, unitriangular=True)
-        out[:, rows] = out_b @ read + out_k @ vc + (qc * total.exp()) @ state
+        out[:, rows] = out_b @ read + out_k @ vc + (qc * total.exp().to(v.dtype)) @ state
         last = total[:, -1:]
-        left = (last - total).exp()
-        state.mul_(last.exp().transpose(1, 2))
+        left = (last - total).exp().to(v.dtype)
+        state.mul_(last.exp().to(v.dtype).transpose(1, 2))
         state.baddbmm_((bc * left).transpose(1, 2), read).baddbmm_((kc * left).transpose(1, 2), vc)
     return out
 
