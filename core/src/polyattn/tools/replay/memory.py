@@ -47,8 +47,8 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
                 f"--cache-gb={options.cache_bytes / 2**30:g} holds not one block of {size} "
                 f"tokens at {sum(widths)} bytes a token; raise it"
             )
-    found = zip(sizes, counts, windows, strict=True)
-    return [Pool(size * ranks, count, window) for size, count, window in found]
+    made = zip(sizes, counts, windows, strict=True)
+    return [Pool(size * ranks, count, window) for size, count, window in made]
 
 
 def _needed(window: CacheWindow, options: Options) -> int:
