@@ -183,7 +183,7 @@ def going_wrong(rank: int, size: int, queue: Any) -> dict[str, Any]:
     context = ContextParallel(mesh, timeout=60)
     other = SPEC.replace(sliding_window=8) if rank else SPEC
     found = {"spec": said(lambda: ContextGroup(LayerGroup(other), context))}
-    table = torch.zeros(2, 4, dtype=torch.int32)
+    table = torch.zeros(size, 4, dtype=torch.int32)
     group = LayerGroup(SPEC)
     shared = ContextGroup(group, context)
     size_of = shared.block_size

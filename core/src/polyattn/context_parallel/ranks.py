@@ -57,6 +57,7 @@ class ContextParallel:
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.device_type: str = mesh.device_type
         self.broken: str | None = None
+        self._notes = 0
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         # NCCL's own watch ends the process; what waits on the host here comes before it.
         limit = self.timeout * (1.0 if self.device_type == "cpu" else WATCH)
@@ -123,6 +124,9 @@ class ContextParallel:
         that has one, `ParallelError` on the others, or where notes differ.
         """
         self.check()
+        # A rank that skipped a step would else be taken for one that is at this one.
+        self._notes += 1
+        note = f"note {self._notes}: {note}"
         said = plain(describe(error), NOTE_BYTES) if error is not None else note
         digest = hashlib.sha256(f"{error is None} {note if error is None else said}".encode())
         text = said.encode()[:NOTE_BYTES].ljust(NOTE_BYTES)
