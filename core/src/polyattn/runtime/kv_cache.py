@@ -81,8 +81,8 @@ class KVCache:
                 raise CacheError(f"{form} can't interleave K and V of different sizes")
             order = (b, h) if form.layout == "NHD" else (h, b)
             return cls.packed(empty(n, 2, *order, form.stored_width(form.head_size)), form.layout)
-        sizes = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
-        sizes = tuple(map(form.stored_width, sizes))
+        each = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
+        sizes = tuple(map(form.stored_width, each))
         if form.layout == "NHD":
             stored = [empty(n, b, h, size) for size in sizes]
         else:

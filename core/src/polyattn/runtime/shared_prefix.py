@@ -55,7 +55,7 @@ def shared_prefixes(
         )
     if block_size < 1:
         raise BatchError(f"block_size={block_size} must be positive")
-    if block_table.size == 0 or not _any_equal(block_table[:, 0]):
+    if not may_share(block_table):
         return ()
     full = np.minimum(np.asarray(lens, np.int64) // block_size, block_table.shape[1])
     levels: list[tuple[SharedRun, ...]] = []
@@ -71,9 +71,11 @@ def shared_prefixes(
     return tuple(levels)
 
 
-def _any_equal(blocks: NDArray[np.int32]) -> bool:
-    """Whether any value is there twice: what the common case, no sharing at all, costs."""
-    ordered = np.sort(blocks)
+def may_share(block_table: NDArray[np.int32]) -> bool:
+    """Whether two rows begin with one block: all that the common case, no sharing at all, costs."""
+    if block_table.size == 0:
+        return False
+    ordered = np.sort(block_table[:, 0])
     return bool((ordered[1:] == ordered[:-1]).any())
 
 

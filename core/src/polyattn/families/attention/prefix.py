@@ -22,7 +22,7 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Plan
-from polyattn.runtime.shared_prefix import Levels, SharedRun, shared_prefixes
+from polyattn.runtime.shared_prefix import Levels, SharedRun, may_share, shared_prefixes
 from polyattn.spec.decompose import over_context, unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -55,6 +55,8 @@ class PrefixPlan(Plan):
 
 def why_not(spec: LayerSpec) -> str | None:
     """Say why a layer's decode can't be taken apart by shared prefix, or None."""
+    if spec.latent is not None:
+        return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
     for name, asked in (
         ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
         ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
@@ -108,7 +110,7 @@ class PrefixDecode:
     def plan(self, batch: Batch) -> PrefixPlan | None:
         """Return the plan of a step of decodes; None where nothing is shared, or not enough."""
         table = batch.host_block_table
-        if table is None or batch.num_seqs < 2:
+        if table is None or not may_share(table):
             return None
         assert self.cache is not None
         size = self.cache.block_size

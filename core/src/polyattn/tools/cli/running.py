@@ -319,6 +319,8 @@ def cache_lines(report: Report) -> list[str]:
             f"MiB were read once for all; {shared['blocks_copied']} blocks copied on write"
         )
     for usage in report.usage:
+        if usage.shared_bytes and usage.unshared:
+            lines.append(f"each row reads shared blocks for itself: {usage.unshared}")
         cache = usage.to_dict()
         if cache["window"] is not None:
             sinks = f" and {cache['sinks']} sink tokens" if cache["sinks"] else ""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
+from polyattn.families.attention.prefix import why_not
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
@@ -68,7 +69,7 @@ class Engine:
             for g, pool in zip(by_role[Role.DECODER], self.pools, strict=True)
         ]
         self.report.usage = [
-            Usage(pool, _block_bytes(runner))
+            Usage(pool, _block_bytes(runner), why_not(runner.spec))
             for pool, runner in zip(self.pools, self.decoders, strict=True)
         ]
         self.recurrent: list[Runner] = [

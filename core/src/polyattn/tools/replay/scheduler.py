@@ -200,7 +200,7 @@ class Scheduler:
                 length = min(length, pool.usable(match, length))
         if self._comes(names[:limit], length):
             return False
-        held = []
+        held: list[Held] = []
         for pool, match in zip(self.pools, found, strict=True):
             taken = pool.take(match, length)
             if taken is None:  # then there is none for the sequence's next token either

@@ -13,12 +13,14 @@ from polyattn.tools.replay.scheduler import Scheduled
 class Usage:
     """What one group's cache was used for: `block_bytes` of all its layers that ran.
 
+    `unshared` says why decodes over shared blocks aren't taken apart here, None where they may be.
     Blocks that each sequence reads, and distinct ones. `decode_blocks` counts the most blocks of a
     sequence in a row that decodes, `prefill_blocks` in any other.
     """
 
     pool: Pool
     block_bytes: int
+    unshared: str | None = None
     read: int = 0
     distinct: int = 0
     copied: int = 0
@@ -41,13 +43,14 @@ class Usage:
         """Bytes of blocks that were some other sequence's of the same step, too."""
         return (self.read - self.distinct) * self.block_bytes
 
-    def to_dict(self) -> dict[str, int | None]:
+    def to_dict(self) -> dict[str, int | str | None]:
         """Return the group's cache as JSON values."""
         window = self.pool.window
         return {
             "block_size": self.pool.block_size,
             "blocks": self.pool.allocator.num_blocks,
             "block_bytes": self.block_bytes,
+            "unshared": self.unshared,
             "window": None if window is None else window.window or window.chunk,
             "sinks": 0 if window is None else window.sinks,
             "decode_blocks": self.decode_blocks,
