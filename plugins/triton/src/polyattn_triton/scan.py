@@ -51,7 +51,7 @@ def scan_constants(
     form = spec.recurrent
     assert form is not None
     kind, decode = spec.kind, phase == "decode"
-    has = tuple(name in params for name in ("D", "dt_bias"))
+    has = ("D" in params, "dt_bias" in params)
     if kind is AttentionKind.SHORT_CONV:
         return (
             spec.num_heads, form.conv_width, 1 if decode else CONV_TOKENS, CONV_CHANNELS,
