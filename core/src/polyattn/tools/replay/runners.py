@@ -51,6 +51,9 @@ class Options:
 class Runner:
     """What the families share: the group, a source of random numbers, a clock."""
 
+    saved_bytes = 0
+    """Bytes that calls over shared blocks didn't read again, of all steps and layers."""
+
     def __init__(self, layers: SelectedLayers, options: Options):
         self.group, self.spec = LayerGroup(layers.selection), layers.spec
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -58,7 +61,6 @@ class Runner:
         self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
-        self.saved_bytes = 0
 
     def step(self, batch: Batch, checker: Checker) -> float:
         """Run every layer over `batch`; returns the seconds that the layers took."""
@@ -85,7 +87,7 @@ class Runner:
 
     def paged(self) -> list[Tensor]:
         """Return all that is kept of tokens in blocks: tensors (num_blocks, block_size, ...)."""
-        return []
+        raise NotImplementedError
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks within every layer's cache: int64 (copies,) each."""
@@ -231,6 +233,10 @@ class ContextRunner(Runner):
         assert options.context is not None
         self.shared = ContextGroup(self.group, options.context)
         self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
+
+    def paged(self) -> list[Tensor]:
+        """Return this rank's part of every block."""
+        return self.alone.paged()
 
     def step(self, batch: Batch, checker: Checker) -> float:
         started = self.clock()
