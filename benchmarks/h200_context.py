@@ -14,6 +14,7 @@ small sizes.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import statistics
@@ -27,6 +28,9 @@ from typing import Any
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
 os.environ.setdefault("NVSHMEM_DISABLE_NVLS", "1")
+os.environ.setdefault("NCCL_IB_DISABLE", "1")  # one host
+os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+os.environ.setdefault("POLYATTN_TIMINGS", "0")
 
 import torch
 import torch.distributed as dist
@@ -49,8 +53,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, needs_lse=True)
+BACKEND = {"cuda": "TRITON_ATTN", "cpu": None}
+"""One by name: a group loads its candidates, and FlashInfer's compile for minutes."""
 SIZES = {"cuda": (524_288, 131_072), "cpu": (4_096, 1_024)}
 RANKS = 2
+STARTED = time.monotonic()
+
+
+def stage(rank: int, text: str) -> None:
+    """Say what a rank has come to, and when: what a section hangs at is the last of it."""
+    print(f"    rank {rank} +{time.monotonic() - STARTED:6.1f} s: {text}", flush=True)
 
 
 class Machine:
@@ -61,11 +73,24 @@ class Machine:
         self.device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
         if kind == "cuda":
             torch.cuda.set_device(self.device)
+        self.sync()
+        self.say("device")
+        seen = torch.ones(1, device=self.device)
+        dist.all_reduce(seen)
+        assert float(seen) == RANKS
+        self.say("first collective")
         self.context = ContextParallel(init_device_mesh(kind, (RANKS,)), timeout=timeout)
+        self.context.agree("the start", "here")
+        self.say("ranks joined")
         self.decode_len, self.prompt_len = SIZES[kind]
 
+    def say(self, text: str) -> None:
+        stage(self.rank, text)
+
     def group(self, spec: LayerSpec) -> LayerGroup:
-        return LayerGroup(select(spec, str(self.device)))
+        found = LayerGroup(select(spec, str(self.device), backend=BACKEND[self.kind]))
+        self.say(f"group: {found.selection.decision.summary()}")
+        return found
 
     def sync(self) -> None:
         if self.kind == "cuda":
@@ -133,6 +158,7 @@ def decode(machine: Machine, graph: bool = False) -> dict[str, Any]:
     table = torch.randperm(blocks, generator=torch.Generator().manual_seed(1))
     table = table.to(torch.int32)[None].to(machine.device)
     whole = one.allocate_cache(blocks)
+    machine.say("cache")
     whole.key.copy_(machine.random(*whole.key.shape, seed=2))
     whole.value.copy_(machine.random(*whole.value.shape, seed=3))
     query, key, value = (
@@ -141,6 +167,8 @@ def decode(machine: Machine, graph: bool = False) -> dict[str, Any]:
     layer = Attention(one)
     plan = one.plan(Batch.from_lens([1], [length], table, form.block_size))
     single = layer(query, key, value, whole, plan)
+    machine.sync()
+    machine.say("one GPU's first step")
     found: dict[str, Any] = {"backend": one.selection.decision.summary()}
     if graph:
         found["one_us"] = machine.graph_us(lambda: layer(query, key, value, whole, plan))
@@ -166,8 +194,10 @@ def decode(machine: Machine, graph: bool = False) -> dict[str, Any]:
         step = shared.plan(batch)
     machine.sync()
     found["plan_us"] = (time.perf_counter() - started) / 20 * 1e6
+    machine.say("planned")
     out = parallel(query, key, value, cache, step)[0]
     machine.sync()
+    machine.say("first step")
     dist.barrier()
     if graph:
         found["two_us"] = machine.graph_us(lambda: parallel(query, key, value, cache, step))
@@ -218,8 +248,10 @@ def prompt(machine: Machine, way: str) -> dict[str, Any]:
     step = shared.plan(batch, queries="own")
     tokens = shared.tokens(batch)
     mine = [t[tokens].contiguous() for t in (query, key, value)]
+    machine.say("planned")
     out = parallel(*mine, own, step)[0]
     machine.sync()
+    machine.say("first step")
     dist.barrier()
     found["two_us"] = machine.us(lambda: parallel(*mine, own, step), 2)
     rows = [0, 1, len(tokens) // 3, len(tokens) // 2, len(tokens) - 1]
@@ -257,7 +289,9 @@ SECTIONS: dict[str, Callable[[Machine], dict[str, Any]]] = {
 }
 
 
-def run(rank: int, kind: str, port: int, section: str, queue: Any) -> None:
+def run(rank: int, kind: str, port: int, section: str, queue: Any, limit: float) -> None:
+    stage(rank, "imported")
+    faulthandler.dump_traceback_later(max(limit - 8.0, 1.0), exit=False)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     backend = "nccl" if kind == "cuda" else "gloo"
     if kind == "cuda":
@@ -265,11 +299,13 @@ def run(rank: int, kind: str, port: int, section: str, queue: Any) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=90)
     )
+    stage(rank, "process group")
     try:
         with torch.no_grad():
             found = SECTIONS[section](Machine(rank, kind))
     except Exception:
         found = {"failed": traceback.format_exc()[-1500:]}
+    stage(rank, "done")
     queue.put((rank, found))
     queue.close()
     queue.join_thread()
@@ -282,7 +318,7 @@ def section(name: str, kind: str, limit: float) -> dict[int, Any]:
     queue = spawn.Queue()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = [
-        spawn.Process(target=run, args=(rank, kind, store.port, name, queue))
+        spawn.Process(target=run, args=(rank, kind, store.port, name, queue, limit))
         for rank in range(RANKS)
     ]
     for rank in ranks:

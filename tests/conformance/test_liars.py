@@ -53,5 +53,6 @@ def test_there_are_enough_liars() -> None:
     assert len(LIARS) >= 60
     families = {kind.__module__.rpartition(".")[2] for kind in LIARS}
     assert families == {
-        "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations"
+        "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations",
+        "functions",
     }  # fmt: skip

@@ -180,7 +180,7 @@ def said(call: Callable[[], Any]) -> tuple[str, float]:
 def going_wrong(rank: int, size: int, queue: Any) -> dict[str, Any]:
     """Ranks that disagree, that refuse, that fail alone, and one that dies."""
     mesh = mesh_of(size)
-    context = ContextParallel(mesh, timeout=5)
+    context = ContextParallel(mesh, timeout=60)
     other = SPEC.replace(sliding_window=8) if rank else SPEC
     found = {"spec": said(lambda: ContextGroup(LayerGroup(other), context))}
     table = torch.zeros(2, 4, dtype=torch.int32)
@@ -201,15 +201,21 @@ def going_wrong(rank: int, size: int, queue: Any) -> dict[str, Any]:
     query, key, value = attention_inputs(SPEC, 1, torch.Generator().manual_seed(1))
     step = shared.plan(batch(1))
     found["goes on"] = said(lambda: layer(query, key, value, cache, step))
+    # What all ranks are given wrong, all refuse.
+    checking = ContextGroup(group, ContextParallel(mesh, timeout=60))
+    layer = ContextAttention(checking, Attention(group, checks=True))
+    beyond = Batch.from_lens([1], [5], table[:1] + 99, checking.block_size)
+    step = checking.plan(beyond)
+    found["a table"] = said(lambda: layer(query, key, value, cache, step))
     # A tensor that one rank alone is given wrong: it says so, and the others wait no longer than told.
-    short = ContextParallel(mesh, timeout=2)
+    short = ContextParallel(mesh, timeout=10)
     shared = ContextGroup(group, short)
     layer = ContextAttention(shared, Attention(group))
     step = shared.plan(batch(1))
     bad = query[:0] if rank == size - 1 else query
     found["a shape"] = said(lambda: layer(bad, key, value, cache, step))
     found["after it"] = said(lambda: layer(query, key, value, cache, step))
-    last = ContextParallel(mesh, timeout=5)
+    last = ContextParallel(mesh, timeout=60)
     shared = ContextGroup(group, last)
     layer = ContextAttention(shared, Attention(group))
     step = shared.plan(batch(1))

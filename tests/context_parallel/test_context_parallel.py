@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import secrets
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -44,6 +46,16 @@ DECODE = ((1,) * 7, (150, 1, 40, 0, 16, 65, 17))
 MIXED = ((1, 5, 30, 1, 17, 0, 1), (40, 90, 30, 0, 100, 20, 9))
 """Decodes, a padding row, whole prompts, rows with cached context, and one without query tokens."""
 PROMPTS = ((70, 1, 33, 2, 5), (70, 1, 33, 2, 5))
+SEED = secrets.randbelow(2**31)
+"""Of this run's numbers and drawn lengths; a failure tells it."""
+
+
+def drawn(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Query lengths and lengths of sequences, most short, as they may come."""
+    dice = random.Random(SEED)
+    queries = tuple(dice.choice((0, 1, 1, 2, dice.randint(3, 60))) for _ in range(count))
+    lens = tuple(q + dice.choice((0, dice.randint(0, 40), dice.randint(0, 200))) for q in queries)
+    return queries, lens
 
 
 def latent(**more: Any) -> dict[str, Any]:
@@ -57,7 +69,9 @@ def cases() -> dict[str, Case]:
     layers = LAYERS | {"mla": latent()}
     for seed, (name, spec) in enumerate(layers.items()):
         spec = spec | {"block_size": 16}
+        seed += SEED
         found[f"{name}-decode"] = Case(spec, *DECODE, seed=seed)
+        found[f"{name}-drawn"] = Case(spec, *drawn(6), seed=seed)
         found[f"{name}-mixed"] = Case(spec, *MIXED, seed=100 + seed)
         found[f"{name}-own"] = Case(spec, *MIXED, queries="own", seed=200 + seed)
         if not any(word in name for word in NO_RING):
@@ -68,13 +82,13 @@ def cases() -> dict[str, Case]:
         spec = layers[name] | {"block_size": 16}
         for step, lens in (("decode", DECODE), ("mixed", MIXED)):
             found[f"{name}-{step}-to_all"] = Case(
-                spec, *lens, group={"merge": "all_to_all"}, seed=400
+                spec, *lens, group={"merge": "all_to_all"}, seed=SEED + 400
             )
     for name in ("gqa", "window", "learned_sinks", "alibi", "sink_tokens", "mla", "int8"):
         spec = layers[name] | {"block_size": 16}
         for queries in ("all", "own"):
             found[f"{name}-heads-{queries}"] = Case(
-                spec, *MIXED, queries=queries, group={"keys": "heads"}, seed=500
+                spec, *MIXED, queries=queries, group={"keys": "heads"}, seed=SEED + 500
             )
     return found
 
@@ -118,8 +132,8 @@ def found(size: int) -> list[dict[str, Any]]:
 def judge(size: int, name: str) -> None:
     ranks = [rank[name] if isinstance(rank, dict) else rank for rank in found(size)]
     for rank in ranks:
-        assert isinstance(rank, dict), rank
-        assert rank["out"] <= 1 and rank["lse"] <= 1, ranks
+        assert isinstance(rank, dict), (SEED, rank)
+        assert rank["out"] <= 1 and rank["lse"] <= 1, (SEED, ranks)
         assert rank.get("stored", True), "another rank's blocks, or not this one's"
         assert rank.get("again", True), "another run gave other bits"
     if "own" not in name and "to_all" not in name and "ring" not in name:
@@ -166,11 +180,12 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
         words = "isn't the cache's" if rank == 0 else "rank 0 can't take part in the step"
         assert words in found["one refuses"][0]
         assert found["goes on"][0] == "nothing"
-        wrong = "query has 0 rows" if rank == size - 1 else "did not answer within 2 s"
-        assert wrong in found["a shape"][0] and found["a shape"][1] < 10
+        assert "block_table[0, 0]=99 points outside" in found["a table"][0]
+        wrong = "query has 0 rows" if rank == size - 1 else "did not answer within 10 s"
+        assert wrong in found["a shape"][0] and found["a shape"][1] < 30
         assert "an earlier error" in found["after it"][0]
         if rank < size - 1:
-            assert "another rank died" in found["death"][0] and found["death"][1] < 10
+            assert "another rank died" in found["death"][0] and found["death"][1] < 30
             assert "an earlier error" in found["a plan after it"][0]
 
 

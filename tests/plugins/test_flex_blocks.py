@@ -7,7 +7,9 @@ import torch
 from defined_flex import defined_flex
 from polyattn import Batch, LayerSpec
 from polyattn.families.attention import reference
+from polyattn_cpu import flex_pointwise
 from polyattn_cpu.flex import FlexPlan
+from polyattn_cpu.flex_pointwise import blocks_of
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,7 +42,7 @@ def by_hand(spec: LayerSpec, batch: Batch, rows: int, keys: int) -> torch.Tensor
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_blocks_are_those_of_the_whole_mask(spec: LayerSpec, name: str) -> None:
     batch = Batch.from_lens(*BATCHES[name])
-    mask = FlexPlan(spec, batch).block_mask
+    mask = FlexPlan(spec, batch, None).block_mask
     dense = by_hand(spec, batch, *mask.seq_lengths)
     whole = create_block_mask(lambda b, h, q, k: dense[q, k], 1, 1, *mask.seq_lengths, device="cpu")
     for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
@@ -67,17 +69,34 @@ def test_a_plan_of_128k_queries_and_keys_is_small() -> None:
     """A boolean of every pair would take 16 GiB; 1,024 x 1,024 blocks in int64 take 8 MiB."""
     largest = Largest()  # type: ignore[no-untyped-call]
     with largest:
-        plan = FlexPlan(BASE.replace(logit_soft_cap=50.0), Batch.from_lens([131_072], [131_072]))
+        batch = Batch.from_lens([131_072], [131_072])
+        plan = FlexPlan(BASE.replace(logit_soft_cap=50.0), batch, None)
     partial, full = plan.block_mask.kv_num_blocks, plan.block_mask.full_kv_num_blocks
     assert full is not None
     assert (int(partial.sum()), int(full.sum())) == (1024, 1024 * 1023 // 2)
     assert 2**20 < largest.bytes <= 2**24, largest.bytes
 
 
+def test_a_mask_s_blocks_are_found_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same blocks as in one piece; a slice asks for a bounded number of pairs."""
+    batch = Batch.from_lens([300, 1, 500], [300, 40, 640])
+    whole = FlexPlan(BASE, batch, None).block_mask
+    odd = lambda b, h, q, k: ((q // 64 + k // 150 + h) % 3 == 0) & whole.mask_mod(b, h, q, k)  # noqa: E731
+    rows, keys = whole.seq_lengths
+    expected = create_block_mask(odd, 1, 2, rows, keys, device="cpu")
+    for pairs in (1, 2 * 256 * keys, 1 << 40):
+        monkeypatch.setattr(flex_pointwise, "PAIRS", pairs)
+        found = blocks_of(odd, 2, rows, keys, torch.device("cpu"))
+        assert found.mask_mod is odd and found.seq_lengths == expected.seq_lengths
+        for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            assert torch.equal(getattr(found, part), getattr(expected, part)), part
+
+
 def test_the_definition_is_torch_s() -> None:
     """What stands for the compiled kernel in thousands of random batches."""
     generator = torch.Generator().manual_seed(4)
-    plan = FlexPlan(BASE.replace(sliding_window=150, sink_tokens=3), Batch.from_lens([200], [290]))
+    spec = BASE.replace(sliding_window=150, sink_tokens=3)
+    plan = FlexPlan(spec, Batch.from_lens([200], [290]), None)
     query, key, value = (
         torch.randn(1, heads, length, 16, generator=generator)
         for heads, length in ((4, 256), (2, 384), (2, 384))

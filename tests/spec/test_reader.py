@@ -34,6 +34,14 @@ ODD: list[Any] = [
 ]
 
 
+RWKV7 = {
+    "model_type": "rwkv7", "hidden_size": 256, "head_dim": 64, "num_hidden_layers": 2,
+    "attn": None, "attn_mode": "chunk", "decay_low_rank_dim": 64, "norm_eps": 1e-5,
+    "hidden_act": "sqrelu", "fuse_norm": False, "vocab_size": 65536, "num_heads": None,
+}  # fmt: skip
+"""As the publisher's 0.1B checkpoint says it, smaller."""
+
+
 def refused(values: dict[str, Any], **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         layer_specs(values, **options)
@@ -90,7 +98,11 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
         ({"model_type": "jamba", "attn_layer_offset": 9}, "must be below attn_layer_period=8"),
         ({"model_type": "bamba", "time_step_limit": [0.0, 0.1]}, "time_step_limit=[0.0, 0.1]"),
         ({"model_type": "falcon", "alibi": True}, "text layers 0-31 need ALiBi that is scaled"),
-        ({"model_type": "rwkv7", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-7"),
+        ({"model_type": "rwkv6", "num_hidden_layers": 2}, "text layers 0-1 need the RWKV-6"),
+        (RWKV7 | {"attn": {"layers": [1]}}, "attn={'layers': [1]}"),
+        (RWKV7 | {"num_heads": 3}, "num_heads=3 x head_dim=64 isn't hidden_size=256"),
+        (RWKV7 | {"value_dim": [256, 100]}, "value_dim=[256, 100] must be multiples"),
+        (RWKV7 | {"token_shift": 2}, "token_shift=2 isn't known for model_type='rwkv7'"),
         ({"model_type": "recurrent_gemma", "lru_width": 2559}, "is no multiple of num_attention_heads"),
         ({"model_type": "deberta-v2", "num_hidden_layers": 2},
          "text layers 0-1 need a learned relative position bias"),
@@ -98,6 +110,14 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
 )  # fmt: skip
 def test_what_cant_be_served(values: dict[str, Any], names: str) -> None:
     assert names in refused(values)
+
+
+def test_rwkv7_is_its_recurrence() -> None:
+    wide, narrow = layer_specs(RWKV7 | {"value_dim": [512, 256]})
+    assert (narrow.kind, narrow.num_heads, narrow.head_size) == (AttentionKind.RWKV7, 4, 64)
+    assert (wide.v_head_size, narrow.v_head_size, narrow.scale) == (128, 64, 1.0)
+    assert layer_specs(RWKV7 | {"head_dim": None, "num_heads": 8})[0].head_size == 32
+    assert layer_specs(RWKV7)[0].v_head_size == 64
 
 
 def test_kimi_linear_is_kda_and_mla_without_positions() -> None:

@@ -36,6 +36,8 @@ SCALINGS: dict[str, dict[str, Any]] = {
                            "original_max_position_embeddings": 512},
     "longrope": {"rope_type": "longrope", "short_factor": SHORT, "long_factor": LONG,
                  "original_max_position_embeddings": 512},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.3, "factor": 2.0},
+    "proportional, all": {"rope_type": "proportional"},
 }  # fmt: skip
 
 

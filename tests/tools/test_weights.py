@@ -239,8 +239,6 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "size": ({"vocab_size": -64}, "vocab_size=-64 must be a positive integer"),
     "flag": ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be true or false"),
     "eps": ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a positive number"),
-    "rope": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-             "rope_scaling='dynamic' isn't run with weights"),
 }  # fmt: skip
 
 

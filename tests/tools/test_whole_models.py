@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from polyattn import LayerSpec
+from polyattn.errors import SettingsError
 from polyattn.tools.cli import main, running
 from polyattn.tools.replay import engine as engine_module
 from polyattn.tools.replay.trace import Request
@@ -62,6 +63,19 @@ def test_reused_prefixes_and_preemption(name: str, tmp_path: Path, recorded: Non
     recurrent = any(spec.kind.is_recurrent for spec in LayerSpec.from_hf_config(tmp_path))
     assert (report.shared_tokens > 0) is not recurrent
     assert (report.preemptions > 0) is (name != "mamba2"), "Mamba-2 has no cache to run out of"
+
+
+@pytest.mark.parametrize(("name", "limit"), [("llama-longrope", 128), ("llama-dynamic", 256)])
+def test_a_sequence_that_would_change_its_frequencies_is_refused(
+    name: str, limit: int, tmp_path: Path
+) -> None:
+    saved(name, tmp_path)
+    options = {"token_budget": 64, "check_tokens": 0}
+    engine(tmp_path, [Request(limit - 8, 8)], **options)
+    with pytest.raises(
+        SettingsError, match=rf"{limit + 1} tokens: rope_scaling='.*beyond {limit} "
+    ):
+        engine(tmp_path, [Request(4, 4), Request(limit - 8, 9)], **options)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "deepseek-v3"])

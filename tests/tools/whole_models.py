@@ -32,12 +32,22 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
 }  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "factor": 2.0,
+    "short_factor": [1.0 + 0.25 * i for i in range(8)], "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 128,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 DEEPSEEK = LENGTHS | {"num_key_value_heads": 4}
 GEMMA3_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", LENGTHS | {"rope_parameters": LLAMA3}),
     "llama-biased": ("llama", LENGTHS | {"attention_bias": True, "mlp_bias": True,
                                          "tie_word_embeddings": True}),
+    "llama-longrope": ("llama", LENGTHS | {"rope_parameters": LONGROPE}),
+    "llama-dynamic": ("llama", LENGTHS | {"rope_parameters": DYNAMIC}),
+    "llama-proportional": ("llama", LENGTHS | {"rope_parameters": {
+        "rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "qwen3": ("qwen3", LENGTHS),
     "gemma2": ("gemma2", LENGTHS | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 3.0,
                                     "final_logit_softcapping": 2.0}),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from liars import latents, masks, plain, recurrences, rotations, services, shapes, steps
+from liars import functions, latents, masks, plain, recurrences, rotations, services, shapes, steps
 from liars.plain import HonestGraph, Plain
 from polyattn.plugin import (
     BackendInfo,
@@ -20,7 +20,7 @@ from polyattn.plugin import (
 from polyattn.registry.builtin import TORCH_MERGE, TORCH_STORE
 from polyattn.runtime.merge import TorchMerge
 from polyattn.runtime.store import TorchStore
-from polyattn_cpu.hooks import TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN
+from polyattn_cpu.hooks import TORCH_MLA, TORCH_MLA_SPARSE, TORCH_SCAN, TORCH_SDPA
 from polyattn_cpu.mla import TorchMLA, TorchSparseMLA
 from polyattn_cpu.recurrent import TorchScan
 
@@ -56,10 +56,15 @@ GRAPHS = replace(
     ATTENTION, roles=frozenset({Role.DECODER}), cached=frozenset({True}),
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )  # fmt: skip
+FUNCTIONS = replace(
+    TORCH_SDPA.capabilities, roles=frozenset({Role.DECODER}), dtypes=frozenset({"float32"}),
+    kv_cache_dtypes=frozenset({"auto"}), platforms={"cpu": ()},
+)  # fmt: skip
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestGraph, GRAPHS),
     (Plain, ATTENTION),
+    (functions.Functions, FUNCTIONS),
     (TorchMLA, TORCH_MLA.capabilities),
     (TorchSparseMLA, TORCH_MLA_SPARSE.capabilities),
     (TorchScan, TORCH_SCAN.capabilities),
@@ -67,11 +72,12 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (TorchMerge, TORCH_MERGE.capabilities),
 )
 MODULES: tuple[ModuleType, ...] = (
-    plain, masks, shapes, steps, latents, recurrences, services, rotations,
+    plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
 )  # fmt: skip
 BASES = {
     plain.Plain, masks.Numeric, masks.OtherMask, recurrences.Scan, recurrences.Without,
     recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
+    functions.Functions,
 }  # fmt: skip
 
 

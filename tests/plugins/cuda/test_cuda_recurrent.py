@@ -40,6 +40,25 @@ def scan_by_reference(
     return torch.cat(outputs), torch.stack(finals)
 
 
+def channels(spec: LayerSpec, name: str) -> Any:
+    """fla's KDA and RWKV-7: inputs as our reference names them."""
+
+    def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        a = bind("fla", name, *args, **kwargs)
+        assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
+        assert a["initial_state"].dtype == torch.float32
+        if spec.kind is AttentionKind.KDA:
+            assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
+        inputs = {n: a[n][0] for n in form_of(spec).inputs}
+        out, final = scan_by_reference(
+            spec.replace(scale=a["scale"]), inputs, {}, a["initial_state"],
+            a["cu_seqlens"].tolist(),
+        )  # fmt: skip
+        return out[None].float(), final.float()
+
+    return call
+
+
 def fake_fla(spec: LayerSpec) -> ModuleType:
     """fla's operators: [1, tokens, heads, size], starts int64, float32 states."""
     module = ModuleType("fla.ops")
@@ -79,27 +98,9 @@ def fake_fla(spec: LayerSpec) -> ModuleType:
 
         return call
 
-    def channels(name: str) -> Any:
-        """KDA and RWKV-7: inputs as our reference names them."""
-
-        def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            a = bind("fla", name, *args, **kwargs)
-            assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
-            assert a["initial_state"].dtype == torch.float32
-            if spec.kind is AttentionKind.KDA:
-                assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
-            inputs = {n: a[n][0] for n in form_of(spec).inputs}
-            out, final = scan_by_reference(
-                spec.replace(scale=a["scale"]), inputs, {}, a["initial_state"],
-                a["cu_seqlens"].tolist(),
-            )  # fmt: skip
-            return out[None].float(), final.float()
-
-        return call
-
     for kind in ("kda", "rwkv7"):
         for how in ("chunk", "fused_recurrent"):
-            setattr(module, f"{how}_{kind}", channels(f"{how}_{kind}"))
+            setattr(module, f"{how}_{kind}", channels(spec, f"{how}_{kind}"))
     for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
         setattr(module, name, gated(name))
     for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):

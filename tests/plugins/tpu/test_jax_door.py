@@ -73,12 +73,14 @@ FEATURES = {
     "alibi, learned sinks": spec(alibi=True, learned_sinks=True),
     "v_head_size": spec(v_head_size=24, logit_soft_cap=3.0),
     "two-sided": spec(causal=False, sliding_window=6),
+    "right": spec(causal=False, window_right=3),
+    "uneven": spec(causal=False, sliding_window=6, window_right=2),
     "chunks in bf16": spec(chunk_size=8, dtype="bfloat16"),
     "int8": spec(dtype="bfloat16", kv_cache_dtype="int8"),
     "e4m3": spec(kv_cache_dtype="fp8_e4m3"),
     "e5m2": spec(kv_cache_dtype="fp8_e5m2"),
 }
-FAST = ("plain", "window and sinks", "int8")
+FAST = ("plain", "uneven", "window and sinks", "int8")
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,6 @@ from polyattn.conformance.cases import attention, mla, recurrent, services
 from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 
-SEARCH = "search"
-"""The check that draws layers and batches from the claims for as long as its budget lasts."""
-
 
 def derive(info: BackendInfo, device: Device) -> list[Case]:
     """Return every case that `info`'s capabilities give on `device`."""

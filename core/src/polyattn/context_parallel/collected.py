@@ -20,12 +20,13 @@ from torch import Tensor
 from polyattn.context_parallel.heads import own_heads
 from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.context_parallel.room import Room
-from polyattn.context_parallel.shards import Blocks, Kept, Zigzag, kept_blocks
+from polyattn.context_parallel.shards import Blocks, Zigzag
 from polyattn.context_parallel.step import ContextStep, Found, Layer, raw_bytes
 from polyattn.errors import BatchError
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, raw
+from polyattn.spec.cache_window import CacheWindow
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Layout:
     num_blocks: int
 
     @classmethod
-    def of(cls, batch: Batch, blocks: Blocks, kept: Sequence[Kept], new: bool = True) -> Layout:
-        """Lay out the kept blocks of each sequence; without `new`, as what the cache holds whole."""
+    def of(cls, batch: Batch, blocks: Blocks, gone: Sequence[range], new: bool = True) -> Layout:
+        """Lay out each sequence without its blocks that are gone; without `new` the cache has all."""
         assert batch.block_table is not None
         per, lens = blocks.engine_block, []
         rows: list[int] = []
@@ -53,12 +54,11 @@ class Layout:
         counts = []
         for row, (length, query) in enumerate(zip(batch.lens, batch.query_lens, strict=True)):
             context = max(length - query, 0) if new else length
-            found = kept[row].columns(-(-context // per))
+            found = [c for c in range(-(-context // per)) if c not in gone[row]]
             rows += [row] * len(found)
             columns += found
-            total = len(kept[row].columns(-(-length // per)))
-            counts.append((len(found), total))
-            lens.append(length - kept[row].dropped * per if length else 0)
+            counts.append((len(found), -(-length // per) - len(gone[row])))
+            lens.append(length - len(gone[row]) * per)
         at = torch.tensor([rows, columns], dtype=torch.int64).to(batch.device)
         fetched = batch.block_table[at[0], at[1]].long()
         table, num_blocks = _table(counts, len(rows), blocks.size)
@@ -112,8 +112,9 @@ class CollectedStep(ContextStep):
         if batch.block_table is None:
             raise BatchError(f"{group.spec} attends over a cache; the batch has no block_table")
         contexts = [max(n - q, 0) for n, q in zip(batch.lens, batch.query_lens, strict=True)]
-        kept = [kept_blocks(group.spec, first, blocks.engine_block) for first in contexts]
-        self.layout = Layout.of(batch, blocks, kept)
+        window = CacheWindow.of(group.spec, blocks.engine_block)
+        gone = [range(0) if window is None else window.gone(first) for first in contexts]
+        self.layout = Layout.of(batch, blocks, gone)
         self.zigzag = Zigzag.of(batch, context.size)
         device = batch.device
         self.mine = torch.from_numpy(self.zigzag.tokens(context.rank)).to(device)

@@ -17,7 +17,7 @@ from polyattn.context_parallel.placed import AnchoredStep, Placed, PlacedStep, c
 from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.context_parallel.ring import Ring, RingStep
 from polyattn.context_parallel.room import Room, plain_group
-from polyattn.context_parallel.shards import Blocks, Kept, Zigzag
+from polyattn.context_parallel.shards import Blocks, Zigzag
 from polyattn.context_parallel.step import ContextStep
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.runtime.batch import Batch
@@ -38,11 +38,13 @@ T = TypeVar("T")
 class ContextPlan:
     """A step of one `ContextGroup`: made once, run by each of its layers, on every rank.
 
-    `tokens`: the rows that each layer is given on this rank.
+    `batch`: what it was made of; `tokens`: the rows that each layer is given on this rank.
     """
 
-    def __init__(self, group: ContextGroup, tokens: int, parts: list[tuple[Rows, ContextStep]]):
-        self.group, self.tokens, self.parts = group, tokens, parts
+    def __init__(
+        self, group: ContextGroup, batch: Batch, tokens: int, parts: list[tuple[Rows, ContextStep]]
+    ):
+        self.group, self.batch, self.tokens, self.parts = group, batch, tokens, parts
 
 
 class ContextGroup:
@@ -222,19 +224,19 @@ class ContextGroup:
                 step: ContextStep = AnchoredStep(self.group, self.room, context, batch, anchors)
             else:
                 step = PlacedStep(self.placed, context, batch, self.merging)
-            return ContextPlan(self, batch.num_tokens, [(None, step)])
+            return ContextPlan(self, batch, batch.num_tokens, [(None, step)])
         tokens = Zigzag.of(batch, context.size).counts[context.rank] if own else batch.num_tokens
         if self.keys == "heads":
             by_heads = self.merge == "all_to_all" and not own
             step = HeadsStep(self.group, context, batch, own, by_heads)
-            return ContextPlan(self, tokens, [(None, step)])
+            return ContextPlan(self, batch, tokens, [(None, step)])
         if own:
             if self.ring is not None:
                 step = RingStep(self.ring, context, self.blocks, batch)
             else:
                 step = self._collected(batch, own=True)
-            return ContextPlan(self, tokens, [(None, step)])
-        return ContextPlan(self, tokens, self._parts(batch))
+            return ContextPlan(self, batch, tokens, [(None, step)])
+        return ContextPlan(self, batch, tokens, self._parts(batch))
 
     def _parts(self, batch: Batch) -> list[tuple[Rows, ContextStep]]:
         """Take a step that every rank has whole apart: rows of one token, and longer ones."""
@@ -265,7 +267,7 @@ class ContextGroup:
         What a check or another process wants to see. Every rank calls it; it is of use until the
         next step.
         """
-        layout = Layout.of(batch, self.blocks, [Kept(0, 0)] * batch.num_seqs, new=False)
+        layout = Layout.of(batch, self.blocks, [range(0)] * batch.num_seqs, new=False)
         room = self.room.take(layout.num_blocks)
         layout.fetch(cache, room, self.context)
         return room, Batch(batch.starts, batch.lens, layout.table, device=batch.device)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from polyattn.context_parallel.group import ContextGroup, ContextPlan
 from polyattn.context_parallel.step import Found, Layer, width_of
 from polyattn.errors import BatchError, SpecError
-from polyattn.runtime.inputs import own_precision, refuse_gradients
+from polyattn.runtime.batch_checks import check_on_device
+from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Rows
 
@@ -83,11 +84,13 @@ class ContextAttention(nn.Module):
             if tensor is not None and tensor.device != cache.key.device:
                 raise BatchError(f"{name} is on {tensor.device}, the cache on {cache.key.device}")
         refuse_gradients(query=query, key=key, value=value)
+        if self.layer.checks and not capturing(query):
+            check_on_device(plan.batch, cache.num_blocks, self.shared.block_size)
 
     def _run(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache, plan: Any
     ) -> Found:
-        layer, found = self.layer, []
+        layer, found = self.layer, list[tuple[Rows, Found]]()
         for rows, step in plan.parts:
             given = (_rows(query, rows), _rows(key, rows), _rows(value, rows))
             found.append((rows, step.run(layer, *given, cache)))
@@ -96,10 +99,11 @@ class ContextAttention(nn.Module):
         out, lse = self._empty(query, cache)
         for rows, (some, some_lse) in found:
             at = slice(None) if rows is None else rows
+            assert some_lse is not None, "only a step by heads does without"
             out[at], lse[at] = some, some_lse
         return out, lse
 
-    def _empty(self, query: Tensor, cache: KVCache) -> Found:
+    def _empty(self, query: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Return room for the outputs of a step's parts."""
         shared, heads = self.shared, query.shape[1]
         if shared.merge == "all_to_all":

@@ -114,7 +114,7 @@ class ContextParallel:
         sent = torch.tensor(own, dtype=torch.int64, device=self.device)
         received = sent.new_empty(self.size, len(own))
         self._do(lambda: _gather(received.view(-1), sent, group=self._group))
-        return received.tolist()  # type: ignore[no-any-return]
+        return list(received.tolist())
 
     def agree(self, what: str, note: str, error: Exception | None = None) -> None:
         """Compare notes with the other ranks: all go on, or all raise.

@@ -42,7 +42,8 @@ class Blocks:
         """Return how many of each sequence's first tokens this rank holds."""
         whole, rest = np.divmod(np.asarray(lens, np.int64), self.engine_block)
         mine = (rest - self.rank * self.block_size).clip(0, self.block_size)
-        return whole * self.block_size + mine
+        held: Numbers = whole * self.block_size + mine
+        return held
 
     def slots(self, slots: Tensor) -> Tensor:
         """Return where this rank stores tokens of the engine's `slots`, -1 for another rank's."""
@@ -99,37 +100,3 @@ class Zigzag:
             tokens = self.tokens(rank)
             found[tokens] = rank * self.longest + np.arange(len(tokens))
         return found
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Which of a sequence's engine blocks a step can see: the first `head`, and those from `tail` on."""
-
-    head: int
-    tail: int
-
-    @property
-    def dropped(self) -> int:
-        """Engine blocks that nobody sees."""
-        return self.tail - self.head
-
-    def columns(self, stop: int) -> list[int]:
-        """Return the kept blocks' columns in the block table, of the first `stop`."""
-        return [*range(min(self.head, stop)), *range(self.tail, stop)]
-
-
-def kept_blocks(spec: Any, first_query: int, engine_block: int) -> Kept:
-    """Return what queries from position `first_query` on see, in whole engine blocks.
-
-    What is dropped lies between the kept first tokens and the window, or before the chunk: so
-    distances and chunks stay right where the rest is moved together.
-    """
-    if spec.chunk_size is not None:
-        unit = int(np.lcm(spec.chunk_size, engine_block))
-        lowest = first_query // spec.chunk_size * spec.chunk_size
-        return Kept(0, lowest // unit * (unit // engine_block))
-    if spec.sliding_window is None or (spec.alibi and spec.sink_tokens):
-        return Kept(0, 0)
-    head = -(-spec.sink_tokens // engine_block)
-    tail = max(first_query - spec.sliding_window + 1, 0) // engine_block
-    return Kept(head, max(head, tail))

@@ -16,8 +16,8 @@ from polyattn.runtime.kv_cache import KVCache
 Layer = Attention | LatentAttention
 """What a `ContextAttention` wraps. For MLA, `key` and `value` stand for the latent and the rope key."""
 
-Found = tuple[Tensor, Tensor]
-"""The output, and the LSE, float32."""
+Found = tuple[Tensor, Tensor | None]
+"""The output, and the LSE, float32, where there is one."""
 
 
 class ContextStep(ABC):

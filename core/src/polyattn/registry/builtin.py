@@ -50,7 +50,7 @@ def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
         name=name,
         summary=f"{summary}; slow, only by name",
         path=path,
-        capabilities=Capabilities(**fields),  # type: ignore[arg-type]
+        capabilities=Capabilities(**fields),
         by_name_only=True,
         priorities=(Priority(score=-100, why="the definition that others are held to; slow"),),
         proof={"cpu": Proof.MEASURED},

@@ -80,6 +80,7 @@ class Batch:
     ):
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
+        self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         check_lengths(self.starts, self.lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
@@ -167,6 +168,7 @@ class Batch:
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
+        batch.lens_are_bounds = True
         return batch
 
     @property

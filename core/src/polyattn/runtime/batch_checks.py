@@ -212,6 +212,7 @@ def check_state_slots(batch: Batch, num_slots: int) -> None:
     taken: dict[int, int] = {}
     for index, slot in enumerate(slots):
         padding = batch.query_lens[index] == 1 and batch.lens[index] == 0
+        padding = padding or (batch.lens_are_bounds and slot == -1)
         if not -1 <= slot < num_slots or (slot == -1) != padding:
             raise BatchError(
                 f"state_slots[{index}]={slot}: there are {num_slots} slots, and -1 is for padding rows "

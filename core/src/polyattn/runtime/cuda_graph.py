@@ -13,7 +13,6 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 
-Plans = Mapping[LayerGroup, StepPlan]
 Step = Callable[..., Any]
 """`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""
 

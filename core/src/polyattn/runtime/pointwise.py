@@ -81,9 +81,8 @@ class Pointwise:
         if spec.mask is not None:
             call, taken = _STEP_MASKS[spec.mask]
             masks, inputs = (*masks, Function(call, tuple(taken))), inputs | taken
-        return cls(
-            found and found.score_mod, masks, found is None or found.softmax, inputs
-        )  # fmt: skip
+        score = None if found is None else found.score_mod
+        return cls(score, masks, found is None or found.softmax, inputs)
 
     @classmethod
     def of_variant(cls, variant: AttentionVariant) -> Pointwise:

@@ -187,7 +187,7 @@ class _Reader:
             kind = {bool: BOOL, int: INT, float: FLOAT}[type(plain)]
             return self.trace.add("constant", what=plain, kind=kind)
         if isinstance(value, _Input):
-            return self._getitem(value, ())
+            return int(self._getitem(value, ()))
         raise UntraceableError(f"a value of type {type(value).__name__}")
 
     def _captured(self, tensor: Tensor) -> Any:

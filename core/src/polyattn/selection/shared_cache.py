@@ -13,11 +13,10 @@ COMMON_BLOCK_SIZES = (16, 32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class SharedCache:
-    """The cache that a pair agrees on; `kernel_sizes` is what each backend walks it in."""
+    """The cache that a pair agrees on."""
 
     layout: str
     block_size: int
-    kernel_sizes: tuple[int, int]
 
 
 def share_cache(
@@ -84,16 +83,10 @@ def _block_size(
         sizes: tuple[int, ...] = (spec.block_size,)
     else:
         sizes = (second.preferred_block_size, first.preferred_block_size, *COMMON_BLOCK_SIZES)
-    for size in sizes:
-        if size in first.block_sizes and size in second.block_sizes:
-            return SharedCache(layout, size, (size, size))
-    if layout != "NHD":
-        return None
-    for size in sizes:
-        kernel = (walks(prefill, layout, size), walks(decode, layout, size))
-        if kernel[0] is not None and kernel[1] is not None:
-            return SharedCache(layout, size, (kernel[0], kernel[1]))
-    return None
+    whole = [n for n in sizes if n in first.block_sizes and n in second.block_sizes]
+    walked = [n for n in sizes if walks(prefill, layout, n) and walks(decode, layout, n)]
+    size = next(iter((*whole, *walked)), None)
+    return None if size is None else SharedCache(layout, size)
 
 
 def walks(info: BackendInfo, layout: str, block_size: int) -> int | None:

@@ -9,6 +9,11 @@ from polyattn.kernel import AttentionVariant, Batch, Pointwise
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
+from polyattn_cpu.flex_blocks import BLOCK
+
+PAIRS = 1 << 26
+"""Queries times keys times heads whose masks are made at a time."""
+
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant can't be served: `flex_attention` always takes a softmax."""
@@ -54,8 +59,25 @@ def masked_blocks(
         mine: Tensor = spec_s(b, h, q, k)
         return mine if seen is None else mine & seen
 
-    device = str(places.row.device)
-    return create_block_mask(visible, 1, heads, rows, keys, device=device)
+    return blocks_of(visible, heads, rows, keys, places.row.device)
+
+
+def blocks_of(
+    visible: Callable[..., Tensor], heads: int, rows: int, keys: int, device: torch.device
+) -> BlockMask:
+    """Return what `create_block_mask` does, asking for at most `PAIRS` at a time."""
+    step = max(PAIRS // (heads * keys) // BLOCK, 1) * BLOCK
+    parts = []
+    for start in range(0, rows, step):
+
+        def some(b: Tensor, h: Tensor, q: Tensor, k: Tensor, start: int = start) -> Tensor:
+            return visible(b, h, q + start, k)
+
+        height = min(step, rows - start)
+        parts.append(create_block_mask(some, 1, heads, height, keys, device=str(device)))
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    listed = {name: torch.cat([getattr(part, name) for part in parts], dim=2) for name in names}
+    return BlockMask.from_kv_blocks(**listed, BLOCK_SIZE=BLOCK, mask_mod=visible)
 
 
 def changes(

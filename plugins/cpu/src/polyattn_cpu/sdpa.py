@@ -113,8 +113,9 @@ class TorchSDPA(AttentionBackend):
 
     def _wide(self, scale: float | Tensor) -> float | Tensor:
         """Return a scale in the precision that it is multiplied in."""
-        double = self.spec.dtype == "float64" and isinstance(scale, Tensor)
-        return scale.double() if double else scale
+        if isinstance(scale, Tensor) and self.spec.dtype == "float64":
+            return scale.double()
+        return scale
 
     def _sequence(self, query: Tensor, call: _Call, out: Tensor, lse: Tensor | None) -> None:
         count, length, source, spec = query.shape[0], call.length, call.source, call.spec

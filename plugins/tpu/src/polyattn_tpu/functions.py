@@ -73,10 +73,14 @@ def form_of(
     spec: LayerSpec, lse: bool, value_in_key: bool = False, interpret: bool | None = None
 ) -> Form:
     """Return what the kernel is compiled for."""
+    right = spec.window_right
+    if right is None and not spec.causal and spec.sliding_window is not None:
+        right = spec.sliding_window - 1
     return Form(
         scale=spec.scale,
         causal=spec.causal,
         window=spec.sliding_window,
+        right=right,
         sinks=spec.sink_tokens,
         chunk=spec.chunk_size,
         soft_cap=spec.logit_soft_cap,

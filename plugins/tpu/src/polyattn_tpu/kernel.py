@@ -32,11 +32,12 @@ NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for: everything but shapes."""
+    """What a kernel is compiled for: everything but shapes. `right`: keys seen after the query."""
 
     scale: float
     causal: bool
     window: int | None
+    right: int | None
     sinks: int
     chunk: int | None
     soft_cap: float | None
@@ -145,7 +146,7 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
     r.acc[...] = jnp.zeros_like(r.acc)
 
     @pl.when(steps > 0)
-    def _() -> None:
+    def _first() -> None:
         pages_of(jnp.int32(0), lambda copy: copy.start())
 
     r.q_buf[...] = reshaped(r.q[0], r.q_buf)
@@ -181,10 +182,10 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
                 scores = scores + r.slopes[0][:, :1] * (key - position).astype(jnp.float32)
             seen = visible(form, key, position, length)
             scores = jnp.where(seen, scores, NOTHING)
-            before = r.m[block][:, :1]
-            now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+            most = r.m[block][:, :1]
+            now = jnp.maximum(most, jnp.max(scores, axis=1, keepdims=True))
             weights = jnp.where(seen, jnp.exp(scores - now), 0.0)
-            decay = jnp.exp(before - now)
+            decay = jnp.exp(most - now)
             r.acc[block] = r.acc[block] * decay + product(weights.astype(v.dtype), v, 0)
             total = r.l[block][:, :1] * decay + jnp.sum(weights, 1, keepdims=True)
             r.l[block] = jnp.broadcast_to(total, (rows, LANES))
@@ -204,7 +205,7 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
     before = pl.program_id(0) * pl.num_programs(1) + head
 
     @pl.when(before > 0)
-    def _() -> None:
+    def _written_before() -> None:
         each_written(r, head, 0, 0, lambda copy: copy.wait())
 
     r.out_buf[...] = reshaped(r.acc[...] * (r.scales[1] / safe[..., :1]), r.out_buf)
@@ -215,7 +216,7 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
     each_written(r, head, skip, r.tile_token[tile] + skip, lambda copy: copy.start())
 
     @pl.when(before == pl.num_programs(0) * pl.num_programs(1) - 1)
-    def _() -> None:
+    def _last() -> None:
         each_written(r, head, 0, 0, lambda copy: copy.wait())
 
 
@@ -250,8 +251,8 @@ def span(form: Form, first: Any, last: Any, length: Any) -> tuple[Any, Any]:
     low, high = jnp.int32(0), length
     if form.causal:
         high = jnp.minimum(high, last + 1)
-    elif form.window is not None:
-        high = jnp.minimum(high, last + form.window)
+    elif form.right is not None:
+        high = jnp.minimum(high, last + form.right + 1)
     if form.window is not None:
         low = jnp.maximum(low, first - form.window + 1)
     if form.chunk is not None:
@@ -266,10 +267,13 @@ def visible(form: Form, key: Any, position: Any, length: Any) -> Any:
     seen = key < length
     if form.causal:
         seen &= key <= position
+    near = None
     if form.window is not None:
         near = key > position - form.window
-        if not form.causal:
-            near &= key < position + form.window
+    if form.right is not None:
+        before = key <= position + form.right
+        near = before if near is None else near & before
+    if near is not None:
         seen &= (near | (key < form.sinks)) if form.sinks else near
     if form.chunk is not None:
         whole = jnp.int32(form.chunk)

@@ -222,7 +222,8 @@ def _tiles(step: Step, group: int, buckets: Buckets) -> tuple[Tiles, int]:
             past = max(0, start + first + size - tokens)
             tile[:, at] = seq, first - past, start + first - past
             at += 1
-    return Tiles(*tile, size), tokens
+    seqs, starts, first_tokens = tile
+    return Tiles(seqs, starts, first_tokens, size), tokens
 
 
 def _pages(step: Step, counts: list[int], table: Any, buckets: Buckets) -> Pages:

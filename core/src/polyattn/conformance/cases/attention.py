@@ -7,6 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
+from polyattn.conformance.cases import functions
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -106,11 +107,13 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     cases: list[Case] = []
     for base in bases:
         cases += [*_numeric(caps, base), *_parts(caps, base)]
+        cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
             cases.append(Case("search", "", base, "drawn"))
     can = [c for c in cases if served_phases(caps, c.spec, device)]
-    return can + list(_refusals(caps, bases[0], device))
+    refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
+    return can + refused
 
 
 def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
@@ -320,6 +323,8 @@ def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[C
     attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}
     attempts |= {f"head_size {size}": {"head_size": size} for size in HEAD_SIZES}
     attempts |= {f"gqa {r}": {"num_heads": 2 * r, "num_kv_heads": 2} for r in GQA_RATIOS}
+    if base.role is not Role.CROSS:
+        attempts |= {name: functions.FUNCTIONS[name] for name in ("relative bias", "custom")}
     attempts["v_head_size"] = {"v_head_size": base.head_size // 2}
     if base.cached:
         attempts |= {f"kv_cache_dtype {c}": {"kv_cache_dtype": c} for c in KV_CACHE_DTYPES}

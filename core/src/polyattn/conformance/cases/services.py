@@ -104,8 +104,8 @@ def _specs(caps: Capabilities, base: LayerSpec, phase: str) -> Iterator[tuple[st
             yield f"dtype {dtype}", base.replace(dtype=dtype)
     if phase == "store":
         for cached in KV_CACHE_DTYPES:
-            latent = base.latent is not None and cached == "nvfp4"
-            if cached in caps.kv_cache_dtypes and cached != "auto" and not latent:
+            packed = base.latent is not None and cached == "nvfp4"
+            if cached in caps.kv_cache_dtypes and cached != "auto" and not packed:
                 yield f"cache {cached}", base.replace(kv_cache_dtype=cached)
                 if "float32" in caps.dtypes:
                     wide = base.replace(kv_cache_dtype=cached, dtype="float32")

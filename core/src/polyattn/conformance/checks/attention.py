@@ -25,6 +25,11 @@ def numeric(case: Case, harness: AttentionHarness) -> None:
     harness.check(layer, harness.inputs(layer, case.batch, case.inputs))
 
 
+def functions(case: Case, harness: AttentionHarness) -> None:
+    """So they do where a variant's functions or a step's mask change or hide scores."""
+    numeric(case, harness)
+
+
 def refusal(case: Case, harness: Harness) -> None:
     """What isn't claimed is refused, with a rejection that says what and why."""
     with pytest.raises(SelectionError) as caught:

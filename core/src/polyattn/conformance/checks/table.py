@@ -20,9 +20,10 @@ from polyattn.device import Device
 Check = Callable[[Case, Any], None]
 
 _ATTENTION: tuple[Check, ...] = (
-    attention.numeric, attention.layout, attention.packed, attention.shared, attention.skipped,
-    attention.stale, attention.out, attention.strided, attention.plans, attention.layers,
-    attention.rescaled, attention.isolation, attention.deterministic, attention.batch_invariant,
+    attention.numeric, attention.functions, attention.layout, attention.packed, attention.shared,
+    attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
+    attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
+    attention.batch_invariant,
     attention.graph, attention.reuse, attention.context, search.search,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (

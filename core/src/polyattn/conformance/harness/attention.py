@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.harness.base import (
     Harness,
@@ -25,10 +24,12 @@ from polyattn.conformance.harness.base import (
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.trial import example_mask
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.pointwise import Pointwise, example_inputs
 from polyattn.runtime.scales import Scale, input_dtype, used_scales
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -59,13 +60,16 @@ class AttentionHarness(Harness):
         # Of an output so small that what it is of values near 1 doesn't saturate.
         stored = 0.08 if spec.kv_cache_dtype == "int8" else 1.0
         sizes = {"q_scale": 1.0, "k_scale": stored, "v_scale": stored, "out_scale": 0.04}
-        scales = {name: self._scale(spec, name, sizes[name]) for name in sorted(used_scales(spec))}
+        scales: dict[str, Any] = {
+            name: self._scale(spec, name, sizes[name]) for name in sorted(used_scales(spec))
+        }
         return Attention(
             group,
             sinks=self.random(spec.num_heads).float() if spec.learned_sinks else None,
             alibi_slopes=self.random(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
             **scales,
             rotate=spec.rope is not None,
+            inputs=self._read_by_functions(spec),
             checks=True,
         )
 
@@ -87,6 +91,13 @@ class AttentionHarness(Harness):
         if isinstance(factor, Tensor):
             factor = factor.repeat_interleave(tensor.shape[1] // len(factor))
         return quantize(tensor, dtype, factor)
+
+    def _read_by_functions(self, spec: LayerSpec) -> dict[str, Tensor] | None:
+        """Return random inputs of a variant's functions."""
+        pointwise = Pointwise.of(spec)
+        if pointwise is None:
+            return None
+        return example_inputs(pointwise, spec, self.generator, num_seqs=0)
 
     def inputs(
         self,
@@ -135,7 +146,8 @@ class AttentionHarness(Harness):
         there = held_before(lengths, skipped).to(self.torch_device)
         put(cache, keys, values, slots.masked_fill(~there, -1), scales)
         rows = new_rows(lengths).to(self.torch_device)
-        batch = paged_batch(lengths, table, form.block_size)
+        mask = example_mask(spec, queries, lens, self.generator)
+        batch = paged_batch(lengths, table, form.block_size, mask)
         if not len(keys):  # padding rows alone: no sequence has a key
             keys, values = (t.new_zeros(len(rows), *t.shape[1:]) for t in (keys, values))
             return Inputs(batch, query, keys, values, cache)
@@ -176,7 +188,10 @@ class AttentionHarness(Harness):
             for tensor, name, scale in ((key, "key", "k_scale"), (value, "value", "v_scale")):
                 new = self._numbers(spec, length, name, numbers)
                 tensor[start : start + length] = self.given(layer, new, scale)
-        batch = Batch.from_lens(queries, lens, key_starts=starts, device=self.torch_device)
+        mask = example_mask(spec, queries, lens, self.generator)
+        batch = Batch.from_lens(
+            queries, lens, key_starts=starts, mask=mask, device=self.torch_device
+        )
         return Inputs(batch, query, key, value, None)
 
     def _numbers(self, spec: LayerSpec, tokens: int, what: str, numbers: str) -> Tensor:
@@ -244,17 +259,8 @@ class AttentionHarness(Harness):
         expected, expected_lse = reference.forward(
             spec, inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, layer.params
         )
-        limit = tolerance_of(spec)
-        error = output_error(reference.exact(out, layer.params.out_scale, torch.float64), expected)
-        assert error <= limit.output, (
-            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
-            f"(query, length) {list(zip(inputs.batch.query_lens, inputs.batch.lens, strict=True))}"
-        )
-        if lse is not None:
-            error = lse_error(lse, expected_lse)
-            assert error <= limit.lse, (
-                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}) for {spec}"
-            )
+        exact = reference.exact(out, layer.params.out_scale, torch.float64)
+        self.judge(spec, inputs.batch, (exact, lse), (expected, expected_lse), label)
 
 
 def held_before(lengths: Lengths, skipped: bool) -> Tensor:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from polyattn.api import select
+from polyattn.checking.compare import lse_error, output_error
+from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.case import served_phases
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
@@ -16,6 +18,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, quantize
 from polyattn.runtime.scales import Scale
+from polyattn.runtime.step_mask import StepMask
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -57,6 +60,27 @@ class Harness:
         """Return a fresh group: nothing is left of another case."""
         return LayerGroup(self.select(spec, layout))
 
+    def judge(
+        self,
+        spec: LayerSpec,
+        batch: Batch,
+        found: tuple[Tensor, Tensor | None],
+        expected: tuple[Tensor, Tensor],
+        label: str = "",
+    ) -> None:
+        """Assert that an output and an LSE, where there is one, are within the spec's tolerance."""
+        limit = tolerance_of(spec)
+        error = output_error(found[0], expected[0])
+        assert error <= limit.output, (
+            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
+            f"(query, length) {list(zip(batch.query_lens, batch.lens, strict=True))}"
+        )
+        if found[1] is not None:
+            error = lse_error(found[1], expected[1])
+            assert error <= limit.lse, (
+                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}) for {spec}"
+            )
+
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return fresh normal numbers on the device."""
         return torch.randn(*shape, generator=self.generator).to(dtype).to(self.torch_device)
@@ -91,7 +115,7 @@ def new_rows(lengths: Lengths) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def paged_batch(lengths: Lengths, table: Tensor, block: int) -> Batch:
+def paged_batch(lengths: Lengths, table: Tensor, block: int, mask: StepMask | None = None) -> Batch:
     """Like `Batch.from_lens`, with slot -1 for padding rows (one query token, length 0)."""
     queries, lens = lens_of(lengths)
     real = [n if n or q != 1 else 1 for q, n in lengths]
@@ -101,7 +125,7 @@ def paged_batch(lengths: Lengths, table: Tensor, block: int) -> Batch:
     for start, (query, length) in zip(batch.starts, lengths, strict=False):
         if query == 1 and length == 0:
             slots[start] = -1
-    return Batch(batch.starts, lens, table, slots)
+    return Batch(batch.starts, lens, table, slots, mask=mask)
 
 
 def poison(cache: KVCache) -> None:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.harness.attention import held_before, same_cache
 from polyattn.conformance.harness.base import (
@@ -171,14 +169,4 @@ class LatentHarness(Harness):
                 spec, inputs.query, inputs.cache, inputs.batch, layer.weights, layer.params,
                 inputs.topk,
             )  # fmt: skip
-        limit = tolerance_of(spec)
-        error = output_error(out, expected)
-        assert error <= limit.output, (
-            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
-            f"(query, length) {list(zip(inputs.batch.query_lens, inputs.batch.lens, strict=True))}"
-        )
-        if lse is not None:
-            error = lse_error(lse, expected_lse)
-            assert error <= limit.lse, (
-                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}) for {spec}"
-            )
+        self.judge(spec, inputs.batch, (out, lse), (expected, expected_lse), label)

@@ -54,7 +54,8 @@ def out_in_heads(spec: LayerSpec, out: Tensor) -> Tensor:
             f"out has rows of {out.shape[1]} elements, {out.stride(1)} apart; {spec.num_heads} heads of "
             f"{spec.v_head_size} are {width}, side by side"
         )
-    return out.unflatten(1, (spec.num_heads, spec.v_head_size))
+    found: Tensor = out.unflatten(1, (spec.num_heads, spec.v_head_size))
+    return found
 
 
 def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> Weight | None:

@@ -92,9 +92,9 @@ class Attention(nn.Module):
             spec, device,
             {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale, "out_scale": out_scale},
         )  # fmt: skip
-        self._params = LayerParams(
-            rotate=rotated_here(spec, check_rotate(spec, rotate)), **self.scales.numbers
-        )
+        self._params = LayerParams(rotate=rotated_here(spec, check_rotate(spec, rotate)))
+        for name, number in self.scales.numbers.items():
+            setattr(self._params, name, number)
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse

@@ -157,6 +157,43 @@ def _mamba2(cfg: Config) -> Towers:
     return {"text": [(layer,)] * cfg.need("num_hidden_layers")}
 
 
+RWKV7_BESIDE = (
+    "attn_mode", "hidden_ratio", "decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim",
+    "v_low_rank_dim", "norm_first", "norm_bias", "norm_eps", "fuse_norm", "fuse_cross_entropy",
+    "fuse_linear_cross_entropy", "use_l2warp",
+)  # fmt: skip
+"""Fields of RWKV-7 that its recurrence doesn't depend on."""
+
+
+def _rwkv7(cfg: Config) -> Towers:
+    """RWKV-7, in the fields of its published configs (fla's); `attn` would mix in attention."""
+    cfg.get(*RWKV7_BESIDE)
+    cfg.only("attn")
+    hidden, count = cfg.need("hidden_size"), cfg.need("num_hidden_layers")
+    size, heads = cfg.integer("head_dim"), cfg.integer("num_heads")
+    if size is None:  # the class has 64 where the file has no such field
+        size = hidden // heads if heads and "head_dim" in cfg.values else 64
+    if hidden % size:
+        raise cfg.error("hidden_size", hidden, f"isn't divisible by head_dim={size}")
+    if heads is not None and heads * size != hidden:
+        raise cfg.error("num_heads", heads, f"x head_dim={size} isn't hidden_size={hidden}")
+    value = cfg.get("value_dim", default=hidden)
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count or any(type(v) is not int or v < 1 or v % hidden for v in values):
+        raise cfg.error(
+            "value_dim", value, f"must be multiples of hidden_size={hidden}, one a layer"
+        )
+    layers = [
+        LayerSpec(
+            kind=AttentionKind.RWKV7, num_heads=hidden // size, head_size=size,
+            v_head_size=v * size // hidden, scale=1.0, dtype=cfg.dtype,
+            recurrent=RecurrentSpec(state_size=size),
+        )
+        for v in values
+    ]  # fmt: skip
+    return {"text": [(layer,) for layer in layers]}
+
+
 def unserved(what: str) -> Any:
     """Return a reader of models whose every layer lacks the same."""
     return lambda cfg: {"text": [(Missing(what),)] * cfg.need("num_hidden_layers")}
@@ -169,6 +206,6 @@ READERS: dict[str, Reader] = {
     "rwkv": unserved("the RWKV-4 recurrence"),
     "rwkv5": unserved("the RWKV-5 recurrence"),
     "rwkv6": unserved("the RWKV-6 recurrence"),
-    "rwkv7": unserved("the RWKV-7 recurrence"),
+    "rwkv7": _rwkv7,
     "xlstm": unserved("the mLSTM recurrence"),
 }

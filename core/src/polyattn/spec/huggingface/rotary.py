@@ -73,18 +73,20 @@ def read_rope(
     factor = params.get("partial_rotary_factor")
     if factor is None:
         factor = cfg.number("partial_rotary_factor", partial)
-    if partial is None and factor not in (None, 1.0):
+    kind = params.get("rope_type") or params.get("type") or "default"
+    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in SCALINGS:
+        raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS[1:], *ALIASES])
+    if partial is None and factor not in (None, 1.0) and kind != "proportional":
         raise cfg.error("partial_rotary_factor", factor, "isn't read by this type of model")
     size = (
         head_size
         if factor is None
         else int(head_size * _number(cfg, "partial_rotary_factor", factor))
     )
-    kind = params.get("rope_type") or params.get("type") or "default"
-    kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in SCALINGS:
-        raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS[1:], *ALIASES])
     scaling = _scaling(cfg, kind, params) if kind != "none" else {}
+    if kind == "proportional":  # whole pairs turn; all of the head are paired
+        size, scaling["exponent_size"] = size // 2 * 2, head_size
     if sections is None and "mrope_section" in params:
         raise cfg.error(
             "mrope_section", params["mrope_section"], "isn't read by this type of model"
@@ -132,6 +134,8 @@ def _scaling(cfg: Config, kind: str, params: Mapping[str, Any]) -> dict[str, Any
         out["original_length"] = int(_number(cfg, "original_max_position_embeddings", original))
     if kind in ("linear", "dynamic", "llama3"):
         out["factor"] = number("factor")
+    if kind == "proportional":
+        out["factor"] = number("factor", 1.0)
     if kind == "llama3":
         out |= {name: number(name) for name in ("low_freq_factor", "high_freq_factor")}
     if kind in ("yarn", "longrope"):

@@ -233,6 +233,10 @@ class ContextRunner(Runner):
         assert options.context is not None
         self.shared = ContextGroup(self.group, options.context)
         self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
+        self.saved_bytes = 0
+
+    def paged(self) -> list[Tensor]:
+        return self.alone.paged()
 
     def paged(self) -> list[Tensor]:
         """Return this rank's part of every block."""

@@ -11,24 +11,12 @@ from torch.nn import functional
 
 from polyattn import Attention, LatentAttention, LayerSpec, Recurrent
 from polyattn.spec.decompose import convolution
-from polyattn.spec.rope import RopeSpec
 from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 
 LATENT_EPS = 1e-6
 """What DeepSeek's norms of latents add, whatever `rms_norm_eps` says."""
-
-
-def check_rope(fields: Fields, rope: RopeSpec | None) -> None:
-    """Refuse frequencies that depend on a sequence's length: cached keys would have to be turned
-    anew as it grows. Raises `ConfigError`.
-    """
-    if rope is not None and rope.scaling in ("dynamic", "longrope"):
-        raise fields.cfg.error(
-            "rope_scaling", rope.scaling, "isn't run with weights: its frequencies depend on the "
-            "sequence's length; take the field out and stay within max_position_embeddings",
-        )  # fmt: skip
 
 
 class Mixer(nn.Module):
@@ -46,7 +34,6 @@ class SelfAttention(Mixer):
 
     def __init__(self, fields: Fields, spec: LayerSpec, qk_norm: bool = False, offset: float = 0.0):
         super().__init__()
-        check_rope(fields, spec.rope)
         self.spec = spec
         hidden, size = fields.size("hidden_size"), spec.head_size
         bias = "attention_bias" in fields.defaults and fields.flag("attention_bias")
@@ -81,7 +68,6 @@ class LatentSelfAttention(Mixer):
 
     def __init__(self, fields: Fields, spec: LayerSpec):
         super().__init__()
-        check_rope(fields, spec.rope)
         assert spec.latent is not None
         self.spec, self.latent = spec, spec.latent
         hidden, width = fields.size("hidden_size"), spec.num_heads * spec.head_size

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from polyattn import Batch
+from polyattn import Batch, LayerSpec
+from polyattn.errors import SettingsError
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
@@ -15,11 +16,33 @@ from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.scheduler import Running, Scheduled
 
 
+def check_lengths(specs: Iterable[LayerSpec], sequences: Iterable[Running]) -> None:
+    """Refuse sequences that outgrow what a model's frequencies were made for: dynamic NTK and LongRoPE
+    change them there, and cached keys would have to be turned anew. Raises `SettingsError`.
+    """
+    ropes = {spec.rope for spec in specs if spec.rope is not None}
+    limits = [(rope.original_length, rope.scaling) for rope in ropes if rope.scaling in BY_LENGTH]
+    if not limits:
+        return
+    limit, scaling = min((length or 0, scaling) for length, scaling in limits)
+    longest = max((s.request.prompt + s.request.output for s in sequences), default=0)
+    if longest > limit:
+        raise SettingsError(
+            f"a request of {longest} tokens: rope_scaling={scaling!r} has other frequencies beyond "
+            f"{limit} tokens, and keys that are cached would have to be turned anew; keep requests "
+            "within them (--scale, --max-tokens)"
+        )
+
+
+BY_LENGTH = ("dynamic", "longrope")
+"""Scalings whose frequencies depend on a sequence's length."""
+
+
 class ModelRunner:
     """A model whose weights are loaded, over the memories of its groups.
 
     The next token is always the likeliest one; a sequence ends by its request's length alone.
-    `tokens` holds each sequence's prompt and what was generated.
+    `tokens` holds each sequence's prompt and what was generated. Raises `SettingsError`.
     """
 
     def __init__(
@@ -30,6 +53,8 @@ class ModelRunner:
         checker: Checker,
         seed: int,
     ):
+        sequences = list(sequences)
+        check_lengths((memory.spec for memory in memories), sequences)
         self.model, self.memories, self.checker = model, memories, checker
         self.device = memories[0].device
         model.bind(memories)

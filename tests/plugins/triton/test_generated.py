@@ -1,0 +1,100 @@
+"""Functions of scores in Triton: generated, kept by content, interpreted, compiled for sm_90."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from polyattn import AttentionVariant, LayerSpec, register_variant, unregister_variant
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from polyattn_triton.pointwise import Generated, variant_problem
+
+FAMILIES = Path(__file__).parents[2] / "families"
+BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+CAPTURED = torch.tensor([0.5, 2.0])
+
+
+def capped(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return 30.0 * torch.tanh(score / 30.0) * CAPTURED[h % 2]
+
+
+def gamma(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.lgamma(score)
+
+
+def branching(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score if q_idx > kv_idx else score * 2
+
+
+@pytest.fixture
+def spec() -> Iterator[LayerSpec]:
+    register_variant(AttentionVariant(name="capped_here", score_mod=capped))
+    yield BASE.replace(variant="capped_here")
+    unregister_variant("capped_here")
+
+
+def test_right_in_the_interpreter(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name("interpreted_variants.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path),
+             "PYTHONPATH": str(FAMILIES)},
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert ran.stdout == "right\n", ran.stderr[-3000:]
+    assert len(list((tmp_path / "polyattn").glob("polyattn_generated_*.py"))) >= 8
+
+
+@pytest.mark.parametrize("phase", ["split", "prefill"])
+def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
+    from polyattn_triton.aot import compile_phase
+
+    plain = compile_phase(BASE, "sm_90", phase)
+    found = compile_phase(spec, "sm_90", phase)
+    assert found.metadata.shared <= 227 << 10
+    assert found.asm["cubin"] != plain.asm["cubin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80", "gfx942"])
+@pytest.mark.parametrize(
+    "fields",
+    [{"variant": "flash_sigmoid"}, {"variant": "relative_bias"}, {"mask": "custom"},
+     {"mask": "block_sparse", "variant": "vision_local"}],
+    ids=str,
+)  # fmt: skip
+def test_core_s_own_compile(arch: str, fields: dict[str, str]) -> None:
+    from polyattn_triton.aot import compile_phase, phases_of
+
+    layer = BASE.replace(**fields)
+    kind = "cubin" if arch.startswith("sm_") else "hsaco"
+    for phase in phases_of(layer, arch):
+        assert len(compile_phase(layer, arch, phase).asm[kind]) > 500
+
+
+def test_what_cannot_be_generated_is_named() -> None:
+    unknown = AttentionVariant(name="gamma", score_mod=gamma)
+    assert "'lgamma'" in str(variant_problem(unknown))
+    branch = AttentionVariant(name="branching", score_mod=branching)
+    assert "branching can't be traced" in str(variant_problem(branch))
+    assert variant_problem(AttentionVariant(name="fine", score_mod=capped)) is None
+
+
+def test_equal_functions_are_one_module(spec: LayerSpec) -> None:
+    """Whatever they are called: Triton's cache on disk goes by the module's name and text."""
+    register_variant(AttentionVariant(name="capped_again", score_mod=capped))
+    try:
+        again = Generated.of(spec.replace(variant="capped_again"))
+        first = Generated.of(spec)
+        assert first is not None and again is not None
+        assert first.change is again.change and first.rows_of is again.rows_of
+        assert first.captured(torch.device("cpu"))["captured_0"].tolist() == CAPTURED.tolist()
+    finally:
+        unregister_variant("capped_again")

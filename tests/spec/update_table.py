@@ -1,0 +1,109 @@
+"""Writes docs/models.md: which models are read, and what says that they are read rightly.
+
+python tests/spec/update_table.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
+from test_transformers import BY_ATTRIBUTES, BY_THEIR_TOWERS, PUBLISHERS_CODE
+from tiny import CONFIG_MAPPING, tiny_values
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+MODELS: dict[str, tuple[str, ...]] = {
+    "Llama 1 to 3": ("llama",), "Llama 4": ("llama4", "llama4_text", "llama4_vision_model"),
+    "Llama 3.2 Vision": ("mllama", "mllama_text_model", "mllama_vision_model"),
+    "Mistral": ("mistral", "ministral3"), "Mixtral": ("mixtral",), "Qwen2, Qwen2.5": ("qwen2",),
+    "Qwen2-MoE": ("qwen2_moe",), "Qwen3": ("qwen3",), "Qwen3-MoE": ("qwen3_moe",),
+    "Qwen3-Next": ("qwen3_next",), "Gemma 1": ("gemma",), "Gemma 2": ("gemma2",),
+    "Gemma 3": ("gemma3", "gemma3_text"), "Gemma 3n": ("gemma3n", "gemma3n_text"),
+    "Phi-1, 1.5, 2": ("phi",), "Phi-3, Phi-4": ("phi3",), "Phi-3.5-MoE": ("phimoe",),
+    "Granite": ("granite", "granitemoe", "granitemoeshared"),
+    "Granite-4 hybrid": ("granitemoehybrid",), "Command-R": ("cohere",),
+    "Command-R7B": ("cohere2",), "OLMo 1": ("olmo",), "OLMo 2": ("olmo2",), "OLMo 3": ("olmo3",),
+    "OLMoE": ("olmoe",), "SmolLM3": ("smollm3",), "Exaone-4": ("exaone4",), "GLM-4": ("glm", "glm4"),
+    "GLM-4.5": ("glm4_moe",), "DeepSeek-V2": ("deepseek_v2",), "DeepSeek-V3, R1": ("deepseek_v3",),
+    "DeepSeek-V3.2": ("deepseek_v32",), "Kimi-K2": ("kimi_k2",), "Kimi-Linear": ("kimi_linear",),
+    "MiniMax": ("minimax", "minimax_text_01", "minimax_m2"), "gpt-oss": ("gpt_oss",),
+    "Falcon": ("falcon",), "Falcon-H1": ("falcon_h1",), "Falcon-Mamba": ("falcon_mamba",),
+    "Mamba 1": ("mamba",), "Mamba 2": ("mamba2",), "Bamba": ("bamba",), "Jamba": ("jamba",),
+    "Zamba2": ("zamba2",), "Nemotron-H": ("nemotron_h",), "RecurrentGemma": ("recurrent_gemma",),
+    "RWKV-7": ("rwkv7",), "LFM2": ("lfm2", "lfm2_moe"), "GPT-2": ("gpt2",), "GPT-J": ("gptj",),
+    "GPT-NeoX": ("gpt_neox",), "GPT-Neo": ("gpt_neo",), "GPT-BigCode": ("gpt_bigcode",),
+    "StarCoder2": ("starcoder2",), "OPT": ("opt",), "BLOOM": ("bloom",), "MPT": ("mpt",),
+    "StableLM": ("stablelm",), "T5": ("t5", "mt5", "umt5"), "BART": ("bart",),
+    "Whisper": ("whisper",), "BERT": ("bert",), "RoBERTa": ("roberta",),
+    "ModernBERT": ("modernbert", "modernbert-decoder"), "ViT": ("vit",),
+    "CLIP": ("clip", "clip_text_model", "clip_vision_model"),
+    "SigLIP": ("siglip", "siglip_text_model", "siglip_vision_model"),
+    "LLaVA": ("llava", "llava_next", "llava_onevision"),
+    "Qwen2-VL": ("qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"),
+    "Qwen2.5-VL": ("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_5_vl_vision"),
+    "Qwen3-VL": ("qwen3_vl", "qwen3_vl_text", "qwen3_vl_vision", "qwen3_vl_moe"),
+    "xLSTM": ("xlstm",),
+}  # fmt: skip
+HEAD = """# Which models are read
+
+A `config.json` becomes layers by its `model_type`: {count} types are read, any other is refused, with
+what it looks like. "equal": a tiny model of the type, built by transformers {version}, computes what
+the specs say, field by field (`tests/spec/test_transformers.py`); "by towers": its towers are compared
+by themselves, each a type of its own; "by attributes": what its modules hold is compared, since they
+call no attention interface; "published code": transformers has no such type, so the fields follow what
+its publisher wrote, without an oracle. "Not served": what the layers need that isn't built; such
+layers are refused by this name.
+
+Written by `python tests/spec/update_table.py`. Where the bundled configs come from is in
+`polyattn/data/README.md`.
+
+| model | `model_type` | layers | read | not served |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def proof(name: str) -> str:
+    """Return what says that a type is read rightly."""
+    if name in PUBLISHERS_CODE:
+        return "published code"
+    if name in BY_THEIR_TOWERS:
+        return "by towers"
+    return "by attributes" if name in BY_ATTRIBUTES else "equal"
+
+
+def read(name: str) -> ModelLayers:
+    """Return the layers of a small model of the type."""
+    values: dict[str, object] = {"num_hidden_layers": 4}
+    if name == "rwkv7":
+        values["hidden_size"] = 256
+    if name in CONFIG_MAPPING:
+        values = tiny_values(CONFIG_MAPPING[name])
+    return model_layers({"model_type": name} | values)
+
+
+def rows() -> Iterator[str]:
+    """Return the table's rows: those that have a name first, then all others that are read."""
+    named = {name for kinds in MODELS.values() for name in kinds}
+    others = {name: (name,) for name in sorted(set(READERS) - named)}
+    for model, kinds in (MODELS | others).items():
+        for name in kinds:
+            found = read(name)
+            served = sorted({spec.kind.value for layer in found.layers for spec in layer.specs})
+            lacks = sorted({what for layer in found.layers for what in layer.missing})
+            how = proof(name) if served else "refused by name"
+            yield (
+                f"| {model} | `{name}` | {', '.join(served) or 'none'} | {how} | "
+                f"{'; '.join(lacks)} |"
+            )
+
+
+def page() -> str:
+    """Return the page."""
+    head = HEAD.format(count=len(READERS), version=transformers.__version__)
+    return head + "\n".join(rows()) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
