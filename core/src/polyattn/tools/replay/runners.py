@@ -51,9 +51,6 @@ class Options:
 class Runner:
     """What the families share: the group, a source of random numbers, a clock."""
 
-    saved_bytes = 0
-    """Bytes that calls over shared blocks didn't read again, of all steps and layers."""
-
     def __init__(self, layers: SelectedLayers, options: Options):
         self.group, self.spec = LayerGroup(layers.selection), layers.spec
         self.generator = torch.Generator().manual_seed(options.seed)
@@ -61,6 +58,7 @@ class Runner:
         self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
+        self.saved_bytes = 0
 
     def step(self, batch: Batch, checker: Checker) -> float:
         """Run every layer over `batch`; returns the seconds that the layers took."""
@@ -236,10 +234,6 @@ class ContextRunner(Runner):
         self.saved_bytes = 0
 
     def paged(self) -> list[Tensor]:
-        return self.alone.paged()
-
-    def paged(self) -> list[Tensor]:
-        """Return this rank's part of every block."""
         return self.alone.paged()
 
     def step(self, batch: Batch, checker: Checker) -> float:
