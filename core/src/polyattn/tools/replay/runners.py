@@ -85,7 +85,7 @@ class Runner:
 
     def paged(self) -> list[Tensor]:
         """Return all that is kept of tokens in blocks: tensors (num_blocks, block_size, ...)."""
-        return []
+        raise NotImplementedError
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
         """Copy blocks within every layer's cache: int64 (copies,) each."""
