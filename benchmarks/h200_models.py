@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -19,10 +20,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # transformers asks there for kernels
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 import torch
 import transformers
 from polyattn.tools.replay import engine as engine_module
 from polyattn.tools.replay.trace import Request
+from rows import Rows
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
@@ -114,6 +119,16 @@ def summary(error: Tensor, same: float) -> dict[str, float]:
     }  # fmt: skip
 
 
+def line(row: dict[str, Any]) -> str:
+    """Return a row as people read it."""
+    ours, others = row["polyattn"], row["transformers"]
+    return (
+        f"{row['model']:12} {row['tokens']:5} tokens: median {ours['median']:.3g} (transformers "
+        f"{others['median']:.3g}), p99 {ours['p99']:.3g} ({others['p99']:.3g}), same token "
+        f"{ours['same_token']:.3f} ({others['same_token']:.3f}); ratio {row['ratio_median']:.3f}"
+    )
+
+
 def main() -> int:
     """Compare, print, write. Returns 1 where a median is above transformers' by more than --limit."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -121,28 +136,28 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(MODELS))
     parser.add_argument("--limit", type=float, default=1.1, help="largest ratio of medians")
     parser.add_argument("--large", action="store_true", help="the GPU's sizes, on a CPU too")
+    parser.add_argument("--seconds", type=float, default=300.0, help="no new model after these")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     on_gpu = torch.device(given.device).type == "cuda"
     engine_module.ModelRunner = Recorded  # type: ignore[misc]
-    rows = []
+    transformers.utils.logging.disable_progress_bar()
+    rows = Rows(given.seconds)
     for name in given.models:
-        row = compare(name, given.device, given.large or on_gpu)
-        rows.append(row)
-        ours, others = row["polyattn"], row["transformers"]
-        print(
-            f"{name:22} {row['tokens']:5} tokens: median {ours['median']:.3g} (transformers "
-            f"{others['median']:.3g}), p99 {ours['p99']:.3g} ({others['p99']:.3g}), same token "
-            f"{ours['same_token']:.3f} ({others['same_token']:.3f}); ratio {row['ratio_median']:.3f}",
-            flush=True,
-        )
+        rows.add(name, lambda n=name: compare(n, given.device, given.large or on_gpu))
+    for row in rows.rows:
+        if "ratio_median" in row:
+            print(line(row))
+    over = [r["what"] for r in rows.rows if r.get("ratio_median", 0) > given.limit]
+    print(f"above {given.limit} x transformers' median error: {over or 'none'}; failed: "
+          f"{rows.wrong() or 'none'}")  # fmt: skip
     if given.out:
         machine = torch.cuda.get_device_name() if on_gpu else platform.processor()
         about = {"machine": machine, "date": str(date.today()), "torch": torch.__version__,
                  "transformers": transformers.__version__}  # fmt: skip
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / "models.json").write_text(json.dumps({**about, "rows": rows}, indent=1))
-    return int(any(row["ratio_median"] > given.limit for row in rows))
+        (given.out / "models.json").write_text(json.dumps({**about, "rows": rows.rows}, indent=1))
+    return int(bool(over or rows.wrong()))
 
 
 if __name__ == "__main__":

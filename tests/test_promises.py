@@ -58,6 +58,20 @@ def test_a_disabled_plugin_is_never_imported() -> None:
     assert python(code) == "True"
 
 
+def test_vendors_adapters_do_without_the_triton_plugin() -> None:
+    """Storing is a role: CUDA's and ROCm's adapters import nobody else's kernels."""
+    pytest.importorskip("triton")
+    code = (
+        "import importlib, pkgutil, sys, polyattn_cuda, polyattn_rocm\n"
+        "for package in (polyattn_cuda, polyattn_rocm):\n"
+        "    for found in pkgutil.iter_modules(package.__path__):\n"
+        "        try: importlib.import_module(f'{package.__name__}.{found.name}')\n"
+        "        except ImportError as error: assert 'polyattn' not in str(error), error\n"
+        "print(any(name.startswith('polyattn_triton') for name in sys.modules))"
+    )
+    assert python(code, POLYATTN_DISABLE_PLUGINS="triton") == "False"
+
+
 def test_three_hundred_distributions_do_not_slow_discovery(tmp_path: Path) -> None:
     for index in range(300):
         folder = tmp_path / f"dist{index}-1.0.dist-info"

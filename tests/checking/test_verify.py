@@ -35,6 +35,31 @@ class Failing(TorchSDPA):
         super().run(plan, *args)
 
 
+class Exits(TorchSDPA):
+    """Ends its process where it is built."""
+
+    def __init__(self, *args: Any):
+        raise SystemExit(5)
+
+
+class Ends(TorchSDPA):
+    """Ends its process where it runs."""
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        raise SystemExit(6)
+
+
+class Silent(TorchSDPA):
+    """Fails with an exception that has no text."""
+
+    def __init__(self, *args: Any):
+        class Mute(RuntimeError):
+            def __str__(self) -> str:
+                raise ValueError
+
+        raise Mute
+
+
 class Boasting(AttentionBackend):
     """Claims attention and has no `run`."""
 
@@ -62,7 +87,8 @@ class Plugin:
 
     @hookimpl
     def polyattn_backends(self) -> list[BackendInfo]:
-        return [info("WRONG", 999), info("FAILING", 998), info("BOASTING", 1), info("UNFIT", 0)]
+        scores = {"WRONG": 999, "FAILING": 998, "BOASTING": 1, "UNFIT": 0, "EXITS": 0, "ENDS": 0}
+        return [info(name, score) for name, score in (scores | {"SILENT": 0}).items()]
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +115,11 @@ def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:
     assert "ninja: build stopped" in reasons["FAILING"]
 
 
-@pytest.mark.parametrize(("name", "says"), [("WRONG", "is wrong"), ("FAILING", "build stopped")])
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("WRONG", "is wrong"), ("FAILING", "build stopped"), ("EXITS", "SystemExit: 5"),
+     ("ENDS", "SystemExit: 6"), ("SILENT", "its text can't be shown")],
+)  # fmt: skip
 def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
     with pytest.raises(SelectionError, match=says):
         select(SPEC, "cpu", backend=name, verify=True)
@@ -101,6 +131,14 @@ def test_a_claim_without_its_method_is_found_when_the_backend_is_built() -> None
         LayerGroup(selection)
     with pytest.raises(PluginError, match="UNFIT: test_verify:Unfit is no AttentionBackend"):
         LayerGroup(select(SPEC, "cpu", backend="UNFIT", verify=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("EXITS", "SystemExit: 5"), ("SILENT", "Mute: .its text can't")]
+)
+def test_a_class_that_exits_does_not_end_its_host(name: str, says: str) -> None:
+    with pytest.raises(PluginError, match=f"backend {name} can't be loaded .*{says}"):
+        LayerGroup(select(SPEC, "cpu", backend=name, verify=False))
 
 
 def test_a_late_registration_is_never_stale() -> None:

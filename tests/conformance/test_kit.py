@@ -14,13 +14,14 @@ import torch
 from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
 from polyattn import LayerSpec, resolve_device
-from polyattn.conformance.checks.search import attention_specs, lengths
+from polyattn.conformance.checks.search import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.checks.search import drawn as drawn_
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.plugin import _Kit
 from polyattn.registry.discovery import discover
+from polyattn.registry.info import load_object
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
 
@@ -107,6 +108,24 @@ def test_a_search_is_repeated_by_its_seed() -> None:
         assert drawn_(harness, example) == len(seen) > 0
         drawn.append(seen)
     assert drawn[0] == drawn[1]
+
+
+@pytest.mark.parametrize("backend", ["TORCH_MLA", "TORCH_SCAN", "EXAMPLE_ATTN"])
+def test_a_search_runs_the_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw that isn't claimed is drawn anew: it doesn't count as one that passed."""
+    info = discover().backends[backend]
+    kind, ran = load_object(info.path), 0
+    run = kind.run
+
+    def counted(*given: object) -> None:
+        nonlocal ran
+        ran += 1
+        run(*given)
+
+    monkeypatch.setattr(kind, "run", counted)
+    case = next(c for c in derive(info, CPU) if c.check.endswith("search"))
+    run_case(case, backend, CPU, seed=3, budget=0.0)
+    assert ran >= EXAMPLES // 2  # of MLA, steps of long queries alone reach another backend
 
 
 CLAIMS = discover().backends["TORCH_SDPA"].capabilities

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_parallel.worker import mesh_of
+from context_parallel.worker import Case, mesh_of, run_cases
 from polyattn import (
     Attention,
     Batch,
@@ -45,7 +45,7 @@ def worst(spec: LayerSpec, found: tuple[Tensor, Tensor], expected: tuple[Tensor,
     )
 
 
-def star(rank: int, size: int, queue: Any, spec: LayerSpec) -> float:
+def star(rank: int, size: int, spec: LayerSpec) -> float:
     """Both phases: each rank's part of two contexts, then a question of several tokens, then one."""
     context = ContextParallel(mesh_of(size))
     generator = torch.Generator().manual_seed(7)
@@ -115,7 +115,7 @@ def _all_keys(runs: list[tuple[list[int], Any]]) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
-def latent_star_decode(rank: int, size: int, queue: Any, spec: LayerSpec) -> float:
+def latent_decode(rank: int, size: int, spec: LayerSpec) -> float:
     """An MLA layer's rows of one token over placed latents."""
     context = ContextParallel(mesh_of(size))
     generator = torch.Generator().manual_seed(8)
@@ -224,10 +224,27 @@ def going_wrong(rank: int, size: int, queue: Any) -> dict[str, Any]:
     return found
 
 
-def refused(rank: int, size: int, queue: Any, asked: dict[str, Any]) -> dict[str, str]:
+def refused(rank: int, size: int, asked: dict[str, Any]) -> dict[str, str]:
     """What each way of asking is refused with; every rank says the same."""
     context = ContextParallel(mesh_of(size))
     found = {}
     for name, (spec, options) in asked.items():
         found[name] = said(lambda: ContextGroup(LayerGroup(spec), context, **options))[0]  # noqa: B023
+    return found
+
+
+def run_all(
+    rank: int,
+    size: int,
+    queue: Any,
+    cases: dict[str, Case],
+    more: dict[str, tuple[Callable[..., Any], Any]],
+) -> dict[str, Any]:
+    """Run everything that two ranks can do without losing each other; findings, or errors, by name."""
+    found = run_cases(rank, size, cases)
+    for name, (work, given) in more.items():
+        try:
+            found[name] = work(rank, size, given)
+        except Exception:
+            found[name] = traceback.format_exc()
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import pytest
 from context_parallel import others
-from context_parallel.worker import Case, run_cases, spawned
+from context_parallel.others import run_all
+from context_parallel.worker import Case, spawned
 from polyattn import LayerSpec
 
 GQA = {"num_heads": 8, "num_kv_heads": 2, "head_size": 32, "dtype": "float64"}
@@ -34,8 +36,8 @@ LAYERS: dict[str, dict[str, Any]] = {
         "kv_cache_dtype": "int8",
     },
 }
-NO_RING = ("window", "sink_tokens", "chunk", "alibi", "int8", "mla")
-"""Words of the layers that a ring refuses: whose keys' places count, or are kept otherwise."""
+NO_RING = ("window", "sink_tokens", "chunk", "alibi", "mla")
+"""Words of the layers that a ring refuses: whose keys' places count, and MLA."""
 
 DECODE = ((1,) * 7, (150, 1, 40, 0, 16, 65, 17))
 """Ragged rows of one token, a padding row, and rows of which some rank holds nothing."""
@@ -77,9 +79,40 @@ def cases() -> dict[str, Case]:
     return found
 
 
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "lse": (GQA | {"needs_lse": False}, {}, "needs_lse=True"),
+    "ring and window": (GQA | {"sliding_window": 8}, {"prefill": "ring"}, "sliding_window: a key"),
+    "ring and alibi": (GQA | {"alibi": True}, {"prefill": "ring"}, "alibi: a key"),
+    "ring and mla": (latent(), {"prefill": "ring"}, "MLA has latents"),
+    "placed and chunk": (GQA | {"chunk_size": 8}, {"keys": "placed"}, "keys='blocks'"),
+    "star by blocks": (GQA, {"prefill": "star"}, "keys='placed'"),
+    "a name": (GQA, {"keys": "block"}, "did you mean 'blocks'?"),
+    "heads": (GQA | {"num_heads": 3, "num_kv_heads": 3}, {"merge": "all_to_all"}, "num_heads=3"),
+    "encoder": (GQA | {"cached": False}, {}, "only a decoder's causal layer over a cache"),
+}  # fmt: skip
+
+
+def more() -> dict[str, tuple[Callable[..., Any], Any]]:
+    """What else two ranks do in the same processes: a name, what runs, and what it is given."""
+    stars = {
+        f"star {changes}": (others.star, others.SPEC.replace(**changes))
+        for changes in ({}, {"learned_sinks": True}, {"logit_soft_cap": 4.0})
+    }
+    placed = LayerSpec(**latent(needs_lse=True, block_size=16))
+    asked = {
+        name: (LayerSpec(**{"needs_lse": True, **spec}), options)
+        for name, (spec, options, _) in REFUSED.items()
+    }
+    return stars | {
+        "placed latents": (others.latent_decode, placed),
+        "refused": (others.refused, asked),
+    }
+
+
 @cache
 def found(size: int) -> list[dict[str, Any]]:
-    return spawned(size, run_cases, cases())
+    """Starting a process takes longer than all that it does here, so there is one for each rank."""
+    return spawned(size, run_all, cases(), more())
 
 
 def judge(size: int, name: str) -> None:
@@ -104,24 +137,14 @@ def test_four_ranks(name: str) -> None:
     judge(4, name)
 
 
-@pytest.mark.parametrize("changes", [{}, {"learned_sinks": True}, {"logit_soft_cap": 4.0}], ids=str)
-def test_star_attention(changes: dict[str, Any]) -> None:
-    spec = others.SPEC.replace(**changes)
-    errors = spawned(2, others.star, spec)
-    assert all(error <= 1 for error in errors), errors
+SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
-def test_latents_that_the_engine_placed() -> None:
-    errors = spawned(
-        2, others.latent_star_decode, LayerSpec(**latent(needs_lse=True, block_size=16))
-    )
-    assert all(error <= 1 for error in errors), errors
-
-
-@pytest.mark.slow
-def test_star_attention_of_four_ranks() -> None:
-    errors = spawned(4, others.star, others.SPEC)
-    assert all(error <= 1 for error in errors), errors
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", [name for name in more() if name != "refused"])
+def test_keys_that_the_engine_placed(name: str, size: int) -> None:
+    errors = [rank[name] if isinstance(rank, dict) else rank for rank in found(size)]
+    assert all(isinstance(error, float) and error <= 1 for error in errors), errors
 
 
 @pytest.mark.slow
@@ -130,7 +153,7 @@ def test_beside_tensor_parallelism() -> None:
     assert all(error <= 1 for error in errors), errors
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", SIZES)
 def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
     ranks = spawned(size, others.going_wrong)
     for rank, found in enumerate(ranks):
@@ -151,26 +174,8 @@ def test_what_goes_wrong_on_one_rank_is_an_error_on_all(size: int) -> None:
             assert "an earlier error" in found["a plan after it"][0]
 
 
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "lse": (GQA | {"needs_lse": False}, {}, "needs_lse=True"),
-    "ring and window": (GQA | {"sliding_window": 8}, {"prefill": "ring"}, "sliding_window: a key"),
-    "ring and alibi": (GQA | {"alibi": True}, {"prefill": "ring"}, "alibi: a key"),
-    "ring and cache": (GQA | {"kv_cache_dtype": "int8", "dtype": "float32"}, {"prefill": "ring"},
-                       "stored_dtype"),
-    "placed and chunk": (GQA | {"chunk_size": 8}, {"keys": "placed"}, "keys='blocks'"),
-    "star by blocks": (GQA, {"prefill": "star"}, "keys='placed'"),
-    "a name": (GQA, {"keys": "block"}, "did you mean 'blocks'?"),
-    "heads": (GQA | {"num_heads": 3, "num_kv_heads": 3}, {"merge": "all_to_all"}, "num_heads=3"),
-    "encoder": (GQA | {"cached": False}, {}, "only a decoder's causal layer over a cache"),
-}  # fmt: skip
-
-
 def test_what_is_refused_says_why() -> None:
-    asked = {
-        name: (LayerSpec(**{"needs_lse": True, **spec}), options)
-        for name, (spec, options, _) in REFUSED.items()
-    }
-    for rank, found in enumerate(spawned(2, others.refused, asked)):
-        assert isinstance(found, dict), found
+    for rank in found(2):
+        assert isinstance(rank, dict), rank
         for name, (_, _, words) in REFUSED.items():
-            assert words in found[name], (rank, name, found[name])
+            assert words in rank["refused"][name], (name, rank["refused"])

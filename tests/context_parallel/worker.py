@@ -98,7 +98,7 @@ def _run(rank: int, size: int, port: int, queue: Any, work: Callable[..., Any], 
     os._exit(0)
 
 
-def run_cases(rank: int, size: int, queue: Any, cases: dict[str, Case]) -> dict[str, Any]:
+def run_cases(rank: int, size: int, cases: dict[str, Case]) -> dict[str, Any]:
     """Run every case on this rank; its findings by name, or its error as text."""
     context = ContextParallel(init_device_mesh("cpu", (size,)), timeout=60)
     found: dict[str, Any] = {}

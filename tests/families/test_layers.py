@@ -10,82 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from families.steps import FAMILIES, SINKS, TABLE, Attending, Latent, Recurring
 from polyattn import (
     Attention,
     Batch,
     LatentAttention,
     LayerGroup,
-    LayerSpec,
     Recurrent,
-    StepPlan,
     select,
 )
 from polyattn.errors import BatchError, SpecError
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
-from polyattn.spec.layer import LatentSpec, RecurrentSpec
-
-SINKS = LayerSpec(
-    num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", learned_sinks=True, block_size=16
-)
-MLA = LayerSpec(
-    kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float32",
-    latent=LatentSpec(rank=32, rope_head_size=8),
-)  # fmt: skip
-MAMBA2 = LayerSpec(
-    kind="mamba2", num_heads=4, num_kv_heads=2, head_size=8, dtype="float32",
-    recurrent=RecurrentSpec(state_size=16),
-)  # fmt: skip
-TABLE = torch.tensor([[3, 1], [0, 4]], dtype=torch.int32)
-
-
-class Attending:
-    """A step of two sequences over a cache, in a form that every family's case shares."""
-
-    def __init__(self, **changes: Any):
-        self.sinks = torch.randn(4)
-        self.layer = Attention(select(SINKS, "cpu"), sinks=self.sinks, **changes)
-        self.batch = Batch.from_lens([1, 3], [20, 3], TABLE, 16)
-        self.inputs = [torch.randn(4, h, 32) for h in (4, 2, 2)]
-        self.cache = self.layer.group.allocate_cache(5)
-        self.cache.key.normal_()
-        self.cache.value.normal_()
-
-    def run(self, layer: Any, plan: Any, *inputs: torch.Tensor) -> Any:
-        return layer(*(inputs or self.inputs), self.cache, plan)
-
-
-class Latent:
-    def __init__(self) -> None:
-        weights = latent_weights(MLA, torch.Generator().manual_seed(1))
-        self.layer = LatentAttention(select(MLA, "cpu"), *weights)
-        self.batch = Batch.from_lens([1, 3], [20, 9], TABLE, 16)
-        self.inputs = [torch.randn(4, 4, 24), torch.randn(4, 32), torch.randn(4, 8)]
-        self.cache = self.layer.group.allocate_cache(5)
-        self.cache.key.normal_()
-
-    def run(self, layer: Any, plan: Any, *inputs: torch.Tensor) -> Any:
-        return layer(*(inputs or self.inputs), self.cache, plan)
-
-
-class Recurring:
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.layer = Recurrent(select(MAMBA2, "cpu"), **recurrent_params(MAMBA2, generator))
-        slots = torch.tensor([1, 0])
-        self.batch = Batch.from_lens([1, 3], [20, 3], state_slots=slots)
-        self.inputs = recurrent_inputs(MAMBA2, 4, generator)
-        self.states = self.layer.group.allocate_states(2)
-        self.states.data.normal_()
-        self.start = self.states.data.clone()
-
-    def run(self, layer: Any, plan: Any, *inputs: torch.Tensor) -> Any:
-        if not torch.compiler.is_compiling():
-            self.states.data.copy_(self.start)
-        return layer(*(inputs or self.inputs), states=self.states, plan=plan)
-
-
-FAMILIES = pytest.mark.parametrize("family", [Attending, Latent, Recurring])
 
 
 @FAMILIES
@@ -258,32 +192,26 @@ def test_gradients_are_refused_not_dropped(family: type[Any]) -> None:
 
 
 @FAMILIES
-def test_compiled_without_a_break(family: type[Any]) -> None:
-    """One graph for any step, whose plan is made outside; the eager bits."""
+@pytest.mark.parametrize("native", [True, False])
+def test_autocast_lowers_nothing(
+    family: type[Any], native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither both phases of a layer nor one of them, whose cache the other reads."""
+    if not native:
+        names = "attention=TORCH_SDPA,mla=TORCH_MLA,store=TORCH_STORE"
+        monkeypatch.setenv("POLYATTN_BACKEND", names)
     step = family()
-
-    def model(plan: StepPlan, *inputs: torch.Tensor) -> torch.Tensor:
-        out = step.run(step.layer, plan, inputs[0] * 1.5, *inputs[1:])
-        return out + 1  # type: ignore[no-any-return]
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for _ in range(2):
-        plan = step.layer.plan(step.batch)
-        eager = model(plan, *step.inputs)
-        if isinstance(step, Recurring):
-            step.states.data.copy_(step.start)
-        assert torch.equal(compiled(plan, *step.inputs), eager)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    expected = step.run(step.layer, step.batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step.run(step.layer, step.batch), expected)
 
 
-@FAMILIES
-def test_a_batch_inside_a_compiled_function_is_refused(family: type[Any]) -> None:
-    step = family()
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda *inputs: step.run(step.layer, step.batch, *inputs), fullgraph=True, backend="eager"
-    )
-    with pytest.raises(Exception, match="takes a plan that was made before"):
-        compiled(*step.inputs)
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "HPU_ATTN"])
+def test_autocast_lowers_no_soft_cap(backend: str) -> None:
+    """TORCH_SDPA multiplies by plain products there."""
+    step = Attending()
+    spec = SINKS.replace(logit_soft_cap=3.0)
+    layer = Attention(select(spec, "cpu", backend=backend), sinks=step.sinks)
+    expected = step.run(layer, step.batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(step.run(layer, step.batch), expected)

@@ -29,6 +29,7 @@ from polyattn.families.mla import planning as mla_planning
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.runtime.cuda_graph import StepBuffers
 from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
@@ -252,6 +253,20 @@ def test_state_slots_are_checked(slots: list[int], message: str) -> None:
     with pytest.raises(BatchError, match=message):
         layer(*inputs, states=states, plan=batch)
     assert not states.data.any()
+
+
+def test_a_capture_s_warm_up_may_consist_of_padding() -> None:
+    """What a graph records first: lengths are the most, slots none, and the checks are on."""
+    layer, inputs, _ = recurrent_step([1, 1], [1, 1], [0, 1])
+    states = layer.group.allocate_states(3)
+    states.data.zero_()
+    buffers = StepBuffers(2, 1, 64, None, torch.device("cpu"))
+    plan = layer.plan(buffers.batch([buffers.max_len] * 2))
+    layer(*inputs, states=states, plan=plan)
+    assert not states.data.any()
+    buffers.state_slots.fill_(7)
+    with pytest.raises(BatchError, match="there are 3 slots"):
+        layer(*inputs, states=states, plan=plan)
 
 
 def test_recurrent_bad_input() -> None:

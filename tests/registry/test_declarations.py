@@ -16,6 +16,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    Device,
     GraphCapture,
     Platform,
     Priority,
@@ -25,6 +26,7 @@ from polyattn.plugin import (
     hookimpl,
     one_of,
 )
+from polyattn.registry.capabilities import check
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availabilities
 from polyattn.spec.features import FEATURES
@@ -162,6 +164,24 @@ def test_excludes_may_name_what_can_be_excluded() -> None:
         platforms={"cuda": ("sm_75-sm_90",), "cpu": ()},
         excludes=tuple((frozenset(pair), "why") for pair in words),
     )
+
+
+def test_a_store_is_asked_for_what_it_excludes() -> None:
+    store = Capabilities(
+        platforms={"cpu": ()},
+        phases=frozenset({"store"}),
+        dtypes=frozenset({"bfloat16", "float32"}),
+        kv_cache_dtypes=frozenset({"auto", "int8"}),
+        excludes=((frozenset({"float32", "int8"}), "too wide"),),
+        remedies={"float16": "halves are not for this one"},
+    )
+    device = Device("cpu", "x86_64", "any")
+    good = LayerSpec(num_heads=2, head_size=64, kv_cache_dtype="int8")
+    assert not check(store, good, device, "store")
+    (found,) = check(store, good.replace(dtype="float32"), device, "store")
+    assert found.field == "float32 with int8" and found.remedy == "too wide"
+    (found,) = check(store, good.replace(dtype="float16"), device, "store")
+    assert found.field == "dtype" and found.remedy == "halves are not for this one"
 
 
 def test_a_name_that_cannot_be_named_is_refused() -> None:

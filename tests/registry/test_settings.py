@@ -6,7 +6,7 @@ import pytest
 from defaults import CPU_DEFAULT
 from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
-from polyattn.errors import SettingsError
+from polyattn.errors import SelectionError, SettingsError
 from polyattn.registry.capabilities import Capabilities
 from polyattn.settings import load
 
@@ -83,9 +83,28 @@ def test_foreign_variables_are_honoured_with_a_note() -> None:
     assert any("gives way" in note for note in old.notes)
 
 
+def test_tensorrt_llms_xqa_is_a_decoders_decode_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = load({"TRTLLM_FORCE_XQA": "1", "VLLM_ATTENTION_BACKEND": "FLASH_ATTN"}, {}, "")
+    assert found.override(LLAMA, "decode").backend == "FLASHINFER_TRTLLM"  # type: ignore[union-attr]
+    assert found.override(LLAMA, "prefill").backend == "FLASH_ATTN"  # type: ignore[union-attr]
+    assert [note.partition(" ")[0] for note in found.notes] == [
+        "TRTLLM_FORCE_XQA", "VLLM_ATTENTION_BACKEND",
+    ]  # fmt: skip
+    assert all("alias" in note for note in found.notes)
+    monkeypatch.setenv("TRTLLM_FORCE_XQA", "1")
+    decision = select(LLAMA, "h200").decision
+    assert decision.decode == "FLASHINFER_TRTLLM" != decision.prefill
+    assert any("TRTLLM_FORCE_XQA" in note for note in decision.notes)
+    with pytest.raises(SelectionError, match="TRTLLM_FORCE_XQA names FLASHINFER_TRTLLM for decode"):
+        select(LLAMA.replace(logit_soft_cap=30.0), "h200")  # never a silent fallback
+
+
 @pytest.mark.parametrize("word", ["no", "No", "off", "false", "0", ""])
-def test_no_means_no(word: str) -> None:
-    assert load({"VLLM_USE_FLASHINFER": word}, {}, "").sources == ()
+@pytest.mark.parametrize("variable", ["VLLM_USE_FLASHINFER", "TRTLLM_FORCE_XQA"])
+def test_no_means_no(variable: str, word: str) -> None:
+    assert load({variable: word}, {}, "").sources == ()
 
 
 def test_a_table_in_a_table_is_a_scope_with_a_dot() -> None:

@@ -56,6 +56,8 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("padding with a slot", {"seq_lens": [0, 33]}, "seq_lens[0]=0 is shorter than its query"),
     ("narrow table", {"block_table": TABLE[:, :2]}, "sequence 1 of length 33 needs 3"),
     ("table dtype", {"block_table": TABLE.long()}, "block_table is torch.int64"),
+    ("table list", {"block_table": [[0, 1, 2], [3, 4, 5]]}, "block_table=[[0, 1, 2]"),
+    ("slots list", {"slot_mapping": [19, 76, 77, 78, 79, 80]}, "slot_mapping=[19, 76"),
     ("table rows", {"block_table": TABLE[:1]}, "block_table is torch.int32 of shape (1, 3)"),
     ("no table", {"block_table": None}, "has no block_table"),
     ("outside", {"block_table": TABLE + 4}, "block_table[1, 1]=8 points outside"),

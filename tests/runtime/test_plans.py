@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import pickle
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import polyattn.runtime.group
@@ -167,3 +169,24 @@ def test_a_sequence_without_blocks_is_named() -> None:
     layer = LatentAttention(select(MLA, "cpu"), *latent_weights(MLA, torch.Generator()))
     with pytest.raises(BatchError, match="block_table has 0 blocks of .* length 5 needs 1"):
         layer.plan(Batch([0, 5], [5], torch.zeros(1, 0, dtype=torch.int32)))
+
+
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "HPU_ATTN"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda batch: pickle.loads(pickle.dumps(batch))]
+)
+def test_a_batch_that_ran_is_copied_and_pickled_without_its_plans(
+    copied: Callable[[Batch], Batch], backend: str
+) -> None:
+    """As an engine sends a step to its workers: plans hold a kernel's own memory."""
+    layer = Attention(select(SPEC, "cpu", backend=backend))
+    cache = layer.group.allocate_cache(3)
+    cache.key.normal_(), cache.value.normal_()
+    table = torch.tensor([[2, 0]], dtype=torch.int32)
+    batch = Batch.from_lens([3], [20], table, 16)
+    rows = [torch.randn(3, heads, 32) for heads in (4, 2, 2)]
+    expected = layer(*rows, cache, batch)
+    assert batch.plans
+    other = copied(batch)
+    assert not other.plans and other.lens == batch.lens
+    assert torch.equal(layer(*rows, cache, other), expected)

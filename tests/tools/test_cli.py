@@ -185,6 +185,40 @@ def test_run_on_a_quantized_cache() -> None:
     assert serve("llama-3.1-8b", "--kv-cache-dtype", "int8")["max_error"] < 0.01
 
 
+def test_bench_counts_what_a_shared_prefix_saves() -> None:
+    spec = '{"num_heads": 4, "head_size": 64, "dtype": "float32", "block_size": 16}'
+    command = ("bench", "4q1s80", "--spec", spec, "--seconds", "0.02", "--backend", "TORCH_SDPA")
+    (row,) = json.loads(polyattn(*command, "--shared-prefix", "64", "--json").stdout)["rows"]
+    assert (row["blocks_read"], row["distinct_blocks"]) == (4 * 5, 4 + 4)
+    assert row["shared_bytes"] == 12 * 16 * 2 * 4 * 64 * 4 and row["saved_bytes"] == 0
+    assert "8 distinct" in polyattn(*command, "--shared-prefix", "64").stdout
+    said = polyattn(*command, "--shared-prefix", "80", code=2).stderr
+    assert "--shared-prefix=80: a sequence of batch 4q1s80 has only 79 tokens" in said
+
+
+def test_run_streams(tmp_path: Path) -> None:
+    """Sinks and a window, positions within the cache: a prompt and an output far beyond both."""
+    trace = tmp_path / "t.jsonl"
+    trace.write_text('{"input_length": 90, "output_length": 40}')
+    config = {
+        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8,
+        "num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 32,
+        "vocab_size": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "torch_dtype": "float32", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["run", str(tmp_path), "--trace", str(trace), "--max-tokens", "40", "--device", "cpu"]
+    text = polyattn(*command, "--sink-tokens", "3", code=2).stderr
+    assert "--sink-tokens=3 needs a window in every attention layer" in text
+    command += ["--sliding-window", "24", "--sink-tokens", "3", "--block-size", "8"]
+    for whole in ([], ["--weights", "random"]):
+        data = json.loads(polyattn(*command, *whole, "--cache-gb", "0.01", "--json").stdout)
+        (cache,) = data["cache"]
+        assert (cache["window"], cache["sinks"]) == (24, 3)
+        assert cache["decode_blocks"] == -(-(24 + 3) // 8) + 1
+        assert data["checked_tokens"] > 0 and data["max_error"] < 1e-4
+
+
 def test_bench(tmp_path: Path) -> None:
     plot = tmp_path / "b.png"
     spec = '{"num_heads": 4, "head_size": 64, "dtype": "float32"}'

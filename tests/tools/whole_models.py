@@ -54,10 +54,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def transformers_model(name: str, **sizes: Any) -> torch.nn.Module:
-    """Return a model whose every weight matters: none is 0 or 1 as initialised; tiny by default."""
+    """Return a model whose every weight matters: none is 0 or 1 as initialised; tiny by default.
+
+    What another version of transformers doesn't compute with isn't in its config.
+    """
     kind, changes = MODELS[name]
     known = tiny.class_fields(tiny.CONFIG_MAPPING[kind])
-    changes = changes | {field: size for field, size in sizes.items() if field in known}
+    changes = {field: value for field, value in (changes | sizes).items() if field in known}
     with contextlib.redirect_stderr(io.StringIO()):
         torch.manual_seed(0)
         config = tiny.tiny_config(kind, **changes)

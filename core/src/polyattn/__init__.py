@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from polyattn.registry.variants import register_variant, unregister_variant, variants
     from polyattn.runtime.backend import AttentionBackend
     from polyattn.runtime.batch import Batch
+    from polyattn.runtime.beams import beam_batch
     from polyattn.runtime.cuda_graph import StepGraphs
     from polyattn.runtime.group import LayerGroup
     from polyattn.runtime.kv_cache import KVCache
@@ -88,6 +89,7 @@ _HOME = {
     "StepPlan": "runtime.plan",
     "TensorRTLLMMetadata": "runtime.metadata",
     "VLLMMetadata": "runtime.metadata",
+    "beam_batch": "runtime.beams",
     "attention": "families.attention.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
@@ -139,6 +141,7 @@ __all__ = [
     "VLLMMetadata",
     "__version__",
     "attention",
+    "beam_batch",
     "choose_tokens",
     "discover",
     "merge_states",

@@ -35,7 +35,10 @@ VARIABLES: dict[str, str] = {
 FOREIGN_VARIABLES: dict[str, str] = {
     "VLLM_ATTENTION_BACKEND": "alias of POLYATTN_BACKEND",
     "VLLM_USE_FLASHINFER": "deprecated: 1, true or yes means POLYATTN_BACKEND=FLASHINFER",
+    "TRTLLM_FORCE_XQA": "1 means POLYATTN_BACKEND=attention.decoder.decode=FLASHINFER_TRTLLM",
 }
+XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
+"""What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
 FILE_KEYS = (
     "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
     "plugin_timeout", "timings",
@@ -166,21 +169,20 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
     sources = []
     if "POLYATTN_BACKEND" in environ:
         sources.append(parse_overrides(environ["POLYATTN_BACKEND"], "POLYATTN_BACKEND"))
-    foreign = _foreign_override(environ, notes)
-    if foreign:
-        sources.append(foreign)
+    sources += _foreign_overrides(environ, notes)
     if "backend" in config:
         sources.append(parse_overrides(_backend_text(config["backend"], config_name), config_name))
     plugins, plugins_source = value("plugins")
     disabled, disabled_source = value("disable_plugins")
     layout, layout_source = value("layout")
-    if layout is not None and str(layout).upper() not in LAYOUTS:
+    layouts = {name.upper(): name for name in LAYOUTS}
+    if layout is not None and str(layout).upper() not in layouts:
         raise SettingsError(f"{layout_source}={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
     return Settings(
         sources=tuple(sources),
         plugins=_names(plugins, plugins_source),
         disabled_plugins=_names(disabled, disabled_source) or (),
-        layout=str(layout).upper() if layout is not None else None,
+        layout=layouts[str(layout).upper()] if layout is not None else None,
         verify=_flag(*value("verify")),
         checks=bool(_flag(*value("checks"))),
         probe_timeout=_seconds(*value("probe_timeout"), 2.0),
@@ -246,20 +248,25 @@ def _config_paths() -> list[Path]:
     return paths
 
 
-def _foreign_override(environ: Mapping[str, str], notes: list[str]) -> tuple[Override, ...]:
+def _foreign_overrides(
+    environ: Mapping[str, str], notes: list[str]
+) -> Iterator[tuple[Override, ...]]:
+    """Yield what other engines' variables ask for, each with a note."""
+    found: list[tuple[str, str]] = []
+    if _flag(environ.get("TRTLLM_FORCE_XQA") or None, "TRTLLM_FORCE_XQA"):
+        found.append((XQA, "TRTLLM_FORCE_XQA"))
     if "VLLM_ATTENTION_BACKEND" in environ:
         name = environ["VLLM_ATTENTION_BACKEND"].upper().removesuffix("_VLLM_V1")
-        source = "VLLM_ATTENTION_BACKEND"
+        found.append((name, "VLLM_ATTENTION_BACKEND"))
     elif _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
-        name, source = "FLASHINFER", "VLLM_USE_FLASHINFER"
+        found.append(("FLASHINFER", "VLLM_USE_FLASHINFER"))
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")
-    else:
-        return ()
-    if "POLYATTN_BACKEND" in environ:
-        notes.append(f"{source} gives way to POLYATTN_BACKEND where both speak of a layer")
-    else:
-        notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
-    return parse_overrides(name, source)
+    for name, source in found:
+        if "POLYATTN_BACKEND" in environ:
+            notes.append(f"{source} gives way to POLYATTN_BACKEND where both speak of a layer")
+        else:
+            notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
+        yield parse_overrides(name, source)
 
 
 def _backend_text(value: Any, source: str) -> str:

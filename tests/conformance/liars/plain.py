@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from polyattn.families.attention import reference
@@ -47,7 +47,7 @@ class Plain(AttentionBackend):
                 self.nothing(out[rows], None if lse is None else lse[rows])
                 continue
             found = self.attend(query[rows], keys, values, params)
-            out[rows] = found[0].to(out.dtype)
+            out[rows] = self.quantised(found[0], out.dtype, params)
             if lse is not None:
                 lse[rows] = self.stored_lse(found[1]).to(lse.dtype)
 
@@ -72,11 +72,21 @@ class Plain(AttentionBackend):
         found = []
         scales = self.scales(params) if quantised else (1.0, 1.0)
         for stored, scale in zip((cache.key, cache.value), scales, strict=True):
-            found.append(stored[blocks].flatten(0, 1)[:length].double() * scale)
+            each = scale.double()[:, None] if isinstance(scale, Tensor) else scale
+            found.append(stored[blocks].flatten(0, 1)[:length].double() * each)
         return found[0], found[1]
 
-    def scales(self, params: LayerParams) -> tuple[float, float]:
+    def scales(self, params: LayerParams) -> tuple[Any, Any]:
         return params.k_scale, params.v_scale
+
+    def out_scale(self, params: LayerParams) -> float:
+        given = params.out_scale
+        return float(given[0]) if isinstance(given, Tensor) else given
+
+    def quantised(self, output: Tensor, dtype: torch.dtype, params: LayerParams) -> Tensor:
+        if dtype.itemsize > 1:
+            return output.to(dtype)
+        return (output / self.out_scale(params)).clamp(-448, 448).to(dtype)
 
     def scale(self) -> float:
         return self.spec.scale

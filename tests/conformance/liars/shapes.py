@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from liars.masks import Numeric
@@ -113,6 +113,33 @@ class OneScale(Numeric):
 
     def scales(self, params: LayerParams) -> tuple[float, float]:
         return params.k_scale, params.k_scale
+
+
+class FirstHeadsScale(Numeric):
+    """One KV head's scale serves all."""
+
+    def scales(self, params: LayerParams) -> tuple[Any, Any]:
+        found = super().scales(params)
+        return tuple(s[:1] if isinstance(s, Tensor) else s for s in found)  # type: ignore[return-value]
+
+
+class ScalesOfTheFirstStep(Plain):
+    """What a scale's tensor held when it was seen first is what it holds."""
+
+    by = ("rescaled",)
+    seen: ClassVar[dict[int, Tensor]] = {}
+
+    def scales(self, params: LayerParams) -> tuple[Any, Any]:
+        found = super().scales(params)
+        if not isinstance(found[0], Tensor):
+            return found
+        first, second = (self.seen.setdefault(s.data_ptr(), s.clone()) for s in found)
+        return first, second
+
+
+class UnscaledOutput(Numeric):
+    def out_scale(self, params: LayerParams) -> float:
+        return 1.0
 
 
 class SwappedInCompany(Plain):

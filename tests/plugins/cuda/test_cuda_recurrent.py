@@ -16,9 +16,7 @@ from polyattn import Batch, Device, LayerSpec
 from polyattn.checking.compare import output_error
 from polyattn.families.recurrent import inputs as samples
 from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.kernel import (
-    RecurrentBackend,
-)
+from polyattn.kernel import AttentionKind, RecurrentBackend
 from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.spec.layer import RecurrentSpec
 from polyattn.spec.recurrence import form_of
@@ -81,6 +79,27 @@ def fake_fla(spec: LayerSpec) -> ModuleType:
 
         return call
 
+    def channels(name: str) -> Any:
+        """KDA and RWKV-7: inputs as our reference names them."""
+
+        def call(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            a = bind("fla", name, *args, **kwargs)
+            assert a["cu_seqlens"].dtype == torch.int64 and a["output_final_state"] is True
+            assert a["initial_state"].dtype == torch.float32
+            if spec.kind is AttentionKind.KDA:
+                assert a["use_qk_l2norm_in_kernel"] is spec.recurrent.qk_norm
+            inputs = {n: a[n][0] for n in form_of(spec).inputs}
+            out, final = scan_by_reference(
+                spec.replace(scale=a["scale"]), inputs, {}, a["initial_state"],
+                a["cu_seqlens"].tolist(),
+            )  # fmt: skip
+            return out[None].float(), final.float()
+
+        return call
+
+    for kind in ("kda", "rwkv7"):
+        for how in ("chunk", "fused_recurrent"):
+            setattr(module, f"{how}_{kind}", channels(f"{how}_{kind}"))
     for name in ("chunk_simple_gla", "fused_recurrent_simple_gla"):
         setattr(module, name, gated(name))
     for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
@@ -163,6 +182,8 @@ CASES = [
     ("FlashLinearAttention", recurrent("mamba2", 4, 8, 2, state_size=16)),
     ("FlashLinearAttention", recurrent("linear", 4, 8, state_size=8)),
     ("FlashLinearAttention", recurrent("gdn", 4, 8, 2, state_size=8, qk_norm=True)),
+    ("FlashLinearChannels", recurrent("kda", 4, 8, 2, state_size=8, qk_norm=True)),
+    ("FlashLinearChannels", recurrent("rwkv7", 4, 8, state_size=8)),
     ("MambaSSM", recurrent("mamba2", 4, 8, 2, state_size=16)),
     ("CausalConv1d", recurrent("short_conv", 12, conv_width=4, activation="silu")),
 ]
@@ -178,8 +199,8 @@ def test_recurrent(
     fla, mamba, conv = fake_fla(spec), fake_mamba(spec), fake_conv(spec)
     for name in ("fla", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for name in ("fla.ops", "fla.ops.simple_gla", "fla.ops.gated_delta_rule"):
-        monkeypatch.setitem(sys.modules, name, fla)
+    for name in ("", ".simple_gla", ".gated_delta_rule", ".kda", ".rwkv7"):
+        monkeypatch.setitem(sys.modules, f"fla.ops{name}", fla)
     for name in ("ssd_combined", "selective_state_update"):
         monkeypatch.setitem(sys.modules, f"mamba_ssm.ops.triton.{name}", mamba)
     monkeypatch.setitem(sys.modules, "causal_conv1d", conv)

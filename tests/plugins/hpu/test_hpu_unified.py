@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plugins.hpu.steps import Step, pad, step
 from polyattn.families.attention import reference
-from polyattn_hpu import unified
+from polyattn_hpu import metadata, unified
 from polyattn_hpu.buckets import EXACT, SLICE, Bucket, Rounding, phase
 from polyattn_hpu.metadata import build
 from torch import Tensor
@@ -96,6 +96,22 @@ def test_several_slices_and_several_pieces(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(made.metadata().causal_masks) == 2
     assert made.metadata().causal_masks[0].shape == (SLICE, SLICE), "a slice ends with its queries"
     agree(made, True, EXACT)
+
+
+@pytest.mark.parametrize("spec", [{}, {"alibi": True}, {"causal": False}], ids=str)
+def test_a_slice_in_parts_without_kept_masks(
+    spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a long prefill is taken: with 128k queries and 32 heads a slice's scores are 8 GiB."""
+    made = step([SLICE + 40, 70], [0, 9], [list(range(138)), list(range(138, 158))], **spec)
+    whole = made.unified()
+    monkeypatch.setattr(metadata, "KEPT_MASKS", 0)
+    monkeypatch.setattr(unified, "SCORES", 4 * (SLICE + 110) * 100)
+    assert not isinstance(made.metadata().causal_masks, tuple)
+    assert [m.shape[0] for m in made.metadata().causal_masks] == [SLICE, 110]
+    agree(made, True, EXACT)
+    for found, expected in zip(made.unified(), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Runs the kit through JAX's own door: `-p in_functions --polyattn-device cpu`.
 
-A layer's `run` is replaced by the pure functions alone: planned by `plan`, one jitted program with a
-donated cache. Selection, batches and judging are the kit's.
+A layer's `run` is replaced by the pure functions alone: planned by `plan`, jitted, the cache donated.
+Attention is a program of its own, the same that torchax's door compiles: what one door's kit has left
+in JAX's compilation cache, the other's needn't compile. Selection, batches and judging are the kit's.
 """
 
 from __future__ import annotations
@@ -57,14 +58,11 @@ class FunctionsPart(AttentionBackend):
         spec = self.spec_of(plan.batch)
         size = None if self.cache is None else self.cache.block_size
         made = pt.plan(plan.batch, spec, block_size=size, buckets=buckets())
-        q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
-        q = pt.pad(made, q)
+        rows, options = attention_inputs(made, query, key, value, params, lse)
         if cache is None:
-            found = over_given(made, spec, q, k, v, sinks, slopes, lse is not None)
+            found = attend_given(made, spec, *rows, **options)
         else:
-            scales = pt.Scales(params.k_scale, params.v_scale)
-            given = (made, spec, q, None, cache_of(cache), sinks, slopes, scales)
-            _, found = over_pages(*given, lse is not None)
+            found = attend(made, spec, rows[0], cache_of(cache), **options)
         give(*found, out, lse)
 
 
@@ -92,24 +90,26 @@ def arrays(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else array_of(tensor) for tensor in tensors]
 
 
+def attention_inputs(  # type: ignore[no-untyped-def]
+    plan, query, key, value, params, lse
+) -> tuple[list[Any], dict[str, Any]]:
+    """Return the query, padded, the keys and values, and `attend`'s options."""
+    q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
+    scales = pt.Scales(params.k_scale, params.v_scale)
+    options = {"sinks": sinks, "alibi_slopes": slopes, "scales": scales, "lse": lse is not None}
+    return [pt.pad(plan, q), k, v], options
+
+
 def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None) -> None:
     out.copy_(to_torch(found, out)[: len(out)])
     if lse is not None:
         lse.copy_(to_torch(logs, lse)[: len(lse)])
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "lse"), donate_argnames="cache")
-def over_pages(plan, spec, query, rows, cache, sinks, slopes, scales, lse):  # type: ignore[no-untyped-def]
-    if rows is not None:
-        cache = pt.store(plan, *rows, cache, scales)
-    options = {"sinks": sinks, "alibi_slopes": slopes, "scales": scales, "lse": lse}
-    return cache, pt.attend(plan, spec, query, cache, **options)
-
-
-@functools.partial(jax.jit, static_argnames=("spec", "lse"))
-def over_given(plan, spec, query, key, value, sinks, slopes, lse):  # type: ignore[no-untyped-def]
-    options = {"sinks": sinks, "alibi_slopes": slopes, "lse": lse}
-    return pt.attend_given(plan, spec, query, key, value, **options)
+static = ("spec", "lse", "interpret")
+attend = jax.jit(pt.attend, static_argnames=static)
+attend_given = jax.jit(pt.attend_given, static_argnames=static)
+store = jax.jit(pt.store, donate_argnames="cache")
 
 
 class FunctionsAttention(Attention):
@@ -120,17 +120,14 @@ class FunctionsAttention(Attention):
         out = query.new_empty(step.out_shape) if out is None else out
         if not len(query):
             return out
-        q, k, v, sinks, slopes = arrays(query, key, value, params.sinks, params.alibi_slopes)
-        q = pt.pad(plan, q)
+        rows, options = attention_inputs(plan, query, key, value, params, lse)
         if cache is None:
-            found = over_given(plan, self.spec, q, k, v, sinks, slopes, lse is not None)
+            found = attend_given(plan, self.spec, *rows, **options)
         else:
-            rows = None
-            if k is not None and step.batch.slot_mapping is not None:
-                rows = (pt.pad(plan, k), pt.pad(plan, v))
-            scales = pt.Scales(params.k_scale, params.v_scale)
-            given = (plan, self.spec, q, rows, cache_of(cache), sinks, slopes, scales)
-            made, found = over_pages(*given, lse is not None)
+            made, scales = cache_of(cache), options["scales"]
+            if key is not None and step.batch.slot_mapping is not None:
+                made = store(plan, *(pt.pad(plan, array) for array in rows[1:]), made, scales)
+            found = attend(plan, self.spec, rows[0], made, **options)
             bring(made, cache)
         give(*found, out, lse)
         return out

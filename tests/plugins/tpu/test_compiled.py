@@ -141,7 +141,8 @@ def test_heads_spread_over_chips(arch: str, chips: int) -> None:
             assert word not in text
 
 
-def test_vmem_bounds_the_pages() -> None:
+@pytest.mark.parametrize("phase", ["decode", pytest.param("prefill", marks=sweep)])
+def test_vmem_bounds_the_pages(phase: str) -> None:
     """The largest page that is claimed compiles on the smallest VMEM, and a larger one does not."""
     from polyattn_tpu.hooks import PALLAS_ATTN
 
@@ -150,10 +151,20 @@ def test_vmem_bounds_the_pages() -> None:
     assert most is not None and widest is not None
     spec = BASE.replace(dtype="float32", head_size=widest)
     sizes = {"seqs": 1, "num_blocks": 4}
-    assert aot.compile_attention(spec, "v5e", "decode", block_size=most, length=2 * most, **sizes)
-    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED"):
+    assert aot.compile_attention(spec, "v7x", phase, block_size=most, length=2 * most, **sizes)
+    with pytest.raises(Exception, match="(?s)RESOURCE_EXHAUSTED.*vmem"):
         size = 4 * most
-        aot.compile_attention(spec, "v5e", "decode", block_size=size, length=2 * size, **sizes)
+        aot.compile_attention(spec, "v7x", phase, block_size=size, length=2 * size, **sizes)
+
+
+def test_semaphores_bound_the_dmas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two for each of K and V compile; as many as pages of a prompt don't: 512 in all, of 4 bytes."""
+    from polyattn_tpu import kernel
+
+    assert aot.compile_attention(BASE, "v6e", "decode")
+    monkeypatch.setattr(kernel, "ON_THEIR_WAY", (2, 256))
+    with pytest.raises(Exception, match="(?s)RESOURCE_EXHAUSTED.*sflag"):
+        aot.compile_attention(BASE, "v6e", "decode", seqs=4)
 
 
 def test_sublanes_bound_the_pages() -> None:
@@ -166,7 +177,7 @@ def test_sublanes_bound_the_pages() -> None:
 def test_no_tpu_multiplies_fp16() -> None:
     with pytest.raises(Exception, match="Mosaic"):
         aot.compile_attention(BASE.replace(dtype="float16"), "v6e", "decode")
-    with pytest.raises(SelectionError, match="cast the model"):
+    with pytest.raises(SelectionError, match="no TPU multiplies float16.*cast the model"):
         select(BASE.replace(dtype="float16"), "tpu-v6e")
 
 

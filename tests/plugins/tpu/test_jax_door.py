@@ -314,7 +314,7 @@ assert not any(name.split(".")[0] in ("torch", "torchax") for name in sys.module
 def test_a_trace_compiles_a_stated_number_of_programs() -> None:
     """600 requests of a trace of conversations, served continuously: each shape counted by jit."""
     buckets = pt.Buckets(tokens=2048, seqs=64, pages=4096)
-    compiled = jax.jit(lambda plan: plan.tiles.put.sum())
+    compiled = jax.jit(lambda plan: plan.tiles.seq.sum())
     rng = np.random.default_rng(3)
     waiting = [
         (int(rng.lognormal(6.0, 1.0)) % 4000 + 1, int(rng.lognormal(4.0, 0.7)) % 100 + 1)

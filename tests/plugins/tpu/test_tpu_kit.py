@@ -38,6 +38,7 @@ def kit(backend: str, door: str, chosen: str, report: Path) -> dict[str, int]:
         env=os.environ | {
             "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
             "PALLAS_BUCKETS": "tokens=1024,seqs=48,pages=1024",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of the time
             "POLYATTN_PLUGIN_TIMEOUT": "200",  # torchax is imported to look for its device
             "PYTHONPATH": str(Path(__file__).parent)},
         capture_output=True, text=True, timeout=7200, check=False,

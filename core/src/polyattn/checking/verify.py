@@ -9,7 +9,7 @@ import torch
 
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
-from polyattn.errors import PolyattnError
+from polyattn.errors import PolyattnError, describe
 from polyattn.registry.info import load_object
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.trial import Outcome
@@ -46,8 +46,8 @@ def _problem(selection: Selection, phase: str) -> str | None:
             return _difference(spec, run(LayerGroup(selection), phase, generator))
     except PolyattnError as error:
         return str(error)
-    except Exception as error:  # whatever a vendor's library raises is a reason, not our end
-        return f"{type(error).__name__}: {error}"
+    except (Exception, SystemExit) as error:  # whatever a vendor's library does isn't our end
+        return describe(error)
 
 
 def _difference(spec: LayerSpec, outcome: Outcome) -> str | None:

@@ -19,27 +19,13 @@ from torch import Tensor
 
 from polyattn.context_parallel.heads import own_heads
 from polyattn.context_parallel.ranks import ContextParallel
+from polyattn.context_parallel.room import Room
 from polyattn.context_parallel.shards import Blocks, Kept, Zigzag, kept_blocks
 from polyattn.context_parallel.step import ContextStep, Found, Layer, raw_bytes
 from polyattn.errors import BatchError
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, raw
-
-
-class Room:
-    """The cache that keys are collected in: one for a group's layers, grown when a step needs more."""
-
-    def __init__(self, group: LayerGroup):
-        self.group = group
-        self._cache: KVCache | None = None
-
-    def take(self, num_blocks: int) -> KVCache:
-        """Return a cache of at least this many blocks, whose content is anything."""
-        if self._cache is None or self._cache.num_blocks < num_blocks:
-            self._cache = None  # the old one goes before the new one comes
-            self._cache = self.group.allocate_cache(max(num_blocks, 1))
-        return self._cache
 
 
 @dataclass(frozen=True)

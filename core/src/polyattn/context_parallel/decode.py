@@ -10,16 +10,14 @@ LSE.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from polyattn.api import select
 from polyattn.context_parallel.merging import Merging
+from polyattn.context_parallel.room import Room, side_by_side
 from polyattn.context_parallel.shards import Blocks
 from polyattn.context_parallel.step import (
     ContextStep,
@@ -33,39 +31,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, raw
 from polyattn.runtime.plan import StepPlan
-from polyattn.selection.selection import Selection
-from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
-
-
-def without_sinks(group: LayerGroup) -> LayerGroup:
-    """Return a group over the same cache by the same backends whose rows leave learned sinks out."""
-    spec = group.spec.replace(learned_sinks=False)
-    if spec == group.spec:
-        return group
-    names = ",".join(f"{phase}={info.name}" for phase, info in group.selection.backends)
-    form = group.cache_format
-    assert form is not None
-    asked = spec.replace(block_size=form.block_size)
-    return LayerGroup(select(asked, group.device, backend=names), cache_format=form)
-
-
-def over_given_keys(group: LayerGroup, causal: bool) -> LayerGroup:
-    """Return a group for keys that are given whole, all of which count, or those up to the query."""
-    return LayerGroup(_given(group.selection, causal))
-
-
-@lru_cache(maxsize=256)
-def _given(selection: Selection, causal: bool) -> Selection:
-    spec = selection.spec
-    asked = LayerSpec(
-        num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
-        v_head_size=spec.v_head_size, scale=spec.scale, dtype=spec.dtype, cached=False,
-        logit_soft_cap=spec.logit_soft_cap, needs_lse=True, deterministic=spec.deterministic,
-        batch_invariant=spec.batch_invariant, causal=causal,
-        role=Role.DECODER if causal else Role.CROSS,
-    )  # fmt: skip
-    return select(asked, selection.device)
 
 
 class LocalState(ABC):
@@ -89,32 +55,26 @@ class InAnyOrder(LocalState):
 class CopiedTogether(LocalState):
     """Of this rank's keys those that a window, a chunk or the kept first tokens leave."""
 
-    def __init__(self, given: LayerGroup, batch: Batch, blocks: Blocks, spec: LayerSpec):
+    def __init__(
+        self, group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: LayerSpec
+    ):
         assert batch.block_table is not None
-        rows, places = [], []
-        for row, length in enumerate(batch.lens):
-            seen = _seen_places(spec, length, blocks)
-            rows.append(np.full(len(seen), row))
-            places.append(seen)
+        self.room, size = room, blocks.block_size
+        places = [_seen_places(spec, length, blocks) for length in batch.lens]
         lens = [len(seen) for seen in places]
-        at = np.stack([np.concatenate(rows), np.concatenate(places)]).astype(np.int64)
-        seqs, local = torch.from_numpy(at).to(batch.device)
-        self.blocks = batch.block_table[seqs, local // blocks.block_size].long()
-        self.offsets = local % blocks.block_size
-        self.plan = given.plan(Batch(batch.starts, lens, device=batch.device))
+        table, self.num_blocks = side_by_side(lens, size, batch.device)
+        rows = np.repeat(np.arange(len(lens)), lens)
+        at = [rows, np.concatenate(places), np.concatenate([np.arange(n) for n in lens])]
+        seqs, old, new = torch.from_numpy(np.stack(at).astype(np.int64)).to(batch.device)
+        self.source = batch.block_table[seqs, old // size].long(), old % size
+        self.target = table[seqs, new // size].long(), new % size
+        self.plan = group.plan(Batch(batch.starts, lens, table, device=batch.device))
 
     def run(self, layer: Layer, query: Tensor, cache: KVCache, out: Tensor, lse: Tensor) -> None:
-        params = layer.params
-        key = self._read(cache.key, params.k_scale, query.dtype)
-        value = self._read(cache.value, params.v_scale, query.dtype)
-        plan: Any = self.plan
-        plan.call(query, key, value, None, replace(params, sinks=None), out, lse)
-
-    def _read(self, stored: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-        found = raw(stored)[self.blocks, self.offsets].view(stored.dtype)
-        if stored.dtype.itemsize > 1:
-            return found
-        return (found.to(torch.float32) * scale).to(dtype)
+        room = self.room.take(self.num_blocks)
+        raw(room.key)[self.target] = raw(cache.key)[self.source]
+        raw(room.value)[self.target] = raw(cache.value)[self.source]
+        attend(layer, self.plan, query, room, out, lse)
 
 
 def _seen_places(spec: LayerSpec, length: int, blocks: Blocks) -> np.ndarray[Any, Any]:
@@ -193,18 +153,22 @@ def order_matters(spec: LayerSpec) -> str | None:
 
 
 def local_state(
-    spec: LayerSpec,
-    group: LayerGroup,
-    given: LayerGroup | None,
-    batch: Batch,
-    blocks: Blocks,
+    group: LayerGroup, room: Room, batch: Batch, blocks: Blocks, spec: LayerSpec
 ) -> LocalState:
-    """Plan rows of one token over this rank's keys; `batch` speaks of all ranks' keys."""
-    if given is not None:
-        return CopiedTogether(given, batch, blocks, spec)
+    """Plan rows of one token over this rank's keys; `batch` speaks of all ranks' keys.
+
+    `group`: of `spec`, but without learned sinks, and where that has a window or chunks without them.
+    """
+    if masked(spec):
+        return CopiedTogether(group, room, batch, blocks, spec)
     if spec.alibi:
         return BlockByBlock(group, batch, blocks)
     local = Batch(
         batch.starts, blocks.held(batch.lens).tolist(), batch.block_table, device=batch.device
     )
     return InAnyOrder(group.plan(local))
+
+
+def masked(spec: LayerSpec) -> bool:
+    """Whether a causal row doesn't see every key before it."""
+    return spec.sliding_window is not None or spec.chunk_size is not None

@@ -9,19 +9,14 @@ from typing import Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor
 
-from polyattn.context_parallel.collected import CollectedStep, Layout, Room
-from polyattn.context_parallel.decode import (
-    DecodeStep,
-    local_state,
-    order_matters,
-    over_given_keys,
-    without_sinks,
-)
+from polyattn.context_parallel.collected import CollectedStep, Layout
+from polyattn.context_parallel.decode import DecodeStep, local_state, masked, order_matters
 from polyattn.context_parallel.heads import HeadsStep
 from polyattn.context_parallel.merging import Merging
 from polyattn.context_parallel.placed import AnchoredStep, Placed, PlacedStep, check_one_stores
 from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.context_parallel.ring import Ring, RingStep
+from polyattn.context_parallel.room import Room, plain_group
 from polyattn.context_parallel.shards import Blocks, Kept, Zigzag
 from polyattn.context_parallel.step import ContextStep
 from polyattn.errors import BatchError, SpecError, nearest
@@ -108,6 +103,8 @@ class ContextGroup:
                 spec.kind.is_recurrent or spec.kind is AttentionKind.SPARSE_MLA,
             "only a decoder's causal layer over a cache is shared out":
                 not spec.cached or spec.role is not Role.DECODER or not spec.causal,
+            "qkv_dtype and out_dtype in 8 bits: states merge in the layer's own dtype":
+                (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"),
             "its functions of scores, or a step's mask, speak of whole sequences and all heads":
                 spec.variant is not None or spec.mask is not None,
             "its keys turn by their places within one cache":
@@ -120,8 +117,6 @@ class ContextGroup:
                 ring and place is not None,
             f"{place}: a key's part depends on its place, which is the engine's; use keys='blocks'":
                 self.keys == "placed" and place is not None,
-            f"a ring passes keys as they come, not in stored_dtype={spec.stored_dtype!r}; {whole}":
-                ring and spec.stored_dtype != spec.dtype,
             f"a ring passes keys, and MLA has latents; {whole}": ring and spec.latent is not None,
             f"a ring is for keys='blocks'; {whole}": ring and self.keys != "blocks",
             "prefill='star' leaves each part's keys where they are; use keys='placed'":
@@ -141,12 +136,10 @@ class ContextGroup:
         if self.keys == "placed":
             self.placed = Placed(self.group)
             return
-        self.states = without_sinks(self.group)
-        masked = self.spec.sliding_window is not None or self.spec.chunk_size is not None
-        self.given = over_given_keys(self.group, causal=False) if masked else None
+        self.states = plain_group(self.group, masked=False)
         # A window and ALiBi at once: no row of a backend's says both, so such rows are collected.
-        self.decodes = not (masked and self.spec.alibi)
-        self.ring = Ring(self.group) if self.prefill == "ring" else None
+        self.decodes = not (masked(self.spec) and self.spec.alibi)
+        self.ring = Ring(self.group, self.room) if self.prefill == "ring" else None
 
     @property
     def block_size(self) -> int:
@@ -256,7 +249,7 @@ class ContextGroup:
             rows.slot_mapping = slots
             if part is phases.decode and self.decodes:
                 mine = None if slots is None else self.blocks.slots(slots)
-                local = local_state(self.spec, self.states, self.given, rows, self.blocks)
+                local = local_state(self.states, self.room, rows, self.blocks, self.spec)
                 parts.append((part.rows, DecodeStep(local, mine, self.merging)))
             else:
                 parts.append((part.rows, self._collected(rows, own=False)))

@@ -8,17 +8,13 @@ generated attend to all parts, exactly, their own keys on one rank.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from polyattn.api import select
-from polyattn.context_parallel.collected import Room
-from polyattn.context_parallel.decode import without_sinks
 from polyattn.context_parallel.merging import Merging
 from polyattn.context_parallel.ranks import ContextParallel
+from polyattn.context_parallel.room import Room, plain_group, side_by_side
 from polyattn.context_parallel.step import (
     ContextStep,
     Found,
@@ -38,20 +34,14 @@ class Placed:
     """What a group's layers share: kernels for the rank that holds the new keys, and for the others."""
 
     def __init__(self, group: LayerGroup):
-        self.new = without_sinks(group)
-        self.group = group
+        self.group, self.new = group, plain_group(group)
         self._old: LayerGroup | None = None
 
     @property
     def old(self) -> LayerGroup:
         """Several new tokens over keys that all of them see."""
         if self._old is None:
-            form = self.group.cache_format
-            assert form is not None
-            spec = self.new.spec.replace(causal=False, block_size=form.block_size)
-            names = ",".join(f"{p}={info.name}" for p, info in self.new.selection.backends)
-            selection = select(spec, self.group.device, backend=names)
-            self._old = LayerGroup(selection, cache_format=form)
+            self._old = plain_group(self.group, causal=False)
         return self._old
 
 
@@ -104,13 +94,7 @@ class AnchoredStep(ContextStep):
         before = [0] * len(anchors) if context.rank == 0 else anchors
         size, device = group.cache_format.block_size, batch.device
         lens = [a + n for a, n in zip(before, batch.lens, strict=True)]
-        blocks = [-(-n // size) for n in lens]
-        table = torch.zeros(len(lens), max(blocks, default=0), dtype=torch.int32)
-        for row, (first, count) in enumerate(
-            zip(accumulate(blocks, initial=0), blocks, strict=False)
-        ):
-            table[row, :count] = torch.arange(first, first + count)
-        table, self.num_blocks = table.to(device), sum(blocks)
+        table, self.num_blocks = side_by_side(lens, size, device)
         whole = Batch(batch.starts, lens, table, device=device)
         self.own_slots = whole.tail_slots(size)
         self.anchor_slots = Batch.from_lens(before, before, table, size, device=device).slot_mapping

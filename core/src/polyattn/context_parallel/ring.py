@@ -8,17 +8,17 @@ there, on every rank, at every turn. What is passed is stored by the rank whose 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn.context_parallel.decode import over_given_keys
 from polyattn.context_parallel.merging import add_sink
 from polyattn.context_parallel.ranks import ContextParallel
+from polyattn.context_parallel.room import Room, plain_group, side_by_side
 from polyattn.context_parallel.shards import Blocks, Zigzag
-from polyattn.context_parallel.step import ContextStep, Found, Layer, sinks_of
+from polyattn.context_parallel.step import ContextStep, Found, Layer, attend, sinks_of
 from polyattn.errors import BatchError
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.batch import Batch
@@ -28,19 +28,25 @@ from polyattn.runtime.merge import MergeBuffers
 
 
 class Ring:
-    """What a group's layers share: kernels for keys that are given, and where states meet."""
+    """What a group's layers share: kernels for own keys and for others', and where states meet."""
 
-    def __init__(self, group: LayerGroup):
-        self.causal, self.whole = over_given_keys(group, True), over_given_keys(group, False)
+    def __init__(self, group: LayerGroup, room: Room):
+        self.own, self.others = plain_group(group), plain_group(group, causal=False)
+        self.room = room
         self.merge = group.backend("merge", MergeBackend)
         self.states = MergeBuffers()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One rank's keys: how this rank attends to them, and which of them it stores."""
+    """One rank's keys: how this rank attends to them, and which of them it stores.
+
+    `places` int64 (tokens,): where they lie in the room while the turn lasts.
+    """
 
     plan: Any
+    places: Tensor
+    num_blocks: int
     slots: Tensor | None
 
 
@@ -62,48 +68,46 @@ class RingStep(ContextStep):
             source = (context.rank - turn) % context.size
             tokens = torch.from_numpy(self.zigzag.tokens(source)).to(batch.device)
             slots = None if stored is None else stored[tokens]
-            self.turns.append(Turn(self._plan(batch, source), slots))
+            self.turns.append(self._turn(batch, source, blocks.block_size, slots))
 
-    def _plan(self, batch: Batch, source: int) -> Any:
-        """Plan this rank's pieces over the keys of `source`, whose pieces lie side by side."""
+    def _turn(self, batch: Batch, source: int, size: int, slots: Tensor | None) -> Turn:
+        """Plan this rank's pieces over the keys of `source`, whose two pieces lie side by side."""
         rank, device = self.context.rank, batch.device
-        mine, theirs = self.zigzag.pieces(rank), self.zigzag.pieces(source)
-        starts, lens, firsts, at = [0], [], [], 0
-        for index in range(0, len(mine), 2):
-            queries = [last - first for _, first, last in mine[index : index + 2]]
-            keys = [last - first for _, first, last in theirs[index : index + 2]]
-            if batch.lens[mine[index][0]] == 0:  # a padding row
-                seen = [0, 0]
-            elif source == rank:
-                seen = [keys[0], keys[0] + keys[1]]
+        mine, theirs = (_pairs(self.zigzag.pieces(r)) for r in (rank, source))
+        keys = [a + b for a, b in theirs]
+        table, num_blocks = side_by_side(keys, size, device)
+        starts, lens = [0], []
+        for length, queries, (first, second) in zip(batch.lens, mine, theirs, strict=True):
+            if source == rank:
+                seen = [first, first + second]
             else:
-                seen = [keys[0], keys[0]] if source < rank else [0, keys[0] + keys[1]]
+                seen = [first, first] if source < rank else [0, first + second]
             for query, count in zip(queries, seen, strict=True):
                 starts.append(starts[-1] + query)
-                lens.append(count if query else 0)
-                firsts.append(at)
-            at += sum(keys)
-        group = self.ring.causal if source == rank else self.ring.whole
-        return group.plan(Batch(starts, lens, key_starts=firsts, device=device))
+                lens.append(count if query and length else 0)  # a padding row has no key
+        group = self.ring.own if source == rank else self.ring.others
+        plan = group.plan(Batch(starts, lens, table.repeat_interleave(2, 0), device=device))
+        places = Batch.from_lens(keys, keys, table, size, device=device).slot_mapping
+        assert places is not None
+        return Turn(plan, places, num_blocks, slots)
 
     def run(
         self, layer: Layer, query: Tensor, key: Tensor | None, value: Tensor | None, cache: KVCache
     ) -> Found:
         if key is None or value is None:
             raise BatchError("a ring passes the step's keys and values on; key is None")
-        params = replace(layer.params, sinks=None, k_scale=1.0, v_scale=1.0)
         total, total_lse, part, part_lse = self.ring.states.take(query, layer.spec.v_head_size)
         now = self._packed(key, value)
         later = torch.empty_like(now) if self.context.size > 1 else now
         for index, turn in enumerate(self.turns):
             last = index + 1 == len(self.turns)
             arrived = None if last else self.context.pass_on(later, now)
-            found = self._unpacked(now, layer)
+            given = self._unpacked(now, layer, len(turn.places))
+            room = self.ring.room.take(turn.num_blocks)
+            layer.store(*given, room, turn.places)
             if turn.slots is not None:
-                count = len(turn.slots)
-                layer.store(found[0][:count], found[1][:count], cache, turn.slots)
-            lse = part_lse if index else total_lse
-            turn.plan.call(query, *found, None, params, part, lse)
+                layer.store(*given, cache, turn.slots)
+            attend(layer, turn.plan, query, room, part, part_lse if index else total_lse)
             if index:
                 self.ring.merge.run(total, total_lse, part, part_lse)
             else:
@@ -125,11 +129,19 @@ class RingStep(ContextStep):
             part[: tensor.numel()] = tensor.flatten()
         return packed
 
-    def _unpacked(self, packed: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    def _unpacked(self, packed: Tensor, layer: Layer, count: int) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the `count` tokens that a rank really has."""
         spec, rows = layer.spec, self.zigzag.longest
         shapes = [(rows, spec.num_kv_heads, size) for size in (spec.head_size, spec.v_head_size)]
         sizes = [a * b * c for a, b, c in shapes]
         key, value = (
-            part.view(shape) for part, shape in zip(packed.split(sizes), shapes, strict=True)
+            part.view(shape)[:count]
+            for part, shape in zip(packed.split(sizes), shapes, strict=True)
         )
         return key, value
+
+
+def _pairs(pieces: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """Return the lengths of each sequence's two pieces."""
+    lens = [last - first for _, first, last in pieces]
+    return list(zip(lens[0::2], lens[1::2], strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 from polyattn.registry.capabilities import ANY_PLATFORM, STORED, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.features import FEATURES
-from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, AttentionKind, Role
+from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.rope import PAIRINGS
 
 _EVERYWHERE = {
@@ -16,7 +16,7 @@ _EVERYWHERE = {
     "kv_cache_dtypes": frozenset(KV_CACHE_DTYPES),
     "fp8_formats": frozenset({"ocp", "fnuz"}),
     "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
-    "layouts": ("NHD", "HND"),
+    "layouts": LAYOUTS,
 }
 
 TORCH_STORE = BackendInfo(
@@ -45,7 +45,7 @@ TORCH_MERGE = BackendInfo(
 
 def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
     """Return a reference that serves where it is named, and nowhere else."""
-    fields = _EVERYWHERE | {"layouts": ("NHD", "HND")} | claims
+    fields = _EVERYWHERE | claims
     return BackendInfo(
         name=name,
         summary=f"{summary}; slow, only by name",

@@ -131,7 +131,8 @@ class Capabilities:
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
       (`"head_size 192"`): `{"alibi", "decode"}`.
-    - `remedies`: for a feature that isn't claimed here, what would bring it (another build, say).
+    - `remedies`: for a feature or a dtype that isn't claimed here, what would bring it (another build,
+      say), or why nothing does.
 
     Raises `ValueError` when a claim has another type than its annotation, isn't known, or
     contradicts another one.
@@ -171,7 +172,7 @@ class Capabilities:
             ("layouts", self.layouts, LAYOUTS),
             ("phases", self.phases, PHASES),
             ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, FEATURES),
+            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES}),
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
@@ -225,8 +226,8 @@ def check(
     """Return every reason why a backend with `caps` can't serve `phase` of `spec` on `device`.
 
     An empty tuple means that it can. Pure: no import, no device access. A store or a merge is asked
-    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled): what
-    the layer computes is no concern of theirs.
+    for its platform, kind and dtypes alone (a store also for how its keys come and are scaled, and for
+    what it excludes): what the layer computes is no concern of theirs.
     """
     found: list[Rejection] = []
 
@@ -237,7 +238,8 @@ def check(
     _check_device(caps, device, need)
     need(spec.kind in caps.kinds, "kind", spec.kind.value, [k.value for k in caps.kinds])
     need(phase in caps.phases, "phase", phase, caps.phases, f"name another backend for {phase}")
-    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, "cast the model")
+    remedy = caps.remedies.get(spec.dtype, "cast the model")
+    need(spec.dtype in caps.dtypes, "dtype", spec.dtype, caps.dtypes, remedy)
     if phase == "merge":
         return tuple(found)
     if spec.cached:
@@ -247,6 +249,7 @@ def check(
         _check_computation(caps, spec, device, phase, need)
     else:
         _check_features(caps, features(spec) & STORED, need)
+    _check_excludes(caps, spec, device, phase, need)
     return tuple(found)
 
 
@@ -289,11 +292,6 @@ def _check_computation(
             f"{device.fp8} (what {device.arch} computes)",
             "leave qkv_dtype and out_dtype out",
         )
-    words_asked = asked | {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
-    words_asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
-    for together, why in caps.excludes:
-        apart = not together <= words_asked
-        need(apart, " with ".join(sorted(together)), "together", "apart", why)
     need(
         spec.graph_capture <= caps.graph_capture,
         "graph_capture",
@@ -301,6 +299,16 @@ def _check_computation(
         f"up to {caps.graph_capture.name.lower()}",
         "capture fewer kinds of steps, or run this layer outside the graph",
     )
+
+
+def _check_excludes(
+    caps: Capabilities, spec: LayerSpec, device: Device, phase: str, need: _Need
+) -> None:
+    asked = features(spec)
+    asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
+    for together, why in caps.excludes:
+        need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 
 
 def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:

@@ -37,6 +37,10 @@ class Batch:
       `block * block_size + offset`; -1 skips. None stores nothing.
     - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
+    - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
+      being left as they are; or (num_seqs, tokens): where the state after each of its tokens goes, so
+      that of several drafts any number can be accepted (`StateCache.accepted`). A padding row's, and
+      what lies behind a sequence's last token, is -1. Several sequences may start from one slot then.
     - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
       `key` and `value`; default: packed one after another. Gaps are left alone.
     - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
@@ -66,6 +70,7 @@ class Batch:
         slot_mapping: Tensor | None = None,
         *,
         state_slots: Tensor | None = None,
+        state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
         positions: Tensor | None = None,
@@ -75,14 +80,15 @@ class Batch:
     ):
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
+        self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
         check_lengths(self.starts, self.lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
-            source = next((t for t in given if t is not None), "cpu")
-            device = source.device if isinstance(source, Tensor) else source
+            device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
         self.device = _device(device)
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
+        self.state_targets = state_targets
         check_tensors(self)
         if key_starts is not None:
             self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
@@ -111,6 +117,7 @@ class Batch:
         block_size: int | None = None,
         *,
         state_slots: Tensor | None = None,
+        state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
         positions: Tensor | None = None,
         mask: StepMask | None = None,
@@ -129,7 +136,8 @@ class Batch:
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            key_starts=key_starts, positions=positions, mask=mask, inputs=inputs,
+            state_targets=state_targets, key_starts=key_starts, positions=positions, mask=mask,
+            inputs=inputs,
             host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
@@ -160,6 +168,7 @@ class Batch:
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
+        batch.lens_are_bounds = True
         return batch
 
     @property
@@ -275,6 +284,7 @@ class Batch:
             index = torch.tensor(seqs, device=self.device)
         batch.block_table = None if self.block_table is None else self.block_table[index]
         batch.state_slots = None if self.state_slots is None else self.state_slots[index]
+        batch.state_targets = None if self.state_targets is None else self.state_targets[index]
         if "seq_lens" in self.__dict__:
             batch.__dict__["seq_lens"] = self.seq_lens[index]
         if "host_block_table" in self.__dict__ and self.host_block_table is not None:
@@ -292,6 +302,10 @@ class Batch:
         for name in ("plans", "host_block_table"):
             batch.__dict__.pop(name, None)
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
+        return {name: value for name, value in self.__dict__.items() if name != "plans"}
 
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""

@@ -62,18 +62,24 @@ def check_lengths(starts: list[int], lens: list[int]) -> None:
 
 def check_tensors(batch: Batch) -> None:
     """Check the tensors' dtypes, shapes and devices. Raises `BatchError`."""
+    many = getattr(batch.state_targets, "ndim", 1) == 2
     for name, tensor, dtype, shape in (
         ("block_table", batch.block_table, torch.int32, (batch.num_seqs, None)),
         ("slot_mapping", batch.slot_mapping, torch.int64, (batch.num_tokens,)),
         ("state_slots", batch.state_slots, torch.int64, (batch.num_seqs,)),
-    ):
+        (
+            "state_targets", batch.state_targets, torch.int64,
+            (batch.num_seqs, None) if many else (batch.num_seqs,),
+        ),
+    ):  # fmt: skip
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
             raise BatchError(f"{name}={shown(tensor)} must be a tensor of {dtype}")
         fits = tensor.dim() == len(shape) and tensor.shape[0] == shape[0]
         if not (tensor.dtype == dtype or _as_wide(tensor)) or not fits:
-            wanted = ", ".join("max_blocks" if n is None else str(n) for n in shape)
+            free = "tokens" if name == "state_targets" else "max_blocks"
+            wanted = ", ".join(free if n is None else str(n) for n in shape)
             raise BatchError(
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
                 f"({wanted})"
@@ -206,13 +212,35 @@ def check_state_slots(batch: Batch, num_slots: int) -> None:
     taken: dict[int, int] = {}
     for index, slot in enumerate(slots):
         padding = batch.query_lens[index] == 1 and batch.lens[index] == 0
+        padding = padding or (batch.lens_are_bounds and slot == -1)
         if not -1 <= slot < num_slots or (slot == -1) != padding:
             raise BatchError(
                 f"state_slots[{index}]={slot}: there are {num_slots} slots, and -1 is for padding rows "
                 "(one query token, length 0)"
             )
-        if slot in taken and slot != -1:
+        if slot in taken and slot != -1 and batch.state_targets is None:
             raise BatchError(
                 f"state_slots[{index}]={slot} is sequence {taken[slot]}'s too; each needs its own"
             )
         taken[slot] = index
+    if batch.state_targets is not None:
+        _check_state_targets(batch, batch.state_targets, num_slots)
+
+
+def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) -> None:
+    """Check that each token's state, or each sequence's, has a slot of its own, and nothing else has."""
+    taken: dict[int, str] = {}
+    for index, row in enumerate(targets.view(batch.num_seqs, -1).tolist()):
+        wanted = batch.query_lens[index] if batch.lens[index] else 0
+        if targets.dim() == 1:
+            wanted = min(wanted, 1)
+        for token, slot in enumerate(row):
+            what = f"state_targets[{index}{f', {token}' * (targets.dim() == 2)}]"
+            if not -1 <= slot < num_slots or (slot >= 0) != (token < wanted):
+                raise BatchError(
+                    f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} states "
+                    "has one, and what lies behind them is -1"
+                )
+            if slot in taken and slot >= 0:
+                raise BatchError(f"{what}={slot} is {taken[slot]} too; each state needs its own")
+            taken[slot] = what

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from polyattn.api import select_for_layer
-from polyattn.errors import BatchError, CacheError, PluginError, SpecError
+from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.runtime.backend import Backend
 from polyattn.runtime.batch import Batch
@@ -216,7 +216,7 @@ def load_backend(
         return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
-            f"backend {info.name} can't be loaded from {info.path}: {type(error).__name__}: {error}"
+            f"backend {info.name} can't be loaded from {info.path}: {describe(error)}"
         ) from error

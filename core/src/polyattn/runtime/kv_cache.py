@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -71,6 +72,10 @@ class KVCache:
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
+        if form.layout == "contiguous":
+            if form.head_size != form.v_head_size or form.value_in_key:
+                raise CacheError(f"{form} can't be contiguous: K and V differ in size")
+            return cls.contiguous(empty(n, 2, h, b, form.stored_width(form.head_size)))
         if form.interleaved:
             if form.head_size != form.v_head_size or form.value_in_key:
                 raise CacheError(f"{form} can't interleave K and V of different sizes")
@@ -90,11 +95,35 @@ class KVCache:
         """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
         if storage.dim() != 5 or storage.shape[1] != 2:
             raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
+        if layout == "contiguous":
+            return cls.contiguous(storage)
         if layout not in LAYOUTS:
             raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
         if layout == "HND":
             storage = storage.transpose(2, 3)
         return cls(storage[:, 0], storage[:, 1])
+
+    @classmethod
+    def contiguous(cls, storage: Tensor) -> KVCache:
+        """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+
+        TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
+        place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
+        """
+        cache = cls.packed(storage, "HND")
+        form = replace(cache.format, layout="contiguous", interleaved=False)
+        return cls(cache.key, cache.value, form)
+
+    def sequence_table(self, sequences: Sequence[int]) -> Tensor:
+        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1)."""
+        if self.layout != "contiguous":
+            raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
+        for index, place in enumerate(sequences):
+            if type(place) is not int or not 0 <= place < self.num_blocks:
+                raise CacheError(
+                    f"sequences[{index}]={place!r} must be a place from 0 to {self.num_blocks - 1}"
+                )
+        return torch.tensor(list(sequences), dtype=torch.int32, device=self.key.device).view(-1, 1)
 
     @property
     def num_blocks(self) -> int:

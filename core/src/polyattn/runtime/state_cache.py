@@ -67,6 +67,15 @@ class StateCache:
         """Sequences that the cache can hold."""
         return self.data.shape[0]
 
+    @staticmethod
+    def accepted(targets: Tensor, counts: Tensor) -> Tensor:
+        """Return where sequences go on of whose tokens some were accepted: the next `state_slots`.
+
+        `targets`: the step's `state_targets`, (num_seqs, tokens); `counts` (num_seqs,): how many of each
+        one's tokens count, 1 or more; a padding row's is 1. Never waits for the device.
+        """
+        return targets.gather(1, counts.to(targets)[:, None] - 1)[:, 0]
+
     def copy(self, source: int, target: int) -> None:
         """Copy one slot to another: a prefix's state, to be reused by a sequence that shares it."""
         for name, slot in (("source", source), ("target", target)):

@@ -14,7 +14,9 @@ from polyattn.spec.layer import LayerSpec
 class CacheFormat:
     """The form of one layer's paged keys and values, however many blocks there are.
 
-    Sizes in elements, `block_size` in tokens. `value_in_key`: an MLA latent, whose first
+    Sizes in elements, `block_size` in tokens. `layout`: the order of a block's tokens (N), heads (H) and
+    elements (D); or "contiguous", where a block is a whole sequence of at most `block_size` tokens and
+    the storage (sequences, 2, heads, block_size, size). `value_in_key`: an MLA latent, whose first
     `v_head_size` elements are its value. `interleaved`: K's and V's blocks lie in turn in one
     storage, so that K's block i and K's block i + 1 are two blocks apart. Raises `CacheError`.
     """

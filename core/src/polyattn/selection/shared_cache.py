@@ -32,12 +32,16 @@ def share_cache(
     pair = f"{prefill.name} with {decode.name}"
     first, second = prefill.capabilities, decode.capabilities
     common = [name for name in second.layouts if name in first.layouts]
-    if layout is not None:
+    if layout is None:  # a contiguous cache is the engine's wish, nobody's choice
+        common = [name for name in common if name != "contiguous"]
+    else:
         if layout not in common:
             return Rejection(
                 "layout", layout, ", ".join(common) or "none in common", f"{pair}: unset the layout"
             )
         common = [layout]
+        if layout == "contiguous" and (refused := _why_not_contiguous(spec)):
+            return refused
     if not common:
         return Rejection(
             "layout",
@@ -56,6 +60,20 @@ def share_cache(
         f"{prefill.name}: {first.block_sizes}; {decode.name}: {second.block_sizes}",
         "a size that is a multiple of one that each takes, with layout NHD",
     )
+
+
+def _why_not_contiguous(spec: LayerSpec) -> Rejection | None:
+    """Return why a layer's cache can't be one run of memory for each sequence, or None."""
+    if spec.latent is not None or spec.v_head_size != spec.head_size:
+        return Rejection(
+            "layout", "contiguous", "keys and values of one size", "unset the layout, or use NHD or HND"
+        )  # fmt: skip
+    if spec.block_size is None:
+        return Rejection(
+            "block_size", "None", "a block that holds a whole sequence, in layout contiguous",
+            "spec.replace(block_size=N), N the longest sequence's tokens",
+        )  # fmt: skip
+    return None
 
 
 def _block_size(

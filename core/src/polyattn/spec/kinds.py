@@ -12,7 +12,7 @@ DTYPE_ALIASES = {"fp8": "fp8_e4m3"}
 """What engines call a dtype, and what it is."""
 SCALES = ("number", "tensor", "head")
 """How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
-LAYOUTS = ("NHD", "HND")
+LAYOUTS = ("NHD", "HND", "contiguous")
 FEATURE_MAPS = ("elu+1", "relu")
 """What linear attention with a normaliser may take of queries and keys."""
 ITEM_BYTES: dict[str, float] = {

@@ -87,7 +87,7 @@ class PagedReader:
         first = start // size
         blocks = self._blocks(index, first, -(-stop // size))
         rows = slice(start - first * size, stop - first * size)
-        if layout == "HND":
+        if layout != "NHD":
             picked = _pick(stored.transpose(1, 2), blocks).transpose(0, 1)
             return picked.reshape(picked.shape[0], -1, picked.shape[3])[:, rows]
         picked = _pick(stored, blocks)

@@ -31,7 +31,7 @@ TORCH_SDPA = BackendInfo(
         dtypes=ALL_DTYPES,
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         features=MASKS
         | {
             "variant",
@@ -74,7 +74,7 @@ NATIVE_ATTN = BackendInfo(
         cached=frozenset({True, False}),
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"prefill", "decode", "mixed"}),
         features=MASKS
         | {
@@ -120,7 +120,7 @@ NATIVE_STORE = BackendInfo(
         kinds=frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
         dtypes=NATIVE_DTYPES,
         kv_cache_dtypes=QUANTISED,
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"store"}),
         rotates=frozenset({"neox", "gptj"}),
     ),

@@ -193,6 +193,26 @@ FLA = BackendInfo(
     ),
     proof=MEASURED,
 )
+FLA_CHANNELS = BackendInfo(
+    name="FLA_CHANNELS",
+    summary="flash-linear-attention: KDA and RWKV-7, in chunks",
+    path="polyattn_cuda.recurrent:FlashLinearChannels",
+    probe="polyattn_cuda.providers:fla_ready",
+    requires=("flash-linear-attention>=0.6",),
+    install="pip install flash-linear-attention",
+    capabilities=Capabilities(
+        platforms={"cuda": ("sm_80+",)},
+        kinds=frozenset({AttentionKind.KDA, AttentionKind.RWKV7}),
+        head_sizes=multiples(8, high=256),
+        v_head_sizes=multiples(8, high=256),
+        features=frozenset({"causal", "gqa", "v_head_size"}),
+    ),
+    priorities=(
+        Priority(score=75, phase="prefill", why="chunks of a prompt in parallel"),
+        Priority(score=50, why="several launches, states copied out of their slots and back"),
+    ),
+    proof=SIGNATURE,
+)
 MAMBA_SSM = BackendInfo(
     name="MAMBA_SSM",
     summary="mamba-ssm's Mamba-2 kernels",
@@ -226,5 +246,5 @@ CAUSAL_CONV1D = BackendInfo(
 
 FAMILIES = [
     FLASHINFER_MLA, FLASHINFER_MLA_SPARSE, FLASHMLA, FLASHMLA_SPARSE, CUTLASS_MLA, FLASH_ATTN_MLA,
-    FLA, MAMBA_SSM, CAUSAL_CONV1D,
+    FLA, FLA_CHANNELS, MAMBA_SSM, CAUSAL_CONV1D,
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""FLA, MAMBA_SSM and CAUSAL_CONV1D: the libraries' recurrent kernels over our state slots."""
+"""FLA, FLA_CHANNELS, MAMBA_SSM and CAUSAL_CONV1D: libraries' recurrent kernels over our state slots."""
 
 from __future__ import annotations
 
@@ -160,6 +160,37 @@ class FlashLinearAttention(SlotStates):
             cu_seqlens=plan.starts,
         )  # fmt: skip
         return result[0], final
+
+
+class FlashLinearChannels(SlotStates):
+    """fla's kernels where each key channel has a decay of its own; states (heads, K, V)."""
+
+    name: ClassVar[str] = "FLA_CHANNELS"
+
+    def prefill(
+        self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
+    ) -> None:
+        from fla.ops.kda import chunk_kda, fused_recurrent_kda
+        from fla.ops.rwkv7 import chunk_rwkv7, fused_recurrent_rwkv7
+
+        spec, decode = self.spec, plan.batch.all_decode
+        assert spec.recurrent is not None
+        given = {name: tensor[None] for name, tensor in plan.take(inputs).items()}
+        options: dict[str, bool] = {}
+        if spec.kind is AttentionKind.KDA:
+            call = fused_recurrent_kda if decode else chunk_kda
+            given["g"] = given["g"].float()
+            options["use_qk_l2norm_in_kernel"] = spec.recurrent.qk_norm
+        else:
+            call = fused_recurrent_rwkv7 if decode else chunk_rwkv7
+        result, final = call(
+            **given, scale=spec.scale, initial_state=plan.initial(states), output_final_state=True,
+            cu_seqlens=plan.starts, **options,
+        )  # fmt: skip
+        states[plan.slots] = final
+        plan.put(out, result[0])
+
+    decode = prefill
 
 
 class MambaSSM(SlotStates):

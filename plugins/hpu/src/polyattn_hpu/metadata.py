@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from torch import Tensor
 from polyattn_hpu.buckets import SLICE, Bucket, Rounding, phase
 
 Ints = NDArray[np.int64]
+KEPT_MASKS = 1 << 28
+"""Elements of causal masks that a step keeps, for all layers; of a longer one each is made anew."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Metadata:
     exact: Bucket
     block_size: int
     tokens: Tokens
-    causal_masks: tuple[Tensor, ...]
+    causal_masks: Sequence[Tensor]
     shared_blocks: Tensor
     shared_starts: Tensor
     member: Tensor
@@ -276,11 +279,25 @@ def _pack(
     )
 
 
-def _causal_masks(tokens: Tokens, bucket: Bucket) -> tuple[Tensor, ...]:
+class _Masks(Sequence[Tensor]):
+    """The mask of each slice, made when it is asked for: with 128k queries all are 8 GiB."""
+
+    def __init__(self, tokens: Tokens, bucket: Bucket):
+        self._tokens, self._bucket = tokens, bucket
+
+    def __len__(self) -> int:
+        return -(-self._bucket.query // SLICE)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        rows = slice(index * SLICE, min((index + 1) * SLICE, self._bucket.query))
+        return self._tokens.sees_own(self._bucket.keys or rows.stop, rows)
+
+
+def _causal_masks(tokens: Tokens, bucket: Bucket) -> Sequence[Tensor]:
     """Return each slice's mask; none where no sequence brings keys of its own."""
     if bucket.phase[0] != "c":
         return ()
-    slices = [
-        slice(start, min(start + SLICE, bucket.query)) for start in range(0, bucket.query, SLICE)
-    ]
-    return tuple(tokens.sees_own(bucket.keys or rows.stop, rows) for rows in slices)
+    masks = _Masks(tokens, bucket)
+    return tuple(masks) if bucket.query * bucket.own_rows <= KEPT_MASKS else masks

@@ -25,6 +25,8 @@ from polyattn_hpu.metadata import Metadata
 
 SHARED_PRODUCTS = 1 << 20
 """(Query token, key) products of one head at a time in the shared part: bounds the scores."""
+SCORES = 1 << 27
+"""Scores of all heads at a time in the causal part: a slice of more is taken in several."""
 UNIQUE_KEYS = 1 << 14
 """Keys at a time in the unique part: bounds the copy of the cache."""
 
@@ -116,15 +118,17 @@ def causal(meta: Metadata, query: Tensor, key: Tensor, value: Tensor, scoring: S
     values = values.transpose(0, 1)
     parts = []
     for index, mask in enumerate(meta.causal_masks):
-        rows = slice(index * SLICE, index * SLICE + mask.shape[0])
-        width = mask.shape[1]
-        distance = None
-        if scoring.slopes is not None:
-            row = torch.arange(width, dtype=tokens.origin.dtype, device=tokens.origin.device)
-            distance = row - (tokens.origin + tokens.position)[rows, None]
-        parts.append(
-            _dense(query[rows], keys[:, :width], values[:, :width], mask, distance, scoring)
-        )
+        height, width = mask.shape
+        step = max(1, SCORES // (width * query.shape[1]))
+        for at in range(0, height, step):
+            some = slice(at, min(at + step, height))
+            rows = slice(index * SLICE + some.start, index * SLICE + some.stop)
+            distance = None
+            if scoring.slopes is not None:
+                row = torch.arange(width, dtype=tokens.origin.dtype, device=tokens.origin.device)
+                distance = row - (tokens.origin + tokens.position)[rows, None]
+            part = query[rows], keys[:, :width], values[:, :width]
+            parts.append(_dense(*part, mask[some], distance, scoring))
     return Partial(*(torch.cat(same) for same in zip(*parts, strict=True)))
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from polyattn.plugin import AttentionKind, LayerSpec, absorbed
 
 from polyattn_tpu.buckets import Buckets
+from polyattn_tpu.configs import DENSE_PAGE
 from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, store
 from polyattn_tpu.latent import attend_rows
 from polyattn_tpu.planning import AttentionPlan, plan_chunks, plan_dense, plan_paged
@@ -83,7 +84,8 @@ def attention_case(
     num_blocks: int = 512,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function of (plan, query, cache or keys, parameters) and arguments for one layer."""
-    buckets = Buckets(tokens=tokens, seqs=seqs, pages=seqs * -(-length // min(block_size, 128)))
+    page = block_size if spec.cached else DENSE_PAGE
+    buckets = Buckets(tokens=tokens, seqs=seqs, pages=seqs * -(-length // page))
     step = step_of(phase, seqs, tokens, length, block_size)
     dtype = DTYPES[spec.dtype]
     group = spec.gqa_ratio

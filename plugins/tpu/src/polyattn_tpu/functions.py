@@ -142,7 +142,7 @@ def attend_given(
         widened(array[plan.pack].transpose(0, 2, 1, 3), whole_lanes(array.shape[2]))
         for array in (key, value)
     )
-    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True)
+    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True, plan.num_tokens)
     return attend(whole, spec, query, Cache(*cut), **options)
 
 

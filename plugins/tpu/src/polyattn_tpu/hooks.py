@@ -24,6 +24,9 @@ INTERPRETED = os.environ.get("PALLAS_INTERPRET") == "1"
 
 PLATFORMS: dict[str, tuple[str, ...]] = {"tpu": (), "cpu": ()} if INTERPRETED else {"tpu": ()}
 DTYPES = frozenset({"bfloat16", "float32"})
+REMEDIES = {
+    "float16": "no TPU multiplies float16, nor does Mosaic load it; cast the model to bfloat16"
+}
 CACHE_DTYPES = frozenset({"auto", "int8", "fp8_e4m3", "fp8_e5m2"})
 COMMON: dict[str, Any] = {
     "probe": "polyattn_tpu.probes:ready",
@@ -56,6 +59,7 @@ PALLAS_ATTN = BackendInfo(
         roles=frozenset(Role),
         cached=frozenset({True, False}),
         dtypes=DTYPES,
+        remedies=REMEDIES,
         kv_cache_dtypes=CACHE_DTYPES,
         head_sizes=Sizes(low=8, high=320, why="two steps of K and V must fit the core's VMEM"),
         v_head_sizes=Sizes(low=8, high=320, why="two steps of K and V must fit the core's VMEM"),
@@ -94,6 +98,7 @@ PALLAS_MLA = BackendInfo(
         platforms=PLATFORMS,
         kinds=frozenset({AttentionKind.MLA}),
         dtypes=DTYPES,
+        remedies=REMEDIES,
         kv_cache_dtypes=CACHE_DTYPES,
         latent_ranks=Sizes(low=16, high=512, why="compiled up to this"),
         block_sizes=PAGES,
@@ -117,6 +122,7 @@ XLA_MLA_SPARSE = BackendInfo(
         platforms=PLATFORMS,
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         dtypes=DTYPES,
+        remedies=REMEDIES,
         kv_cache_dtypes=CACHE_DTYPES,
         block_sizes=PAGES,
         preferred_block_size=64,
@@ -145,6 +151,7 @@ XLA_SCAN = BackendInfo(
             }
         ),
         dtypes=DTYPES,
+        remedies=REMEDIES,
         features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
     ),
     priorities=(TESTS, Priority(score=50, why="products of chunks; one chunk after another")),
@@ -155,6 +162,7 @@ XLA_SCAN = BackendInfo(
 SERVED: dict[str, Any] = {
     "platforms": {"tpu": ()},
     "dtypes": DTYPES,
+    "remedies": REMEDIES,
     "kv_cache_dtypes": CACHE_DTYPES,
     "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
     "layouts": ("HND",),

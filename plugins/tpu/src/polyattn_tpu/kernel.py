@@ -1,8 +1,11 @@
 """The Pallas kernel: paged attention of one tile of queries with one KV head.
 
 Online softmax after FlashAttention (Dao et al., 2022); pages come from HBM by DMA, double-buffered.
-A tile's rows are (query token, head of its group), so that a group shares each page. Written without
-ref reshapes, so that Pallas' TPU interpreter runs it; the ragged kernel that JAX ships is not.
+A tile's rows are (query token, head of its group), so that a group shares each page; they come in
+blocks, of which those with something to do are multiplied. A tile is read
+from wherever its tokens start, and its real tokens alone are written back: nothing is gathered outside.
+Written without ref reshapes, so that Pallas' interpreter runs it; the ragged kernel that JAX ships
+is not.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from polyattn_tpu.configs import pages_per_step
+from polyattn_tpu.configs import VMEM_BYTES, WRITTEN, block_tokens, pages_per_step
 from polyattn_tpu.planning import Pages, Tiles
 
 LANES = 128
+ON_THEIR_WAY = (2, 2)
+"""Semaphores of the pages: K's and V's, of a step and of the next."""
 NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 """A masked logit: finite, so that a row that has seen nothing yet stays free of NaN."""
 
@@ -46,15 +51,19 @@ class Form:
 class Refs:
     """The kernel's operands by name; None where the form has none.
 
-    Scalars in SMEM: `tile_seq`, `tile_start` i32[tiles]; `query_lens`, `seq_lens`, `first` i32[seqs];
-    `table` i32[pages]; `scales` f32[2], of K and V. VMEM: `q` [1, 1, rows, head size], `slopes`
-    [1, rows, LANES], `out` [1, 1, rows, V head size], `lse` [1, 1, rows, LANES]. HBM: `k_pages`
-    [pages, KV heads, page, head size], `v_pages`. Scratch: `k_buf` [2, keys a step, head size],
-    `v_buf`, DMA semaphores [2, 2], `acc` f32[rows, V head size], `m` and `l` f32[rows, LANES].
+    Scalars in SMEM: `tile_seq`, `tile_start`, `tile_token` i32[tiles]; `query_lens`, `seq_lens`,
+    `first` i32[seqs]; `table` i32[pages]; `scales` f32[2], of K and V. VMEM: `q` [1, tokens, group,
+    head size], `slopes` [1, rows, LANES], of a block. HBM: `k_pages` [pages, KV heads, page, head size],
+    `v_pages`; `out` [KV heads, tokens of the step, group, V head size], `lse` (…, LANES). Scratch:
+    `k_buf` [2, keys a step, head size], `v_buf`, DMA semaphores [2, 2]; `out_buf` [tokens, group, V
+    head size], `lse_buf`, semaphores [2], and `written` i32[1] in SMEM, the tokens that are on their
+    way from them; `q_buf` [blocks, rows, head size], `acc` f32[blocks, rows, V head size], `m` and `l`
+    f32[blocks, rows, LANES].
     """
 
     tile_seq: Any
     tile_start: Any
+    tile_token: Any
     query_lens: Any
     seq_lens: Any
     first: Any
@@ -69,6 +78,11 @@ class Refs:
     k_buf: Any
     v_buf: Any
     sems: Any
+    out_buf: Any
+    lse_buf: Any
+    out_sems: Any
+    written: Any
+    q_buf: Any
     acc: Any
     m: Any
     l: Any
@@ -83,14 +97,15 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
 
     apart = not form.value_in_key
     r = Refs(*[
-        *(take() for _ in range(8)), take(form.alibi), take(), take(apart), take(), take(form.lse),
-        take(), take(apart), *(take() for _ in range(4)),
+        *(take() for _ in range(9)), take(form.alibi), take(), take(apart), take(), take(form.lse),
+        take(), take(apart), take(), take(), take(form.lse), *(take() for _ in range(6)),
     ])  # fmt: skip
     tile, head = pl.program_id(0), pl.program_id(1)
     seq, start = r.tile_seq[tile], r.tile_start[tile]
     length, queries = r.seq_lens[seq], r.query_lens[seq]
     context = length - queries
-    rows, page = r.q.shape[2], r.k_pages.shape[2]
+    (blocks, rows, _), page = r.q_buf.shape, r.k_pages.shape[2]
+    each = tokens // blocks  # tokens of a block
     steps_pages = r.k_buf.shape[1] // page
     keys = r.k_buf.shape[1]
     first, last = context + start, context + jnp.minimum(start + tokens, queries) - 1
@@ -133,12 +148,15 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
     def _() -> None:
         pages_of(jnp.int32(0), lambda copy: copy.start())
 
-    query = r.q[0, 0]
+    r.q_buf[...] = reshaped(r.q[0], r.q_buf)
+    # Rows before a sequence's first are another's.
+    skip = jnp.maximum(-start, 0)
+    real = jnp.maximum(jnp.minimum(start + tokens, queries) - (start + skip), 0)
     row = lax.broadcasted_iota(jnp.int32, (rows, keys), 0)
-    position = first + lax.div(row, jnp.int32(group))
+    place = lax.div(row, jnp.int32(group))
 
     def body(index: Any, _: Any) -> None:
-        slot = lax.rem(index, jnp.int32(2))
+        slot, low = lax.rem(index, jnp.int32(2)), step_of(index) * keys
 
         @pl.when(index + 1 < steps)
         def _next() -> None:
@@ -147,34 +165,84 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
         pages_of(index, lambda copy: copy.wait())
         k = r.k_buf[slot]
         v = k[:, : form.v_size] if r.v_buf is None else r.v_buf[slot]
-        if k.dtype != query.dtype:
-            k = k.astype(jnp.float32).astype(query.dtype)
-        scores = product(query, k, 1) * (form.scale * r.scales[0])
-        if form.soft_cap is not None:
-            scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
-        key = step_of(index) * keys + lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
-        if r.slopes is not None:
-            scores = scores + r.slopes[0][:, :1] * (key - position).astype(jnp.float32)
-        seen = visible(form, key, position, length)
-        scores = jnp.where(seen, scores, NOTHING)
-        before = r.m[:, :1]
-        now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - now), 0.0)
-        decay = jnp.exp(before - now)
+        if k.dtype != r.q_buf.dtype:
+            k = k.astype(jnp.float32).astype(r.q_buf.dtype)
         # A slot past the length may hold NaN, and 0 times NaN is NaN.
-        inside = step_of(index) * keys + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
-        v = jnp.where(inside, v.astype(jnp.float32), 0.0).astype(query.dtype)
-        r.acc[...] = r.acc[...] * decay + product(weights.astype(query.dtype), v, 0)
-        total = r.l[:, :1] * decay + jnp.sum(weights, 1, keepdims=True)
-        r.l[...] = jnp.broadcast_to(total, r.l.shape)
-        r.m[...] = jnp.broadcast_to(now, r.m.shape)
+        inside = low + lax.broadcasted_iota(jnp.int32, v.shape, 0) < length
+        v = jnp.where(inside, v.astype(jnp.float32), 0.0).astype(r.q_buf.dtype)
+        key = low + lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
+
+        def one(block: Any, _: Any) -> None:
+            position = first + block * each + place
+            scores = product(r.q_buf[block], k, 1) * (form.scale * r.scales[0])
+            if form.soft_cap is not None:
+                scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
+            if r.slopes is not None:
+                scores = scores + r.slopes[0][:, :1] * (key - position).astype(jnp.float32)
+            seen = visible(form, key, position, length)
+            scores = jnp.where(seen, scores, NOTHING)
+            before = r.m[block][:, :1]
+            now = jnp.maximum(before, jnp.max(scores, axis=1, keepdims=True))
+            weights = jnp.where(seen, jnp.exp(scores - now), 0.0)
+            decay = jnp.exp(before - now)
+            r.acc[block] = r.acc[block] * decay + product(weights.astype(v.dtype), v, 0)
+            total = r.l[block][:, :1] * decay + jnp.sum(weights, 1, keepdims=True)
+            r.l[block] = jnp.broadcast_to(total, (rows, LANES))
+            r.m[block] = jnp.broadcast_to(now, (rows, LANES))
+
+        if blocks == 1:
+            one(0, None)
+            return
+        # Blocks that have no real token, or that end before these keys, are left out.
+        begins = skip if not form.causal else jnp.maximum(skip, low - first)
+        ends = lax.div(skip + real + (each - 1), jnp.int32(each))
+        lax.fori_loop(lax.div(begins, jnp.int32(each)), ends, one, None)
 
     lax.fori_loop(jnp.int32(0), steps, body, None)
-    total = r.l[:, :1]
+    total = r.l[...]
     safe = jnp.where(total == 0.0, 1.0, total)
-    r.out[0, 0] = (r.acc[...] * (r.scales[1] / safe)).astype(r.out.dtype)
+    before = pl.program_id(0) * pl.num_programs(1) + head
+
+    @pl.when(before > 0)
+    def _() -> None:
+        each_written(r, head, 0, 0, lambda copy: copy.wait())
+
+    r.out_buf[...] = reshaped(r.acc[...] * (r.scales[1] / safe[..., :1]), r.out_buf)
     if r.lse is not None:
-        r.lse[0, 0] = jnp.where(r.l[...] == 0.0, -jnp.inf, r.m[...] + jnp.log(safe))
+        logs = jnp.where(total == 0.0, -jnp.inf, r.m[...] + jnp.log(safe))
+        r.lse_buf[...] = reshaped(logs, r.lse_buf)
+    r.written[0] = real
+    each_written(r, head, skip, r.tile_token[tile] + skip, lambda copy: copy.start())
+
+    @pl.when(before == pl.num_programs(0) * pl.num_programs(1) - 1)
+    def _() -> None:
+        each_written(r, head, 0, 0, lambda copy: copy.wait())
+
+
+def each_written(r: Refs, head: Any, start: Any, token: Any, act: Any) -> None:
+    """Start the DMAs of as many tokens as `written` says to where they belong, or wait for them.
+
+    Many tokens at a time, then one at a time: a DMA's size is compiled in.
+    """
+    many = min(WRITTEN, r.out_buf.shape[0])
+
+    def copy(at: Any, size: int) -> None:
+        for which, (buffer, target) in enumerate(((r.out_buf, r.out), (r.lse_buf, r.lse))):
+            if target is not None:
+                source = buffer.at[pl.ds(start + at, size)]
+                place = target.at[head, pl.ds(token + at, size)]
+                act(pltpu.make_async_copy(source, place, r.out_sems.at[which]))
+
+    real = r.written[0]
+    whole = lax.div(real, jnp.int32(many))
+    lax.fori_loop(0, whole, lambda index, _: copy(index * many, many), None)
+    if many > 1:
+        lax.fori_loop(whole * many, real, lambda index, _: copy(index, 1), None)
+
+
+def reshaped(values: Any, like: Any) -> Any:
+    """Return values in the shape and dtype of a buffer; through float32, whose rows aren't packed."""
+    return values.astype(jnp.float32).reshape(like.shape).astype(like.dtype)
 
 
 def span(form: Form, first: Any, last: Any, length: Any) -> tuple[Any, Any]:
@@ -217,12 +285,6 @@ def product(a: Any, b: Any, axis: int) -> Any:
     )
 
 
-def row_count(tokens: int, group: int, dtype: Any) -> int:
-    """Return a tile's rows: a multiple of the sublanes that a register of `dtype` has."""
-    sublanes = 8 * 4 // int(jnp.dtype(dtype).itemsize)
-    return -(-tokens * group // sublanes) * sublanes
-
-
 def paged_attention(
     query: Any, k_pages: Any, v_pages: Any, tiles: Tiles, pages: Pages, scales: Any, slopes: Any,
     form: Form,
@@ -232,56 +294,57 @@ def paged_attention(
     `query` (tokens, heads, head size), `k_pages` (pages, KV heads, page, head size), `v_pages`, None
     where the value is the key's first part, `scales` f32 (2,), `slopes` f32 (heads,) or None.
     """
-    _tokens, heads, size = query.shape
+    tokens, heads, size = query.shape
     kv_heads, page = k_pages.shape[1], k_pages.shape[2]
     group, count = heads // kv_heads, tiles.seq.shape[0]
-    used = tiles.step * group
-    rows = row_count(tiles.step, group, query.dtype)
-    packed = query[tiles.take].reshape(count, tiles.step, kv_heads, group, size)
-    packed = packed.transpose(0, 2, 1, 3, 4).reshape(count, kv_heads, used, size)
-    packed = jnp.pad(packed, ((0, 0), (0, 0), (0, rows - used), (0, 0)))
-    keys = pages_per_step(page) * page
+    each = min(block_tokens(group), tiles.step)
+    rows, keys = each * group, pages_per_step(page) * page
+    blocks = tiles.step // each
+    spread = query.reshape(tokens, kv_heads, group, size).transpose(1, 0, 2, 3)
 
-    def tile_block(width: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, 1, rows, width), lambda tile, head, *_: (tile, head, 0, 0))
+    def tile_block(tile: Any, head: Any, *scalars: Any) -> tuple[Any, ...]:
+        return head, scalars[2][tile], 0, 0
 
-    arrays = [packed]
-    specs = [tile_block(size)]
+    arrays = [spread]
+    block = tuple(pl.Element(length) for length in (1, tiles.step, group, size))
+    specs = [pl.BlockSpec(block, tile_block)]
     if slopes is not None:
-        each = jnp.tile(slopes.reshape(kv_heads, group), (1, tiles.step))
-        each = jnp.pad(each, ((0, 0), (0, rows - used)))[..., None]
-        arrays.append(jnp.broadcast_to(each, (kv_heads, rows, LANES)))
+        wide = jnp.tile(slopes.reshape(kv_heads, group), (1, each))[..., None]
+        arrays.append(jnp.broadcast_to(wide, (kv_heads, rows, LANES)))
         specs.append(pl.BlockSpec((1, rows, LANES), lambda tile, head, *_: (head, 0, 0)))
     stored = [k_pages] if form.value_in_key else [k_pages, v_pages]
     shapes = [(form.v_size, query.dtype), (LANES, jnp.float32)][: 1 + form.lse]
     found = pl.pallas_call(
         functools.partial(attention_kernel, form=form, tokens=tiles.step, group=group),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=8,
             grid=(count, kv_heads),
             in_specs=[*specs, *(pl.BlockSpec(memory_space=pl.ANY) for _ in stored)],
-            out_specs=[tile_block(width) for width, _ in shapes],
+            out_specs=[pl.BlockSpec(memory_space=pl.ANY) for _ in shapes],
             scratch_shapes=[
                 *(pltpu.VMEM((2, keys, each.shape[3]), each.dtype) for each in stored),
-                pltpu.SemaphoreType.DMA((2, 2)),
-                pltpu.VMEM((rows, form.v_size), jnp.float32),
-                pltpu.VMEM((rows, LANES), jnp.float32),
-                pltpu.VMEM((rows, LANES), jnp.float32),
+                pltpu.SemaphoreType.DMA(ON_THEIR_WAY),
+                *(pltpu.VMEM((tiles.step, group, width), dtype) for width, dtype in shapes),
+                pltpu.SemaphoreType.DMA((2,)),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.VMEM((blocks, rows, size), query.dtype),
+                pltpu.VMEM((blocks, rows, form.v_size), jnp.float32),
+                pltpu.VMEM((blocks, rows, LANES), jnp.float32),
+                pltpu.VMEM((blocks, rows, LANES), jnp.float32),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((count, kv_heads, rows, width), dtype) for width, dtype in shapes
+            jax.ShapeDtypeStruct((kv_heads, tokens, group, width), dtype)
+            for width, dtype in shapes
         ],
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM_BYTES),
         interpret=form.interpret,
     )(
-        tiles.seq, tiles.start, pages.query_lens, pages.seq_lens, pages.first, pages.table, scales,
-        *arrays, *stored,
+        tiles.seq, tiles.start, tiles.token, pages.query_lens, pages.seq_lens, pages.first,
+        pages.table, scales, *arrays, *stored,
     )  # fmt: skip
 
-    def unpack(found: Any) -> Any:
-        width = found.shape[3]
-        found = found[:, :, :used].reshape(count, kv_heads, tiles.step, group, width)
-        found = found.transpose(0, 2, 1, 3, 4).reshape(count * tiles.step, heads, width)
-        return found[tiles.put]
+    def gathered(found: Any) -> Any:
+        return found.transpose(1, 0, 2, 3).reshape(tokens, heads, found.shape[3])
 
-    return unpack(found[0]), unpack(found[1][..., :1])[..., 0] if form.lse else None
+    return gathered(found[0]), gathered(found[1][..., :1])[..., 0] if form.lse else None

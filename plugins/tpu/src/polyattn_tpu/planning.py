@@ -36,15 +36,14 @@ def _pytree(*static: str) -> Callable[[type[T]], type[T]]:
 class Tiles:
     """The queries in tiles of `step` tokens of one sequence each.
 
-    `take` i32 (tiles * step,): which token each place of a tile holds; `put` i32 (tokens,): which place
-    each token is at. `seq`, `start` i32 (tiles,): a tile's sequence and its first token within it. Tiles
-    of padding belong to a sequence of no tokens, which is put behind the real ones.
+    `seq`, `start`, `token` i32 (tiles,): a tile's sequence, its first token within it, and which of the
+    step's that is. At the step's end a tile begins earlier, before its sequence if need be (`start` is
+    negative). Tiles of padding belong to a sequence of no tokens, put behind the real ones.
     """
 
-    take: Array
-    put: Array
     seq: Array
     start: Array
+    token: Array
     step: int
 
 
@@ -59,12 +58,13 @@ class Pages:
     table: Array
 
 
-@_pytree("cached")
+@_pytree("cached", "num_tokens")
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
 
     `slots` i32 (tokens,): where each new token is stored, -1 for none; None where nothing is.
+    `num_tokens`: rows that queries, keys and values are padded to (`pad`).
     """
 
     tiles: Tiles
@@ -72,11 +72,7 @@ class AttentionPlan:
     pack: Array | None
     slots: Array | None
     cached: bool
-
-    @property
-    def num_tokens(self) -> int:
-        """Rows that queries, keys and values are padded to (`pad`)."""
-        return int(self.tiles.put.shape[0])
+    num_tokens: int
 
 
 @_pytree()
@@ -84,7 +80,8 @@ class AttentionPlan:
 class RecurrentPlan:
     """A step of a recurrence: chunks in the order of their sequences.
 
-    `take` i32 (chunks, chunk), `put` i32 (tokens,) as in `Tiles`; `count` i32 (chunks,): real tokens;
+    `take` i32 (chunks, chunk): which token each place of a chunk holds; `put` i32 (tokens,): which place
+    each token is at; `count` i32 (chunks,): real tokens;
     `slot` i32 (chunks,): the sequence's state; `first`, `last`, `fresh` bool (chunks,): whether it
     begins or ends its sequence, and whether that starts from zero.
     """
@@ -147,7 +144,8 @@ def plan_paged(step: Step, group: int, block_size: int, buckets: Buckets) -> Att
     slots = None
     if step.slots is not None:
         slots = _filled(tokens, step.slots, -1)
-    return AttentionPlan(tiles, _pages(step, counts, table, tiles, buckets), None, slots, True)
+    pages = _pages(step, counts, table, buckets)
+    return AttentionPlan(tiles, pages, None, slots, True, tokens)
 
 
 def plan_dense(step: Step, group: int, buckets: Buckets) -> AttentionPlan:
@@ -157,14 +155,14 @@ def plan_dense(step: Step, group: int, buckets: Buckets) -> AttentionPlan:
     if starts is None:
         starts = tuple(np.cumsum((0, *step.seq_lens))[:-1].tolist())
     table = np.arange(sum(counts), dtype=np.int32)
-    tiles, _ = _tiles(step, group, buckets)
-    pages = _pages(step, counts, table, tiles, buckets)
+    tiles, tokens = _tiles(step, group, buckets)
+    pages = _pages(step, counts, table, buckets)
     pack = np.zeros((len(pages.table), DENSE_PAGE), np.int32)
     flat, at = pack.reshape(-1), 0
     for count, start, length in zip(counts, starts, step.seq_lens, strict=True):
         flat[at : at + length] = np.arange(start, start + length)
         at += count * DENSE_PAGE
-    return AttentionPlan(tiles, pages, pack, None, False)
+    return AttentionPlan(tiles, pages, pack, None, False, tokens)
 
 
 def plan_chunks(step: Step, buckets: Buckets) -> RecurrentPlan:
@@ -213,24 +211,21 @@ def _tiles(step: Step, group: int, buckets: Buckets) -> tuple[Tiles, int]:
         size, tokens = 1, buckets.of_decodes(step.num_tokens)
         count = tokens
     else:
-        size, tokens = tile_tokens(group), buckets.of_tokens(step.num_tokens)
+        tokens = buckets.of_tokens(step.num_tokens)
+        size = tile_tokens(group, tokens)
         count = min(-(-tokens // size) + buckets.of_seqs(step.num_seqs), tokens)
-    take, put = np.zeros(count * size, np.int32), np.zeros(tokens, np.int32)
-    tile = np.zeros((2, count), np.int32)
+    tile = np.zeros((3, count), np.int32)
     tile[0] = step.num_seqs
     at = 0
     for seq, (start, queries) in enumerate(zip(step.starts, step.query_lens, strict=True)):
         for first in range(0, queries, size):
-            real = min(size, queries - first)
-            where = at * size + np.arange(real)
-            take[where] = np.arange(start + first, start + first + real)
-            put[start + first : start + first + real] = where
-            tile[:, at] = seq, first
+            past = max(0, start + first + size - tokens)
+            tile[:, at] = seq, first - past, start + first - past
             at += 1
-    return Tiles(take, put, tile[0], tile[1], size), tokens
+    return Tiles(*tile, size), tokens
 
 
-def _pages(step: Step, counts: list[int], table: Any, tiles: Tiles, buckets: Buckets) -> Pages:
+def _pages(step: Step, counts: list[int], table: Any, buckets: Buckets) -> Pages:
     # One place more, for the sequence of no tokens that padding belongs to.
     places = 1 + (
         buckets.of_decodes(step.num_seqs) if step.all_decode else buckets.of_seqs(step.num_seqs)

@@ -51,7 +51,7 @@ TRITON_ATTN = BackendInfo(
         # Below 32 values a head the kit drew a wrong step on an H200 (16, over an e4m3 cache).
         v_head_sizes=multiples(8, low=32, high=256),
         gqa_ratios=multiples(1, high=128),
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         decode_query_lens=16,
         features=frozenset(
             {
@@ -217,7 +217,7 @@ TRITON_STORE = BackendInfo(
         kv_cache_dtypes=frozenset({"auto", "int8"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
-        layouts=("NHD", "HND"),
+        layouts=("NHD", "HND", "contiguous"),
         features=frozenset({"causal", "gqa", "tensor_scales", "head_scales"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_inputs"})),
         rotates=frozenset({"neox", "gptj"}),

@@ -270,6 +270,8 @@ def _behaviour(
     cases.append(Case("plans", "", base, most))
     for label, spec in _per_layer(caps, base):
         cases.append(Case("layers", label, spec, most))
+        if label in ("tensor_scales", "head_scales"):
+            cases.append(Case("rescaled", label, spec, most))
     # There is a cache to change in the first two.
     contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
     for how in ("numbers", "nan", "inf"):

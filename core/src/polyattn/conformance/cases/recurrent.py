@@ -26,6 +26,10 @@ BATCHES = {
 """(query length, sequence length) pairs: longer sequences continue, equal ones start fresh."""
 
 
+MOVED = ("sequences", "tokens", "accepted")
+"""Where states go: a sequence's to another slot, each token's to its own, on from an accepted one."""
+
+
 def derive(info: BackendInfo, device: Device) -> list[Case]:
     """Return the cases of a recurrent backend's claims."""
     caps = info.capabilities
@@ -51,6 +55,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             Case(looked_at, kind.value, base, "mixed")
             for looked_at in ("recurrent_out", "recurrent_strided", "recurrent_plans")
         ]
+        cases += [Case("state_targets", f"{kind.value} {how}", base, "mixed") for how in MOVED]
         for how in ("numbers", "nan", "inf"):
             cases.append(Case("state_isolation", f"{kind.value} {how}", base, "mixed"))
         if caps.graph_capture:

@@ -36,7 +36,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
                 cases += [Case("store", where, spec, name) for name in SLOTS[1:]]
                 cases += [Case("store_plans", where, spec, "some")]
                 layouts = caps.layouts if kind is AttentionKind.ATTENTION else ()
-                cases += [Case("store", f"{where} {form}", spec, "some") for form in layouts]
+                sized = spec.replace(block_size=64)  # of a contiguous cache it must be said
+                cases += [Case("store", f"{where} {form}", sized, "some") for form in layouts]
             if label in ("cache int8", "cache fp8_e4m3", "cache fp8_e5m2"):
                 cases += [Case("store_ties", where, spec, "some")]
                 cases += [Case("store_plans", where, spec, "some")]

@@ -207,6 +207,17 @@ def taken_apart(batch: Batch, block_size: int) -> tuple[Batch, Batch]:
     return own, context.over_context()
 
 
+def rescaled(case: Case, harness: AttentionHarness) -> None:
+    """What is written into a scale's tensor counts for the next step, under one plan, too."""
+    layer = harness.layer(case.spec)
+    inputs = harness.inputs(layer, case.batch)
+    plan = layer.plan(inputs.batch)
+    for factor in (1.0, 1.75, 0.5):
+        for scale in layer.scales.tensors.values():
+            scale.weight.given.mul_(factor)
+        harness.check(layer, inputs, f"scales times {factor}: ", plan)
+
+
 def isolation(case: Case, harness: AttentionHarness) -> None:
     """Whatever one request's keys, values and queries hold never reaches another, bit for bit."""
     layer = harness.layer(case.spec)

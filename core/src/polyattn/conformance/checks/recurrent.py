@@ -75,6 +75,35 @@ def state_isolation(case: Case, harness: RecurrentHarness) -> None:
         assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
 
 
+def state_targets(case: Case, harness: RecurrentHarness) -> None:
+    """States end where the step says: a sequence's, or each token's, of which any can be gone on from."""
+    layer, how = harness.layer(case.spec), case.label.split()[-1]
+    if how == "sequences":
+        harness.check(layer, harness.moved(layer, case.batch, by_token=False))
+        return
+    drafts = [(4, 9), (1, 1), (3, 3), (1, 0), (2, 70), (0, 5), (4, 4)]
+    step = harness.moved(layer, drafts, by_token=True)
+    harness.check(layer, step)
+    if how == "tokens":
+        return
+    slots, targets = step.batch.state_slots, step.batch.state_targets
+    assert slots is not None and targets is not None
+    queries, lens = step.batch.query_lens, step.batch.lens
+    counts = [max(1, query - 1 - index % 2) for index, query in enumerate(queries)]
+    kept = torch.tensor(counts, device=harness.torch_device)
+    alive = [
+        i for i, (query, length) in enumerate(zip(queries, lens, strict=True)) if query and length
+    ]
+    start = StateCache.accepted(targets, kept)[alive]
+    after = [lens[i] - queries[i] + counts[i] for i in alive]
+    batch = Batch.from_lens(
+        [1] * len(alive), [length + 1 for length in after], state_slots=start,
+        device=harness.torch_device,
+    )  # fmt: skip
+    tokens = harness.tokens(layer, len(alive))
+    harness.check(layer, RecurrentInputs(batch, tokens, step.states, start.tolist()), "accepted: ")
+
+
 def recurrent_out(case: Case, harness: RecurrentHarness) -> None:
     """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
     layer = harness.layer(case.spec)
@@ -150,7 +179,6 @@ def recurrent_graph(case: Case, harness: RecurrentHarness) -> None:
 def recurrent_reuse(case: Case, harness: RecurrentHarness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
     layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
     lengths = [(1, 5), (1, 1), (1, 17), (1, 40)]
     rows = len(lengths) + 2
     buffers = StepBuffers(rows, 1, 64, None, harness.torch_device)

@@ -12,6 +12,7 @@ from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.kv_cache import quantize
+from polyattn.spec.kinds import LAYOUTS
 
 STATES = 1e-5
 """How far a merged state may be off: totals are float32, whatever the parts are."""
@@ -19,7 +20,7 @@ STATES = 1e-5
 
 def store(case: Case, harness: StoreHarness) -> None:
     """Each kept token lies in its slot, bit for bit; nothing else changed; -1 skips."""
-    layout = next((form for form in ("NHD", "HND") if case.label.endswith(form)), None)
+    layout = next((form for form in LAYOUTS if case.label.endswith(form)), None)
     group, backend = harness.store(case.spec, layout)
     for packed in (False, True):
         harness.check(backend, harness.tokens(group, case.batch, packed=packed))

@@ -22,7 +22,8 @@ Check = Callable[[Case, Any], None]
 _ATTENTION: tuple[Check, ...] = (
     attention.numeric, attention.functions, attention.layout, attention.packed, attention.shared,
     attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
-    attention.layers, attention.isolation, attention.deterministic, attention.batch_invariant,
+    attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
+    attention.batch_invariant,
     attention.graph, attention.reuse, attention.context, search.search,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
@@ -30,9 +31,9 @@ _LATENT: tuple[Check, ...] = (
     mla.latent_isolation, mla.latent_graph, mla.latent_reuse, search.latent_search,
 )  # fmt: skip
 _RECURRENT: tuple[Check, ...] = (
-    recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.recurrent_out,
-    recurrent.recurrent_strided, recurrent.recurrent_plans, recurrent.recurrent_graph,
-    recurrent.recurrent_reuse, search.recurrent_search,
+    recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
+    recurrent.recurrent_out, recurrent.recurrent_strided, recurrent.recurrent_plans,
+    recurrent.recurrent_graph, recurrent.recurrent_reuse, search.recurrent_search,
 )  # fmt: skip
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)

@@ -87,6 +87,32 @@ class RecurrentHarness(Harness):
         )  # fmt: skip
         return RecurrentInputs(batch, self.tokens(layer, sum(queries), numbers), states, used)
 
+    def moved(self, layer: Recurrent, lengths: Lengths | str, by_token: bool) -> RecurrentInputs:
+        """Return a step whose states go elsewhere: each sequence's, or each of its tokens'."""
+        step = self.inputs(layer, lengths)
+        queries, lens = step.batch.query_lens, step.batch.lens
+        held, slots = step.states.data, step.batch.state_slots
+        assert slots is not None
+        real = [query if length else 0 for query, length in zip(queries, lens, strict=True)]
+        wanted = real if by_token else [min(count, 1) for count in real]
+        free = (torch.randperm(sum(wanted), generator=self.generator) + len(held)).tolist()
+        targets = torch.full((len(lens), max(wanted)), -1, dtype=torch.int64)
+        for row, count in enumerate(wanted):
+            targets[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+        used = targets[targets >= 0].tolist()
+        if by_token:  # as engines have it: a sequence goes on from one of its own slots
+            row = max(range(len(lens)), key=lambda i: (lens[i] > queries[i], queries[i]))
+            used[used.index(int(targets[row, -1]))] = int(slots[row])
+            targets[row, -1] = slots[row]
+        states = layer.group.allocate_states(len(held) + sum(wanted))
+        states.data.fill_(torch.nan)
+        states.data[: len(held)] = held
+        targets = (targets if by_token else targets[:, 0]).to(self.torch_device)
+        batch = Batch.from_lens(
+            queries, lens, state_slots=slots, state_targets=targets, device=self.torch_device
+        )
+        return RecurrentInputs(batch, step.inputs, states, used)
+
     def tokens(self, layer: Recurrent, count: int, numbers: str = "usual") -> list[Tensor]:
         """Return the inputs of so many tokens, in the form's order."""
         inputs = recurrent_inputs(layer.spec, count, self.generator, self.torch_device)

@@ -39,7 +39,7 @@ class Vanilla(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         found, found_lse = reference.forward(
-            self.spec, query, key, value, cache, plan.batch, params, torch.float64
+            self.spec_of(plan.batch), query, key, value, cache, plan.batch, params, torch.float64
         )
         write_output(out, found, params.out_scale)
         if lse is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.families.recurrent.targets import StateCopy, token_by_token, whole_sequences
 from polyattn.runtime.backend import RecurrentBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_queries
@@ -17,11 +18,14 @@ from polyattn.runtime.plan import Call, StepPlan
 
 
 class RecurrentStep(StepPlan):
-    """The calls of a step over states."""
+    """The calls of a step over states, and before some of them copies of states."""
 
-    def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
+    def __init__(
+        self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...],
+        copies: Mapping[int, StateCopy] = {},
+    ):  # fmt: skip
         super().__init__(group, batch)
-        self._calls = calls
+        self._calls, self._copies = calls, dict(copies)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -35,7 +39,9 @@ class RecurrentStep(StepPlan):
         out: Tensor,
     ) -> None:
         """Run the recurrence. Writes `out` and the batch's slots of `states`."""
-        for call in self._calls:
+        for index, call in enumerate(self._calls):
+            if index in self._copies:
+                self._copies[index].run(states)
             rows = call.rows
             if rows is None:
                 call.backend.run(call.plan, inputs, params, states, out)
@@ -66,16 +72,37 @@ class Planner(StepPlanner):
         check_queries(batch)
         if batch.state_slots is None and batch.num_seqs:
             raise BatchError(f"{self.spec} keeps a state; the batch has no state_slots")
+        if batch.state_targets is not None:
+            if reuse is not None:
+                raise BatchError(
+                    "a captured step of a recurrence has no state_targets; run such a step eagerly"
+                )
+            return self._moving(batch)
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
+        calls = self._by_phase(batch, before)
+        if reuse is not None and {call.phase for call in calls} - before.keys():
+            raise BatchError("the captured step has other phases; capture a graph for each kind")
+        return RecurrentStep(self.group, batch, calls)
+
+    def _by_phase(self, batch: Batch, before: Mapping[str, Any]) -> tuple[Call, ...]:
         phases = by_phase(batch)
-        calls = [
+        return tuple(
             self._call(phase, part, before.get(phase))
             for phase, part in (("decode", phases.decode), ("prefill", phases.prefill))
             if part is not None and part.batch.num_tokens
-        ]
-        if reuse is not None and {call.phase for call in calls} - before.keys():
-            raise BatchError("the captured step has other phases; capture a graph for each kind")
-        return RecurrentStep(self.group, batch, tuple(calls))
+        )
+
+    def _moving(self, batch: Batch) -> RecurrentStep:
+        """Plan a step whose states end elsewhere: each sequence's, or each token's."""
+        assert batch.state_targets is not None
+        if batch.state_targets.dim() == 1:
+            copy, inner = whole_sequences(batch)
+            return RecurrentStep(self.group, batch, self._by_phase(inner, {}), {0: copy})
+        steps = list(token_by_token(batch))
+        calls = tuple(self._call("decode", part, None) for _, part in steps)
+        return RecurrentStep(
+            self.group, batch, calls, {i: copy for i, (copy, _) in enumerate(steps)}
+        )
 
     def _call(self, phase: str, part: Part, earlier: Any) -> Call:
         backend = self.backends[phase]

@@ -47,7 +47,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run a batch from `states` (slots, …); returns the output and the states afterwards.
 
-    Both in `dtype` on the CPU; a padding row's output is 0.
+    Both in `dtype` on the CPU; a padding row's output is 0. With `batch.state_targets` the states go
+    there, a sequence's last or each token's.
     """
     assert batch.state_slots is not None
     inputs = {name: tensor.detach().to("cpu", dtype) for name, tensor in inputs.items()}
@@ -62,7 +63,19 @@ def forward(
         fresh = batch.lens[index] == batch.query_lens[index]
         state = torch.zeros_like(states[slot]) if fresh else states[slot]
         part = {name: tensor[rows] for name, tensor in inputs.items()}
-        output[rows], states[slot] = scan(spec, part, params, state, fresh)
+        if batch.state_targets is None:
+            output[rows], states[slot] = scan(spec, part, params, state, fresh)
+            continue
+        state, targets = state.clone(), batch.state_targets[index].reshape(-1).tolist()
+        for token in range(rows.stop - rows.start):
+            one = {name: tensor[token : token + 1] for name, tensor in part.items()}
+            first = fresh and token == 0
+            at = slice(rows.start + token, rows.start + token + 1)
+            output[at], state = scan(spec, one, params, state, first)
+            if batch.state_targets.dim() == 2:
+                states[targets[token]] = state
+        if batch.state_targets.dim() == 1:
+            states[targets[0]] = state
     return output, states
 
 

@@ -50,6 +50,7 @@ def show(
     seconds: float,
     lengths: str | None,
     seed: int,
+    shared_prefix: int,
     as_json: bool,
     plot: Path | None,
 ) -> int:
@@ -66,12 +67,14 @@ def show(
         batches = {
             f"{text} {lengths}": redrawn(rows, lengths, seed) for text, rows in batches.items()
         }
+    for text, rows_of in batches.items():
+        _check_shared(text, rows_of, shared_prefix)
     spec = _spec(model, spec_json).replace(block_size=block_size)
     names = [discover().backend(name).name for name in backends]
     resolved = resolve_device(device)
     for text, rows_of in batches.items():
         check_room(_bytes(spec, rows_of), f"batch {text}", resolved)
-    bench = Bench(spec, resolved, seconds)
+    bench = Bench(spec, resolved, seconds, shared_prefix)
     rows: list[dict[str, Any]] = []
     with said_plainly("name a smaller batch"):
         for text, rows_of in batches.items():
@@ -96,6 +99,15 @@ def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
     raise SettingsError(f"{source}: has no attention layer with a cache to measure")
 
 
+def _check_shared(text: str, lengths: Sequence[tuple[int, int]], shared: int) -> None:
+    for query, length in lengths:
+        if shared > length - query:
+            raise SettingsError(
+                f"--shared-prefix={shared}: a sequence of batch {text} has only {length - query} tokens "
+                "before its query"
+            )
+
+
 def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
     """The bytes that a batch's cache and its queries, keys, values and output take at least."""
     widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
@@ -108,10 +120,10 @@ def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
 class Bench:
     """Times one spec on one device; knows the machine's limits."""
 
-    def __init__(self, spec: LayerSpec, device: Device, seconds: float):
+    def __init__(self, spec: LayerSpec, device: Device, seconds: float, shared: int = 0):
         if not device.is_real:
             raise SettingsError(f"--device: {device} is a profile; bench needs a device to run on")
-        self.spec, self.device, self.seconds = spec, device, seconds
+        self.spec, self.device, self.seconds, self.shared = spec, device, seconds, shared
         self.torch_device = torch.device(str(device.torch_device))
         self.limits = measure_limits(spec, self.torch_device)
 
@@ -156,7 +168,7 @@ class Bench:
     def _time(
         self, selection: Selection, queries: list[int], lens: list[int], cost: Cost
     ) -> dict[str, Any]:
-        step = Step(selection, queries, lens, self.torch_device)
+        step = Step(selection, queries, lens, self.torch_device, self.shared)
         error = step.error()
         times = repeat(step.run, self.torch_device, self.seconds)
         median = statistics.median(times)
@@ -167,6 +179,7 @@ class Bench:
             "tflop_per_s": cost.flops / median / 1e12,
             "of_limit": self._limit(cost) / median,
             "error": error,
+            **(step.sharing() if self.shared else {}),
         }
 
     def _limit(self, cost: Cost) -> float:
@@ -207,9 +220,11 @@ class Step:
         # Decodes come first, as an engine orders them.
         pairs = sorted(zip(queries, lens, range(len(lens)), strict=True), key=lambda p: p[0] != 1)
         rows = torch.tensor([p[2] for p in pairs])
+        table = table[rows.to(device)]
         self.batch = Batch.from_lens(
-            [p[0] for p in pairs], [p[1] for p in pairs], table[rows.to(device)], size
-        )
+            [p[0] for p in pairs], [p[1] for p in pairs], table, size,
+            host_block_table=table.cpu().numpy(),
+        )  # fmt: skip
         tokens = self.batch.num_tokens
 
         def random(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
@@ -236,6 +251,23 @@ class Step:
     def attend(self) -> None:
         """Attend alone: the new tokens were stored before."""
         self.layer(self.query, None, None, self.cache, self.plan, out=self.out)
+
+    def sharing(self) -> dict[str, int]:
+        """Return how many blocks the step reads, and how many bytes less for sharing them.
+
+        `shared_bytes`: where each distinct block is read once; `saved_bytes`: by this step's plan.
+        """
+        cache, table = self.layer.group.cache_format, self.batch.host_block_table
+        assert cache is not None and table is not None
+        counts = [-(-n // cache.block_size) for n in self.batch.lens]
+        rows = [row[:n].tolist() for row, n in zip(table, counts, strict=True)]
+        read, distinct = sum(counts), len({block for row in rows for block in row})
+        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in self.plan.calls)
+        per_block = cache.block_size * cache.bytes_per_token
+        return {
+            "blocks_read": read, "distinct_blocks": distinct,
+            "shared_bytes": (read - distinct) * per_block, "saved_bytes": saved,
+        }  # fmt: skip
 
     def error(self) -> float:
         """Return the error of one sampled token; raise if it is too large."""
@@ -328,6 +360,13 @@ def _print(
         )  # fmt: skip
     console.print(made)
     for row in rows:
+        if "saved_bytes" in row:
+            console.print(
+                f"{row['batch']}, {row['backend']}: {row['blocks_read']} blocks read, "
+                f"{row['distinct_blocks']} distinct: {row['shared_bytes'] / 2**20:.1f} MiB are the same; "
+                f"{row['saved_bytes'] / 2**20:.1f} MiB were read once for all",
+                markup=False, highlight=False,
+            )  # fmt: skip
         if "cannot" in row:
             console.print(f"{row['batch']}: {row['cannot']}", markup=False, highlight=False)
 

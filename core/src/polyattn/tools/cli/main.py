@@ -160,10 +160,19 @@ def run(
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
     ] = False,
+    sliding_window: Annotated[
+        int | None, count("Let every attention layer see the last N tokens alone.")
+    ] = None,
+    sink_tokens: Annotated[
+        int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
+    ] = None,
     check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
     seed: SeedOption = 0,
     device: DeviceOption = None,
     backend: BackendOption = None,
+    context_parallel: Annotated[
+        int, count("Ranks that share each sequence's keys (run by torchrun).")
+    ] = 1,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -175,7 +184,8 @@ def run(
         scale=scale, token_budget=token_budget, max_seqs=max_seqs, cache_gb=cache_gb,
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
-        arrivals=arrivals, samples=samples,
+        arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
+        context_parallel=context_parallel,
     )  # fmt: skip
     _finish(lambda: show(options))
 
@@ -203,6 +213,9 @@ def bench(
         ),
     ] = None,
     seed: SeedOption = 0,
+    shared_prefix: Annotated[
+        int, count("Leading tokens whose cache blocks all sequences share.", 0)
+    ] = 0,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -220,6 +233,7 @@ def bench(
             seconds,
             lengths,
             seed,
+            shared_prefix,
             json,
             plot,
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyattn.api import select_layers
+from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.device import Device
 from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
@@ -20,7 +21,9 @@ from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
+from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
@@ -63,6 +66,9 @@ class RunOptions:
     weights: str | None = None
     arrivals: str = "all"
     samples: int | None = None
+    sliding_window: int | None = None
+    sink_tokens: int | None = None
+    context_parallel: int = 1
 
     @property
     def running(self) -> int:
@@ -91,13 +97,19 @@ def show(options: RunOptions) -> int:
         if options.layers is not None:
             raise SettingsError(f"--layers={options.layers} and --weights: a model with weights runs "
                                 "whole; drop one of them")  # fmt: skip
+        if options.context_parallel > 1:
+            raise SettingsError(
+                f"--context-parallel={options.context_parallel} and --weights: ranks share the layers' "
+                "keys, not a whole model; drop one of them"
+            )
         whole = whole_model(options.weights, path, served, options.seed)
     trace = options.trace or bundled(DEFAULT_TRACE)
     requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
+    check_launch(options.context_parallel)
     profile = resolve_device(options.device)
     device, context = interpreted(discover(), profile)
-    with context:
-        return _serve(options, path, served, whole, requests, arrivals, device, profile)
+    with context, joined(options.context_parallel, device) as ranks:
+        return _serve(options, path, served, whole, requests, arrivals, device, profile, ranks)
 
 
 def _serve(
@@ -109,8 +121,13 @@ def _serve(
     arrivals: Arrivals,
     device: Device,
     profile: Device,
+    ranks: ContextParallel | None,
 ) -> int:
-    """Select, serve and print; of another `device` than the profile, which it interprets, say so."""
+    """Select, serve and print; of another `device` than the profile, which it interprets, say so.
+
+    Of several `ranks` the first one prints.
+    """
+    silent = ranks is not None and ranks.rank > 0
     pretends = device is not profile
     settings = current().with_backend(options.backend, "flag --backend")
     room, what = options.cache_gb * 2**30, f"--cache-gb={options.cache_gb:g}"
@@ -120,7 +137,7 @@ def _serve(
     # On an accelerator the check also compiles kernels, outside the times that are reported.
     verify = True if device.is_accelerator and not pretends else None
     groups = select_layers(served, device, settings=settings, verify=verify)
-    if not options.json:
+    if not options.json and not silent:
         _print_selection(_name(path), groups, options, whole)
         if pretends:
             console.print(f"  {PRETENDED}", markup=False)
@@ -129,8 +146,10 @@ def _serve(
     requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
-        engine = Engine(groups, requests, _engine_options(options), model)
-        report = _run(engine, quiet=options.json)
+        engine = Engine(groups, requests, _engine_options(options, ranks), model)
+        report = _run(engine, quiet=options.json or silent)
+    if silent:
+        return 0
     if options.json:
         found = _json(_name(path), groups, options, clipped, report)
         print_json({"interpreted": pretends, **found})
@@ -158,13 +177,41 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
                 name: getattr(options, name)
                 for name in ("block_size", "kv_cache_dtype", "fp8_compute")
             }
+            changes |= _streaming(spec, options)
+        if (
+            options.context_parallel > 1
+            and not spec.kind.is_recurrent
+            and spec.role is Role.DECODER
+        ):
+            changes["needs_lse"] = True  # states of several ranks merge by it
         spec = spec.replace(**changes)
         # Random queries and keys stand for rotated ones; a whole model's layers rotate theirs.
         served.append(unrotated(spec) if options.weights is None else spec)
     return served
 
 
-def _engine_options(options: RunOptions) -> Options:
+def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
+    """Return what makes a layer StreamingLLM's: a window, sink tokens, positions within the cache."""
+    if options.sliding_window is None and options.sink_tokens is None:
+        return {}
+    if spec.kind is not AttentionKind.ATTENTION or spec.role is not Role.DECODER:
+        return {}
+    changes: dict[str, Any] = {}
+    if options.sliding_window is not None:
+        changes["sliding_window"] = options.sliding_window
+    if options.sink_tokens is not None:
+        if (options.sliding_window or spec.sliding_window) is None:
+            raise SettingsError(
+                f"--sink-tokens={options.sink_tokens} needs a window in every attention layer, and "
+                f"{spec} has none; pass --sliding-window, too"
+            )
+        changes["sink_tokens"] = options.sink_tokens
+        if spec.rope is not None:
+            changes["rope"] = replace(spec.rope, positions="cache")
+    return changes
+
+
+def _engine_options(options: RunOptions, ranks: ContextParallel | None) -> Options:
     return Options(
         layers=options.running,
         token_budget=options.token_budget,
@@ -172,6 +219,7 @@ def _engine_options(options: RunOptions) -> Options:
         cache_bytes=int(options.cache_gb * 2**30),
         check_tokens=options.check,
         seed=options.seed,
+        context=ranks,
     )
 
 
@@ -288,6 +336,7 @@ def _json(
         "model": model,
         "weights": options.weights,
         "arrivals": options.arrivals,
+        "context_parallel": options.context_parallel,
         "groups": [{"layers": list(g.layers), **g.selection.decision.to_dict()} for g in groups],
         "clipped_prompts": clipped,
         **report.to_dict(),

@@ -26,6 +26,7 @@ from polyattn.tools.replay.model.step import GroupMemory
 from polyattn.tools.replay.report import Report, StepRecord
 from polyattn.tools.replay.runners import (
     AttentionRunner,
+    ContextRunner,
     LatentRunner,
     Options,
     RecurrentRunner,
@@ -155,6 +156,10 @@ class Engine:
                  for r in self.encoders),
                 start=Cost(0, 0),
             )  # fmt: skip
+        if (
+            self.options.context is not None
+        ):  # all ranks have one clock, so that they schedule alike
+            seconds = self.options.context.longest(seconds)
         decode = all(item.count == 1 and item.start > 0 for item in plan)
         used = max((p.allocator.num_used / p.allocator.num_blocks for p in self.pools), default=0.0)
         for item in plan:
@@ -261,6 +266,8 @@ def _cached(
     """Return what runs a group of decoder layers, or in a whole model its memory."""
     if model is not None:
         return GroupMemory(layers, options, num_blocks)
+    if options.context is not None:
+        return ContextRunner(layers, options, num_blocks)
     made = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
     return made(layers, options, num_blocks)
 

@@ -19,13 +19,15 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
     """Share the cache's bytes so that every group holds as many tokens, none more than it can use.
 
     A group whose layers see a window alone can use what all sequences' windows and one step's tokens
-    take; the rest is the others'. Raises `CacheError` where there is not one block for each.
+    take; the rest is the others'. Several ranks share a block, of which each holds its part; what leaves a
+    window stays then. Raises `CacheError` where there is not one block for each.
     """
+    ranks = 1 if options.context is None else options.context.size
     forms = [g.selection.cache_format for g in groups]
     sizes, widths, most, windows = [], [], list[float](), []
     for group, form in zip(groups, forms, strict=True):
         assert form is not None, "every decoder that is no recurrence has a cache"
-        window = CacheWindow.of(group.spec, form.block_size)
+        window = CacheWindow.of(group.spec, form.block_size) if ranks == 1 else None
         sizes.append(form.block_size)
         widths.append(form.bytes_per_token * min(options.layers, len(group.layers)))
         windows.append(window)
@@ -45,7 +47,7 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
                 f"--cache-gb={options.cache_bytes / 2**30:g} holds not one block of {size} "
                 f"tokens at {sum(widths)} bytes a token; raise it"
             )
-    return [Pool(*each) for each in zip(sizes, counts, windows, strict=True)]
+    return [Pool(size * ranks, *rest) for size, *rest in zip(sizes, counts, windows, strict=True)]
 
 
 def _needed(window: CacheWindow, options: Options) -> int:

@@ -15,6 +15,9 @@ from torch import Tensor
 from polyattn import (
     Attention,
     Batch,
+    ContextAttention,
+    ContextGroup,
+    ContextParallel,
     KVCache,
     LatentAttention,
     LayerGroup,
@@ -31,7 +34,10 @@ from polyattn.tools.replay.check import Checker
 
 @dataclass(frozen=True)
 class Options:
-    """How to serve. `layers` counts the layers of each group that really run."""
+    """How to serve. `layers` counts the layers of each group that really run.
+
+    `context`: the ranks that share keys, of which `cache_bytes` are each one's.
+    """
 
     layers: int = 1
     token_budget: int = 2048
@@ -39,6 +45,7 @@ class Options:
     cache_bytes: int = 1 << 30
     check_tokens: int = 2
     seed: int = 0
+    context: ContextParallel | None = None
 
 
 class Runner:
@@ -174,13 +181,18 @@ class LatentRunner(Runner):
                 torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.count)
             ]
 
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return random (query, latent, rope key) for one layer and step."""
+        return (
+            self.draw(tokens, self.spec.num_heads, self.spec.head_size),
+            self.draw(tokens, self.latent.rank),
+            self.draw(tokens, self.latent.rope_head_size),
+        )
+
     def step(self, batch: Batch, checker: Checker) -> float:
-        tokens, spec = batch.num_tokens, self.spec
         seconds, plan = self.plan(batch)
         for index, (layer, cache) in enumerate(zip(self.layers, self.caches, strict=True)):
-            query = self.draw(tokens, spec.num_heads, spec.head_size)
-            latent = self.draw(tokens, self.latent.rank)
-            rope = self.draw(tokens, self.latent.rope_head_size)
+            query, latent, rope = self.inputs(batch.num_tokens)
             started = self.clock()
             topk = self._choose(index, batch) if self.index_keys else None
             got = layer(query, latent, rope, cache, plan, topk=topk)
@@ -202,6 +214,41 @@ class LatentRunner(Runner):
         query = self.draw(tokens, spec.index_heads, spec.index_head_size)
         weights = self.draw(tokens, spec.index_heads)
         return choose_tokens(query, weights, keys, batch, spec.topk, keys.shape[1])
+
+
+class ContextRunner(Runner):
+    """Layers whose keys several ranks share: the same random step on each, its keys by block."""
+
+    def __init__(self, layers: SelectedLayers, options: Options, num_blocks: int):
+        latent = layers.spec.kind.is_latent
+        self.alone: AttentionRunner | LatentRunner = (
+            LatentRunner(layers, options, num_blocks)
+            if latent
+            else AttentionRunner(layers, options, num_blocks)
+        )
+        self.group, self.spec, self.count = self.alone.group, self.alone.spec, self.alone.count
+        self.device = self.alone.device
+        assert options.context is not None
+        self.shared = ContextGroup(self.group, options.context)
+        self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
+
+    def step(self, batch: Batch, checker: Checker) -> float:
+        started = self.clock()
+        plan = self.shared.plan(batch)
+        seconds = self.clock() - started
+        for layer, cache in zip(self.layers, self.alone.caches, strict=True):
+            query, key, value = self.alone.inputs(batch.num_tokens)
+            assert cache is not None
+            started = self.clock()
+            out = layer(query, key, value, cache, plan)[0]
+            seconds += self.clock() - started
+            if checker.per_step:
+                room, whole = self.shared.collected(cache, batch)
+                if isinstance(layer.layer, LatentAttention):
+                    checker.check_latent(layer.layer, query, room, whole, None, out)
+                else:
+                    checker.check(layer.layer, query, (None, None), room, whole, out)
+        return seconds
 
 
 class RecurrentRunner(Runner):

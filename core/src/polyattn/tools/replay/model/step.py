@@ -75,7 +75,7 @@ class ModelStep:
     def _turned(self, layer: Attention | LatentAttention, query: Tensor) -> Tensor:
         """Return a query as the formulas rotate it: the caches' keys are rotated already."""
         spec = layer.spec
-        if spec.rope is None:
+        if spec.rope is None or spec.rope.positions == "cache":
             return query
         offset = spec.head_size - spec.latent.rope_head_size if spec.latent else 0
         with query.device:  # the tables are made where the positions are

@@ -1,0 +1,206 @@
+"""Mamba-1's prefill and the recurrences by the token on one GPU, beside their bytes and fla.
+
+    python benchmarks/h200_scan.py [--out FILE.json] [--seconds 150] [--device cpu]
+
+Device times with a cold L2 (see `timing.py`). First every kind is compared with the float64 formulas,
+Mamba-1 whole and in pieces; then come times, the limit being the bytes that a step must move, at the
+speed of a copy; then tile sizes of Mamba-1's prefill that `configs.SCAN_TABLE` doesn't have. A failing
+row is printed and the others run; no new row starts after `--seconds`. On a CPU (TRITON_INTERPRET=1)
+all runs at tiny sizes but the clock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import polyattn_triton.configs as configs
+import torch
+from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
+from polyattn.families.recurrent.reference import forward
+from polyattn.kernel import AttentionKind, RecurrentSpec
+from polyattn.runtime.cost import batch_cost
+from rows import Rows
+from timing import kernel_us
+
+KINDS = {
+    "Mamba-1 (Jamba)": ("mamba1", 8192, 1, RecurrentSpec(state_size=16)),
+    "Mamba-1 (130m)": ("mamba1", 1536, 1, RecurrentSpec(state_size=16)),
+    "KDA (Kimi Linear)": ("kda", 32, 128, RecurrentSpec(state_size=128, qk_norm=True)),
+    "RWKV-7 (2.9B)": ("rwkv7", 40, 64, RecurrentSpec(state_size=64)),
+    "RG-LRU (2B)": ("rg_lru", 2560, 1, RecurrentSpec(state_size=1)),
+    "normalised linear": (
+        "phi_linear", 16, 64, RecurrentSpec(state_size=64, feature_map="elu+1"),
+    ),
+}  # fmt: skip
+"""Kind, heads, head size and form of each, as the model in brackets has them."""
+STEPS = {
+    "8 x 4096": ([4096] * 8, [4096] * 8),
+    "1 x 8192": ([8192], [8192]),
+    "1 x 8192 after 1000": ([8192], [9192]),
+    "decode 128": ([1] * 128, [4096] * 128),
+}
+TILES = ((32, 1, 1), (32, 2, 1), (32, 4, 1), (64, 1, 1), (64, 4, 1), (64, 2, 2), (128, 2, 2),
+         (128, 1, 1))  # fmt: skip
+"""Channels, tokens loaded ahead and warps of Mamba-1's prefill, to try."""
+
+DRAWN = 2048
+"""Tokens that are drawn at random, on the host; more of them repeat."""
+
+
+def spec_of(name: str, dtype: str, heads: int | None = None) -> LayerSpec:
+    """Return a layer of KINDS."""
+    kind, count, size, form = KINDS[name]
+    return LayerSpec(
+        kind=kind, num_heads=heads or count, head_size=size, dtype=dtype, recurrent=form
+    )
+
+
+class Step:
+    """One recurrent layer over one batch."""
+
+    def __init__(
+        self, spec: LayerSpec, backend: str, device: str, queries: list[int], lens: list[int]
+    ):
+        self.generator = torch.Generator().manual_seed(0)
+        self.group = LayerGroup(select(spec, device, backend=backend))
+        self.layer = Recurrent(self.group, **recurrent_params(spec, self.generator))
+        self.states = self.group.allocate_states(len(lens))
+        shape = tuple(self.states.data.shape)
+        self.states.data.copy_(recurrent_state(spec, shape, self.generator))
+        slots = torch.randperm(len(lens), generator=self.generator).to(device)
+        self.batch = Batch.from_lens(queries, lens, state_slots=slots, device=device)
+        drawn = recurrent_inputs(spec, min(sum(queries), DRAWN), self.generator, device)
+        repeats = -(-sum(queries) // DRAWN)
+        self.inputs = [
+            tensor.repeat(repeats, *[1] * (tensor.dim() - 1))[: sum(queries)] for tensor in drawn
+        ]
+        self.plan = self.group.plan(self.batch)
+
+    def __call__(self) -> torch.Tensor:
+        return self.layer(*self.inputs, states=self.states, plan=self.plan)  # type: ignore[no-any-return]
+
+    def pieces(self) -> int:
+        """Return in how many pieces Mamba-1's sequences run, 0 for whole ones."""
+        found = [getattr(call.plan, "pieces", None) for call in self.plan.calls]
+        return sum(pieces.count for pieces in found if pieces is not None)
+
+    def errors(self) -> tuple[float, float]:
+        """Return how far output and states are from float64, of the largest element."""
+        names = list(self.layer.form.inputs)
+        given = dict(zip(names, self.inputs, strict=True))
+        out, after = forward(
+            self.layer.spec, given, self.layer.params, self.states.data, self.batch
+        )
+        found = self().double().cpu()
+        states = self.states.data.double().cpu()
+        return (
+            float((found - out).abs().max() / out.abs().max()),
+            float((states - after).abs().max() / after.abs().max()),
+        )
+
+
+def check(name: str, backend: str, device: str, dtype: str, lengths: list[int]) -> dict[str, Any]:
+    """Compare with float64, few heads."""
+    heads = {"mamba1": 136, "rg_lru": 136}.get(KINDS[name][0], 2)
+    spec = spec_of(name, dtype, heads)
+    step = Step(spec, backend, device, lengths, [n + 5 * (i % 2) for i, n in enumerate(lengths)])
+    out, states = step.errors()
+    bar = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}[dtype]
+    return {
+        "pieces": step.pieces(), "out": out, "states": states, "bar": bar,
+        "right": out < bar and states < (bar if backend.startswith("FLA") else 1e-3),
+    }  # fmt: skip
+
+
+def copy_speed() -> float:
+    """Return the bytes that a copy moves in a microsecond, read and written together."""
+    source = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+    goal = torch.empty_like(source)
+    return 2 * source.numel() / kernel_us(lambda: goal.copy_(source))
+
+
+def timed(spec: LayerSpec, backend: str, step: str, speed: float) -> dict[str, Any]:
+    """Time one step on the GPU."""
+    run = Step(spec, backend, "cuda", *STEPS[step])
+    us = kernel_us(run, repeats=10)
+    limit = batch_cost(spec, run.batch).bytes / speed
+    return {"us": us, "limit_us": limit, "ratio": us / limit, "pieces": run.pieces()}
+
+
+def tried(spec: LayerSpec, step: str, tile: tuple[int, int, int], speed: float) -> dict[str, Any]:
+    """Time Mamba-1's prefill with another configuration."""
+    before = configs.SCAN_TABLE
+    block, chunk, warps = tile
+    mamba = [
+        replace(row, config=configs.ScanConfig(block, chunk, warps, 1))
+        for row in before
+        if row.kind is AttentionKind.MAMBA1 and row.phase == "prefill"
+    ]
+    configs.SCAN_TABLE = (*mamba, *before)
+    try:
+        return timed(spec, "TRITON_SCAN", step, speed)
+    finally:
+        configs.SCAN_TABLE = before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--device", default="cuda")
+    given = parser.parse_args()
+    gpu = given.device == "cuda"
+    dtype, rows = ("bfloat16" if gpu else "float16"), Rows(given.seconds)
+    backends = {
+        name: "TRITON_SCAN" if KINDS[name][0] == "mamba1" else "TRITON_TOKEN_SCAN"
+        for name in KINDS
+    }  # fmt: skip
+    long = [700, 130, 1, 65] if gpu else [70, 1]
+    for name, backend in backends.items():
+        for kind in (dtype, "float32"):
+            rows.add(
+                f"{name} {kind} {backend}: errors",
+                lambda n=name, b=backend, k=kind: check(n, b, given.device, k, long),
+            )
+    if gpu:
+        speed = copy_speed()
+        print(f"copy: {speed / 1e6:.2f} TB/s")
+        for name, backend in backends.items():
+            spec = spec_of(name, dtype)
+            for step in STEPS:
+                rows.add(
+                    f"{name} {step} {backend}",
+                    lambda s=spec, b=backend, t=step: timed(s, b, t, speed),
+                )
+        for step in ("8 x 4096", "1 x 8192"):
+            for tile in TILES:
+                spec = spec_of("Mamba-1 (Jamba)", dtype)
+                rows.add(
+                    f"Mamba-1 (Jamba) {step}, channels/ahead/warps {tile}",
+                    lambda s=spec, t=tile, n=step: tried(s, n, t, speed),
+                )
+        for name in ("KDA (Kimi Linear)", "RWKV-7 (2.9B)"):
+            spec = spec_of(name, dtype)
+            rows.add(
+                f"{name} {dtype} FLA_CHANNELS: errors",
+                lambda n=name: check(n, "FLA_CHANNELS", given.device, dtype, long),
+            )
+            for step in ("8 x 4096", "decode 128"):
+                rows.add(
+                    f"{name} {step} FLA_CHANNELS",
+                    lambda s=spec, t=step: timed(s, "FLA_CHANNELS", t, speed),
+                )
+    print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
+    if given.out:
+        machine = torch.cuda.get_device_name() if gpu else "interpreter"
+        about = {"machine": machine, "torch": torch.__version__}
+        given.out.write_text(json.dumps(about | {"rows": rows.rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

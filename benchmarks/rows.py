@@ -1,0 +1,35 @@
+"""Rows of a benchmark: printed as they come, bounded in time; one that fails leaves the others."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+class Rows:
+    """What was measured. No new row is begun once `seconds` are over."""
+
+    def __init__(self, seconds: float):
+        self.end, self.rows = time.monotonic() + seconds, list[dict[str, Any]]()
+
+    def add(self, what: str, measure: Callable[[], dict[str, Any]]) -> None:
+        """Run and print one row."""
+        if time.monotonic() > self.end:
+            row: dict[str, Any] = {"skipped": "the time was up"}
+        else:
+            try:
+                row = measure()
+            except Exception as error:
+                traceback.print_exc(limit=3)
+                row = {"failed": f"{type(error).__name__}: {error}"[:200]}
+        self.rows.append({"what": what} | row)
+        shown = "  ".join(
+            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()
+        )
+        print(f"{what:60} {shown}", flush=True)
+
+    def wrong(self) -> list[str]:
+        """Return what failed, or was compared and found wrong."""
+        return [r["what"] for r in self.rows if "failed" in r or r.get("right") is False]

@@ -1,0 +1,70 @@
+"""How does a state get somewhere else than where it was? By a copy before the call that goes on from it.
+
+Verifying drafts wants the state after each of a sequence's tokens. Whatever backend decodes can do that:
+token by token, each call on a copy of the state before, so that no kernel has to know of drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.decompositions import Part
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """States that are copied before a call: slots int64 (sequences,) each."""
+
+    sources: Tensor
+    targets: Tensor
+
+    def run(self, states: Tensor) -> None:
+        """Copy within `states` (slots, …); never waits for the device."""
+        states.index_copy_(0, self.targets, states.index_select(0, self.sources))
+
+
+def whole_sequences(batch: Batch) -> tuple[StateCopy, Batch]:
+    """Return the copies that put each sequence's state where it shall end, and the batch from there."""
+    targets = batch.state_targets
+    assert targets is not None and batch.state_slots is not None
+    at = _index(_running(batch, 0), batch)
+    inner = Batch(batch.starts, batch.lens, state_slots=targets, device=batch.device)
+    # A sequence that begins has no state: what its slot holds, any, is copied and never read.
+    return StateCopy(batch.state_slots[at].clamp(min=0), targets[at]), inner
+
+
+def token_by_token(batch: Batch) -> Iterator[tuple[StateCopy, Part]]:
+    """Yield for each token its copies and the decode of the sequences that have one."""
+    slots, targets = batch.state_slots, batch.state_targets
+    assert slots is not None and targets is not None
+    if batch.max_query_len > targets.shape[1]:
+        raise BatchError(
+            f"state_targets has room for {targets.shape[1]} tokens of a sequence, and the longest query "
+            f"has {batch.max_query_len}"
+        )
+    for token in range(batch.max_query_len):
+        seqs = _running(batch, token)
+        at = _index(seqs, batch)
+        before = targets[at, token - 1] if token else slots[at].clamp(min=0)
+        mine = targets[at, token]
+        behind = [batch.query_lens[i] - token - 1 for i in seqs]
+        lens = [batch.lens[i] - more for i, more in zip(seqs, behind, strict=True)]
+        part = Batch(list(range(len(seqs) + 1)), lens, state_slots=mine, device=batch.device)
+        rows = _index([batch.starts[i] + token for i in seqs], batch)
+        yield StateCopy(before, mine), Part(part, rows)
+
+
+def _running(batch: Batch, token: int) -> list[int]:
+    """Return which sequences have such a token; padding rows (length 0) have none."""
+    pairs = zip(batch.query_lens, batch.lens, strict=True)
+    return [i for i, (query, length) in enumerate(pairs) if query > token and length > 0]
+
+
+def _index(values: list[int], batch: Batch) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=batch.device)

@@ -1,0 +1,136 @@
+"""Layers inside torch.compile: the eager bits, and what is wrong is refused as outside of it."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from families.steps import FAMILIES, Attending, Latent, Recurring
+from polyattn import Attention, KVCache, StateCache, StepPlan
+from polyattn.errors import BatchError, PolyattnError
+
+
+@FAMILIES
+def test_compiled_without_a_break(family: type[Any]) -> None:
+    """One graph for any step, whose plan is made outside; the eager bits."""
+    step = family()
+
+    def model(plan: StepPlan, *inputs: torch.Tensor) -> torch.Tensor:
+        out = step.run(step.layer, plan, inputs[0] * 1.5, *inputs[1:])
+        return out + 1  # type: ignore[no-any-return]
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        plan = step.layer.plan(step.batch)
+        eager = model(plan, *step.inputs)
+        if isinstance(step, Recurring):
+            step.states.data.copy_(step.start)
+        assert torch.equal(compiled(plan, *step.inputs), eager)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@FAMILIES
+def test_a_batch_inside_a_compiled_function_is_refused(family: type[Any]) -> None:
+    step = family()
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: step.run(step.layer, step.batch, *inputs), fullgraph=True, backend="eager"
+    )
+    with pytest.raises(Exception, match="takes a plan that was made before"):
+        compiled(*step.inputs)
+
+
+@FAMILIES
+def test_a_compiled_step_s_inputs_are_checked(family: type[Any]) -> None:
+    step = family()
+    plan = step.layer.plan(step.batch)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda plan, *inputs: step.run(step.layer, plan, *inputs), fullgraph=True, backend="eager"
+    )
+    compiled(plan, *step.inputs)
+    first, *rest = step.inputs
+    for wrong, says in (
+        ([first[:3], *(t[:3] for t in rest)], "3 tokens"),
+        ([first.to(torch.float64), *rest], "float64"),
+        ([first.repeat(1, 2, *(1,) * (first.dim() - 2)), *rest], "it must be"),
+    ):
+        with pytest.raises(PolyattnError, match=says):
+            compiled(plan, *wrong)
+
+
+@pytest.mark.parametrize("family", [Attending, Latent])
+def test_a_compiled_step_s_cache_is_checked(family: type[Any]) -> None:
+    step = family()
+    plan, cache = step.layer.plan(step.batch), step.cache
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda plan, cache: step.layer(*step.inputs, cache, plan), fullgraph=True, backend="eager"
+    )
+    compiled(plan, cache)
+    key = cache.key
+    for other, says in (
+        (key[:, :8].contiguous(), "block_size is 8"),
+        (key.to(torch.bfloat16), "dtype is bfloat16"),
+        (key[..., :16].contiguous(), "head_size is 16"),
+    ):
+        value = other[..., : cache.value.shape[3]] if cache.value_in_key else other.clone()
+        with pytest.raises(PolyattnError, match=says):
+            compiled(plan, KVCache(other, value))
+
+
+def test_a_compiled_step_s_states_are_checked() -> None:
+    step = Recurring()
+    plan = step.layer.plan(step.batch)
+    compiled = torch.compile(
+        lambda plan, states: step.layer(*step.inputs, states=states, plan=plan),
+        fullgraph=True, backend="eager",
+    )  # fmt: skip
+    with pytest.raises(PolyattnError, match="states"):
+        compiled(plan, StateCache(step.states.data[:, :1].contiguous()))
+
+
+@FAMILIES
+def test_gradients_are_refused_inside_too(family: type[Any]) -> None:
+    """Else the output has none, in silence."""
+    step = family()
+    plan = step.layer.plan(step.batch)
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *inputs: step.run(step.layer, plan, *inputs), fullgraph=True, backend="eager"
+    )
+    inputs = [t.clone() for t in step.inputs]
+    inputs[0].requires_grad_()
+    with pytest.raises(Exception, match="requires a gradient.*forward only"):
+        compiled(*inputs)
+    with torch.no_grad():
+        compiled(*inputs)
+
+
+def test_a_graph_whose_layer_died_runs_no_other_layer() -> None:
+    """Nor one whose plan did: numbers are never used again."""
+    step = Attending()
+    plan, cache = step.layer.plan(step.batch), step.cache
+    out = torch.empty(4, 4, 32)
+
+    def call(plan_handle: torch.Tensor, layer_handle: int) -> None:
+        torch.ops.polyattn.attention(
+            *step.inputs, cache.key, cache.value, out, None, plan_handle, layer_handle
+        )
+
+    handle, plan_handle = step.layer._handle, plan.handle
+    call(plan_handle, handle)
+    group, sinks = step.layer.group, step.sinks
+    del step.layer
+    gc.collect()
+    others = [Attention(group, sinks=sinks) for _ in range(50)]
+    with pytest.raises(BatchError, match="the layer of this compiled graph is gone"):
+        call(plan_handle, handle)
+    del plan, step.batch
+    gc.collect()
+    with pytest.raises(BatchError, match="the plan of this step is gone"):
+        call(plan_handle, others[0]._handle)

@@ -1,0 +1,114 @@
+"""Recurrences under speculation: a state for each draft, any number of which are accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, StateCache, select
+from polyattn.errors import BatchError
+from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.spec.layer import RecurrentSpec
+
+SPECS = {
+    "mamba2": LayerSpec(
+        kind="mamba2", num_heads=4, num_kv_heads=2, head_size=8, dtype="float32",
+        recurrent=RecurrentSpec(state_size=16),
+    ),
+    "short_conv": LayerSpec(
+        kind="short_conv", num_heads=24, head_size=1, dtype="float32",
+        recurrent=RecurrentSpec(conv_width=4, activation="silu"),
+    ),
+    "gdn": LayerSpec(
+        kind="gdn", num_heads=4, num_kv_heads=2, head_size=16, dtype="float32",
+        recurrent=RecurrentSpec(state_size=16, qk_norm=True),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPECS)
+@pytest.mark.parametrize("backend", ["TORCH_SCAN", "VANILLA_SCAN"])
+def test_rejected_drafts_leave_no_trace(kind: str, backend: str) -> None:
+    """Two sequences take 4 drafts a step and accept some: as if only those had ever come."""
+    spec, dice = SPECS[kind], torch.Generator().manual_seed(0)
+    layer = Recurrent(
+        LayerGroup(select(spec, "cpu", backend=backend)),
+        checks=True,
+        **recurrent_params(spec, dice),
+    )
+    prompts, targets = [5, 3], torch.tensor([[2, 3, 4, 5], [6, 7, 8, 9]])
+    states, plain = layer.group.allocate_states(10), layer.group.allocate_states(10)
+    given = recurrent_inputs(spec, sum(prompts), dice)
+    slots = torch.tensor([0, 1])
+    for held in (states, plain):
+        layer(*given, states=held, plan=Batch.from_lens(prompts, prompts, state_slots=slots))
+    lens, start = list(prompts), slots
+    for counts in ([1, 4], [3, 2], [4, 1]):
+        drafts = recurrent_inputs(spec, 8, dice)
+        batch = Batch.from_lens(
+            [4, 4], [n + 4 for n in lens], state_slots=start, state_targets=targets
+        )
+        found = layer(*drafts, states=states, plan=batch)
+        rows = torch.tensor([*range(counts[0]), *range(4, 4 + counts[1])])
+        accepted = [x[rows] for x in drafts]
+        lens = [n + c for n, c in zip(lens, counts, strict=True)]
+        wanted = layer(
+            *accepted, states=plain, plan=Batch.from_lens(counts, lens, state_slots=slots)
+        )
+        torch.testing.assert_close(found[rows], wanted, rtol=1e-4, atol=1e-4)
+        start = StateCache.accepted(targets, torch.tensor(counts))
+        torch.testing.assert_close(states.data[start], plain.data[slots], rtol=1e-4, atol=1e-4)
+
+
+def test_two_sequences_go_on_from_one_prefix() -> None:
+    spec, dice = SPECS["mamba2"], torch.Generator().manual_seed(1)
+    layer = Recurrent(LayerGroup(select(spec, "cpu")), checks=True, **recurrent_params(spec, dice))
+    states = layer.group.allocate_states(4)
+    prefix, rest = recurrent_inputs(spec, 6, dice), recurrent_inputs(spec, 5, dice)
+    layer(*prefix, states=states, plan=Batch.from_lens([6], [6], state_slots=torch.tensor([0])))
+    kept = states.data[0].clone()
+    batch = Batch.from_lens(
+        [3, 2], [9, 8], state_slots=torch.tensor([0, 0]), state_targets=torch.tensor([1, 3])
+    )
+    found = layer(*rest, states=states, plan=batch)
+    assert torch.equal(states.data[0], kept)
+    for rows, slot in ((slice(0, 3), 1), (slice(3, 5), 3)):
+        alone = layer.group.allocate_states(1)
+        whole = [torch.cat([a, b[rows]]) for a, b in zip(prefix, rest, strict=True)]
+        count = len(whole[0])
+        out = layer(
+            *whole,
+            states=alone,
+            plan=Batch.from_lens([count], [count], state_slots=torch.tensor([0])),
+        )
+        torch.testing.assert_close(found[rows], out[6:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(states.data[slot], alone.data[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        ([[2, 3], [3, 4]], r"state_targets\[1, 0\]=3 is state_targets\[0, 1\] too"),
+        ([[2, 30], [3, 4]], r"state_targets\[0, 1\]=30: there are 8 slots"),
+        ([[2, -1], [3, 4]], r"state_targets\[0, 1\]=-1: there are 8 slots"),
+        ([[2], [3]], "has room for 1 tokens of a sequence, and the longest query has 2"),
+        ([2, 2], r"state_targets\[1\]=2 is state_targets\[0\] too"),
+    ],
+)
+def test_what_does_not_fit_is_refused(targets: list[int], said: str) -> None:
+    spec, dice = SPECS["mamba2"], torch.Generator().manual_seed(2)
+    layer = Recurrent(LayerGroup(select(spec, "cpu")), checks=True, **recurrent_params(spec, dice))
+    states = layer.group.allocate_states(8)
+    states.data.zero_()
+    batch = Batch.from_lens(
+        [2, 2], [5, 6], state_slots=torch.tensor([0, 1]), state_targets=torch.tensor(targets)
+    )
+    with pytest.raises(BatchError, match=said):
+        layer(*recurrent_inputs(spec, 4, dice), states=states, plan=batch)
+    assert not states.data.any()
+
+
+def test_a_shape_that_is_none_is_refused() -> None:
+    with pytest.raises(BatchError, match=r"state_targets is torch.int64 of shape \(3,\)"):
+        Batch.from_lens(
+            [1, 1], [5, 6], state_slots=torch.tensor([0, 1]), state_targets=torch.tensor([2, 3, 4])
+        )

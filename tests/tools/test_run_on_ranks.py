@@ -1,0 +1,47 @@
+"""`polyattn run --context-parallel`: two processes serve as one does, checked against float64."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from polyattn.errors import SettingsError
+from polyattn.tools.cli.launch import check_launch
+
+SERVE = ["run", "gpt-oss-20b", "--requests=4", "--scale=0.2", "--max-tokens=4", "--cache-gb=0.2",
+         "--token-budget=256", "--json"]  # fmt: skip
+
+
+def report(command: list[str]) -> dict[str, object]:
+    ran = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=300, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    found: dict[str, object] = json.loads(ran.stdout)
+    return found
+
+
+def test_two_ranks_serve_what_one_serves() -> None:
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "polyattn"]
+    two = report([*launch, *SERVE, "--context-parallel=2"])
+    one = report(["polyattn", *SERVE])
+    for name in ("steps", "tokens", "generated_tokens", "requests", "checked_tokens"):
+        assert two[name] == one[name], name
+    assert two["context_parallel"] == 2 and 0 < two["max_error"] < 1.5e-2  # type: ignore[operator]
+    assert isinstance(two["steps"], int) and two["steps"] > 4, "prompts come in several chunks"
+
+
+def test_without_torchrun_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(
+        SettingsError, match="needs 2 processes and there are 1; start them with torchrun"
+    ):
+        check_launch(2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SettingsError, match="there are 4"):
+        check_launch(2)
+    check_launch(4)
