@@ -123,3 +123,38 @@ def _pick(stored: Tensor, blocks: Tensor | slice) -> Tensor:
     smaller = stored.view(shape[0] * parts, shape[1] // parts, *shape[2:])
     found = raw(smaller).index_select(0, pieces).view(stored.dtype)
     return found.view(len(blocks), *shape[1:])
+
+
+class Given:
+    """Keys and values that are at hand, (KV heads, keys, size)."""
+
+    def __init__(self, keys: Tensor, values: Tensor):
+        self.keys, self.values = keys, values
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        near = slice(span.start, span.stop)
+        if not span.sinks:
+            return self.keys[:, near], self.values[:, near]
+        keys, values = (
+            torch.cat([t[:, : span.sinks], t[:, near]], dim=1) for t in (self.keys, self.values)
+        )
+        return keys, values
+
+
+class Paged:
+    """Keys and values in the cache."""
+
+    def __init__(
+        self,
+        reader: PagedReader,
+        cache: KVCache,
+        index: int,
+        dtype: torch.dtype,
+    ):
+        self.reader, self.cache, self.index, self.dtype = reader, cache, index, dtype
+
+    def read(self, span: Span) -> tuple[Tensor, Tensor]:
+        return self.reader.read(self.cache, self.index, span, self.dtype)
+
+
+Source = Given | Paged

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from polyattn_cpu.alike import Alike
 from polyattn_cpu.cache_rope import turned_in_cache
-from polyattn_cpu.gather import PagedReader, Span, seen
+from polyattn_cpu.gather import Given, Paged, PagedReader, Source, Span, seen
 from polyattn_cpu.pointwise import Places, changed, summed
 
 QUERY_BLOCK = 256
@@ -94,7 +94,7 @@ class TorchSDPA(AttentionBackend):
             scales = (scales[0] * of_query, scales[1])
         for index, length in enumerate(batch.lens):
             rows = slice(batch.starts[index], batch.starts[index + 1])
-            source: _Source
+            source: Source
             if cache is None or (
                 length == batch.query_lens[index] and key is not None and not rounded
             ):
@@ -102,9 +102,9 @@ class TorchSDPA(AttentionBackend):
                 first = rows.start if cache is not None else batch.key_starts[index]
                 whole = slice(first, first + length)
                 pair = (t[whole].to(query.dtype).transpose(0, 1) for t in (key, value))
-                source = _Given(*pair)
+                source = Given(*pair)
             else:
-                source = _Paged(plan.reader, cache, index, query.dtype)
+                source = Paged(plan.reader, cache, index, query.dtype)
             places = None
             if self.pointwise is not None:
                 places = Places(spec, batch, index, params, query.device)
@@ -322,41 +322,6 @@ class TorchSDPA(AttentionBackend):
         _store_lse(lse, params, state.lse)
 
 
-class _Given:
-    """Keys and values that are at hand, (KV heads, keys, size)."""
-
-    def __init__(self, keys: Tensor, values: Tensor):
-        self.keys, self.values = keys, values
-
-    def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        near = slice(span.start, span.stop)
-        if not span.sinks:
-            return self.keys[:, near], self.values[:, near]
-        keys, values = (
-            torch.cat([t[:, : span.sinks], t[:, near]], dim=1) for t in (self.keys, self.values)
-        )
-        return keys, values
-
-
-class _Paged:
-    """Keys and values in the cache."""
-
-    def __init__(
-        self,
-        reader: PagedReader,
-        cache: KVCache,
-        index: int,
-        dtype: torch.dtype,
-    ):
-        self.reader, self.cache, self.index, self.dtype = reader, cache, index, dtype
-
-    def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        return self.reader.read(self.cache, self.index, span, self.dtype)
-
-
-_Source = _Given | _Paged
-
-
 class _Call:
     """What one sequence's attention takes beside its queries."""
 
@@ -365,7 +330,7 @@ class _Call:
     def __init__(
         self,
         spec: LayerSpec,
-        source: _Source,
+        source: Source,
         length: int,
         params: LayerParams,
         k_scale: float | Tensor,
