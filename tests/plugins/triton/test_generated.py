@@ -41,6 +41,7 @@ def spec() -> Iterator[LayerSpec]:
     unregister_variant("capped_here")
 
 
+@pytest.mark.slow
 def test_right_in_the_interpreter(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, Path(__file__).with_name("interpreted_variants.py")],
