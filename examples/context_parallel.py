@@ -1,4 +1,4 @@
-"""A prompt and its decodes over the keys of several processes, by torchrun:
+"""A prompt and its decodes over the keys of several processes, by torchrun.
 
 torchrun --nproc-per-node=2 examples/context_parallel.py
 """

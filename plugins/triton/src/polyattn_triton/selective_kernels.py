@@ -24,7 +24,7 @@ def _tokens(
     for i in tl.static_range(BLOCK_T):
         row = (start + at + i).to(tl.int64)
         live = at + i < end
-        rows = rows + (  # noqa: RUF005 - Triton knows no starred tuple
+        rows = rows + (  # type: ignore[assignment]  # noqa: RUF005 - Triton knows no starred tuple
             tl.load(X + row * x_t + d, mask=d_ok & live, other=0.0),
             tl.load(DT + row * dt_t + d, mask=d_ok & live, other=0.0),
             tl.load(B + row * b_t + n, mask=n_ok & live, other=0.0),
