@@ -3,9 +3,9 @@
     python .ci/versions.py oldest [--with torch==2.13.0]
     python .ci/versions.py newest
 
-The oldest: every dependency of core's, and of the extras `cli` and `conformance`, at the lower bound
-that pyproject.toml declares. `--with` takes another version in its place, where an index hasn't that
-one; it is printed. What pip is told otherwise (indexes) it takes from its own variables. The
+The oldest: every dependency of core's, and of the extras `cli`, `plot` and `conformance`, at the lower
+bound that pyproject.toml declares. `--with` takes another version in its place, where an index hasn't
+that one; it is printed. What pip is told otherwise (indexes) it takes from its own variables. The
 environment lies in build/versions/ and is made anew.
 """
 
@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PLUGINS = ("plugins/cpu", "plugins/cuda", "plugins/hpu", "plugins/rocm", "examples/plugin")
+EXTRAS = ("cli", "plot", "conformance")
 TESTS = (
     "tests/registry",
     "tests/selection",
@@ -34,7 +35,7 @@ def requirements() -> list[str]:
     """What core and the extras that the tests need declare."""
     project = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *extras["cli"], *extras["conformance"]]
+    return [*project["dependencies"], *(text for name in EXTRAS for text in extras[name])]
 
 
 def oldest(declared: list[str]) -> list[str]:
