@@ -17,6 +17,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.block_tables import without_first
 from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
 from polyattn.runtime.merge import AttentionState
+from polyattn.runtime.scales import used_scales
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:
@@ -213,8 +214,8 @@ def rescaled(case: Case, harness: AttentionHarness) -> None:
     inputs = harness.inputs(layer, case.batch)
     plan = layer.plan(inputs.batch)
     for factor in (1.0, 1.75, 0.5):
-        for scale in layer.scales.tensors.values():
-            scale.weight.given.mul_(factor)
+        for name in sorted(used_scales(case.spec)):  # what scales nothing stays 1
+            layer.scales.tensors[name].weight.given.mul_(factor)
         harness.check(layer, inputs, f"scales times {factor}: ", plan)
 
 
