@@ -36,11 +36,11 @@ def main(folder: Path) -> None:
         "",
         "## Conformance",
         "",
-        "| backend | cases | passed | refused | failed | skipped |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| backend | date | cases | passed | refused | failed | skipped |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
         *(
-            f"| {c['backend']} | {c['cases']} | {c['passed']} | {c['refused']} | {c['failed']} | "
-            f"{c['skipped']} |"
+            f"| {c['backend']} | {c['date']} | {c['cases']} | {c['passed']} | {c['refused']} | "
+            f"{c['failed']} | {c['skipped']} |"
             for c in counts
         ),
         "",

@@ -190,7 +190,6 @@ TRITON_SCAN = _scan(
     PROOF,
 )  # fmt: skip
 
-SERVICES_PROOF = {where: proof for where, proof in PROOF.items() if where != "sm_90"}
 TRITON_TOKEN_SCAN = _scan(
     "TRITON_TOKEN_SCAN",
     "token_scan:TritonTokenScan",
@@ -199,7 +198,7 @@ TRITON_TOKEN_SCAN = _scan(
     },
     "KDA, RWKV-7, RG-LRU and linear attention with a normaliser, in Triton, by the token",
     Priority(score=60, why="one launch; states stay in registers; a token after another"),
-    SERVICES_PROOF,
+    PROOF,
 )  # fmt: skip
 ATTENDING = frozenset(kind for kind in AttentionKind if not kind.is_recurrent)
 TRITON_STORE = BackendInfo(
@@ -226,7 +225,7 @@ TRITON_STORE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes a dozen"),
     ),
-    proof=SERVICES_PROOF,
+    proof=PROOF,
 )
 TRITON_MERGE = BackendInfo(
     name="TRITON_MERGE",
@@ -242,7 +241,7 @@ TRITON_MERGE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes five"),
     ),
-    proof=SERVICES_PROOF,
+    proof={where: proof for where, proof in PROOF.items() if where != "sm_90"},
 )
 
 

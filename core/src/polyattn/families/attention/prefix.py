@@ -28,9 +28,10 @@ from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
 CALL_US = {"cpu": 300.0}
-ACCELERATOR_CALL_US = 12.0
+ACCELERATOR_CALL_US = 18.0
 """What a call and its merge cost beside the keys that they read, in microseconds: the sharing must save
-more. On an H200 a launch that does little takes 4 to 6 us of device time, a merge as much."""
+more. Measured on an H200 over 4,096 shared tokens: rows break even between 8 and 16 of them, of which the
+saved bytes take 24 and 52 us at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
 CPU_BANDWIDTH = 10.0
 """GB/s where a device states none."""
 
