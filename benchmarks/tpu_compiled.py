@@ -2,9 +2,10 @@
 
     python benchmarks/tpu_compiled.py v5e --seconds 450
 
-Layers of the bundled models and variants of `tests/plugins/tpu/test_compiled.py`, each phase, and heads
-spread over several chips. Results are kept in results/tpu/compiled.json as they come, code bytes or the
-compiler's error; the next call goes on with what is missing, and begins anew where the code is another.
+Layers of the bundled models and variants of `tests/plugins/tpu/test_tpu_compiled.py`, each phase, and
+heads spread over several chips. Results are kept in results/tpu/compiled.json as they come, code bytes
+or the compiler's error; the next call goes on with what is missing, and begins anew where the code is
+another.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODULES = ("kernel", "functions", "latent", "recurrence", "planning", "configs",
 CHIPS = {"v5e": (4, 8), "v5p": (4, 8), "v6e": (4, 8), "v7x": (4,)}
 sys.path.insert(0, str(ROOT / "tests/plugins/tpu"))
 
-import test_compiled as suite  # noqa: E402
+import test_tpu_compiled as suite  # noqa: E402
 from polyattn_tpu import aot  # noqa: E402
 
 

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 STORES = """
 import itertools
 import torch
+from polyattn import LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams, StorePlan
 from polyattn.runtime.store import TorchStore
 from polyattn_triton.store import TritonStore
@@ -36,6 +37,7 @@ for dtype, stored, heads, layout, latent in itertools.product(
     for cache in (ours, theirs):
         for tensor in (cache.key, cache.value):
             tensor.fill_(7)
+    spec = LayerSpec(num_heads=heads, head_size=24, v_head_size=16)
     scale = params.k_scale
     # Wide in memory, so that tokens and heads have strides; halves of the scale are ties.
     wide = (torch.randn(TOKENS, heads, 64) * 9).to(dtype)
@@ -44,7 +46,7 @@ for dtype, stored, heads, layout, latent in itertools.product(
     key = wide[..., :24]
     value = key[..., :16] if latent else wide[..., 30:46]
     for store, cache in ((TritonStore, ours), (TorchStore, theirs)):
-        store(None, form, None).run(StorePlan(SLOTS), key, value, cache, params)
+        store(spec, form, None).run(StorePlan(SLOTS), key, value, cache, params)
     assert torch.equal(ours.key, theirs.key) and torch.equal(ours.value, theirs.value), form
     count += 1
 print(count)

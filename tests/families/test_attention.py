@@ -43,13 +43,14 @@ def specs(draw: st.DrawFn, caps: Capabilities) -> LayerSpec:
 
     window = draw(st.integers(1, 40)) if may("sliding_window") else None
     size = pick(draw, caps.head_sizes.examples((8, 16, 24, 64, 80)))
+    stored = [n for n in sorted(caps.kv_cache_dtypes) if n != "nvfp4" or size % 16 == 0]
     return LayerSpec(
         num_heads=kv_heads * ratio,
         num_kv_heads=kv_heads,
         head_size=size,
         v_head_size=pick(draw, (16, 32)) if may("v_head_size") else 0,
         dtype=pick(draw, sorted(caps.dtypes)),
-        kv_cache_dtype=pick(draw, sorted(caps.kv_cache_dtypes)),
+        kv_cache_dtype=pick(draw, stored),
         block_size=pick(draw, caps.block_sizes.examples((1, 3, 16, 32))),
         causal=not may("non_causal"),
         sliding_window=window,
