@@ -26,6 +26,8 @@ BACKENDS = [
     if {"cpu", ANY_PLATFORM} & info.capabilities.platforms.keys()
     and availability(info, 60.0) is None
 ]
+# What serves by name only is the reference itself: a hundred batches of it are enough.
+OTHERS = [name for name in BACKENDS if not discover().backends[name].by_name_only]
 
 
 @pytest.fixture
@@ -36,7 +38,7 @@ def flex_as_defined(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("flex_as_defined")
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OTHERS)
 def test_ten_thousand(backend: str) -> None:
     tally = random_batches(discover().backends[backend], CPU, 0, 10_000)
     assert not tally.failed, "\n".join(tally.failures)
