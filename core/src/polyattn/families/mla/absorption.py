@@ -27,15 +27,19 @@ def project(latent: Tensor, w_uv: Tensor) -> Tensor:
     return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
 
 
+def cached_rows(cache: KVCache, slots: Tensor, params: LayerParams, dtype: torch.dtype) -> Tensor:
+    """Return the latents cached at `slots`, (tokens, rank + rope), as the numbers they stand for."""
+    stored = cache.key
+    blocks, offsets = slots // cache.block_size, slots % cache.block_size
+    rows = raw(stored)[blocks, offsets, 0].view(stored.dtype).to(dtype)
+    return rows * params.k_scale if stored.dtype.itemsize == 1 else rows
+
+
 def expand_rows(
     cache: KVCache, slots: Tensor, weights: Weights, params: LayerParams, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Make keys and values, (tokens, heads, size) each, of the latents cached at `slots`."""
-    stored, rank = cache.key, cache.value.shape[3]
-    blocks, offsets = slots // cache.block_size, slots % cache.block_size
-    rows = raw(stored)[blocks, offsets, 0].view(stored.dtype).to(dtype)
-    if stored.dtype.itemsize == 1:
-        rows = rows * params.k_scale
+    rows, rank = cached_rows(cache, slots, params, dtype), cache.value.shape[3]
     latent, rope = rows[:, :rank], rows[:, rank:]
     heads, nope = weights[0].shape[:2]
     key = rows.new_empty(len(rows), heads, nope + rope.shape[1])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention import reference
+from polyattn.families.mla.absorption import cached_rows
 from polyattn.runtime.backend import LayerParams, SparseBackend
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Plan
@@ -29,17 +30,11 @@ class VanillaSparseMLA(SparseBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        stored, rank = cache.key, cache.value.shape[3]
-        scale = params.k_scale if stored.dtype.itemsize == 1 else 1.0
+        rank = cache.value.shape[3]
         alone = absorbed(self.spec).replace(causal=False)
         for token, row in enumerate(slots.cpu().long()):
-            chosen = row[row >= 0].to(stored.device)
-            blocks, offsets = chosen // cache.block_size, chosen % cache.block_size
-            keys = torch.stack(
-                [stored[b, o] for b, o in zip(blocks.tolist(), offsets.tolist(), strict=True)]
-                or [stored[0, 0]]
-            )[: len(chosen)]
-            keys = keys.to("cpu").to(torch.float64) * scale
+            chosen = row[row >= 0].to(cache.key.device)
+            keys = cached_rows(cache, chosen, params, torch.float64).cpu()[:, None]
             found, found_lse = reference.attend(
                 alone, query[token : token + 1], keys, keys[..., :rank]
             )
