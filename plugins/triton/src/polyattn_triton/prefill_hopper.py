@@ -153,25 +153,37 @@ def _softmax(
 
 
 @gluon.jit
+def _sums(weights):
+    """Sums of a row's weights, one for each column that a thread holds of eight: no exchange yet."""
+    rows: gl.constexpr = weights.shape[0]
+    return gl.sum(weights.reshape([rows, weights.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
 def _step(
-    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, i, count, seq_len, row_pos,
-    by, MASK: gl.constexpr, CAUSAL: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, i, count, seq_len,
+    row_pos, by, HALF: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The scores of key tile `i`, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = acc.type.layout
     stage = i % STAGES
     before = (i - 1) % STAGES
+    if TURNS:  # one group's products, then the other's: each has its softmax meanwhile
+        mbarrier.wait(turns.index(HALF), (i + HALF) & 1)
     s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index(1 - HALF))
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
     key = (count - 1 - i) * BLOCK_N
     weights, m, alpha = _softmax(s, m, key, seq_len, row_pos, by, MASK, CAUSAL, BLOCK_N)
-    l = l * alpha + gl.sum(weights, 1)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
     weights = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     # The next keys are waited for here: ptxas moves the wait for the product before the softmax
@@ -187,9 +199,10 @@ def _step(
 @gluon.jit
 def _consume(
     Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    by, q_t, q_h, o_t, o_h, lse_t,
+    turns, by, q_t, q_h, o_t, o_h, lse_t,
     HALF: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """Attend with one half of the tile's rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
@@ -228,7 +241,7 @@ def _consume(
     mbarrier.arrive(k_empty.index(0))
     m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     weights, m, _alpha = _softmax(s, m, key, seq_len, row_pos, by, True, CAUSAL, BLOCK_N)
-    l = gl.sum(weights, 1)
+    l = _sums(weights)
     p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
     acc = gl.zeros([64, D], gl.float32, OUTPUT)
     if key + BLOCK_N > seq_len:
@@ -240,18 +253,19 @@ def _consume(
     for i in range(1, masked):
         acc, m, l, p = _step(
             acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            i, count, seq_len, row_pos, by, True, CAUSAL, BLOCK_N, STAGES,
+            turns, i, count, seq_len, row_pos, by, HALF, True, CAUSAL, BLOCK_N, STAGES, TURNS,
         )  # fmt: skip
     for i in range(gl.maximum(masked, 1), count):
         acc, m, l, p = _step(
             acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            i, count, seq_len, row_pos, by, False, CAUSAL, BLOCK_N, STAGES,
+            turns, i, count, seq_len, row_pos, by, HALF, False, CAUSAL, BLOCK_N, STAGES, TURNS,
         )  # fmt: skip
     last = count - 1
     mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
     acc = warpgroup_mma(p, v_smem.index(last % STAGES), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
 
+    l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
     safe = gl.where(l == 0.0, 1.0, l)
     out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
     q.store(out.to(DTYPE))  # through shared memory: whole rows leave at once
@@ -272,7 +286,7 @@ def prefill_hopper_kernel(
     q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, lse_t, bt_s,
     G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LSE: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 (token, head of group) rows of one KV head. Grid: (tiles, KV heads).
 
@@ -289,6 +303,9 @@ def prefill_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for half in gl.static_range(2):
+        mbarrier.init(turns.index(half), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
@@ -301,16 +318,16 @@ def prefill_hopper_kernel(
                 _consume,
                 (
                     Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, by, q_t, q_h, o_t, o_h, lse_t,
-                    0, G, D, BLOCK_M, BLOCK_N, CAUSAL, STAGES, HAS_LSE,
+                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t,
+                    0, G, D, BLOCK_M, BLOCK_N, CAUSAL, STAGES, HAS_LSE, TURNS,
                 ),
             ),
             (
                 _consume,
                 (
                     Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, by, q_t, q_h, o_t, o_h, lse_t,
-                    1, G, D, BLOCK_M, BLOCK_N, CAUSAL, STAGES, HAS_LSE,
+                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t,
+                    1, G, D, BLOCK_M, BLOCK_N, CAUSAL, STAGES, HAS_LSE, TURNS,
                 ),
             ),
             (
