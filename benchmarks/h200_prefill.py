@@ -51,8 +51,8 @@ class Variant:
     size: int = 128
     block_n: int = 128
     stages: int = 2
-    registers: int = 240
     turns: bool = True
+    way: str = "whole"
     dtype: str = "bfloat16"
     lse: bool = False
     steps: tuple[str, ...] = tuple(STEPS)
@@ -61,21 +61,24 @@ class Variant:
 BASE = Variant("pages of 16")
 VARIANTS = (
     BASE,
+    replace(BASE, name="first, pages of 16", way="first"),
+    replace(BASE, name="first, packed", way="first", page=0),
+    replace(BASE, name="first, packed, no turns", way="first", page=0, turns=False),
+    replace(BASE, name="first, packed, 3 stages", way="first", page=0, stages=3),
+    replace(BASE, name="packed", page=0),
+    replace(BASE, name="pieces of 16", way="pieces"),
     replace(BASE, name="pages of 64", page=64),
     replace(BASE, name="pages of 256", page=256),
-    replace(BASE, name="packed", page=0),
-    replace(BASE, name="packed, 3 stages", page=0, stages=3),
-    replace(BASE, name="pages of 16, 3 stages", stages=3),
-    replace(BASE, name="pages of 16, 64 keys, 4 stages", block_n=64, stages=4),
-    replace(BASE, name="64 keys, packed", page=0, block_n=64, stages=4),
     replace(BASE, name="pages of 16, no turns", turns=False),
     replace(BASE, name="packed, no turns", page=0, turns=False),
-    replace(BASE, name="packed, no turns, 3 stages", page=0, turns=False, stages=3),
-    replace(BASE, name="packed, 232 registers", page=0, registers=232),
+    replace(BASE, name="pages of 16, 64 keys, 4 stages", block_n=64, stages=4),
+    replace(BASE, name="64 keys, 4 stages, packed", page=0, block_n=64, stages=4),
     replace(BASE, name="28/4 heads, lse", heads=28, kv_heads=4, lse=True),
+    replace(BASE, name="28/4 heads, lse, pieces", heads=28, kv_heads=4, lse=True, way="pieces"),
     replace(BASE, name="8/8 heads, fp16", heads=8, dtype="float16", steps=("1 x 8192",)),
-    replace(BASE, name="heads of 64", size=64, steps=("1 x 8192", "4 x 2048")),
-    replace(BASE, name="heads of 64, 3 stages", size=64, stages=3, steps=("1 x 8192",)),
+    replace(BASE, name="heads of 64", size=64, stages=3),
+    replace(BASE, name="heads of 64, packed", size=64, page=0, stages=3),
+    replace(BASE, name="heads of 64, 2 stages", size=64, steps=("1 x 8192",)),
 )
 
 
@@ -85,9 +88,10 @@ class Step:
     def __init__(self, variant: Variant, queries: list[int], lens: list[int]):
         import numpy as np
         import torch
+        from h200_prefill_first import prefill_hopper_kernel as first_kernel
         from polyattn_triton.descriptors import described
         from polyattn_triton.prefill_hopper import prefill_hopper_kernel
-        from polyattn_triton.schedule import rows_of
+        from polyattn_triton.schedule import Rates, Tiles, rows_of, stretches
 
         v, device = variant, "cuda"
         dtype = getattr(torch, v.dtype)
@@ -142,16 +146,57 @@ class Step:
             torch.from_numpy(a).to(device) for a in (n.astype(np.int32), starts, key_starts, work)
         ]
         lens_on, starts_on, key_starts_on, work_on = self.ints
-        args = (
-            self.query, key.descriptor, value.descriptor, self.out, self.lse, self.table, lens_on,
-            starts_on, key_starts_on, work_on, self.scale,
+        sms = torch.cuda.get_device_properties(0).multi_processor_count
+        strides = (
             *self.query.stride()[:2], key.block, key.row, key.column, value.block, value.row,
             value.column, *self.out.stride()[:2], self.lse.stride(0), self.table.stride(0),
-            self.group, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.lse, v.stages,
-            v.registers, v.turns,
         )  # fmt: skip
-        grid = (len(longest), v.kv_heads, 1)
-        self.run: Callable[[], Any] = lambda: prefill_hopper_kernel[grid](*args, num_warps=4)
+        if v.way == "first":
+            given = (
+                self.query, key.descriptor, value.descriptor, self.out, self.lse, self.table, lens_on,
+                starts_on, key_starts_on, work_on, self.scale, *strides,
+                self.group, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.lse, v.stages,
+                240, v.turns,
+            )  # fmt: skip
+            whole = (len(longest), v.kv_heads, 1)
+            self.run: Callable[[], Any] = lambda: first_kernel[whole](*given, num_warps=4)
+            return
+        split = v.way == "pieces"
+        programs = max(1, sms // v.kv_heads) if split else min(sms, len(longest) * v.kv_heads)
+        height = 2 * programs * v.kv_heads * 128 if split else 1
+        self.parts = torch.full((height, v.size), torch.nan, device=device)
+        self.part_lse = torch.full((height,), torch.nan, device=device)
+        if split:
+            tiles = Tiles(seq, row, -(-seen // v.block_n))
+            work_on = torch.from_numpy(stretches(tiles.keys, programs, Rates(1, 2)).work(tiles)).to(
+                device
+            )
+        args = (
+            self.query, key.descriptor, value.descriptor, self.out, self.lse, self.parts, self.part_lse,
+            self.table, lens_on, starts_on, key_starts_on, work_on, self.scale, *strides, len(longest),
+            self.group, v.kv_heads, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.lse, split,
+            v.stages, v.turns,
+        )  # fmt: skip
+        grid = (programs, v.kv_heads if split else 1, 1)
+
+        def run() -> None:
+            prefill_hopper_kernel[grid](*args, num_warps=4)
+            if split:
+                self.merge(programs, work_on, starts_on)
+
+        self.run = run
+
+    def merge(self, programs: int, work: Any, starts: Any) -> None:
+        """Merge the pieces' parts."""
+        from polyattn_triton.decode import merge_kernel
+        from polyattn_triton.launch import merge_constants, merge_rows
+
+        v, one = self.variant, self.part_lse
+        constants = merge_constants(self.group, v.size, 128, True, False, False, v.lse, False)
+        merge_kernel[(programs, -(-128 // merge_rows(128, v.size)), v.kv_heads)](
+            self.parts, self.part_lse, self.out, self.lse, one, one, one, starts, work, 1.0,
+            *self.out.stride()[:2], self.lse.stride(0), *constants, num_warps=4,
+        )  # fmt: skip
 
     def flops(self) -> float:
         """Multiplications and additions of the two products, what the mask hides left out."""

@@ -3,7 +3,8 @@
 As FlashAttention-3 (Shah et al., 2024): one warp asks the copy engine (TMA) for tiles of K and V, two
 groups of four warps have 64 rows of a tile each. A group issues the scores of its next keys before the
 product of these weights with V, and takes the exponentials of the former while the latter runs.
-Keys are gone through from the last to the first, so that those that need a mask come first.
+Keys are gone through from the last to the first, so that those that need a mask come first. A program
+has several tiles or stretches of them: while the groups store one, the next one's copies arrive.
 
 Gluon has no interpreter: CI compiles this ahead of time, and the H200 checks its values.
 """
@@ -26,29 +27,93 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _tile(
-    SEQ_LENS, STARTS, WORK,
-    G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-):  # fmt: skip
-    """A program's tile: sequence, first token, query length, first row, length; its key tiles.
+def _begin(WORK, tiles, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
+    """A program's first item, and where its items end: (at, stop, low, high, tile, seq, start, head).
 
-    Of key tiles [0, `count`) those from `full` on need a mask; there is always one.
+    `SPLIT`: a stretch of the line of tiles, as `tiles.my_stretch`. Else jobs (tile, KV head), which are
+    dealt there and back; `low` counts the rounds.
     """
-    seq = gl.load(WORK + gl.program_id(0))
-    start = gl.load(WORK + gl.num_programs(0) + gl.program_id(0))
+    program = gl.program_id(0)
+    if SPLIT:
+        programs = gl.num_programs(0)
+        share = gl.load(WORK)
+        COLUMN = WORK + 4 + program
+        tile = gl.load(COLUMN)
+        low = gl.load(COLUMN + programs)
+        high = gl.load(COLUMN + 2 * programs)
+        seq = gl.load(COLUMN + 3 * programs)
+        start = gl.load(COLUMN + 4 * programs)
+        at = program * share
+        stop = gl.minimum(at + share, gl.load(WORK + 1))
+        head = gl.program_id(1)
+    else:
+        at = program
+        stop = tiles * KV_HEADS
+        low = 0
+        high = 0
+        tile = gl.minimum(at // KV_HEADS, tiles - 1)
+        head = at % KV_HEADS
+        seq = gl.load(WORK + tile)
+        start = gl.load(WORK + tiles + tile)
+    return at, stop, low, high, tile, seq, start, head
+
+
+@gluon.jit
+def _advance(WORK, tiles, low, high, tile, head, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
+    """The item after this one: (at, low, high, tile, seq, start, head)."""
+    if SPLIT:
+        count = gl.load(WORK + 3)
+        LINE = WORK + 4 + 5 * gl.num_programs(0)
+        at = high
+        low = high
+        tile = gl.minimum(tile + 1, count - 1)
+        high = gl.load(LINE + tile + 1)
+        seq = gl.load(LINE + count + 1 + tile)
+        start = gl.load(LINE + 2 * count + 1 + tile)
+    else:
+        programs = gl.num_programs(0)
+        program = gl.program_id(0)
+        low += 1
+        at = low * programs + gl.where(low % 2 == 1, programs - 1 - program, program)
+        tile = gl.minimum(at // KV_HEADS, tiles - 1)
+        head = at % KV_HEADS
+        seq = gl.load(WORK + tile)
+        start = gl.load(WORK + tiles + tile)
+    return at, low, high, tile, seq, start, head
+
+
+@gluon.jit
+def _bounds(
+    SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+    G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr,
+):  # fmt: skip
+    """An item's rows and keys: first token, query length, length, and its key tiles.
+
+    These are [`first`, `first` + `count`), at least one, those from `full` on need a mask, and no key
+    from `limit` on counts.
+    """
     token0 = gl.load(STARTS + seq)
     query_len = gl.load(STARTS + seq + 1) - token0
     seq_len = gl.load(SEQ_LENS + seq)
-    high = seq_len
+    seen = seq_len
     full = seq_len // BLOCK_N
     if CAUSAL:
         context = seq_len - query_len
         last = context + (gl.minimum(start + BLOCK_M, query_len * G) - 1) // G
-        high = gl.minimum(high, last + 1)
+        seen = gl.minimum(seen, last + 1)
         full = gl.minimum(full, (context + start // G + 1) // BLOCK_N)
-    count = gl.maximum(gl.cdiv(high, BLOCK_N), 1)
-    full = gl.maximum(gl.minimum(full, count), 0)
-    return seq, token0, query_len, start, seq_len, count, full
+    first = 0
+    end = gl.cdiv(seen, BLOCK_N)
+    limit = seq_len
+    if SPLIT:
+        keys_at = low + gl.load(WORK + 2)
+        first = gl.maximum(at - keys_at, 0)
+        end = gl.minimum(end, gl.minimum(stop, high) - keys_at)
+        limit = gl.minimum(limit, end * BLOCK_N)
+    count = gl.maximum(end - first, 1)
+    full = gl.maximum(gl.minimum(full, first + count), first)
+    return token0, query_len, seq_len, first, count, full, limit
 
 
 @gluon.jit
@@ -73,47 +138,57 @@ def _rows(
 @gluon.jit
 def _produce(
     K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    k_b, k_row, k_col, v_b, v_row, v_col, bt_s,
-    G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr,
+    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles,
+    G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the tile's keys and values, the last first, into stages as these become free."""
+    """Copy the items' keys and values, the last first, into stages as these become free."""
     BOX: gl.constexpr = K.block_shape[0]
     BOXES: gl.constexpr = BLOCK_N // BOX
     BYTES: gl.constexpr = BLOCK_N * D * 2
-    kv_head = gl.program_id(1)
-    seq, _token0, _query_len, _start, seq_len, count, _full = _tile(
-        SEQ_LENS, STARTS, WORK, G, BLOCK_M, BLOCK_N, CAUSAL
-    )
-    k_first = kv_head * k_row
-    v_first = kv_head * v_row
-    if not PAGED:
-        key_start = gl.load(KEY_STARTS + seq)
-        k_first += key_start
-        v_first += key_start
-    BT += seq.to(gl.int64) * bt_s
-    for i in range(count):
-        key = (count - 1 - i) * BLOCK_N
-        stage = i % STAGES
-        free = (i // STAGES + 1) & 1  # of a stage never used: at once
-        k_rows = _rows(
-            BT, key, seq_len, k_first, k_b, K.shape[0], PAGED, BLOCK_SIZE, BOX, BOXES
+    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, KV_HEADS, SPLIT)
+    n = 0
+    while at < stop:
+        _token0, _query_len, seq_len, first, count, _full, _limit = _bounds(
+            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+            G, BLOCK_M, BLOCK_N, CAUSAL, SPLIT,
         )  # fmt: skip
-        v_rows = _rows(
-            BT, key, seq_len, v_first, v_b, V.shape[0], PAGED, BLOCK_SIZE, BOX, BOXES
-        )  # fmt: skip
-        bar = k_full.index(stage)
-        mbarrier.wait(k_empty.index(stage), free)
-        mbarrier.expect(bar, BYTES)
-        for box in gl.static_range(BOXES):
-            to = k_smem.index(stage).slice(box * BOX, BOX)
-            tma.async_copy_global_to_shared(K, [k_rows[box], kv_head * k_col], bar, to)
-        bar = v_full.index(stage)
-        mbarrier.wait(v_empty.index(stage), free)
-        mbarrier.expect(bar, BYTES)
-        for box in gl.static_range(BOXES):
-            to = v_smem.index(stage).slice(box * BOX, BOX)
-            tma.async_copy_global_to_shared(V, [v_rows[box], kv_head * v_col], bar, to)
+        k_first = head * k_row
+        v_first = head * v_row
+        k_at = head * k_col
+        v_at = head * v_col
+        if not PAGED:
+            key_start = gl.load(KEY_STARTS + seq)
+            k_first += key_start
+            v_first += key_start
+        TABLE = BT + seq.to(gl.int64) * bt_s
+        at, low, high, tile, seq, start, head = _advance(
+            WORK, tiles, low, high, tile, head, KV_HEADS, SPLIT
+        )
+        for i in range(count):
+            key = (first + count - 1 - i) * BLOCK_N
+            stage = n % STAGES
+            free = (n // STAGES + 1) & 1  # of a stage never used: at once
+            k_rows = _rows(
+                TABLE, key, seq_len, k_first, k_b, K.shape[0], PAGED, BLOCK_SIZE, BOX, BOXES
+            )  # fmt: skip
+            v_rows = _rows(
+                TABLE, key, seq_len, v_first, v_b, V.shape[0], PAGED, BLOCK_SIZE, BOX, BOXES
+            )  # fmt: skip
+            bar = k_full.index(stage)
+            mbarrier.wait(k_empty.index(stage), free)
+            mbarrier.expect(bar, BYTES)
+            for box in gl.static_range(BOXES):
+                to = k_smem.index(stage).slice(box * BOX, BOX)
+                tma.async_copy_global_to_shared(K, [k_rows[box], k_at], bar, to)
+            bar = v_full.index(stage)
+            mbarrier.wait(v_empty.index(stage), free)
+            mbarrier.expect(bar, BYTES)
+            for box in gl.static_range(BOXES):
+                to = v_smem.index(stage).slice(box * BOX, BOX)
+                tma.async_copy_global_to_shared(V, [v_rows[box], v_at], bar, to)
+            n += 1
 
 
 @gluon.jit
@@ -132,14 +207,14 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, m, key, seq_len, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    s, m, key, limit, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """From scores to weights: these, the new maximum (unscaled), and what older sums count."""
     LAYOUT: gl.constexpr = s.type.layout
     if MASK:
         key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        seen = (key_pos < seq_len)[None, :]
+        seen = (key_pos < limit)[None, :]
         if CAUSAL:
             seen = seen & (key_pos[None, :] <= row_pos[:, None])
         s = gl.where(seen, s, float("-inf"))
@@ -160,36 +235,42 @@ def _sums(weights):
 
 
 @gluon.jit
+def _sums(weights):
+    """Sums of a row's weights, one for each column that a thread holds of eight: no exchange yet."""
+    rows: gl.constexpr = weights.shape[0]
+    return gl.sum(weights.reshape([rows, weights.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
 def _step(
-    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, i, count, seq_len,
-    row_pos, by, HALF: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
+    limit, row_pos, by, HALF: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The scores of key tile `i`, which is there, while the weights of the one before meet V."""
+    """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = acc.type.layout
-    stage = i % STAGES
-    before = (i - 1) % STAGES
+    stage = n % STAGES
+    before = (n - 1) % STAGES
     if TURNS:  # one group's products, then the other's: each has its softmax meanwhile
-        mbarrier.wait(turns.index(HALF), (i + HALF) & 1)
+        mbarrier.wait(turns.index(HALF), (turn + 1 - HALF) & 1)
     s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(before), ((i - 1) // STAGES) & 1)
+    mbarrier.wait(v_full.index(before), ((n - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
     if TURNS:
         mbarrier.arrive(turns.index(1 - HALF))
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
-    key = (count - 1 - i) * BLOCK_N
-    weights, m, alpha = _softmax(s, m, key, seq_len, row_pos, by, MASK, CAUSAL, BLOCK_N)
+    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, BLOCK_N)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
     weights = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     # The next keys are waited for here: ptxas moves the wait for the product before the softmax
     # unless a branch lies between them.
-    i += 1
-    mbarrier.wait(k_full.index(i % STAGES), (i // STAGES) & 1, pred=i < count)
+    n += 1
+    mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(before))
@@ -197,106 +278,199 @@ def _step(
 
 
 @gluon.jit
-def _consume(
-    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    turns, by, q_t, q_h, o_t, o_h, lse_t,
-    HALF: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr,
-    TURNS: gl.constexpr,
+def _load_query(
+    q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Attend with one half of the tile's rows."""
+    """Copy a group's 64 (token, head) rows into shared memory, without waiting."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+    at = (token0 + row // G).to(gl.int64) * q_t + (head * G + row % G) * q_h
+    async_copy.async_copy_global_to_shared(
+        q,
+        Q + at[:, None] + offs[None, :],
+        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _store(
+    acc, m, l, by, OUT, LSE, q, token0, query_len, start, head, o_t, o_h, lse_t,
+    G: gl.constexpr, D: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Store a group's rows, through the shared memory of its query: whole rows leave at once."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = m.type.layout
+    safe = gl.where(l == 0.0, 1.0, l)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
+    q.store(out.to(q.dtype))
+    gl.thread_barrier()
+    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+    at = (token0 + row // G).to(gl.int64) * o_t + (head * G + row % G) * o_h
+    gl.store(
+        OUT + at[:, None] + offs[None, :], q.load(WIDE),
+        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
+    )  # fmt: skip
+    if HAS_LSE:
+        row = start + gl.arange(0, 64, layout=ROW)
+        lse = gl.where(l == 0.0, float("-inf"), (m * by + gl.log2(safe)) * LN2)
+        at = (token0 + row // G).to(gl.int64) * lse_t + head * G + row % G
+        gl.store(LSE + at, lse, mask=row < query_len * G)
+
+
+@gluon.jit
+def _store_part(
+    acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr,
+):  # fmt: skip
+    """Store a group's rows of a piece, normalised, with their LSE in base 2; `at`: the first's place."""
+    OUTPUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = m.type.layout
+    safe = gl.where(l == 0.0, 1.0, l)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
+    to = (at + row).to(gl.int64) * D
+    gl.store(
+        PARTS + to[:, None] + offs[None, :], out, mask=(row < held)[:, None] & (offs < D)[None, :]
+    )
+    row = gl.arange(0, 64, layout=ROW)
+    lse = gl.where(l == 0.0, float("-inf"), m * by + gl.log2(safe))
+    gl.store(PART_LSE + at + row, lse, mask=row < held)
+
+
+@gluon.jit
+def _consume(
+    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t, tiles,
+    HALF: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
+    STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """Attend with one half of the items' rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    kv_head = gl.program_id(1)
-    _seq, token0, query_len, start, seq_len, count, full = _tile(
-        SEQ_LENS, STARTS, WORK, G, BLOCK_M, BLOCK_N, CAUSAL
-    )
-    start += HALF * 64
-
-    q = q_smem.index(HALF)
-    row_w = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    offs_w = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    held = (row_w < query_len * G)[:, None] & (offs_w < D)[None, :]
-    token_w = (token0 + row_w // G).to(gl.int64)
-    head_w = kv_head * G + row_w % G
-    async_copy.async_copy_global_to_shared(
-        q, Q + (token_w * q_t + head_w * q_h)[:, None] + offs_w[None, :], mask=held
-    )
-    async_copy.commit_group()
-    async_copy.wait_group(0)
-    fence_async_shared()
-    gl.thread_barrier()
-
-    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, SCORES))
-    row_pos = seq_len - query_len + row // G
-    key = (count - 1) * BLOCK_N
-    mbarrier.wait(k_full.index(0), 0)
-    s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
-    s = warpgroup_mma(q, k_smem.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
-    s = warpgroup_mma_wait(0, deps=[s])
-    gl.thread_barrier()
-    mbarrier.arrive(k_empty.index(0))
-    m = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    weights, m, _alpha = _softmax(s, m, key, seq_len, row_pos, by, True, CAUSAL, BLOCK_N)
-    l = _sums(weights)
-    p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
-    acc = gl.zeros([64, D], gl.float32, OUTPUT)
-    if key + BLOCK_N > seq_len:
-        mbarrier.wait(v_full.index(0), 0)
-        _clear(v_smem.index(0), seq_len - key, D, BLOCK_N)
-    mbarrier.wait(k_full.index(1 % STAGES), 1 // STAGES & 1, pred=count > 1)
-
-    masked = count - full
-    for i in range(1, masked):
-        acc, m, l, p = _step(
-            acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            turns, i, count, seq_len, row_pos, by, HALF, True, CAUSAL, BLOCK_N, STAGES, TURNS,
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, KV_HEADS, SPLIT)
+    n = 0
+    item = 0
+    if at < stop:
+        token0 = gl.load(STARTS + seq)
+        _load_query(
+            q_smem.index(HALF), Q, token0, gl.load(STARTS + seq + 1) - token0, start + HALF * 64, head,
+            q_t, q_h, G, D,
         )  # fmt: skip
-    for i in range(gl.maximum(masked, 1), count):
-        acc, m, l, p = _step(
-            acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-            turns, i, count, seq_len, row_pos, by, HALF, False, CAUSAL, BLOCK_N, STAGES, TURNS,
+    while at < stop:
+        token0, query_len, seq_len, first, count, full, limit = _bounds(
+            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+            G, BLOCK_M, BLOCK_N, CAUSAL, SPLIT,
         )  # fmt: skip
-    last = count - 1
-    mbarrier.wait(v_full.index(last % STAGES), (last // STAGES) & 1)
-    acc = warpgroup_mma(p, v_smem.index(last % STAGES), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
+        my_low = low
+        my_high = high
+        my_start = start + HALF * 64
+        my_head = head
+        at, low, high, tile, seq, start, head = _advance(
+            WORK, tiles, low, high, tile, head, KV_HEADS, SPLIT
+        )
+        next_token0 = gl.load(STARTS + seq)
+        next_query_len = gl.load(STARTS + seq + 1) - next_token0
+        q = q_smem.index(2 * (item % 2) + HALF)
+        row_pos = (
+            seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
+        )  # fmt: skip
+        async_copy.wait_group(0)
+        fence_async_shared()
+        gl.thread_barrier()
 
-    l = gl.convert_layout(gl.sum(l, 1), gl.SliceLayout(1, SCORES))
-    safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
-    q.store(out.to(DTYPE))  # through shared memory: whole rows leave at once
-    gl.thread_barrier()
-    gl.store(
-        OUT + (token_w * o_t + head_w * o_h)[:, None] + offs_w[None, :],
-        q.load(WIDE).to(OUT.dtype.element_ty), mask=held,
-    )  # fmt: skip
-    if HAS_LSE:
-        lse = gl.where(l == 0.0, float("-inf"), (m * by + gl.log2(safe)) * LN2)
-        at = (token0 + row // G).to(gl.int64) * lse_t + kv_head * G + row % G
-        gl.store(LSE + at, lse, mask=row < query_len * G)
+        key = (first + count - 1) * BLOCK_N
+        mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1)
+        s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
+        k = k_smem.index(n % STAGES).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        gl.thread_barrier()
+        mbarrier.arrive(k_empty.index(n % STAGES))
+        m = gl.full([64], float("-inf"), gl.float32, ROW)
+        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, BLOCK_N)
+        l = _sums(weights)
+        p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+        acc = gl.zeros([64, D], gl.float32, OUTPUT)
+        if key + BLOCK_N > seq_len:
+            mbarrier.wait(v_full.index(n % STAGES), (n // STAGES) & 1)
+            _clear(v_smem.index(n % STAGES), seq_len - key, D, BLOCK_N)
+        mbarrier.wait(k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=count > 1)
+
+        masked = first + count - full
+        turn = n - item
+        for i in range(1, masked):
+            acc, m, l, p = _step(
+                acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                HALF, True, CAUSAL, BLOCK_N, STAGES, TURNS,
+            )  # fmt: skip
+        for i in range(gl.maximum(masked, 1), count):
+            acc, m, l, p = _step(
+                acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                HALF, False, CAUSAL, BLOCK_N, STAGES, TURNS,
+            )  # fmt: skip
+        n += count
+        item += 1
+        last = (n - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
+        if at < stop:  # the next item's query, while this one's last product runs and is stored
+            _load_query(
+                q_smem.index(2 * (item % 2) + HALF), Q, next_token0, next_query_len,
+                start + HALF * 64, head, q_t, q_h, G, D,
+            )  # fmt: skip
+        l = gl.convert_layout(gl.sum(l, 1), ROW)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        gl.thread_barrier()
+        mbarrier.arrive(v_empty.index(last))
+        if SPLIT:
+            share = gl.load(WORK)
+            program = gl.program_id(0)
+            begun = my_low // share
+            if (my_high - 1) // share > begun:
+                part = 2 * program + (begun == program).to(gl.int32)
+                place = (part * KV_HEADS + my_head) * BLOCK_M + HALF * 64
+                held = query_len * G - my_start
+                _store_part(acc, m, l, by, PARTS, PART_LSE, place, held, D)
+            else:
+                _store(
+                    acc, m, l, by, OUT, LSE, q, token0, query_len, my_start, my_head,
+                    o_t, o_h, lse_t, G, D, HAS_LSE,
+                )  # fmt: skip
+        else:
+            _store(
+                acc, m, l, by, OUT, LSE, q, token0, query_len, my_start, my_head,
+                o_t, o_h, lse_t, G, D, HAS_LSE,
+            )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["lse_t", "bt_s"])
+@gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles"])
 def prefill_hopper_kernel(
-    Q, K, V, OUT, LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale,
-    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, lse_t, bt_s,
-    G: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr, HAS_LSE: gl.constexpr,
-    STAGES: gl.constexpr, REGISTERS: gl.constexpr, TURNS: gl.constexpr,
+    Q, K, V, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale,
+    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, lse_t, bt_s, tiles,
+    G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 (token, head of group) rows of one KV head. Grid: (tiles, KV heads).
+    """Tiles of 128 (token, head of group) rows of one KV head, whole or in pieces.
 
-    `K`, `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most
-    `BLOCK_N`; a block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns.
+    Grid: (programs, 1), `tiles` of them, longest first, dealt out with all KV heads; `SPLIT`:
+    (programs, KV heads), whose stretches WORK holds, and `merge_kernel` merges. `K`, `V`: descriptors of
+    (rows, columns) in boxes of as many rows as lie together, at most `BLOCK_N`; a block begins `k_b` rows
+    after the one before, a head `k_row` rows and `k_col` columns (`descriptors`).
     """
     gl.static_assert(gl.num_warps() == 4 and BLOCK_M == 128)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(DTYPE, [2, 64, D], SHARED)
+    q_smem = gl.allocate_shared_memory(DTYPE, [4, 64, D], SHARED)  # two items, of two groups each
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -317,17 +491,17 @@ def prefill_hopper_kernel(
             (
                 _consume,
                 (
-                    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t,
-                    0, G, D, BLOCK_M, BLOCK_N, CAUSAL, STAGES, HAS_LSE, TURNS,
+                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t, tiles,
+                    0, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, SPLIT, STAGES, HAS_LSE, TURNS,
                 ),
             ),
             (
                 _consume,
                 (
-                    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t,
-                    1, G, D, BLOCK_M, BLOCK_N, CAUSAL, STAGES, HAS_LSE, TURNS,
+                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t, tiles,
+                    1, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, SPLIT, STAGES, HAS_LSE, TURNS,
                 ),
             ),
             (
@@ -335,11 +509,11 @@ def prefill_hopper_kernel(
                 (
                     K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
                     k_full, k_empty, v_full, v_empty,
-                    k_b, k_row, k_col, v_b, v_row, v_col, bt_s,
-                    G, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, STAGES,
+                    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles,
+                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, SPLIT, STAGES,
                 ),
             ),
         ],
         [4, 1],
-        [REGISTERS, 24],
+        [240, 24],
     )  # fmt: skip
