@@ -37,7 +37,7 @@ CHECKS = {
     "fresh": ([1, 5, 127, 128, 129, 300, 1000], [1, 5, 127, 128, 129, 300, 1000]),
     "chunks": ([100, 512, 33, 1, 64, 700], [1000, 2001, 40, 513, 64, 3333]),
 }
-BACKENDS = ("TRITON_ATTN", "FLASH_ATTN_V3")
+BACKENDS = (("TRITON_ATTN", False), ("TRITON_ATTN", True), ("FLASH_ATTN_V3", False))
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,9 @@ class Step:
                 device
             )
         args = (
-            self.query, key.descriptor, value.descriptor, self.out, self.lse, self.parts, self.part_lse,
-            self.table, lens_on, starts_on, key_starts_on, work_on, self.scale, *strides, len(longest),
+            self.query, self.out, self.lse, self.parts, self.part_lse,
+            self.table, lens_on, starts_on, key_starts_on, work_on, self.scale, 1.0, *strides[:10],
+            key.descriptor, value.descriptor, *strides[10:], len(longest),
             self.group, v.kv_heads, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.lse, split,
             v.stages, v.turns,
         )  # fmt: skip
@@ -289,7 +290,9 @@ def of_variant(variant: Variant) -> dict[str, Any]:
     return row
 
 
-def of_backend(name: str, paged: bool, heads: tuple[int, int], size: int) -> dict[str, Any]:
+def of_backend(
+    name: str, paged: bool, heads: tuple[int, int], size: int, portable: bool
+) -> dict[str, Any]:
     """Time a backend on the same steps."""
     import h200_ragged as ragged
     from polyattn import LayerSpec
@@ -300,12 +303,15 @@ def of_backend(name: str, paged: bool, heads: tuple[int, int], size: int) -> dic
         "us": {},
         "errors": {},
     }
-    row["name"] += f", {heads[0]}/{heads[1]} of {size}"
+    row["name"] += f", {heads[0]}/{heads[1]} of {size}" + (", portable" if portable else "")
+    tweak = (lambda backend: setattr(backend, "hopper", None)) if portable else None
     spec = LayerSpec(num_heads=heads[0], num_kv_heads=heads[1], head_size=size)
     for step, (queries, lens) in STEPS.items():
         if not paged and queries != lens:
             continue
-        run = ragged.Run(ragged.Step(step, spec, tuple(zip(queries, lens, strict=True))), name)
+        run = ragged.Run(
+            ragged.Step(step, spec, tuple(zip(queries, lens, strict=True))), name, tweak
+        )
         if paged:
             run.new = [(None, None)] * len(run.new)
         row["errors"][step] = run.error(), 0.0
@@ -317,8 +323,8 @@ def of_backend(name: str, paged: bool, heads: tuple[int, int], size: int) -> dic
 def worker(text: str) -> None:
     """Do one job and print its row."""
     job = json.loads(text)
-    if "backend" in job:
-        row = of_backend(job["backend"], job["paged"], tuple(job["heads"]), job["size"])
+    if "portable" in job:
+        row = of_backend(**(job | {"heads": tuple(job["heads"])}))
     else:
         row = of_variant(Variant(**(job | {"steps": tuple(job["steps"])})))
     print("ROW " + json.dumps(row), flush=True)
@@ -377,12 +383,15 @@ def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     jobs: list[tuple[str, dict[str, Any]]] = [(v.name, asdict(v)) for v in VARIANTS]
     backends = [
-        (f"{name} {heads}", {"backend": name, "paged": paged, "heads": heads, "size": size})
+        (
+            f"{name} {heads}",
+            {"name": name, "paged": paged, "heads": heads, "size": size, "portable": portable},
+        )
         for heads, size in (((32, 8), 128), ((32, 8), 64))
-        for name in BACKENDS
+        for name, portable in BACKENDS
         for paged in (True, False)
     ]
-    jobs = jobs[:1] + backends[:4] + jobs[1:] + backends[4:]
+    jobs = jobs[:1] + backends[:6] + jobs[1:] + backends[6:]
     jobs = [job for job in jobs if not given.only or any(text in job[0] for text in given.only)]
     rows: list[dict[str, Any]] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -80,11 +81,17 @@ class TritonAttention(PlannedAttention):
             assert cache is not None
             key, value = cache.key, cache.value
         assert key is not None and value is not None
+        factors = self._factors(query, key, params)
+        if self.hopper is not None and self.hopper(
+            plan, self.spec_of(plan.batch), query, key, value, out, lse, factors[:2]
+        ):
+            return
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
             config = self.prefill_config if packed else self.paged_config
+            config = replace(config, block_n=plan.config.block_n)  # what pieces are counted in
             block_size = 1 if cache is None else cache.block_size
             constants = prefill_constants(
                 self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
@@ -101,7 +108,7 @@ class TritonAttention(PlannedAttention):
                 none if params.alibi_slopes is None else params.alibi_slopes,
                 self._inputs(plan, params), *self._scales(query, params),
             ),
-            self._factors(query, key, params),
+            factors,
             (0 if lse is None else lse.stride(0), plan.table[0]),
             plan.kept,
         )  # fmt: skip

@@ -70,6 +70,13 @@ TABLE: tuple[Row, ...] = (
 )
 
 
+HOPPER: dict[int, Config] = {
+    64: Config(128, 128, 12, 3),
+    128: Config(128, 128, 12, 2),
+}
+"""Of `prefill_hopper`, by head size: two groups of four warps compute, one copies."""
+
+
 UNTUNED_APART = {"paged": "prefill", "few": "decode"}
 """Phases (prefill over pages, decode by few programs) that use another's without their own."""
 

@@ -19,6 +19,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.configs import Config
+from polyattn_triton.hopper import hopper_config, hopper_prefill
 from polyattn_triton.launch import (
     Kept,
     Workspace,
@@ -98,6 +99,7 @@ class PlannedAttention(AttentionBackend):
         )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
+        self.hopper = hopper_prefill(hopper_config(spec, arch), self.torch_device, self.num_sms)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
         self.on_one = 0  # what a tuner sets instead of what is planned
@@ -189,6 +191,8 @@ class PlannedAttention(AttentionBackend):
         batch, heads = plan.batch, self.spec.num_kv_heads
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
         plan.way, plan.config = "prefill", self.prefill_config if plan.fresh else self.paged_config
+        if self.hopper is not None:
+            plan.config = self.hopper.config
         tiles = self._tiles(plan)
         if not len(tiles.keys):
             return

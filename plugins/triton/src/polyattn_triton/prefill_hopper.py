@@ -296,14 +296,14 @@ def _load_query(
 
 @gluon.jit
 def _store(
-    acc, m, l, by, OUT, LSE, q, token0, query_len, start, head, o_t, o_h, lse_t,
+    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, start, head, o_t, o_h, lse_t,
     G: gl.constexpr, D: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """Store a group's rows, through the shared memory of its query: whole rows leave at once."""
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     ROW: gl.constexpr = m.type.layout
     safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
+    out = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
     q.store(out.to(q.dtype))
     gl.thread_barrier()
     row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
@@ -343,7 +343,7 @@ def _store_part(
 @gluon.jit
 def _consume(
     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t, tiles,
+    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
     HALF: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
     STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
@@ -442,20 +442,20 @@ def _consume(
                 _store_part(acc, m, l, by, PARTS, PART_LSE, place, held, D)
             else:
                 _store(
-                    acc, m, l, by, OUT, LSE, q, token0, query_len, my_start, my_head,
+                    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                     o_t, o_h, lse_t, G, D, HAS_LSE,
                 )  # fmt: skip
         else:
             _store(
-                acc, m, l, by, OUT, LSE, q, token0, query_len, my_start, my_head,
+                acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                 o_t, o_h, lse_t, G, D, HAS_LSE,
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles"])
 def prefill_hopper_kernel(
-    Q, K, V, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale,
-    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, lse_t, bt_s, tiles,
+    Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
+    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
     HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
@@ -492,7 +492,8 @@ def prefill_hopper_kernel(
                 _consume,
                 (
                     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t, tiles,
+                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                    lse_t, tiles,
                     0, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, SPLIT, STAGES, HAS_LSE, TURNS,
                 ),
             ),
@@ -500,7 +501,8 @@ def prefill_hopper_kernel(
                 _consume,
                 (
                     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, q_t, q_h, o_t, o_h, lse_t, tiles,
+                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                    lse_t, tiles,
                     1, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, SPLIT, STAGES, HAS_LSE, TURNS,
                 ),
             ),

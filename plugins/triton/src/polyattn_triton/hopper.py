@@ -1,0 +1,144 @@
+"""Which prefills does Hopper's own kernel serve, and what is it launched with?
+
+Plain decoder layers: no window, chunks, sinks, soft cap, ALiBi or functions, 16 bits throughout. All
+others, and tensors that TMA can't describe, are the portable kernel's (`prefill`): the same plan serves
+both.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from polyattn.device import arch_matches
+from polyattn.kernel import LayerSpec
+from torch import Tensor
+
+from polyattn_triton.configs import HOPPER, Config
+from polyattn_triton.launch import Site
+
+if TYPE_CHECKING:
+    from polyattn_triton.planning import AttentionPlan
+
+try:
+    from polyattn_triton.descriptors import described
+    from polyattn_triton.prefill_hopper import prefill_hopper_kernel
+except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
+    prefill_hopper_kernel = None
+
+DEFAULT_WARPS = 4
+"""Of a program's twelve: the others are those of the kernel's own partitions."""
+FEWEST_ROWS = 8
+"""Of a block: what is copied at once begins where shared memory's swizzle does."""
+
+
+def is_plain(spec: LayerSpec) -> bool:
+    """Whether a layer asks for nothing but what the kernel computes."""
+    odd = (
+        spec.sliding_window, spec.window_right, spec.chunk_size, spec.sink_tokens,
+        spec.logit_soft_cap, spec.alibi, spec.learned_sinks, spec.variant, spec.mask,
+    )  # fmt: skip
+    return (
+        not any(odd)
+        and spec.dtype in ("bfloat16", "float16")
+        and spec.stored_dtype == spec.dtype
+        and (spec.qkv_dtype, spec.out_dtype, spec.scales) == ("auto", "auto", "number")
+        and spec.head_size == spec.v_head_size
+    )
+
+
+def hopper_config(spec: LayerSpec, arch: str) -> Config | None:
+    """Return the tiles of Hopper's own kernel, or None where it doesn't serve this layer."""
+    config = HOPPER.get(spec.head_size)
+    if config is None or not arch_matches("sm_90", arch) or not is_plain(spec):
+        return None
+    if prefill_hopper_kernel is None:
+        logging.getLogger("polyattn").warning(
+            "TRITON_ATTN runs its portable prefill on %s, a third slower: Triton %s's Gluon lacks what "
+            "the kernel for Hopper needs; install triton 3.6",
+            arch, triton.__version__,
+        )  # fmt: skip
+        return None
+    return config
+
+
+def box_rows(config: Config, block_size: int) -> int | None:
+    """Return how many rows are copied at once from blocks of this size (0: keys by token)."""
+    if not block_size:
+        return config.block_n
+    if block_size < FEWEST_ROWS or block_size & (block_size - 1):
+        return None
+    return min(block_size, config.block_n)
+
+
+def hopper_constants(
+    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool
+) -> tuple[Any, ...]:
+    """Return `prefill_hopper_kernel`'s constants, in its order. `block_size`: 0 for keys by token."""
+    return (
+        spec.gqa_ratio, spec.num_kv_heads, spec.head_size, config.block_m, config.block_n,
+        block_size or 1, bool(block_size), spec.causal, lse, split, config.num_stages, True,
+    )  # fmt: skip
+
+
+class HopperPrefill:
+    """Launches the kernel for the tensors that it can take; `programs`: as many as run at once."""
+
+    def __init__(self, config: Config, programs: int):
+        self.config, self.programs = config, programs
+        self._sites: dict[tuple[Any, ...], Site] = {}
+
+    def __call__(
+        self,
+        plan: AttentionPlan,
+        spec: LayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        factors: tuple[float, float],
+    ) -> bool:
+        """Attend as planned, to blocks or to keys by token; False: nothing was done.
+
+        `factors`: of the logits and of the outputs.
+        """
+        block_size = key.shape[1] if key.dim() == 4 else 0
+        box, q = box_rows(self.config, block_size), query.stride()
+        # Queries are copied 16 bytes at a time.
+        if box is None or query.data_ptr() % 16 or q[0] % 16 or q[1] % 16:
+            return False
+        k, v = described(key, box), described(value, box)
+        if k is None or v is None:
+            return False
+        split = plan.way == "pieces"
+        strides = (q[0], q[1], *k[1:], *v[1:], *out.stride()[:2])
+        which = (strides, query.dtype, block_size, split, lse is None, spec.causal)
+        site = self._sites.get(which)
+        if site is None:
+            site = self._sites[which] = Site(
+                prefill_hopper_kernel, strides,
+                hopper_constants(spec, self.config, block_size, split, lse is not None),
+                {"num_warps": DEFAULT_WARPS},
+            )  # fmt: skip
+        tiles, heads, _ = plan.grid
+        programs = plan.grid if split else (min(self.programs, tiles * heads), 1, 1)
+        site(
+            programs,
+            (query, out, out if lse is None else lse),
+            factors,
+            (
+                k.descriptor, v.descriptor, 0 if lse is None else lse.stride(0), plan.table[0], tiles,
+            ),
+            plan.kept,
+        )  # fmt: skip
+        return True
+
+
+def hopper_prefill(config: Config | None, device: torch.device, sms: int) -> HopperPrefill | None:
+    """Return what launches the kernel on this device, one program a multiprocessor."""
+    if config is None or device.type != "cuda":
+        return None
+    return HopperPrefill(config, sms)
