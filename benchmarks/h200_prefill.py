@@ -38,6 +38,7 @@ CHECKS = {
     "chunks": ([100, 512, 33, 1, 64, 700], [1000, 2001, 40, 513, 64, 3333]),
 }
 BACKENDS = (("TRITON_ATTN", False), ("TRITON_ATTN", True), ("FLASH_ATTN_V3", False))
+LAYERS = (((32, 8), 128, 0), ((32, 8), 64, 0), ((32, 8), 128, 1024), ((16, 4), 256, 0))
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Variant:
     heads: int = 32
     kv_heads: int = 8
     size: int = 128
+    window: int = 0
     block_n: int = 128
     stages: int = 2
     turns: bool = True
@@ -79,6 +81,11 @@ VARIANTS = (
     replace(BASE, name="heads of 64", size=64, stages=3),
     replace(BASE, name="heads of 64, packed", size=64, page=0, stages=3),
     replace(BASE, name="heads of 64, 2 stages", size=64, steps=("1 x 8192",)),
+    replace(BASE, name="window 1024", window=1024),
+    replace(
+        BASE, name="window 100, pieces", window=100, way="pieces", lse=True, steps=("1 x 8192",)
+    ),
+    replace(BASE, name="heads of 256", size=256, block_n=64, heads=16, kv_heads=4),
 )
 
 
@@ -89,9 +96,10 @@ class Step:
         import numpy as np
         import torch
         from h200_prefill_first import prefill_hopper_kernel as first_kernel
+        from polyattn import LayerSpec
         from polyattn_triton.descriptors import described
         from polyattn_triton.prefill_hopper import prefill_hopper_kernel
-        from polyattn_triton.schedule import Rates, Tiles, rows_of, stretches
+        from polyattn_triton.schedule import Rates, Tiles, key_tiles, rows_of, stretches
 
         v, device = variant, "cuda"
         dtype = getattr(torch, v.dtype)
@@ -137,7 +145,14 @@ class Step:
         q, n = np.array(queries), np.array(lens)
         seq, row = rows_of(q, self.group, 128)
         last = np.minimum(row + 128, q[seq] * self.group) - 1
-        seen = (n - q)[seq] + last // self.group + 1
+        context = (n - q)[seq]
+        spec = LayerSpec(
+            num_heads=v.heads, num_kv_heads=v.kv_heads, head_size=v.size,
+            sliding_window=v.window or None,
+        )  # fmt: skip
+        seen = key_tiles(
+            spec, context + row // self.group, context + last // self.group, n[seq], v.block_n
+        )
         longest = np.argsort(-seen, kind="stable")
         work = np.concatenate([seq[longest], row[longest]]).astype(np.int32)
         starts = np.concatenate([[0], np.cumsum(q)]).astype(np.int32)
@@ -167,7 +182,7 @@ class Step:
         self.parts = torch.full((height, v.size), torch.nan, device=device)
         self.part_lse = torch.full((height,), torch.nan, device=device)
         if split:
-            tiles = Tiles(seq, row, -(-seen // v.block_n))
+            tiles = Tiles(seq, row, seen)
             work_on = torch.from_numpy(stretches(tiles.keys, programs, Rates(1, 2)).work(tiles)).to(
                 device
             )
@@ -175,8 +190,8 @@ class Step:
             self.query, self.out, self.lse, self.parts, self.part_lse,
             self.table, lens_on, starts_on, key_starts_on, work_on, self.scale, 1.0, *strides[:10],
             key.descriptor, value.descriptor, *strides[10:], len(longest),
-            self.group, v.kv_heads, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.lse, split,
-            v.stages, v.turns,
+            self.group, v.kv_heads, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.window, v.lse,
+            split, v.stages, v.turns, 2 if v.size <= 128 else 1,
         )  # fmt: skip
         grid = (programs, v.kv_heads if split else 1, 1)
 
@@ -223,7 +238,10 @@ class Step:
             for part in picked.cuda().split(16):
                 query = self.query[token + part].double().unflatten(1, (-1, self.group))
                 scores = torch.einsum("thgd,khd->thgk", query, key.double()) * self.scale
-                hidden = torch.arange(length, device="cuda") > (length - count + part)[:, None]
+                place = torch.arange(length, device="cuda") - (length - count + part)[:, None]
+                hidden = place > 0
+                if self.variant.window:
+                    hidden |= place <= -self.variant.window
                 scores.masked_fill_(hidden[:, None, None], -torch.inf)
                 wanted = torch.einsum("thgk,khd->thgd", scores.softmax(-1), value.double()).flatten(
                     1, 2
@@ -291,21 +309,19 @@ def of_variant(variant: Variant) -> dict[str, Any]:
 
 
 def of_backend(
-    name: str, paged: bool, heads: tuple[int, int], size: int, portable: bool
+    name: str, paged: bool, heads: tuple[int, int], size: int, window: int, portable: bool
 ) -> dict[str, Any]:
     """Time a backend on the same steps."""
     import h200_ragged as ragged
     from polyattn import LayerSpec
     from timing import kernel_us
 
-    row: dict[str, Any] = {
-        "name": name + (" paged" if paged else " packed"),
-        "us": {},
-        "errors": {},
-    }
-    row["name"] += f", {heads[0]}/{heads[1]} of {size}" + (", portable" if portable else "")
+    row: dict[str, Any] = {"name": named(name, paged, heads, size, window, portable)}
+    row |= {"us": {}, "errors": {}}
     tweak = (lambda backend: setattr(backend, "hopper", None)) if portable else None
-    spec = LayerSpec(num_heads=heads[0], num_kv_heads=heads[1], head_size=size)
+    spec = LayerSpec(
+        num_heads=heads[0], num_kv_heads=heads[1], head_size=size, sliding_window=window or None
+    )
     for step, (queries, lens) in STEPS.items():
         if not paged and queries != lens:
             continue
@@ -314,10 +330,21 @@ def of_backend(
         )
         if paged:
             run.new = [(None, None)] * len(run.new)
-        row["errors"][step] = run.error(), 0.0
+        with device(fcntl.LOCK_SH):
+            run()
+            if not window:  # its reference knows none
+                row["errors"][step] = run.error(), 0.0
         with device(fcntl.LOCK_EX):
             row["us"][step] = kernel_us(run)
     return row
+
+
+def named(
+    name: str, paged: bool, heads: tuple[int, int], size: int, window: int, portable: bool
+) -> str:
+    """What a row of a backend is called."""
+    text = f"{name} {'paged' if paged else 'packed'}, {heads[0]}/{heads[1]} of {size}"
+    return text + f", window {window}" * bool(window) + ", portable" * portable
 
 
 def worker(text: str) -> None:
@@ -350,10 +377,10 @@ def spawn(name: str, job: dict[str, Any], limit: float) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> None:
     """Print a line a variant."""
-    print(f"\n{'us':34}" + "".join(f"{name:>20}" for name in STEPS) + "   worst error")
+    print(f"\n{'us':50}" + "".join(f"{name:>20}" for name in STEPS) + "   worst error")
     for row in rows:
         if "failed" in row:
-            print(f"{row['name']:34}failed: {row['failed'].splitlines()[-1][:150]}")
+            print(f"{row['name']:50}failed: {row['failed'].splitlines()[-1][:150]}")
             continue
         text = ""
         for name in STEPS:
@@ -361,7 +388,7 @@ def table(rows: list[dict[str, Any]]) -> None:
             cell = "-" if us is None else f"{us:.0f}" + (f" ({rate:.0f} TF)" if rate else "")
             text += f"{cell:>20}"
         worst = max((off for off, _ in row["errors"].values()), default=-1.0)
-        print(f"{row['name']:34}{text}   {worst:.2g}{'  WRONG' if row.get('wrong') else ''}")
+        print(f"{row['name']:50}{text}   {worst:.2g}{'  WRONG' if row.get('wrong') else ''}")
 
 
 def main() -> int:
@@ -382,15 +409,13 @@ def main() -> int:
     started = time.perf_counter()
     os.environ.setdefault("OMP_NUM_THREADS", "2")
     jobs: list[tuple[str, dict[str, Any]]] = [(v.name, asdict(v)) for v in VARIANTS]
-    backends = [
-        (
-            f"{name} {heads}",
-            {"name": name, "paged": paged, "heads": heads, "size": size, "portable": portable},
-        )
-        for heads, size in (((32, 8), 128), ((32, 8), 64))
-        for name, portable in BACKENDS
-        for paged in (True, False)
-    ]
+    backends = []
+    for heads, size, window in LAYERS:
+        for name, portable in BACKENDS:
+            for paged in (True, False)[: 1 if window or size == 256 else 2]:
+                job = {"name": name, "paged": paged, "heads": heads, "size": size}
+                job |= {"window": window, "portable": portable}
+                backends.append((named(name, paged, heads, size, window, portable), job))
     jobs = jobs[:1] + backends[:6] + jobs[1:] + backends[6:]
     jobs = [job for job in jobs if not given.only or any(text in job[0] for text in given.only)]
     rows: list[dict[str, Any]] = []

@@ -26,7 +26,7 @@ from polyattn_triton.schedule import Rates, Tiles, key_tiles, max_parts, rows_of
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 ODD: dict[str, dict[str, Any]] = {
-    "window": {"sliding_window": 128},
+    "window on both sides": {"sliding_window": 128, "causal": False},
     "chunks": {"chunk_size": 128},
     "sink tokens": {"sliding_window": 128, "sink_tokens": 4},
     "soft cap": {"logit_soft_cap": 30.0},
@@ -43,7 +43,8 @@ ODD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100", "gfx942", "cpu"])
 def test_plain_layers_get_it_on_hopper_alone(arch: str) -> None:
     for changes in ({}, {"num_heads": 28, "num_kv_heads": 4}, {"dtype": "float16"}, {"causal": False},
-                    {"head_size": 64}, {"needs_lse": True}):  # fmt: skip
+                    {"head_size": 64}, {"needs_lse": True}, {"head_size": 256},
+                    {"sliding_window": 4096}):  # fmt: skip
         spec = PLAIN.replace(**changes)
         found = hopper_config(spec, arch)
         assert found == (HOPPER[spec.head_size] if arch == "sm_90" else None)
@@ -143,9 +144,9 @@ def language(program: int, programs: int, head: int) -> SimpleNamespace:
 
 def items_of(
     monkeypatch: pytest.MonkeyPatch, work: Any, tiles: int, heads: int, split: bool, programs: int,
-    queries: list[int], lens: list[int], group: int, causal: bool,
+    queries: list[int], lens: list[int], group: int, causal: bool, window: int,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
-    """Run the kernel's own index functions: (program, head, seq, row, first, count, full, limit)."""
+    """Run the kernel's own index functions: program, head, sequence, row, then what `_bounds` tells."""
     starts = np.concatenate([[0], np.cumsum(queries)])
     begin, advance, bounds = (
         getattr(prefill_hopper, name).fn for name in ("_begin", "_advance", "_bounds")
@@ -159,7 +160,7 @@ def items_of(
             while at < stop:
                 token0, query_len, length, *rest = bounds(
                     Pointer(lens), Pointer(starts), work_at, at, stop, low, high, seq, row,
-                    group, 128, 128, causal, split,
+                    group, 128, 128, causal, window, split,
                 )  # fmt: skip
                 assert (token0, query_len, length) == (starts[seq], queries[seq], lens[seq])
                 found.append((program, head, seq, row, *rest, low, high))
@@ -169,11 +170,11 @@ def items_of(
     return found
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), [(True, 0), (False, 0), (True, 200), (True, 1000)])
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_every_key_of_every_row_has_one_program(
-    monkeypatch: pytest.MonkeyPatch, seed: int, split: bool, causal: bool
+    monkeypatch: pytest.MonkeyPatch, seed: int, split: bool, causal: bool, window: int
 ) -> None:
     chance = random.Random(seed)
     group, heads = chance.choice([(4, 8), (7, 4), (1, 3), (8, 1)])
@@ -181,11 +182,16 @@ def test_every_key_of_every_row_has_one_program(
     queries[0] = max(queries[0], 1)
     lens = [q + chance.choice([0, 0, 5, 128, 2000]) for q in queries]
     spec = PLAIN.replace(num_heads=group * heads, num_kv_heads=heads, causal=causal)
+    if window:
+        spec = spec.replace(sliding_window=window)
     q, n = np.array(queries), np.array(lens)
     seq, row = rows_of(q, group, 128)
     last = np.minimum(row + 128, q[seq] * group) - 1
     context = (n - q)[seq]
     keys = key_tiles(spec, context + row // group, context + last // group, n[seq], 128)
+    lows = (
+        np.maximum(context + row // group - window + 1, 0) // 128 if window else np.zeros_like(keys)
+    )
     order = np.argsort(-keys, kind="stable")
     work = np.concatenate([seq[order], row[order]])
     programs = min(132, len(seq) * heads)
@@ -193,21 +199,24 @@ def test_every_key_of_every_row_has_one_program(
         programs = max(1, 132 // heads)
         work = stretches(keys, programs, Rates(1, 2)).work(Tiles(seq, row, keys))
     found = items_of(
-        monkeypatch, work, len(seq), heads, split, programs, queries, lens, group, causal
+        monkeypatch, work, len(seq), heads, split, programs, queries, lens, group, causal, window
     )
     seen: dict[tuple[int, int, int], list[int]] = {}
-    for _program, head, s, r, first, count, full, limit, *_ in found:
+    for _program, head, s, r, first, count, full_low, full, limit, *_ in found:
         tiles_seen = seen.setdefault((head, s, r), [])
         end = min(-(-limit // 128), first + count)
         tiles_seen += range(first, end)
-        # Before `full` every row sees every key.
+        # In [full_low, full) every row sees every key.
         context_s = lens[s] - queries[s]
-        first_row_sees = context_s + r // group + 1 if causal else lens[s]
-        assert first <= full <= first + count and full * 128 <= max(first_row_sees, first * 128)
+        last_row = context_s + (min(r + 128, queries[s] * group) - 1) // group
+        for tile in range(full_low, full):
+            assert first <= tile < first + count
+            assert (tile + 1) * 128 <= (context_s + r // group + 1 if causal else lens[s])
+            assert not window or tile * 128 > last_row - window
     wanted = {
-        (head, int(s), int(r)): list(range(int(k)))
+        (head, int(s), int(r)): list(range(int(low), int(low + k)))
         for head in range(heads)
-        for s, r, k in zip(seq, row, keys, strict=True)
+        for s, r, k, low in zip(seq, row, keys, lows, strict=True)
     }
     assert {key: sorted(tiles_seen) for key, tiles_seen in seen.items()} == wanted
 
@@ -316,7 +325,8 @@ SHAPES = [
             ({}, 0, False), ({"needs_lse": True}, 256, False), ({"head_size": 64}, 16, True),
             ({"head_size": 64, "dtype": "float16"}, 0, False), ({"causal": False}, 0, False),
             ({"num_heads": 28, "num_kv_heads": 4, "needs_lse": True}, 64, True),
-            ({"num_heads": 8}, 8, False),
+            ({"num_heads": 8}, 8, False), ({"sliding_window": 1000}, 16, False),
+            ({"head_size": 256}, 16, True), ({"head_size": 256, "sliding_window": 512}, 0, False),
         )
     ),
 ]  # fmt: skip
@@ -351,11 +361,12 @@ def test_compiles_for_hopper(
         body = lines[begin:end]
         products = sum("HGMMA" in text for text in body)
         exponentials = sum("MUFU.EX2" in text for text in body)
-        if end - begin < 1000 and exponentials == 66 and products in (12, 16):
+        if end - begin < 1000 and exponentials in (34, 66) and products in (12, 16, 20):
             loops += 1
             assert not any("LDL" in text or "STL" in text for text in body)
             # The softmax lies between the wait for the scores and that for the output.
             waits = [i for i, text in enumerate(body) if "WARPGROUP.DEPBAR" in text]
             assert len(waits) == 2
             assert all(waits[0] < i < waits[1] for i, t in enumerate(body) if "MUFU.EX2" in t)
-    assert loops == 4  # of two groups, with a mask and without
+    # Of two groups, with a mask and without, and with one where a window begins.
+    assert loops == (6 if "sliding_window" in changes else 4)

@@ -73,6 +73,7 @@ TABLE: tuple[Row, ...] = (
 HOPPER: dict[int, Config] = {
     64: Config(128, 128, 12, 3),
     128: Config(128, 128, 12, 2),
+    256: Config(128, 64, 12, 2),
 }
 """Of `prefill_hopper`, by head size: two groups of four warps compute, one copies."""
 

@@ -1,8 +1,8 @@
 """Which prefills does Hopper's own kernel serve, and what is it launched with?
 
-Plain decoder layers: no window, chunks, sinks, soft cap, ALiBi or functions, 16 bits throughout. All
-others, and tensors that TMA can't describe, are the portable kernel's (`prefill`): the same plan serves
-both.
+Plain layers, causal ones with a window among them: no chunks, sinks, soft cap, ALiBi or functions, 16
+bits throughout. All others, and tensors that TMA can't describe, are the portable kernel's (`prefill`):
+the same plan serves both.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the por
 
 DEFAULT_WARPS = 4
 """Of a program's twelve: the others are those of the kernel's own partitions."""
+TWO_QUERIES = 128
+"""Head size up to which the next item's query has room in shared memory beside this one's."""
 FEWEST_ROWS = 8
 """Of a block: what is copied at once begins where shared memory's swizzle does."""
 
@@ -37,8 +39,8 @@ FEWEST_ROWS = 8
 def is_plain(spec: LayerSpec) -> bool:
     """Whether a layer asks for nothing but what the kernel computes."""
     odd = (
-        spec.sliding_window, spec.window_right, spec.chunk_size, spec.sink_tokens,
-        spec.logit_soft_cap, spec.alibi, spec.learned_sinks, spec.variant, spec.mask,
+        spec.sliding_window and not spec.causal, spec.window_right, spec.chunk_size,
+        spec.sink_tokens, spec.logit_soft_cap, spec.alibi, spec.learned_sinks, spec.variant, spec.mask,
     )  # fmt: skip
     return (
         not any(odd)
@@ -79,7 +81,8 @@ def hopper_constants(
     """Return `prefill_hopper_kernel`'s constants, in its order. `block_size`: 0 for keys by token."""
     return (
         spec.gqa_ratio, spec.num_kv_heads, spec.head_size, config.block_m, config.block_n,
-        block_size or 1, bool(block_size), spec.causal, lse, split, config.num_stages, True,
+        block_size or 1, bool(block_size), spec.causal, spec.sliding_window or 0, lse, split,
+        config.num_stages, True, 2 if spec.head_size <= TWO_QUERIES else 1,
     )  # fmt: skip
 
 
@@ -107,8 +110,8 @@ class HopperPrefill:
         """
         block_size = key.shape[1] if key.dim() == 4 else 0
         box, q = box_rows(self.config, block_size), query.stride()
-        # Queries are copied 16 bytes at a time.
-        if box is None or query.data_ptr() % 16 or q[0] % 16 or q[1] % 16:
+        # Queries are copied 16 bytes at a time; a step may ask for no causality.
+        if box is None or not is_plain(spec) or query.data_ptr() % 16 or q[0] % 16 or q[1] % 16:
             return False
         k, v = described(key, box), described(value, box)
         if k is None or v is None:

@@ -86,34 +86,40 @@ def _advance(WORK, tiles, low, high, tile, head, KV_HEADS: gl.constexpr, SPLIT: 
 def _bounds(
     SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
     G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """An item's rows and keys: first token, query length, length, and its key tiles.
 
-    These are [`first`, `first` + `count`), at least one, those from `full` on need a mask, and no key
-    from `limit` on counts.
+    These are [`first`, `first` + `count`), at least one; all but [`full_low`, `full`) need a mask, and
+    no key from `limit` on counts.
     """
     token0 = gl.load(STARTS + seq)
     query_len = gl.load(STARTS + seq + 1) - token0
     seq_len = gl.load(SEQ_LENS + seq)
+    context = seq_len - query_len
+    first_pos = context + start // G
+    last_pos = context + (gl.minimum(start + BLOCK_M, query_len * G) - 1) // G
     seen = seq_len
     full = seq_len // BLOCK_N
     if CAUSAL:
-        context = seq_len - query_len
-        last = context + (gl.minimum(start + BLOCK_M, query_len * G) - 1) // G
-        seen = gl.minimum(seen, last + 1)
-        full = gl.minimum(full, (context + start // G + 1) // BLOCK_N)
+        seen = gl.minimum(seen, last_pos + 1)
+        full = gl.minimum(full, (first_pos + 1) // BLOCK_N)
     first = 0
+    full_low = 0
+    if WINDOW > 0:
+        first = gl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N
+        full_low = gl.cdiv(gl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N)
     end = gl.cdiv(seen, BLOCK_N)
     limit = seq_len
     if SPLIT:
         keys_at = low + gl.load(WORK + 2)
-        first = gl.maximum(at - keys_at, 0)
-        end = gl.minimum(end, gl.minimum(stop, high) - keys_at)
+        end = gl.minimum(end, first + gl.minimum(stop, high) - keys_at)
+        first += gl.maximum(at - keys_at, 0)
         limit = gl.minimum(limit, end * BLOCK_N)
     count = gl.maximum(end - first, 1)
-    full = gl.maximum(gl.minimum(full, first + count), first)
-    return token0, query_len, seq_len, first, count, full, limit
+    full_low = gl.minimum(gl.maximum(full_low, first), first + count)
+    full = gl.maximum(gl.minimum(full, first + count), full_low)
+    return token0, query_len, seq_len, first, count, full_low, full, limit
 
 
 @gluon.jit
@@ -141,7 +147,7 @@ def _produce(
     k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the items' keys and values, the last first, into stages as these become free."""
     BOX: gl.constexpr = K.block_shape[0]
@@ -150,9 +156,9 @@ def _produce(
     at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, KV_HEADS, SPLIT)
     n = 0
     while at < stop:
-        _token0, _query_len, seq_len, first, count, _full, _limit = _bounds(
+        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = _bounds(
             SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
-            G, BLOCK_M, BLOCK_N, CAUSAL, SPLIT,
+            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
         )  # fmt: skip
         k_first = head * k_row
         v_first = head * v_row
@@ -208,7 +214,7 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
 @gluon.jit
 def _softmax(
     s, m, key, limit, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """From scores to weights: these, the new maximum (unscaled), and what older sums count."""
     LAYOUT: gl.constexpr = s.type.layout
@@ -217,6 +223,8 @@ def _softmax(
         seen = (key_pos < limit)[None, :]
         if CAUSAL:
             seen = seen & (key_pos[None, :] <= row_pos[:, None])
+        if WINDOW > 0:
+            seen = seen & (key_pos[None, :] > row_pos[:, None] - WINDOW)
         s = gl.where(seen, s, float("-inf"))
     m_new = gl.maximum(m, gl.max(s, 1))
     base = m_new
@@ -245,7 +253,7 @@ def _sums(weights):
 def _step(
     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
     limit, row_pos, by, HALF: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -263,7 +271,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
-    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, BLOCK_N)
+    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, WINDOW, BLOCK_N)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
     weights = gl.convert_layout(weights.to(p.dtype), p.type.layout)
@@ -345,8 +353,9 @@ def _consume(
     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
     HALF: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, SPLIT: gl.constexpr,
-    STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Attend with one half of the items' rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
@@ -364,9 +373,9 @@ def _consume(
             q_t, q_h, G, D,
         )  # fmt: skip
     while at < stop:
-        token0, query_len, seq_len, first, count, full, limit = _bounds(
+        token0, query_len, seq_len, first, count, full_low, full, limit = _bounds(
             SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
-            G, BLOCK_M, BLOCK_N, CAUSAL, SPLIT,
+            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
         )  # fmt: skip
         my_low = low
         my_high = high
@@ -377,7 +386,7 @@ def _consume(
         )
         next_token0 = gl.load(STARTS + seq)
         next_query_len = gl.load(STARTS + seq + 1) - next_token0
-        q = q_smem.index(2 * (item % 2) + HALF)
+        q = q_smem.index(2 * (item % QUERIES) + HALF)
         row_pos = (
             seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
         )  # fmt: skip
@@ -394,7 +403,7 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(k_empty.index(n % STAGES))
         m = gl.full([64], float("-inf"), gl.float32, ROW)
-        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, BLOCK_N)
+        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, WINDOW, BLOCK_N)
         l = _sums(weights)
         p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
@@ -403,28 +412,37 @@ def _consume(
             _clear(v_smem.index(n % STAGES), seq_len - key, D, BLOCK_N)
         mbarrier.wait(k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=count > 1)
 
+        # Key tiles from the last on: with a mask, without, and with one again where a window begins.
         masked = first + count - full
+        kept = first + count - full_low
         turn = n - item
         for i in range(1, masked):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
                 n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                HALF, True, CAUSAL, BLOCK_N, STAGES, TURNS,
+                HALF, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
-        for i in range(gl.maximum(masked, 1), count):
+        for i in range(gl.maximum(masked, 1), kept):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
                 n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                HALF, False, CAUSAL, BLOCK_N, STAGES, TURNS,
+                HALF, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
+        if WINDOW > 0:
+            for i in range(gl.maximum(kept, 1), count):
+                acc, m, l, p = _step(
+                    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                    HALF, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                )  # fmt: skip
         n += count
         item += 1
         last = (n - 1) % STAGES
         mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
-        if at < stop:  # the next item's query, while this one's last product runs and is stored
+        if QUERIES > 1 and at < stop:  # while this item's last product runs and is stored
             _load_query(
-                q_smem.index(2 * (item % 2) + HALF), Q, next_token0, next_query_len,
+                q_smem.index(2 * (item % QUERIES) + HALF), Q, next_token0, next_query_len,
                 start + HALF * 64, head, q_t, q_h, G, D,
             )  # fmt: skip
         l = gl.convert_layout(gl.sum(l, 1), ROW)
@@ -450,6 +468,11 @@ def _consume(
                 acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                 o_t, o_h, lse_t, G, D, HAS_LSE,
             )  # fmt: skip
+        if QUERIES == 1 and at < stop:
+            gl.thread_barrier()
+            _load_query(
+                q, Q, next_token0, next_query_len, start + HALF * 64, head, q_t, q_h, G, D
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles"])
@@ -458,7 +481,8 @@ def prefill_hopper_kernel(
     q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 (token, head of group) rows of one KV head, whole or in pieces.
 
@@ -468,9 +492,10 @@ def prefill_hopper_kernel(
     after the one before, a head `k_row` rows and `k_col` columns (`descriptors`).
     """
     gl.static_assert(gl.num_warps() == 4 and BLOCK_M == 128)
+    gl.static_assert(CAUSAL or WINDOW == 0)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(DTYPE, [4, 64, D], SHARED)  # two items, of two groups each
+    q_smem = gl.allocate_shared_memory(DTYPE, [2 * QUERIES, 64, D], SHARED)  # two groups' each
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -494,7 +519,8 @@ def prefill_hopper_kernel(
                     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
                     k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
                     lse_t, tiles,
-                    0, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, SPLIT, STAGES, HAS_LSE, TURNS,
+                    0, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE,
+                    TURNS, QUERIES,
                 ),
             ),
             (
@@ -503,7 +529,8 @@ def prefill_hopper_kernel(
                     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
                     k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
                     lse_t, tiles,
-                    1, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, SPLIT, STAGES, HAS_LSE, TURNS,
+                    1, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE,
+                    TURNS, QUERIES,
                 ),
             ),
             (
@@ -512,7 +539,8 @@ def prefill_hopper_kernel(
                     K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
                     k_full, k_empty, v_full, v_empty,
                     k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles,
-                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, SPLIT, STAGES,
+                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW, SPLIT,
+                    STAGES,
                 ),
             ),
         ],
