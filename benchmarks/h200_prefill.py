@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -51,10 +51,12 @@ class Variant:
     kv_heads: int = 8
     size: int = 128
     window: int = 0
+    block_m: int = 128
     block_n: int = 128
     stages: int = 2
     turns: bool = True
-    way: str = "whole"
+    way: str = "whole"  # or in pieces, or one program a tile ("many")
+    at_once: int = 8
     dtype: str = "bfloat16"
     lse: bool = False
     steps: tuple[str, ...] = tuple(STEPS)
@@ -63,29 +65,37 @@ class Variant:
 BASE = Variant("pages of 16")
 VARIANTS = (
     BASE,
-    replace(BASE, name="first, pages of 16", way="first"),
-    replace(BASE, name="first, packed", way="first", page=0),
-    replace(BASE, name="first, packed, no turns", way="first", page=0, turns=False),
-    replace(BASE, name="first, packed, 3 stages", way="first", page=0, stages=3),
+    replace(BASE, name="pages of 16, 4 heads at once", at_once=4),
+    replace(BASE, name="pages of 16, 2 heads at once", at_once=2),
+    replace(BASE, name="pages of 16, 1 head at once", at_once=1),
     replace(BASE, name="packed", page=0),
-    replace(BASE, name="pieces of 16", way="pieces"),
+    replace(BASE, name="packed, 4 heads at once", page=0, at_once=4),
+    replace(BASE, name="packed, 2 heads at once", page=0, at_once=2),
+    replace(BASE, name="packed, a program a tile", page=0, way="many"),
+    replace(BASE, name="packed, a program a tile, 2 heads", page=0, way="many", at_once=2),
+    replace(BASE, name="packed, no turns", page=0, turns=False),
+    replace(BASE, name="pages of 16, no turns", turns=False),
     replace(BASE, name="pages of 64", page=64),
     replace(BASE, name="pages of 256", page=256),
-    replace(BASE, name="pages of 16, no turns", turns=False),
-    replace(BASE, name="packed, no turns", page=0, turns=False),
-    replace(BASE, name="pages of 16, 64 keys, 4 stages", block_n=64, stages=4),
-    replace(BASE, name="64 keys, 4 stages, packed", page=0, block_n=64, stages=4),
+    replace(BASE, name="pages of 256, 2 heads at once", page=256, at_once=2),
+    replace(BASE, name="pieces", way="pieces"),
     replace(BASE, name="28/4 heads, lse", heads=28, kv_heads=4, lse=True),
     replace(BASE, name="28/4 heads, lse, pieces", heads=28, kv_heads=4, lse=True, way="pieces"),
     replace(BASE, name="8/8 heads, fp16", heads=8, dtype="float16", steps=("1 x 8192",)),
-    replace(BASE, name="heads of 64", size=64, stages=3),
-    replace(BASE, name="heads of 64, packed", size=64, page=0, stages=3),
-    replace(BASE, name="heads of 64, 2 stages", size=64, steps=("1 x 8192",)),
+    replace(BASE, name="size 64: 192 x 128", size=64, block_m=192, stages=3),
+    replace(BASE, name="size 64: 192 x 128, no turns", size=64, block_m=192, stages=3, turns=False),
+    replace(BASE, name="size 64: 192 x 64", size=64, block_m=192, block_n=64, stages=4),
+    replace(BASE, name="size 64: 192 x 128, packed", size=64, block_m=192, stages=3, page=0),
+    replace(BASE, name="size 64: 128 x 128, packed", size=64, stages=3, page=0),
+    replace(BASE, name="size 64: 192, pieces, lse", size=64, block_m=192, way="pieces", lse=True),
     replace(BASE, name="window 1024", window=1024),
     replace(
         BASE, name="window 100, pieces", window=100, way="pieces", lse=True, steps=("1 x 8192",)
     ),
-    replace(BASE, name="heads of 256", size=256, block_n=64, heads=16, kv_heads=4),
+    replace(BASE, name="size 256", size=256, block_n=64, heads=16, kv_heads=4),
+    replace(
+        BASE, name="size 256, pieces", size=256, block_n=64, heads=16, kv_heads=4, way="pieces"
+    ),
 )
 
 
@@ -95,7 +105,6 @@ class Step:
     def __init__(self, variant: Variant, queries: list[int], lens: list[int]):
         import numpy as np
         import torch
-        from h200_prefill_first import prefill_hopper_kernel as first_kernel
         from polyattn import LayerSpec
         from polyattn_triton.descriptors import described
         from polyattn_triton.prefill_hopper import prefill_hopper_kernel
@@ -143,8 +152,8 @@ class Step:
         key, value = described(kept[0], box), described(kept[1], box)
         assert key is not None and value is not None
         q, n = np.array(queries), np.array(lens)
-        seq, row = rows_of(q, self.group, 128)
-        last = np.minimum(row + 128, q[seq] * self.group) - 1
+        seq, row = rows_of(q, self.group, v.block_m)
+        last = np.minimum(row + v.block_m, q[seq] * self.group) - 1
         context = (n - q)[seq]
         spec = LayerSpec(
             num_heads=v.heads, num_kv_heads=v.kv_heads, head_size=v.size,
@@ -166,19 +175,11 @@ class Step:
             *self.query.stride()[:2], key.block, key.row, key.column, value.block, value.row,
             value.column, *self.out.stride()[:2], self.lse.stride(0), self.table.stride(0),
         )  # fmt: skip
-        if v.way == "first":
-            given = (
-                self.query, key.descriptor, value.descriptor, self.out, self.lse, self.table, lens_on,
-                starts_on, key_starts_on, work_on, self.scale, *strides,
-                self.group, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.lse, v.stages,
-                240, v.turns,
-            )  # fmt: skip
-            whole = (len(longest), v.kv_heads, 1)
-            self.run: Callable[[], Any] = lambda: first_kernel[whole](*given, num_warps=4)
-            return
         split = v.way == "pieces"
         programs = max(1, sms // v.kv_heads) if split else min(sms, len(longest) * v.kv_heads)
-        height = 2 * programs * v.kv_heads * 128 if split else 1
+        if v.way == "many":
+            programs = len(longest) * v.kv_heads
+        height = 2 * programs * v.kv_heads * v.block_m if split else 1
         self.parts = torch.full((height, v.size), torch.nan, device=device)
         self.part_lse = torch.full((height,), torch.nan, device=device)
         if split:
@@ -190,8 +191,9 @@ class Step:
             self.query, self.out, self.lse, self.parts, self.part_lse,
             self.table, lens_on, starts_on, key_starts_on, work_on, self.scale, 1.0, *strides[:10],
             key.descriptor, value.descriptor, *strides[10:], len(longest),
-            self.group, v.kv_heads, v.size, 128, v.block_n, v.page or 1, bool(v.page), True, v.window, v.lse,
-            split, v.stages, v.turns, 2 if v.size <= 128 else 1,
+            v.at_once if v.kv_heads % v.at_once == 0 else v.kv_heads,
+            self.group, v.kv_heads, v.size, v.block_m, v.block_n, v.page or 1, bool(v.page), True,
+            v.window, v.lse, split, v.stages, v.turns, 2 if v.size <= 128 else 1,
         )  # fmt: skip
         grid = (programs, v.kv_heads if split else 1, 1)
 
@@ -208,8 +210,8 @@ class Step:
         from polyattn_triton.launch import merge_constants, merge_rows
 
         v, one = self.variant, self.part_lse
-        constants = merge_constants(self.group, v.size, 128, True, False, False, v.lse, False)
-        merge_kernel[(programs, -(-128 // merge_rows(128, v.size)), v.kv_heads)](
+        constants = merge_constants(self.group, v.size, v.block_m, True, False, False, v.lse, False)
+        merge_kernel[(programs, -(-v.block_m // merge_rows(v.block_m, v.size)), v.kv_heads)](
             self.parts, self.part_lse, self.out, self.lse, one, one, one, starts, work, 1.0,
             *self.out.stride()[:2], self.lse.stride(0), *constants, num_warps=4,
         )  # fmt: skip

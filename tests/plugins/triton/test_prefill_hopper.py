@@ -143,7 +143,8 @@ def language(program: int, programs: int, head: int) -> SimpleNamespace:
 
 
 def items_of(
-    monkeypatch: pytest.MonkeyPatch, work: Any, tiles: int, heads: int, split: bool, programs: int,
+    monkeypatch: pytest.MonkeyPatch, work: Any, tiles: int, heads: int, at_once: int, split: bool,
+    programs: int, height: int,
     queries: list[int], lens: list[int], group: int, causal: bool, window: int,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
     """Run the kernel's own index functions: program, head, sequence, row, then what `_bounds` tells."""
@@ -151,21 +152,22 @@ def items_of(
     begin, advance, bounds = (
         getattr(prefill_hopper, name).fn for name in ("_begin", "_advance", "_bounds")
     )
+    monkeypatch.setattr(prefill_hopper, "_job", prefill_hopper._job.fn)
     found = []
     for program in range(programs):
         for kv_head in range(heads if split else 1):
             monkeypatch.setattr(prefill_hopper, "gl", language(program, programs, kv_head))
             work_at = Pointer(work)
-            at, stop, low, high, tile, seq, row, head = begin(work_at, tiles, heads, split)
+            at, stop, low, high, tile, seq, row, head = begin(work_at, tiles, at_once, heads, split)
             while at < stop:
                 token0, query_len, length, *rest = bounds(
                     Pointer(lens), Pointer(starts), work_at, at, stop, low, high, seq, row,
-                    group, 128, 128, causal, window, split,
+                    group, height, 128, causal, window, split,
                 )  # fmt: skip
                 assert (token0, query_len, length) == (starts[seq], queries[seq], lens[seq])
                 found.append((program, head, seq, row, *rest, low, high))
                 at, low, high, tile, seq, row, head = advance(
-                    work_at, tiles, low, high, tile, head, heads, split
+                    work_at, tiles, at_once, low, high, tile, head, split
                 )
     return found
 
@@ -185,8 +187,9 @@ def test_every_key_of_every_row_has_one_program(
     if window:
         spec = spec.replace(sliding_window=window)
     q, n = np.array(queries), np.array(lens)
-    seq, row = rows_of(q, group, 128)
-    last = np.minimum(row + 128, q[seq] * group) - 1
+    height, at_once = chance.choice([128, 192]), chance.choice([1, heads])
+    seq, row = rows_of(q, group, height)
+    last = np.minimum(row + height, q[seq] * group) - 1
     context = (n - q)[seq]
     keys = key_tiles(spec, context + row // group, context + last // group, n[seq], 128)
     lows = (
@@ -199,8 +202,9 @@ def test_every_key_of_every_row_has_one_program(
         programs = max(1, 132 // heads)
         work = stretches(keys, programs, Rates(1, 2)).work(Tiles(seq, row, keys))
     found = items_of(
-        monkeypatch, work, len(seq), heads, split, programs, queries, lens, group, causal, window
-    )
+        monkeypatch, work, len(seq), heads, at_once, split, programs, height,
+        queries, lens, group, causal, window,
+    )  # fmt: skip
     seen: dict[tuple[int, int, int], list[int]] = {}
     for _program, head, s, r, first, count, full_low, full, limit, *_ in found:
         tiles_seen = seen.setdefault((head, s, r), [])
@@ -208,7 +212,7 @@ def test_every_key_of_every_row_has_one_program(
         tiles_seen += range(first, end)
         # In [full_low, full) every row sees every key.
         context_s = lens[s] - queries[s]
-        last_row = context_s + (min(r + 128, queries[s] * group) - 1) // group
+        last_row = context_s + (min(r + height, queries[s] * group) - 1) // group
         for tile in range(full_low, full):
             assert first <= tile < first + count
             assert (tile + 1) * 128 <= (context_s + r // group + 1 if causal else lens[s])
@@ -239,10 +243,9 @@ def pretended(
 
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
     monkeypatch.setattr(
-        planning,
-        "hopper_prefill",
-        lambda config, device, sms: config and HopperPrefill(config, 132),
-    )
+        planning, "hopper_prefill",
+        lambda spec, arch, _: HopperPrefill(spec, hopper_config(spec, arch), 132, 35 << 20),
+    )  # fmt: skip
     form = CacheFormat(
         block_size=16, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
         v_head_size=spec.v_head_size, dtype=spec.dtype,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -51,7 +50,7 @@ class TritonAttention(PlannedAttention):
         if not plan.grid[0]:
             return
         if plan.way in ("prefill", "pieces"):
-            self._prefill(plan, query, key, value, cache, params, out, lse)
+            plan = self._prefill(plan, query, key, value, cache, params, out, lse)
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
@@ -70,7 +69,8 @@ class TritonAttention(PlannedAttention):
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
-    ) -> None:
+    ) -> AttentionPlan:
+        """Attend; returns the plan that ran."""
         none = self._none
         packed = plan.fresh and (
             cache is None or (cache.key.dtype == query.dtype and key is not None)
@@ -85,13 +85,16 @@ class TritonAttention(PlannedAttention):
         if self.hopper is not None and self.hopper(
             plan, self.spec_of(plan.batch), query, key, value, out, lse, factors[:2]
         ):
-            return
+            return plan
+        if self.hopper is not None:  # what can't be described has a plan of its own
+            if plan.portable is None:
+                plan.portable = self.plan(plan.batch, portable=True)
+            plan = plan.portable
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
             config = self.prefill_config if packed else self.paged_config
-            config = replace(config, block_n=plan.config.block_n)  # what pieces are counted in
             block_size = 1 if cache is None else cache.block_size
             constants = prefill_constants(
                 self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
@@ -112,6 +115,7 @@ class TritonAttention(PlannedAttention):
             (0 if lse is None else lse.stride(0), plan.table[0]),
             plan.kept,
         )  # fmt: skip
+        return plan
 
     def _decode(
         self,

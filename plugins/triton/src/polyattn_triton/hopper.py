@@ -8,6 +8,7 @@ the same plan serves both.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,11 @@ except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the por
     prefill_hopper_kernel = None
 
 DEFAULT_WARPS = 4
-"""Of a program's twelve: the others are those of the kernel's own partitions."""
+"""Of a program's: the others are those of the kernel's own partitions."""
+BYTES = 2
+"""Of an element."""
+CACHED = 0.7
+"""Of the L2, what keys and values that are read again may take."""
 TWO_QUERIES = 128
 """Head size up to which the next item's query has room in shared memory beside this one's."""
 FEWEST_ROWS = 8
@@ -87,11 +92,23 @@ def hopper_constants(
 
 
 class HopperPrefill:
-    """Launches the kernel for the tensors that it can take; `programs`: as many as run at once."""
+    """Launches the kernel for the tensors that it can take.
 
-    def __init__(self, config: Config, programs: int):
-        self.config, self.programs = config, programs
+    `programs`: as many as run at once. `cached`: bytes of keys and values that the L2 keeps.
+    """
+
+    def __init__(self, spec: LayerSpec, config: Config, programs: int, cached: int):
+        self.config, self.programs, self.heads = config, programs, spec.num_kv_heads
+        self.cached, self.token_bytes = cached, 2 * spec.head_size * BYTES
         self._sites: dict[tuple[Any, ...], Site] = {}
+
+    def heads_at_once(self, lens: Sequence[int]) -> int:
+        """Return how many KV heads' tiles run side by side: as many as the L2 has room for.
+
+        A divisor of their number; tiles of one head read the same keys.
+        """
+        room = self.cached // max(1, sum(lens) * self.token_bytes)
+        return max(n for n in range(1, self.heads + 1) if self.heads % n == 0 and n <= max(1, room))
 
     def __call__(
         self,
@@ -134,14 +151,18 @@ class HopperPrefill:
             factors,
             (
                 k.descriptor, v.descriptor, 0 if lse is None else lse.stride(0), plan.table[0], tiles,
+                plan.at_once,
             ),
             plan.kept,
         )  # fmt: skip
         return True
 
 
-def hopper_prefill(config: Config | None, device: torch.device, sms: int) -> HopperPrefill | None:
-    """Return what launches the kernel on this device, one program a multiprocessor."""
+def hopper_prefill(spec: LayerSpec, arch: str, device: torch.device) -> HopperPrefill | None:
+    """Return what launches the kernel for a layer on this device, if it serves that."""
+    config = hopper_config(spec, arch)
     if config is None or device.type != "cuda":
         return None
-    return HopperPrefill(config, sms)
+    facts = torch.cuda.get_device_properties(device)
+    cached = int(CACHED * facts.L2_cache_size)
+    return HopperPrefill(spec, config, facts.multi_processor_count, cached)

@@ -27,11 +27,20 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _begin(WORK, tiles, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
+def _job(WORK, at, tiles, at_once):
+    """A whole tile and its KV head: the heads go `at_once`, tile by tile, then the next ones."""
+    section = at // (tiles * at_once)
+    inside = at - section * tiles * at_once
+    tile = gl.minimum(inside // at_once, tiles - 1)
+    return section * at_once + inside % at_once, gl.load(WORK + tile), gl.load(WORK + tiles + tile)
+
+
+@gluon.jit
+def _begin(WORK, tiles, at_once, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
     """A program's first item, and where its items end: (at, stop, low, high, tile, seq, start, head).
 
-    `SPLIT`: a stretch of the line of tiles, as `tiles.my_stretch`. Else jobs (tile, KV head), which are
-    dealt there and back; `low` counts the rounds.
+    `SPLIT`: a stretch of the line of tiles, as `tiles.my_stretch`. Else jobs, which are dealt there and
+    back; `low` counts the rounds.
     """
     program = gl.program_id(0)
     if SPLIT:
@@ -51,15 +60,13 @@ def _begin(WORK, tiles, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
         stop = tiles * KV_HEADS
         low = 0
         high = 0
-        tile = gl.minimum(at // KV_HEADS, tiles - 1)
-        head = at % KV_HEADS
-        seq = gl.load(WORK + tile)
-        start = gl.load(WORK + tiles + tile)
+        tile = 0
+        head, seq, start = _job(WORK, at, tiles, at_once)
     return at, stop, low, high, tile, seq, start, head
 
 
 @gluon.jit
-def _advance(WORK, tiles, low, high, tile, head, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
+def _advance(WORK, tiles, at_once, low, high, tile, head, SPLIT: gl.constexpr):
     """The item after this one: (at, low, high, tile, seq, start, head)."""
     if SPLIT:
         count = gl.load(WORK + 3)
@@ -75,10 +82,7 @@ def _advance(WORK, tiles, low, high, tile, head, KV_HEADS: gl.constexpr, SPLIT: 
         program = gl.program_id(0)
         low += 1
         at = low * programs + gl.where(low % 2 == 1, programs - 1 - program, program)
-        tile = gl.minimum(at // KV_HEADS, tiles - 1)
-        head = at % KV_HEADS
-        seq = gl.load(WORK + tile)
-        start = gl.load(WORK + tiles + tile)
+        head, seq, start = _job(WORK, at, tiles, at_once)
     return at, low, high, tile, seq, start, head
 
 
@@ -123,37 +127,54 @@ def _bounds(
 
 
 @gluon.jit
-def _rows(
-    BT, key, seq_len, first_row, stride_b, outside,
-    PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr, BOXES: gl.constexpr,
+def _blocks(
+    BT, key, seq_len, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
+    LANES: gl.constexpr,
 ):  # fmt: skip
-    """Where each box of a tile's keys lies in the descriptor's rows; past the length outside of it."""
-    rows = ()
-    for box in gl.static_range(BOXES):
-        at = key + box * BOX
-        inside = at < seq_len
-        if PAGED:
-            block = gl.load(BT + at // BLOCK_SIZE, mask=inside, other=0)
-            row = first_row + block * stride_b + at % BLOCK_SIZE
-        else:
-            row = first_row + at
-        rows = rows + (gl.where(inside, row, outside),)  # noqa: RUF005  (no star in a kernel)
-    return rows
+    """Which blocks hold the boxes of a tile's keys, one a lane; -1 past the length."""
+    at = key + gl.arange(0, 32, layout=LANES) * BOX
+    inside = at < seq_len
+    if PAGED:
+        blocks = gl.load(BT + at // BLOCK_SIZE, mask=inside & (at >= 0), other=-1)
+    else:
+        blocks = gl.where(inside, 0, -1)
+    return blocks
+
+
+@gluon.jit
+def _copy(
+    DESCRIPTOR, blocks, key, first_row, column, stride_b, to, full, empty, free,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr,
+    BOX: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile's boxes once its stage is free; past the length, where no row is, come zeros."""
+    lane = gl.arange(0, 32, layout=LANES)
+    at = key + lane * BOX
+    if PAGED:
+        at = blocks * stride_b + at % BLOCK_SIZE
+    rows = gl.where(blocks >= 0, first_row + at, DESCRIPTOR.shape[0])
+    mbarrier.wait(empty, free)
+    mbarrier.expect(full, BLOCK_N * D * 2)
+    for box in gl.static_range(BLOCK_N // BOX):
+        row = gl.sum(gl.where(lane == box, rows, 0), 0)
+        tma.async_copy_global_to_shared(DESCRIPTOR, [row, column], full, to.slice(box * BOX, BOX))
 
 
 @gluon.jit
 def _produce(
     K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles,
+    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles, at_once,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy the items' keys and values, the last first, into stages as these become free."""
+    """Copy the items' keys and values, the last first, into stages as these become free.
+
+    A tile's values come after the next one's keys, as they are used.
+    """
     BOX: gl.constexpr = K.block_shape[0]
-    BOXES: gl.constexpr = BLOCK_N // BOX
-    BYTES: gl.constexpr = BLOCK_N * D * 2
-    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, KV_HEADS, SPLIT)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     while at < stop:
         _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = _bounds(
@@ -169,32 +190,39 @@ def _produce(
             k_first += key_start
             v_first += key_start
         TABLE = BT + seq.to(gl.int64) * bt_s
+        key = (first + count - 1) * BLOCK_N
+        blocks = _blocks(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
+        before = blocks
         at, low, high, tile, seq, start, head = _advance(
-            WORK, tiles, low, high, tile, head, KV_HEADS, SPLIT
+            WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
         for i in range(count):
-            key = (first + count - 1 - i) * BLOCK_N
+            ahead = _blocks(TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
             stage = n % STAGES
             free = (n // STAGES + 1) & 1  # of a stage never used: at once
-            k_rows = _rows(
-                TABLE, key, seq_len, k_first, k_b, K.shape[0], PAGED, BLOCK_SIZE, BOX, BOXES
+            _copy(
+                K, blocks, key, k_first, k_at, k_b, k_smem.index(stage), k_full.index(stage),
+                k_empty.index(stage), free, D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
             )  # fmt: skip
-            v_rows = _rows(
-                TABLE, key, seq_len, v_first, v_b, V.shape[0], PAGED, BLOCK_SIZE, BOX, BOXES
-            )  # fmt: skip
-            bar = k_full.index(stage)
-            mbarrier.wait(k_empty.index(stage), free)
-            mbarrier.expect(bar, BYTES)
-            for box in gl.static_range(BOXES):
-                to = k_smem.index(stage).slice(box * BOX, BOX)
-                tma.async_copy_global_to_shared(K, [k_rows[box], k_at], bar, to)
-            bar = v_full.index(stage)
-            mbarrier.wait(v_empty.index(stage), free)
-            mbarrier.expect(bar, BYTES)
-            for box in gl.static_range(BOXES):
-                to = v_smem.index(stage).slice(box * BOX, BOX)
-                tma.async_copy_global_to_shared(V, [v_rows[box], v_at], bar, to)
+            if i > 0:
+                stage = (n - 1) % STAGES
+                free = ((n - 1) // STAGES + 1) & 1
+                _copy(
+                    V, before, key + BLOCK_N, v_first, v_at, v_b, v_smem.index(stage),
+                    v_full.index(stage), v_empty.index(stage), free,
+                    D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
+                )  # fmt: skip
+            before = blocks
+            blocks = ahead
+            key -= BLOCK_N
             n += 1
+        stage = (n - 1) % STAGES
+        free = ((n - 1) // STAGES + 1) & 1
+        _copy(
+            V, before, key + BLOCK_N, v_first, v_at, v_b, v_smem.index(stage),
+            v_full.index(stage), v_empty.index(stage), free,
+            D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
+        )  # fmt: skip
 
 
 @gluon.jit
@@ -252,7 +280,8 @@ def _sums(weights):
 @gluon.jit
 def _step(
     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
-    limit, row_pos, by, HALF: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    limit, row_pos, by,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
@@ -260,14 +289,14 @@ def _step(
     OUTPUT: gl.constexpr = acc.type.layout
     stage = n % STAGES
     before = (n - 1) % STAGES
-    if TURNS:  # one group's products, then the other's: each has its softmax meanwhile
-        mbarrier.wait(turns.index(HALF), (turn + 1 - HALF) & 1)
+    if TURNS:  # one group's products, then the next one's: each has its softmax meanwhile
+        mbarrier.wait(turns.index(GROUP), (turn + (GROUP == 0)) & 1)
     s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((n - 1) // STAGES) & 1)
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
     if TURNS:
-        mbarrier.arrive(turns.index(1 - HALF))
+        mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
@@ -351,25 +380,25 @@ def _store_part(
 @gluon.jit
 def _consume(
     Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
-    HALF: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
     QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Attend with one half of the items' rows."""
+    """Attend with a group's 64 of the items' rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, KV_HEADS, SPLIT)
+    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     item = 0
     if at < stop:
         token0 = gl.load(STARTS + seq)
         _load_query(
-            q_smem.index(HALF), Q, token0, gl.load(STARTS + seq + 1) - token0, start + HALF * 64, head,
+            q_smem.index(GROUP), Q, token0, gl.load(STARTS + seq + 1) - token0, start + GROUP * 64, head,
             q_t, q_h, G, D,
         )  # fmt: skip
     while at < stop:
@@ -379,14 +408,14 @@ def _consume(
         )  # fmt: skip
         my_low = low
         my_high = high
-        my_start = start + HALF * 64
+        my_start = start + GROUP * 64
         my_head = head
         at, low, high, tile, seq, start, head = _advance(
-            WORK, tiles, low, high, tile, head, KV_HEADS, SPLIT
+            WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
         next_token0 = gl.load(STARTS + seq)
         next_query_len = gl.load(STARTS + seq + 1) - next_token0
-        q = q_smem.index(2 * (item % QUERIES) + HALF)
+        q = q_smem.index(GROUPS * (item % QUERIES) + GROUP)
         row_pos = (
             seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
         )  # fmt: skip
@@ -420,20 +449,20 @@ def _consume(
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
                 n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                HALF, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
         for i in range(gl.maximum(masked, 1), kept):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
                 n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                HALF, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
         if WINDOW > 0:
             for i in range(gl.maximum(kept, 1), count):
                 acc, m, l, p = _step(
                     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
                     n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                    HALF, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                    GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
                 )  # fmt: skip
         n += count
         item += 1
@@ -442,8 +471,8 @@ def _consume(
         acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
         if QUERIES > 1 and at < stop:  # while this item's last product runs and is stored
             _load_query(
-                q_smem.index(2 * (item % QUERIES) + HALF), Q, next_token0, next_query_len,
-                start + HALF * 64, head, q_t, q_h, G, D,
+                q_smem.index(GROUPS * (item % QUERIES) + GROUP), Q, next_token0, next_query_len,
+                start + GROUP * 64, head, q_t, q_h, G, D,
             )  # fmt: skip
         l = gl.convert_layout(gl.sum(l, 1), ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
@@ -455,7 +484,7 @@ def _consume(
             begun = my_low // share
             if (my_high - 1) // share > begun:
                 part = 2 * program + (begun == program).to(gl.int32)
-                place = (part * KV_HEADS + my_head) * BLOCK_M + HALF * 64
+                place = (part * KV_HEADS + my_head) * BLOCK_M + GROUP * 64
                 held = query_len * G - my_start
                 _store_part(acc, m, l, by, PARTS, PART_LSE, place, held, D)
             else:
@@ -471,79 +500,123 @@ def _consume(
         if QUERIES == 1 and at < stop:
             gl.thread_barrier()
             _load_query(
-                q, Q, next_token0, next_query_len, start + HALF * 64, head, q_t, q_h, G, D
+                q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles"])
+@gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles", "at_once"])
 def prefill_hopper_kernel(
     Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
-    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles,
+    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles, at_once,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
     TURNS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 (token, head of group) rows of one KV head, whole or in pieces.
+    """Tiles of 128 or 192 (token, head of group) rows of one KV head, whole or in pieces.
 
-    Grid: (programs, 1), `tiles` of them, longest first, dealt out with all KV heads; `SPLIT`:
-    (programs, KV heads), whose stretches WORK holds, and `merge_kernel` merges. `K`, `V`: descriptors of
-    (rows, columns) in boxes of as many rows as lie together, at most `BLOCK_N`; a block begins `k_b` rows
-    after the one before, a head `k_row` rows and `k_col` columns (`descriptors`).
+    Grid: (programs, 1), `tiles` of them, longest first, dealt out with all KV heads, `at_once` of these
+    at a time; `SPLIT`: (programs, KV heads), whose stretches WORK holds, and `merge_kernel` merges. `K`,
+    `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most `BLOCK_N`; a
+    block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns
+    (`descriptors`).
     """
-    gl.static_assert(gl.num_warps() == 4 and BLOCK_M == 128)
+    GROUPS: gl.constexpr = BLOCK_M // 64
+    gl.static_assert(gl.num_warps() == 4 and (GROUPS == 2 or GROUPS == 3))
     gl.static_assert(CAUSAL or WINDOW == 0)
+    gl.static_assert(BLOCK_N // K.block_shape[0] <= 32)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_smem = gl.allocate_shared_memory(DTYPE, [2 * QUERIES, 64, D], SHARED)  # two groups' each
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QUERIES, 64, D], SHARED)
     k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for half in gl.static_range(2):
-        mbarrier.init(turns.index(half), count=1)
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(group), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=1)
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
-        mbarrier.init(v_empty.index(stage), count=2)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
     by = scale * LOG2E
-    gl.warp_specialize(
-        [
-            (
-                _consume,
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
                 (
-                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                    lse_t, tiles,
-                    0, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE,
-                    TURNS, QUERIES,
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
                 ),
-            ),
-            (
-                _consume,
                 (
-                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                    lse_t, tiles,
-                    1, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE,
-                    TURNS, QUERIES,
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
                 ),
-            ),
-            (
-                _produce,
                 (
-                    K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty,
-                    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles,
-                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW, SPLIT,
-                    STAGES,
+                    _produce,
+                    (
+                        K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col,
+                        bt_s, tiles, at_once, G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED,
+                        CAUSAL, WINDOW, SPLIT, STAGES,
+                    ),
                 ),
-            ),
-        ],
-        [4, 1],
-        [240, 24],
-    )  # fmt: skip
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 2, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col,
+                        bt_s, tiles, at_once, G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED,
+                        CAUSAL, WINDOW, SPLIT, STAGES,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip
