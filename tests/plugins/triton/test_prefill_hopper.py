@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn_triton import hopper, planning, prefill_hopper
+from polyattn_triton import hopper, hopper_items, planning, prefill_hopper
 from polyattn_triton.aot import compile_hopper
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.configs import HOPPER
@@ -147,16 +147,16 @@ def items_of(
     programs: int, height: int,
     queries: list[int], lens: list[int], group: int, causal: bool, window: int,
 ) -> list[tuple[Any, ...]]:  # fmt: skip
-    """Run the kernel's own index functions: program, head, sequence, row, then what `_bounds` tells."""
+    """Run the kernel's own index functions: program, head, sequence, row, then what `bounds` tells."""
     starts = np.concatenate([[0], np.cumsum(queries)])
     begin, advance, bounds = (
-        getattr(prefill_hopper, name).fn for name in ("_begin", "_advance", "_bounds")
+        getattr(hopper_items, name).fn for name in ("begin", "advance", "bounds")
     )
-    monkeypatch.setattr(prefill_hopper, "_job", prefill_hopper._job.fn)
+    monkeypatch.setattr(hopper_items, "job_at", hopper_items.job_at.fn)
     found = []
     for program in range(programs):
         for kv_head in range(heads if split else 1):
-            monkeypatch.setattr(prefill_hopper, "gl", language(program, programs, kv_head))
+            monkeypatch.setattr(hopper_items, "gl", language(program, programs, kv_head))
             work_at = Pointer(work)
             at, stop, low, high, tile, seq, row, head = begin(work_at, tiles, at_once, heads, split)
             while at < stop:
@@ -317,6 +317,41 @@ def test_what_cannot_be_described_goes_to_the_portable_kernel(
         out = torch.empty_like(query)
         assert call(plan, PLAIN, q, key, value, out, None, (1.0, 1.0)) is took
         assert len(launched) == took
+
+
+def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Made once, with its own tiles; the merge that follows is that plan's."""
+    from polyattn_triton import attention
+
+    backend, launched = pretended(monkeypatch, PLAIN.replace(head_size=64))
+    ran: list[tuple[Any, ...]] = []
+
+    def site(kernel: Any, *_: Any) -> Any:
+        return lambda grid, *_: ran.append((kernel, grid))
+
+    monkeypatch.setattr(attention, "_site", site)
+    monkeypatch.setattr(backend, "_merge", lambda plan, *_: ran.append(("merge", plan.grid)))
+    plan = backend.plan(Batch.from_lens([300], [8192], torch.zeros(1, 512, dtype=torch.int32), 16))
+    assert plan.config.block_m == HOPPER[64].block_m
+    storage = torch.zeros(2 * 512 * 8192 + 4, dtype=torch.bfloat16)
+    cache = KVCache(*storage[4:].view(2, 512, 16, 8, 64))
+    query = torch.zeros(300, 32, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        backend.run(plan, query, None, None, cache, LayerParams(), torch.empty_like(query), None)
+    portable = plan.portable
+    assert portable is not None and not launched
+    assert portable.config == backend.paged_config and portable.way == "pieces"
+    assert ran == [(attention.prefill_kernel, portable.grid), ("merge", portable.grid)] * 2
+
+
+@pytest.mark.parametrize(
+    ("lens", "wanted"),
+    [([8192], 8), ([2048] * 4, 8), ([4608] * 4, 2), ([32768], 2), ([1 << 17], 1)],
+)
+def test_heads_share_what_the_l2_holds(lens: list[int], wanted: int) -> None:
+    """Half of an L2 of 50 MiB and more holds 8,192 tokens of eight heads of 128, K and V."""
+    call = HopperPrefill(PLAIN, HOPPER[128], 132, 35 << 20)
+    assert call.heads_at_once(lens) == wanted
 
 
 CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -22,108 +22,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from polyattn_triton.hopper_items import advance, begin, bounds
+
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _job(WORK, at, tiles, at_once):
-    """A whole tile and its KV head: the heads go `at_once`, tile by tile, then the next ones."""
-    section = at // (tiles * at_once)
-    inside = at - section * tiles * at_once
-    tile = gl.minimum(inside // at_once, tiles - 1)
-    return section * at_once + inside % at_once, gl.load(WORK + tile), gl.load(WORK + tiles + tile)
-
-
-@gluon.jit
-def _begin(WORK, tiles, at_once, KV_HEADS: gl.constexpr, SPLIT: gl.constexpr):
-    """A program's first item, and where its items end: (at, stop, low, high, tile, seq, start, head).
-
-    `SPLIT`: a stretch of the line of tiles, as `tiles.my_stretch`. Else jobs, which are dealt there and
-    back; `low` counts the rounds.
-    """
-    program = gl.program_id(0)
-    if SPLIT:
-        programs = gl.num_programs(0)
-        share = gl.load(WORK)
-        COLUMN = WORK + 4 + program
-        tile = gl.load(COLUMN)
-        low = gl.load(COLUMN + programs)
-        high = gl.load(COLUMN + 2 * programs)
-        seq = gl.load(COLUMN + 3 * programs)
-        start = gl.load(COLUMN + 4 * programs)
-        at = program * share
-        stop = gl.minimum(at + share, gl.load(WORK + 1))
-        head = gl.program_id(1)
-    else:
-        at = program
-        stop = tiles * KV_HEADS
-        low = 0
-        high = 0
-        tile = 0
-        head, seq, start = _job(WORK, at, tiles, at_once)
-    return at, stop, low, high, tile, seq, start, head
-
-
-@gluon.jit
-def _advance(WORK, tiles, at_once, low, high, tile, head, SPLIT: gl.constexpr):
-    """The item after this one: (at, low, high, tile, seq, start, head)."""
-    if SPLIT:
-        count = gl.load(WORK + 3)
-        LINE = WORK + 4 + 5 * gl.num_programs(0)
-        at = high
-        low = high
-        tile = gl.minimum(tile + 1, count - 1)
-        high = gl.load(LINE + tile + 1)
-        seq = gl.load(LINE + count + 1 + tile)
-        start = gl.load(LINE + 2 * count + 1 + tile)
-    else:
-        programs = gl.num_programs(0)
-        program = gl.program_id(0)
-        low += 1
-        at = low * programs + gl.where(low % 2 == 1, programs - 1 - program, program)
-        head, seq, start = _job(WORK, at, tiles, at_once)
-    return at, low, high, tile, seq, start, head
-
-
-@gluon.jit
-def _bounds(
-    SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
-    G: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SPLIT: gl.constexpr,
-):  # fmt: skip
-    """An item's rows and keys: first token, query length, length, and its key tiles.
-
-    These are [`first`, `first` + `count`), at least one; all but [`full_low`, `full`) need a mask, and
-    no key from `limit` on counts.
-    """
-    token0 = gl.load(STARTS + seq)
-    query_len = gl.load(STARTS + seq + 1) - token0
-    seq_len = gl.load(SEQ_LENS + seq)
-    context = seq_len - query_len
-    first_pos = context + start // G
-    last_pos = context + (gl.minimum(start + BLOCK_M, query_len * G) - 1) // G
-    seen = seq_len
-    full = seq_len // BLOCK_N
-    if CAUSAL:
-        seen = gl.minimum(seen, last_pos + 1)
-        full = gl.minimum(full, (first_pos + 1) // BLOCK_N)
-    first = 0
-    full_low = 0
-    if WINDOW > 0:
-        first = gl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N
-        full_low = gl.cdiv(gl.maximum(last_pos - WINDOW + 1, 0), BLOCK_N)
-    end = gl.cdiv(seen, BLOCK_N)
-    limit = seq_len
-    if SPLIT:
-        keys_at = low + gl.load(WORK + 2)
-        end = gl.minimum(end, first + gl.minimum(stop, high) - keys_at)
-        first += gl.maximum(at - keys_at, 0)
-        limit = gl.minimum(limit, end * BLOCK_N)
-    count = gl.maximum(end - first, 1)
-    full_low = gl.minimum(gl.maximum(full_low, first), first + count)
-    full = gl.maximum(gl.minimum(full, first + count), full_low)
-    return token0, query_len, seq_len, first, count, full_low, full, limit
 
 
 @gluon.jit
@@ -174,10 +76,10 @@ def _produce(
     """
     BOX: gl.constexpr = K.block_shape[0]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     while at < stop:
-        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = _bounds(
+        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = bounds(
             SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
             G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
         )  # fmt: skip
@@ -193,7 +95,7 @@ def _produce(
         key = (first + count - 1) * BLOCK_N
         blocks = _blocks(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
         before = blocks
-        at, low, high, tile, seq, start, head = _advance(
+        at, low, high, tile, seq, start, head = advance(
             WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
         for i in range(count):
@@ -392,7 +294,7 @@ def _consume(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    at, stop, low, high, tile, seq, start, head = _begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     item = 0
     if at < stop:
@@ -402,7 +304,7 @@ def _consume(
             q_t, q_h, G, D,
         )  # fmt: skip
     while at < stop:
-        token0, query_len, seq_len, first, count, full_low, full, limit = _bounds(
+        token0, query_len, seq_len, first, count, full_low, full, limit = bounds(
             SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
             G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
         )  # fmt: skip
@@ -410,7 +312,7 @@ def _consume(
         my_high = high
         my_start = start + GROUP * 64
         my_head = head
-        at, low, high, tile, seq, start, head = _advance(
+        at, low, high, tile, seq, start, head = advance(
             WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
         next_token0 = gl.load(STARTS + seq)
