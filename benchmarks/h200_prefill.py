@@ -173,8 +173,8 @@ class Step:
         lens_on, starts_on, key_starts_on, work_on = self.ints
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         strides = (
-            *self.query.stride()[:2], key.block, key.row, key.column, value.block, value.row,
-            value.column, *self.out.stride()[:2], self.lse.stride(0), self.table.stride(0),
+            *self.query.stride()[:2], *key[1], *value[1], *self.out.stride()[:2],
+            self.lse.stride(0), self.table.stride(0),
         )  # fmt: skip
         split = v.way == "pieces"
         programs = max(1, sms // v.kv_heads) if split else min(sms, len(longest) * v.kv_heads)
@@ -191,7 +191,7 @@ class Step:
         args = (
             self.query, self.out, self.lse, self.parts, self.part_lse,
             self.table, lens_on, starts_on, key_starts_on, work_on, self.scale, 1.0, *strides[:10],
-            key.descriptor, value.descriptor, *strides[10:], len(longest),
+            key[0], value[0], *strides[10:], len(longest),
             v.at_once if v.kv_heads % v.at_once == 0 else v.kv_heads,
             self.group, v.kv_heads, v.size, v.block_m, v.block_n, v.page or 1, bool(v.page), True,
             v.window, v.lse, split, v.stages, v.turns, 2 if v.size <= 128 else 1,

@@ -134,7 +134,7 @@ class HopperPrefill:
         if k is None or v is None:
             return False
         split = plan.way == "pieces"
-        strides = (q[0], q[1], *k[1:], *v[1:], *out.stride()[:2])
+        strides = (q[0], q[1], *k[1], *v[1], *out.stride()[:2])
         which = (strides, query.dtype, block_size, split, lse is None, spec.causal)
         site = self._sites.get(which)
         if site is None:
@@ -150,7 +150,7 @@ class HopperPrefill:
             (query, out, out if lse is None else lse),
             factors,
             (
-                k.descriptor, v.descriptor, 0 if lse is None else lse.stride(0), plan.table[0], tiles,
+                k[0], v[0], 0 if lse is None else lse.stride(0), plan.table[0], tiles,
                 plan.at_once,
             ),
             plan.kept,
