@@ -144,9 +144,12 @@ class HopperPrefill:
                 {"num_warps": DEFAULT_WARPS},
             )  # fmt: skip
         tiles, heads, _ = plan.grid
-        programs = plan.grid if split else (min(self.programs, tiles * heads), 1, 1)
+        # Dealt out beforehand where all heads go at once, else by the device: each few heads' tiles
+        # begin with long ones again, and what is dealt doesn't end together.
+        jobs = tiles * heads
+        programs = (min(self.programs, jobs) if plan.at_once == heads else jobs, 1, 1)
         site(
-            programs,
+            plan.grid if split else programs,
             (query, out, out if lse is None else lse),
             factors,
             (

@@ -94,7 +94,8 @@ def _produce(
         TABLE = BT + seq.to(gl.int64) * bt_s
         key = (first + count - 1) * BLOCK_N
         blocks = _blocks(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
-        before = blocks
+        # Not `blocks`: Triton 3.6 carries no name round a loop that is given what it began as.
+        before = gl.full([32], -1, gl.int32, LANES)
         at, low, high, tile, seq, start, head = advance(
             WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
