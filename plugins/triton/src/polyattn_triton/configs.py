@@ -74,6 +74,14 @@ TABLE: tuple[Row, ...] = (
 )
 
 
+HOPPER: dict[int, Config] = {
+    64: Config(192, 128, 16, 3),
+    128: Config(128, 128, 12, 2),
+    256: Config(128, 64, 12, 2),
+}
+"""Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
+
+
 UNTUNED_APART = {"paged": "prefill", "few": "decode"}
 """Phases (prefill over pages, decode by few programs) that use another's without their own."""
 
