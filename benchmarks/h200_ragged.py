@@ -32,6 +32,8 @@ from timing import host_us, kernel_us
 DEVICE = torch.device("cuda")
 QWEN = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128)
 LLAMA = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+SHARD = LayerSpec(num_heads=16, num_kv_heads=2, head_size=128)
+MHA = LayerSpec(num_heads=16, num_kv_heads=16, head_size=128)
 MLA = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0].replace(num_heads=64)
 LIBRARIES = ("FLASHINFER", "FLASH_ATTN_V3")
 LATENT_LIBRARIES = ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA")
@@ -104,6 +106,10 @@ def steps(seed: int) -> list[Step]:
         Step("4 x 512 new after 4k", QWEN, ((512, 4 * K + 512),) * 4),
         Step("prefill 7k + 3 x 300", QWEN, ((7 * K, 7 * K), (300, 300), (300, 300), (300, 300))),
         Step("40 decodes + 2 x 1k prefill", QWEN, ((1, 2 * K),) * 40 + ((K, K),) * 2),
+        decodes("16/2 heads: 1 x 128k + 63 x 1k", long, SHARD),
+        decodes("16/2 heads: 5 of mooncake", trace("mooncake_conversation.jsonl", 5, chance), SHARD),
+        Step("16/2 heads: 16 new after 128k", SHARD, ((16, 128 * K + 16),)),
+        decodes("16/16 heads: 40 x 2k", [2 * K] * 40, MHA),
         *(decodes(f"equal {n} x {m}", [m] * n, LLAMA)
           for n, m in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192))),
         Step("equal prefill 1 x 4k", LLAMA, ((4 * K, 4 * K),)),
