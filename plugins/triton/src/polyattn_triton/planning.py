@@ -143,7 +143,7 @@ class PlannedAttention(AttentionBackend):
         """One tile a sequence: even splits of even lengths, else stretches."""
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
-        lens = np.array(batch.lens, np.int32)
+        lens = batch.host_lens
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
@@ -204,7 +204,7 @@ class PlannedAttention(AttentionBackend):
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
-        queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+        queries, lens = batch.host_query_lens, batch.host_lens
         seq, row = rows_of(queries, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
