@@ -122,14 +122,26 @@ def steps(seed: int) -> list[Step]:
 
 
 class Run:
-    """A step's calls of one backend: those that decode, and prefill of the rest."""
+    """A step's calls of one backend: those that decode, and prefill of the rest.
 
-    def __init__(self, step: Step, name: str, tweak: Callable[[Any], None] | None = None):
+    `prefill`: who takes the rest in a call of its own; default: the same backend, whole steps in one
+    call where it claims them.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        name: str,
+        tweak: Callable[[Any], None] | None = None,
+        prefill: str | None = None,
+    ):
         torch.manual_seed(0)
         self.step, spec = step, step.spec
         dtype = getattr(torch, spec.dtype)
-        phases = "decode=" if spec.latent else ""
-        group = LayerGroup(select(spec, "cuda", backend=f"{phases}{name}"))
+        named = f"decode={name}" if spec.latent else name
+        if prefill is not None:
+            named = f"decode={name},prefill={prefill}"
+        group = LayerGroup(select(spec, "cuda", backend=named))
         self.params = LayerParams()
         decode = group.selection.backend("decode")
         assert decode is not None and decode.name == name
@@ -139,7 +151,8 @@ class Run:
         rows = sorted(step.rows, key=lambda row: row[0] > most)
         split = sum(query <= most for query, _ in rows)
         parts = [("decode", rows[:split]), ("prefill", rows[split:])]
-        if "mixed" in decode.capabilities.phases and 0 < split < len(rows):
+        whole = prefill is None and "mixed" in decode.capabilities.phases
+        if whole and 0 < split < len(rows):
             parts = [("mixed", rows)]
         self.calls: list[tuple[Any, Any, slice]] = []
         self.backends: list[Any] = []
