@@ -17,6 +17,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,10 @@ import torch
 from polyattn import LayerSpec, select
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams
+from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
+from polyattn.selection.step_choice import StepChoice
+from polyattn.spec.timing import KINDS, TimingModel
 from polyattn.tools.cli.models import bundled
 from timing import host_us, kernel_us
 
@@ -305,14 +309,27 @@ def variants(step: Step) -> dict[str, Callable[[Any], None]]:
 
 
 def host() -> dict[str, float]:
-    """Host microseconds of a plan of 256 uneven decodes, and of its launch."""
+    """Host microseconds for 256 uneven decodes: the choice, the plan, all from lengths on, the launch."""
     chance = random.Random(5)
-    step = Step("host", QWEN, tuple((1, chance.randint(1, 2048)) for _ in range(256)))
-    run = Run(step, "TRITON_ATTN")
+    lens = [chance.randint(1, 2048) for _ in range(256)]
+    run = Run(Step("host", QWEN, tuple((1, n) for n in lens)), "TRITON_ATTN")
     backend, plan, _ = run.calls[0]
-    batch = plan.batch
+    batch, starts = plan.batch, list(range(257))
+    known = discover().backends
+    infos = {name: known[name] for name in ("TRITON_ATTN", *LIBRARIES)}
+    costs = (10.0, 0.01, 1e-7, 1e-7, 1e-9, 1e-6)  # whose values they are changes no time
+    models = [TimingModel(name, kind, costs) for name in infos for kind in KINDS]
+    choice = StepChoice(
+        QWEN, models, {"decode": infos, "prefill": infos},
+        {"decode": "TRITON_ATTN", "prefill": "FLASH_ATTN_V3"},
+    )  # fmt: skip
     run()
-    return {"plan_us": host_us(lambda: backend.plan(batch)), "run_us": host_us(run)}
+    return {
+        "choice_us": host_us(lambda: choice.decode(batch.host_lens, batch.max_seq_len)),
+        "plan_us": host_us(lambda: backend.plan(batch)),
+        "batch_and_plan_us": host_us(lambda: backend.plan(Batch(starts, lens, batch.block_table))),
+        "run_us": host_us(run),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -374,7 +391,12 @@ def main() -> None:
         for label, tweak in variants(step).items() if args.tune else ():
             rows.append(measured(step, step.ours, tweak) | {"variant": label})
             print(label, rows[-1].get("us", rows[-1].get("cannot")), flush=True)
-    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "host": host()}
+    facts = {
+        "date": str(date.today()),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "host": host(),
+    }
     if args.out:
         args.out.write_text(json.dumps(facts | {"seed": args.seed, "rows": rows}, indent=1) + "\n")
     table(rows)
