@@ -77,8 +77,8 @@ def choice(data: dict[str, Any]) -> list[str]:
     lines = [
         "### Who is chosen",
         "",
-        "`benchmarks/h200_tune.sh`: time over the fastest backend's (of a mixed step or pair's), mean and "
-        "worst (geometric), on models and lengths that the table was not fitted on.",
+        "`benchmarks/h200_tune.sh`: time over the fastest backend's (of a mixed step or pair's), "
+        "geometric mean and worst, on models and lengths that the table was not fitted on.",
         "",
         f"| | {' | '.join(f'{kind} ({counts[kind]})' for kind in kinds)} |",
         f"| --- |{' ---: |' * len(kinds)}",
