@@ -16,6 +16,7 @@ if [ "$what" = warm ]; then
     CUDA_VISIBLE_DEVICES=$first timeout 420 python3 h200_ragged.py --steps "$step" > "$out/warm-$name.log" 2>&1 &
   done
   CUDA_VISIBLE_DEVICES=$second timeout 420 python3 h200_mixed.py --warm > "$out/warm-mixed.log" 2>&1 &
+  CUDA_VISIBLE_DEVICES=$second timeout 420 python3 h200_flashinfer_sizes.py > "$out/sizes.log" 2>&1 &
   wait
   exit 0
 fi
