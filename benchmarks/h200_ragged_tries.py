@@ -11,19 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import polyattn_triton.planning as planning
-import polyattn_triton.variants as variants
-from h200_ragged import MHA, QWEN, SHARD, K, Step, measured, steps
+from h200_ragged import MHA, K, Step, measured, steps
+from polyattn import LayerSpec
 
-OWN = variants.merges_itself
-
-
-def apart(on_one: int) -> Callable[[Any], None]:
-    def tweak(backend: Any) -> None:
-        variants.merges_itself = lambda *_: False
-        backend.itself, backend.on_one = False, on_one
-
-    return tweak
+ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
 
 
 def stretched(on_one: int, **changes: Any) -> Callable[[Any], None]:
@@ -31,13 +22,6 @@ def stretched(on_one: int, **changes: Any) -> Callable[[Any], None]:
         backend.spec = backend.spec.replace(graph_capture="single_token_decode")
         backend.on_one = on_one
         backend.few_config = replace(backend.few_config, **changes)
-
-    return tweak
-
-
-def split(count: int) -> Callable[[Any], None]:
-    def tweak(backend: Any) -> None:
-        backend.splits = lambda batch: count
 
     return tweak
 
@@ -61,15 +45,10 @@ def pieces(on_one: int, **changes: Any) -> Callable[[Any], None]:
 
 FEW_HEADS = {
     "1 on one": decoding(on_one=1), "2 on one": decoding(on_one=2), "4 on one": decoding(on_one=4),
-    "least 8": decoding(least=8), "128 keys, 2 on one": decoding(block_n=128, num_stages=2, on_one=2),
+    "4 stages, 1 on one": decoding(num_stages=4, on_one=1),
     "128 keys, 8 warps, 1": decoding(block_n=128, num_warps=8, num_stages=3, on_one=1),
-    "apart, 3": apart(3), "apart, 2": apart(2), "apart, 1": apart(1),
 }  # fmt: skip
-TAIL = {
-    "stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4),
-    "stretches, 4, 2 stages": stretched(4, num_stages=2),
-    "2 splits": split(2), "3 splits": split(3), "4 splits": split(4), "5 splits": split(5),
-}  # fmt: skip
+TAIL = {"stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4)}
 HIGH = {
     "64 rows, 4 warps, 2 stages, 3": pieces(3, block_m=64, num_warps=4, num_stages=2),
     "64 rows, 4 warps, 3 stages, 2": pieces(2, block_m=64, num_warps=4, num_stages=3),
@@ -89,22 +68,21 @@ def main() -> None:
     end = time.monotonic() + parser.parse_args().seconds
     by_name = {step.name: step for step in steps(2)}
     work: list[tuple[Step, dict[str, Any]]] = [
-        (by_name["16/2 heads: 5 of mooncake"], FEW_HEADS),
-        (by_name["16/16 heads: 40 x 2k"], TAIL),
         (by_name["16 new after 128k"], HIGH),
         (by_name["16/2 heads: 1 x 128k + 63 x 1k"], FEW_HEADS),
+        (by_name["decode 1 x 128k + 63 x 1k"], FEW_HEADS),
         (by_name["16/2 heads: 16 new after 128k"], HIGH),
-        (Step("16/2 heads: 1 x 20k", SHARD, ((1, 20_000),)), FEW_HEADS),
         (by_name["decode, 12 of mooncake"], FEW_HEADS),
-        (Step("16/16 heads: 64 x 3k", MHA, ((1, 3056),) * 64), TAIL),
-        (Step("28/4 heads: 90 x 2k", QWEN, ((1, 2 * K),) * 90), TAIL),
+        (Step("16/1 heads: 5 x 20k + 1k", ONE, ((1, 20_000),) * 5 + ((1, K),)), FEW_HEADS),
+        (Step("16/16 heads: 45 x 2k", MHA, ((1, 2 * K),) * 45), TAIL),
+        (Step("16/16 heads: 52 x 2k", MHA, ((1, 2 * K),) * 52), TAIL),
+        (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
     ]
     for step, tries in work:
         found: dict[str, float | str] = {}
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
                 break
-            variants.merges_itself = planning.merges_itself = OWN
             row = measured(step, "TRITON_ATTN", tweak)
             found[name] = row.get("us", row.get("cannot"))
             if row.get("repeats_bits") is False:

@@ -17,6 +17,8 @@ if [ "$what" = warm ]; then
   done
   CUDA_VISIBLE_DEVICES=$second timeout 420 python3 h200_mixed.py --warm > "$out/warm-mixed.log" 2>&1 &
   CUDA_VISIBLE_DEVICES=$second timeout 420 python3 h200_flashinfer_sizes.py > "$out/sizes.log" 2>&1 &
+  # Which schedules are faster: these need no compiler of FlashInfer's.
+  CUDA_VISIBLE_DEVICES=${THIRD_GPU:-$second} timeout 150 python3 h200_ragged_tries.py --seconds 130 > "$out/tries.log" 2>&1 &
   wait
   exit 0
 fi

@@ -45,7 +45,9 @@ from polyattn_triton.variants import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     MOST_FEW_ROWS,
+    MOST_PARTS,
     even_splits,
+    leaves_tail,
     merges_itself,
     on_one,
     part_rows,
@@ -149,8 +151,8 @@ class PlannedAttention(AttentionBackend):
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self.splits(batch)
-            if self.itself or splits == 1:
-                programs = batch.num_seqs * spec.num_kv_heads * splits
+            programs = batch.num_seqs * spec.num_kv_heads * splits
+            if (self.itself or splits == 1) and not leaves_tail(programs, self.num_sms):
                 if programs > FEW_ON_ONE * self.num_sms:
                     plan.config = self.decode_config
                 plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
@@ -240,10 +242,19 @@ class PlannedAttention(AttentionBackend):
         if not len(keys):
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
+        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
+            programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
         work = stretches(keys, programs, self.rates, most).work(tiles)
         plan.work = to_device(work, self.torch_device, before)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+
+    def _fewer(self, programs: int, total: int, longest: int) -> int:
+        """Return so many programs that whoever ends last has not too many parts to merge."""
+        each = max(1, self.num_sms // self.spec.num_kv_heads)
+        while programs >= 2 * each and longest * programs > MOST_PARTS * total:
+            programs -= each
+        return programs
 
     def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""
