@@ -10,6 +10,8 @@ mkdir -p "$out"
 first=${FIRST_GPU:-0}
 second=${SECOND_GPU:-1}
 if [ "$what" = warm ]; then
+  # Whose steps run otherwise since: one call for a mixed step, other cuts.
+  BACKENDS="${KITS:-FLASH_ATTN_V3 TRITON_ATTN}" CUDA_VISIBLE_DEVICES=$first timeout 420 bash benchmarks/h200_conformance.sh "$out" > "$out/kits.log" 2>&1 &
   cd benchmarks || exit
   for step in "decode, 24 of azure" "prefill 7k" "MLA, 24 of azure" "512 new after 8k" "16/16 heads: 40"; do
     name=${step//[ \/:]/_}
