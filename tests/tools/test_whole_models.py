@@ -86,7 +86,7 @@ def test_states_go_on_where_prefixes_part(name: str, tmp_path: Path, recorded: N
             assert disagreement(found, sequence, model) < TOLERANCE
         assert report.max_error < TOLERANCE
         reused.append(report.shared_tokens)
-    assert 0 < reused[0] < reused[1] == 3 * 48 + 3 * 32
+    assert 0 < reused[0] <= reused[1] == 3 * 48 + 3 * 32
 
 
 @pytest.mark.parametrize(("name", "limit"), [("llama-longrope", 128), ("llama-dynamic", 256)])
