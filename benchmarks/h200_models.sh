@@ -6,13 +6,14 @@ out=$1 last=$((${2:-4} - 1))
 . benchmarks/h200_setup.sh || exit
 python3 -m pip install -q --no-index --no-deps --no-compile --target /tmp/hf .hf/*.whl || exit
 export HF_HUB_OFFLINE=1 PYTHONPATH=/tmp/hf:$PWD/core/src:$PWD/plugins/triton/src:$PWD/plugins/cuda/src:$PYTHONPATH
-OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= timeout 420 python3 -m pytest -q -n "${WORKERS:-40}" -m sweep -rP \
-  tests/spec/test_transformers.py > "$out/fuzz.log" 2>&1 &
+OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 timeout 420 python3 -m pytest -q \
+  -p xdist.plugin -n "${WORKERS:-40}" -m sweep -rP -o filterwarnings= tests/spec/test_transformers.py \
+  > "$out/fuzz.log" 2>&1 &
 cd benchmarks || exit
-CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((last - 1))) timeout 300 python3 h200_models.py --spread --seconds 280 \
+CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((last - 1))) timeout 400 python3 h200_models.py --spread --seconds 380 \
   --out "$out/models" > "$out/models.log" 2>&1 &
 export CUDA_VISIBLE_DEVICES=$last
-timeout 110 python3 h200_store.py --batches 64,256 --seconds 90 --out "$out/store.json" > "$out/store.log" 2>&1
+timeout 110 python3 h200_store.py --seconds 90 --out "$out/store.json" > "$out/store.log" 2>&1
 timeout 130 python3 h200_scan.py --kinds kda rwkv7 --seconds 110 --out "$out/scan.json" > "$out/scan.log" 2>&1
 wait
 cut -c1-330 "$out/store.log" | tail -25

@@ -122,9 +122,10 @@ def check(name: str, backend: str, device: str, dtype: str, lengths: list[int]) 
     step = Step(spec, backend, device, lengths, [n + 5 * (i % 2) for i, n in enumerate(lengths)])
     out, states = step.errors()
     bar = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}[dtype]
+    chunked = KINDS[name][0] in ("kda", "rwkv7")  # products in the layer's dtype make the state
     return {
         "pieces": step.pieces(), "out": out, "states": states, "bar": bar,
-        "right": out < bar and states < (bar if backend.startswith("FLA") else 1e-3),
+        "right": out < bar and states < (bar if chunked else 1e-3),
     }  # fmt: skip
 
 
@@ -184,7 +185,7 @@ def main() -> None:
         for name, (kind, *_) in KINDS.items()
         if kind in given.kinds
     }
-    long = [700, 130, 1, 65] if gpu else [70, 1]
+    long = [150, 33, 1, 17] if gpu else [70, 1]
     for name, backend in backends.items():
         for kind in (dtype, "float32"):
             rows.add(

@@ -47,7 +47,7 @@ SPEC = LayerSpec(
     ),
 )  # fmt: skip
 PAIRINGS = ("neox", "gptj")
-TILES = (512, 1024, 2048, 4096)
+TILES = (1024, 2048, 4096)
 """Elements of a tile of query heads, to try."""
 RIGHT = {"fp8_e4m3": 0.07, "int8": 0.02, "auto": 5e-3}
 """How far a result may be from float64, of its largest element, for each cache."""
@@ -232,11 +232,10 @@ def main() -> None:
                     lambda n=count, p=pairing, s=stored: decode(n, p, s),
                 )
     most = max(map(int, options.batches.split(",")))
-    for tile, warps in product(TILES, (1, 2, 4, 8)):
-        for what, measure, count in (
-            (f"{most} x 1 token", decode, most),
-            (f"{tokens} tokens", prefill, tokens),
-        ):
+    steps = [(f"{most} x 1 token", decode, most)]
+    steps += [(f"{n} tokens", prefill, n) for n in (tokens // 16, tokens // 8, tokens // 4, tokens)]
+    for tile, warps in product(TILES, (4, 8)):
+        for what, measure, count in steps:
             rows.add(
                 f"{what}, {STORED}, tile {tile}, {warps} warps",
                 lambda m=measure, n=count, t=tile, w=warps: other_tiles(m, n, STORED, t, w),
