@@ -197,6 +197,8 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ),
     ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
     ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow("any", AttentionKind.KDA, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow("any", AttentionKind.RWKV7, "prefill", ScanConfig(64, 16, 4, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
