@@ -73,6 +73,14 @@ void run_item_of(Run *run, const Item &item, char *scratch) {
   matrix_item<T, PA_ENGINE>(run, item, scratch);
 }
 
+// Rows of one item of the matrix path: the faster the products, the more rows share the conversion of
+// keys and values.
+#if defined(__AMX_BF16__)
+constexpr int MATRIX_ROWS = 768;
+#else
+constexpr int MATRIX_ROWS = 384;
+#endif
+
 void run_item(Run *run, int32_t index, char *scratch) {
   const Item &item = run->plan->items[index];
   const pa_layer &layer = run->plan->layer;
@@ -96,6 +104,8 @@ void store(const pa_scatter *part, int64_t first, int64_t last) {
   PA_BASE.store(part, first, last);
 }
 #else
+constexpr int MATRIX_ROWS = 384;
+
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
   int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);
@@ -132,5 +142,5 @@ void store(const pa_scatter *part, int64_t first, int64_t last) { store_tokens(p
 
 extern "C" {
 extern const KernelTable PA_TABLE;
-const KernelTable PA_TABLE = {PA_ISA, 384, dot_rows, scratch_bytes, run_item, store};
+const KernelTable PA_TABLE = {PA_ISA, MATRIX_ROWS, dot_rows, scratch_bytes, run_item, store};
 }
