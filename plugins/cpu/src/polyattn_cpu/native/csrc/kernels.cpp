@@ -37,6 +37,7 @@ namespace {
 #if !defined(PA_BASE)
 #include "dot_path.h"
 #include "store.h"
+#include "scan.h"
 #endif
 
 #if defined(PA_BASE)
@@ -103,6 +104,10 @@ void run_item(Run *run, int32_t index, char *scratch) {
 void store(const pa_scatter *part, int64_t first, int64_t last) {
   PA_BASE.store(part, first, last);
 }
+int64_t scan_scratch(const pa_scan *scan) { return PA_BASE.scan_scratch(scan); }
+void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
+  PA_BASE.scan(scan, index, scratch);
+}
 #else
 constexpr int MATRIX_ROWS = 384;
 
@@ -142,5 +147,6 @@ void store(const pa_scatter *part, int64_t first, int64_t last) { store_tokens(p
 
 extern "C" {
 extern const KernelTable PA_TABLE;
-const KernelTable PA_TABLE = {PA_ISA, MATRIX_ROWS, dot_rows, scratch_bytes, run_item, store};
+const KernelTable PA_TABLE = {PA_ISA,   MATRIX_ROWS, dot_rows,     scratch_bytes,
+                              run_item, store,       scan_scratch, scan_item};
 }
