@@ -74,14 +74,6 @@ void run_item_of(Run *run, const Item &item, char *scratch) {
   matrix_item<T, PA_ENGINE>(run, item, scratch);
 }
 
-// Rows of one item of the matrix path: the faster the products, the more rows share the conversion of
-// keys and values.
-#if defined(__AMX_BF16__)
-constexpr int MATRIX_ROWS = 768;
-#else
-constexpr int MATRIX_ROWS = 384;
-#endif
-
 void run_item(Run *run, int32_t index, char *scratch) {
   const Item &item = run->plan->items[index];
   const pa_layer &layer = run->plan->layer;
@@ -109,8 +101,6 @@ void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
   PA_BASE.scan(scan, index, scratch);
 }
 #else
-constexpr int MATRIX_ROWS = 384;
-
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
   int64_t matrix = matrix_scratch<FloatEngine>(*layer, rows);

@@ -15,8 +15,10 @@
 constexpr int MATRIX_TILE = 128;  // keys of a tile
 #if defined(__AVX512F__)
 constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
+constexpr int MATRIX_ROWS = 768;  // of an item, which share the conversion of keys and values
 #else
 constexpr int BLOCK = 4;  // 12 of 16
+constexpr int MATRIX_ROWS = 384;
 #endif
 static_assert(BLOCK <= W, "values are packed a vector at a time");
 
