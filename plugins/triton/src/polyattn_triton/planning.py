@@ -46,7 +46,9 @@ from polyattn_triton.variants import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     MOST_FEW_ROWS,
+    MOST_PARTS,
     even_splits,
+    leaves_tail,
     merges_itself,
     on_one,
     part_rows,
@@ -150,14 +152,14 @@ class PlannedAttention(AttentionBackend):
         """One tile a sequence: even splits of even lengths, else stretches."""
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
-        lens = np.array(batch.lens, np.int32)
+        lens = batch.host_lens
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self.splits(batch)
-            if self.itself or splits == 1:
-                programs = batch.num_seqs * spec.num_kv_heads * splits
+            programs = batch.num_seqs * spec.num_kv_heads * splits
+            if (self.itself or splits == 1) and not leaves_tail(programs, self.num_sms):
                 if programs > FEW_ON_ONE * self.num_sms:
                     plan.config = self.decode_config
                 plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
@@ -214,7 +216,7 @@ class PlannedAttention(AttentionBackend):
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
-        queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+        queries, lens = batch.host_query_lens, batch.host_lens
         seq, row = rows_of(queries, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
@@ -250,10 +252,19 @@ class PlannedAttention(AttentionBackend):
         if not len(keys):
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
+        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
+            programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
         work = stretches(keys, programs, self.rates, most).work(tiles)
         plan.work = to_device(work, self.torch_device, before)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+
+    def _fewer(self, programs: int, total: int, longest: int) -> int:
+        """Return so many programs that whoever ends last has not too many parts to merge."""
+        each = max(1, self.num_sms // self.spec.num_kv_heads)
+        while programs >= 2 * each and longest * programs > MOST_PARTS * total:
+            programs -= each
+        return programs
 
     def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""
