@@ -74,6 +74,14 @@ TABLE: tuple[Row, ...] = (
 )
 
 
+HOPPER: dict[int, Config] = {
+    64: Config(192, 128, 16, 3),
+    128: Config(128, 128, 12, 2),
+    256: Config(128, 64, 12, 2),
+}
+"""Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
+
+
 UNTUNED_APART = {"paged": "prefill", "few": "decode"}
 """Phases (prefill over pages, decode by few programs) that use another's without their own."""
 
@@ -189,6 +197,8 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ),
     ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
     ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow("any", AttentionKind.KDA, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow("any", AttentionKind.RWKV7, "prefill", ScanConfig(64, 16, 4, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
