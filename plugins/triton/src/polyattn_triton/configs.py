@@ -75,7 +75,7 @@ TABLE: tuple[Row, ...] = (
 
 
 HOPPER: dict[int, Config] = {
-    64: Config(192, 128, 16, 3),
+    64: Config(128, 128, 12, 3),
     128: Config(128, 128, 12, 2),
     256: Config(128, 64, 12, 2),
 }
