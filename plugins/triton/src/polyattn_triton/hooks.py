@@ -42,6 +42,7 @@ TRITON_ATTN = BackendInfo(
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
         platforms=PLATFORMS,
+        cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
         kv_cache_dtypes=frozenset({"auto", "int8"})
