@@ -14,8 +14,9 @@ from polyattn import Attention, Batch, LayerGroup, LayerSpec, Role, select
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.harness.base import put
-from polyattn.families.attention import prefix, reference
-from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan, why_not
+from polyattn.families.attention import reference, sharing
+from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan
+from polyattn.families.attention.sharing import why_not
 from polyattn.spec.rope import RopeSpec
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16)
@@ -52,7 +53,7 @@ INCLUDED = [
 def test_shared_prefixes_are_attended_to_once(
     backend: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyattn.families.attention.prefix.CALL_US", {"cpu": 0.0})
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
     compare(backend, changes)
 
 
@@ -93,7 +94,7 @@ def test_what_is_refused_by_name_is_served_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows over shared blocks that aren't taken apart are right all the same."""
-    monkeypatch.setattr("polyattn.families.attention.prefix.CALL_US", {"cpu": 0.0})
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
     spec = SPEC.replace(**REFUSED[name])
     reason = why_not(spec)
     assert reason is not None and (name in reason or spec.rope is not None)
@@ -140,7 +141,7 @@ def test_prefixes_and_rests_are_one_object() -> None:
 
 
 if __name__ == "__main__":
-    prefix.CALL_US = {"cpu": 0.0}
+    sharing.CALL_US = {"cpu": 0.0}
     for features in (
         {},
         {"learned_sinks": True, "logit_soft_cap": 3.0},

@@ -6,13 +6,13 @@ run go on together, one by one or in smaller groups, which are the runs of the n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, shown
 
 Rows = NDArray[np.int64]
 
@@ -69,6 +69,57 @@ def shared_prefixes(
             for group in _groups(block_table, full, np.array(run.rows), run.first + run.count)
         ]
     return tuple(levels)
+
+
+def check_forest(levels: Levels, lens: Sequence[int]) -> None:
+    """Check that runs given for rows of such lengths are a forest. Raises `BatchError`.
+
+    Whether the rows' block tables really agree there says `check_shared_blocks`.
+    """
+    ends: dict[int, int] = dict.fromkeys(range(len(lens)), 0)
+    for depth, level in enumerate(levels):
+        seen: set[int] = set()
+        for index, run in enumerate(level):
+            name = f"shared_prefix[{depth}][{index}]"
+            rows = list(run.rows)
+            if len(rows) < 2 or rows != sorted(set(rows)) or not ends.keys() >= set(rows):
+                raise BatchError(
+                    f"{name}.rows={shown(rows)} must be two or more of the rows 0 to {len(lens) - 1}, "
+                    "ascending"
+                )
+            if run.count < 1 or {ends[row] for row in rows} != {run.first} or seen & set(rows):
+                raise BatchError(
+                    f"{name} has blocks {run.first} to {run.first + run.count}; a run has one block or "
+                    "more and begins where its rows' run of the level before ends, the first level's "
+                    "at block 0, and a row is in one run of a level"
+                )
+            seen |= set(rows)
+        for run in level:
+            ends |= dict.fromkeys(run.rows, run.first + run.count)
+        # Rows of a level's run come from one run of the level before.
+        if depth and any(
+            not any(set(run.rows) <= set(outer.rows) for outer in levels[depth - 1])
+            for run in level
+        ):
+            raise BatchError(
+                f"shared_prefix[{depth}] has a run whose rows are of several runs of the level before"
+            )
+
+
+def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
+    """Return the forest of some of the rows, numbered anew in their order."""
+    numbers = {row: number for number, row in enumerate(rows)}
+    found = []
+    for level in levels:
+        runs = []
+        for run in level:
+            left = tuple(sorted(numbers[row] for row in run.rows if row in numbers))
+            if len(left) > 1:
+                runs.append(SharedRun(left, run.first, run.count))
+        if not runs:
+            break
+        found.append(tuple(sorted(runs, key=lambda run: run.rows)))
+    return tuple(found)
 
 
 def may_share(block_table: NDArray[np.int32]) -> bool:

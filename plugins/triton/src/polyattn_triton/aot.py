@@ -134,7 +134,20 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
     return compile_kernel(rotate_store_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens"}
+FREE = {
+    "bounds",
+    "part_rows",
+    "parts",
+    "listed",
+    "lse_t",
+    "bt_s",
+    "bt_end",
+    "table_s",
+    "splits",
+    "st_k",
+    "st_v",
+    "piece_tokens",
+}
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}

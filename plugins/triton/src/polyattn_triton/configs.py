@@ -54,6 +54,10 @@ TABLE: tuple[Row, ...] = (
     Row("sm_90", "few", 128, 1, Config(16, 64, 4, 3), "H200: 16.4 us at 1 x 8,192"),
     Row("sm_90", "few", 128, 2, Config(16, 64, 4, 3), "H200: 16.2 us at 1 x 8,192"),
     Row("sm_90", "few", 256, 2, Config(16, 32, 4, 3), "H200: 27.0 us at 1 x 8,192"),
+    # By the height of a tile of rows that share keys; a launch has it beside the least height.
+    Row("sm_90", "shared 32", 128, 2, Config(32, 64, 4, 3)),
+    Row("sm_90", "shared 64", 128, 2, Config(64, 64, 4, 3)),
+    Row("sm_90", "shared 128", 128, 2, Config(128, 64, 8, 3)),
     Row("sm_80+", "prefill", 64, 2, Config(128, 64, 4, 3)),
     Row("sm_80+", "prefill", 128, 2, Config(128, 32, 4, 3)),
     Row("sm_80+", "prefill", 256, 2, Config(64, 32, 4, 2)),

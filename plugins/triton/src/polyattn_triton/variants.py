@@ -9,7 +9,7 @@ import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 
 from polyattn_triton.configs import Config, pick
-from polyattn_triton.launch import launches_early, parts_at_once, power
+from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
 
 MIN_SPLIT_KEYS = 128
@@ -160,3 +160,65 @@ def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
     stages = config.num_stages if way in ("prefill", "pieces") else config.num_stages - 1
     query = config.block_m * spec.head_size * STORAGE_DTYPES[spec.dtype].itemsize
     return max(1, stages) * keys + query
+
+
+TALLEST = 64
+"""Rows of the highest tile of rows that share keys, where no configuration is for higher ones."""
+
+
+def heights_of(spec: LayerSpec, arch: str) -> tuple[int, ...]:
+    """Return how many (row, head of group) a tile of rows that share keys may have, ascending.
+
+    The least holds one row's heads.
+    """
+    found = [power(spec.gqa_ratio)]
+    while 2 * found[-1] <= TALLEST or _tuned(spec, arch, 2 * found[-1]) is not None:
+        found.append(2 * found[-1])
+    return tuple(found)
+
+
+def _tuned(spec: LayerSpec, arch: str, height: int) -> Config | None:
+    width = power(max(spec.head_size, spec.v_head_size))
+    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    try:
+        return pick(arch, f"shared {height}", width, stored, True)
+    except LookupError:
+        return None
+
+
+def prefix_config(spec: LayerSpec, arch: str, tall: int) -> Config:
+    """Return the configuration of `prefix_kernel` with tiles of up to `tall` rows."""
+    return _tuned(spec, arch, tall) or tile_config(spec, arch, "few", tall)
+
+
+def prefix_constants(
+    spec: LayerSpec, config: Config, small: int, block_size: int, arch: str, alike: bool
+) -> tuple[Any, ...]:
+    """Return `prefix_kernel`'s constants, in its order. `small`: rows of its lower tile."""
+    return (
+        spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
+        power(spec.v_head_size), small, config.block_m, config.block_n, block_size,
+        spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def rows_merged(spec: LayerSpec) -> int:
+    """Return how many of a token's heads of one KV head a program of `merge_parts_kernel` takes."""
+    return merge_rows(triton.next_power_of_2(spec.gqa_ratio), spec.v_head_size)
+
+
+def parts_constants(spec: LayerSpec, lse: bool, early: bool) -> tuple[Any, ...]:
+    """Return `merge_parts_kernel`'s constants, in its order."""
+    rows = rows_merged(spec)
+    return (
+        spec.gqa_ratio, spec.v_head_size, power(spec.v_head_size), rows, parts_at_once(rows, spec.v_head_size),
+        spec.learned_sinks, lse, early, SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def prefix_on_one(spec: LayerSpec, config: Config) -> int:
+    """Return how many programs of `prefix_kernel` Hopper's registers allow."""
+    if config.num_warps > 4:
+        return 1
+    wide = power(max(spec.head_size, spec.v_head_size)) > 128
+    return HIGH_ON_ONE if wide or config.block_m > 16 else FEW_ON_ONE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
-from polyattn.families.attention.prefix import why_not
+from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
