@@ -221,7 +221,7 @@ def swept(shape: Shape, device: torch.device, **changes: Any) -> dict[str, Any]:
     before, times = (prefix.tallest, prefix.prefix_config), {}
     try:
         for config in (Config(*tile) for tile in tiles):
-            prefix.tallest = lambda _, group, __, m=config.block_m: Heights(group, 16, m)
+            prefix.tallest = lambda *args, m=config.block_m: Heights(args[2], 16, m)
             prefix.prefix_config = lambda *_, c=config: c
             with forced(run.group, "own launch"):
                 native = run.group.planner.sharing.native  # type: ignore[attr-defined]

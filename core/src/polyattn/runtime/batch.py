@@ -19,7 +19,14 @@ from polyattn.runtime.batch_checks import (
     check_tensors,
     integers,
 )
-from polyattn.runtime.shared_prefix import Levels, check_forest, restricted
+from polyattn.runtime.shared_prefix import (
+    Levels,
+    check_forest,
+    check_own_tokens,
+    may_share,
+    restricted,
+    shared_prefixes,
+)
 from polyattn.runtime.step_mask import StepMask, step_inputs
 
 Ints = Sequence[int] | Tensor
@@ -324,6 +331,19 @@ class Batch:
         batch = self.copy()
         batch.block_table = block_table
         return batch
+
+    def find_shared_prefix(self, block_size: int) -> Levels:
+        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+
+        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        """
+        if self.shared_prefix is not None:
+            check_own_tokens(self.shared_prefix, self.lens, block_size)
+            return self.shared_prefix
+        table = self.host_block_table
+        if table is None or not may_share(table):
+            return ()
+        return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
 
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
         """Return the same batch, told which blocks its rows share."""

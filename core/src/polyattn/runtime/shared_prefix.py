@@ -106,6 +106,19 @@ def check_forest(levels: Levels, lens: Sequence[int]) -> None:
             )
 
 
+def check_own_tokens(levels: Levels, lens: Sequence[int], block_size: int) -> None:
+    """Check that each row has a token behind the blocks that it shares. Raises `BatchError`."""
+    for level in levels:
+        for run in level:
+            end = (run.first + run.count) * block_size
+            for row in run.rows:
+                if lens[row] <= end:
+                    raise BatchError(
+                        f"shared_prefix has {end} tokens of row {row}, whose length is {lens[row]}; a "
+                        "row's last token is its own: end the run before it"
+                    )
+
+
 def restricted(levels: Levels, rows: Iterable[int]) -> Levels:
     """Return the forest of some of the rows, numbered anew in their order."""
     numbers = {row: number for number, row in enumerate(rows)}

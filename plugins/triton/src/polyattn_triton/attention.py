@@ -38,13 +38,13 @@ class TritonAttention(PlannedAttention):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
-        if batch.shared_prefix and batch.all_decode and batch.block_table is not None:
+        if batch.shared_prefix is not None and batch.all_decode:
             if self.prefixes is None:
                 assert self.cache is not None
                 self.prefixes = PrefixLauncher(
                     self.spec, self.cache.block_size, self.device, self.num_sms, self.workspace
                 )
-            return self.prefixes.plan(batch)
+            return self.prefixes.plan(batch, reuse)
         return super().plan(batch, reuse)
 
     def run(

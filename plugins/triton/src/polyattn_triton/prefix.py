@@ -1,4 +1,4 @@
-"""How does TRITON_ATTN read shared keys once? A launch over the pieces of a forest, and one that merges."""
+"""How does TRITON_ATTN read shared keys once? A launch over a forest's pieces, and one that merges."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from polyattn_triton.launch import (
 )
 from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
 from polyattn_triton.prefix_schedule import (
+    MOST_LEVELS,
     Heights,
-    cost_of,
     cut,
+    room_for,
     tallest,
     tiles_of,
     work_of,
@@ -80,26 +81,37 @@ class PrefixLauncher:
         self._sites: dict[tuple[Any, ...], Site] = {}
         self._programs: dict[Heights, int] = {}
 
-    def plan(self, batch: Batch) -> PrefixPlan:
-        """Deal the pieces of a batch with a `shared_prefix` out to a full chip's programs."""
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
+        """Deal the pieces of a batch with a `shared_prefix` out to a full chip's programs.
+
+        What is captured has room for any forest of `MOST_LEVELS` levels; of a deeper one the rest is
+        each row's own.
+        """
+        spec, rows = self.spec, batch.num_seqs
         levels, table = batch.shared_prefix, batch.block_table
         assert levels is not None and table is not None
-        lens = np.array(batch.lens, np.int32)
-        plan = PrefixPlan(batch, tallest(levels, self.spec.gqa_ratio, self.heights))
-        programs = self.programs(plan.heights)
-        config = prefix_config(self.spec, self.device.arch, plan.heights.tall)
-        tiles = tiles_of(levels, lens, self.block_size, plan.heights)
-        keys = -(-(tiles.end - tiles.begin) // config.block_n)
-        costs = plan.heights.cost(tiles.count)
-        item = cost_of(16)
-        pieces = cut(keys, costs, programs, item, item + 2 * int(costs.max(initial=1)))
-        work = work_of(tiles, pieces, self.spec.gqa_ratio, config.block_n, batch.num_seqs, programs)
-        plan.grid = (programs, self.spec.num_kv_heads, 1)
-        plan.work = to_device(work.array, self.torch_device, None)
+        if spec.graph_capture:
+            levels = levels[:MOST_LEVELS]
+            # As high as one run of all rows wants: the graph keeps its kernel.
+            heights = tallest((rows,), (1,), spec.gqa_ratio, self.heights)
+        else:
+            runs = [run for level in levels for run in level]
+            counts = [len(run.rows) for run in runs]
+            heights = tallest(counts, [run.count for run in runs], spec.gqa_ratio, self.heights)
+        programs = self.programs(heights)
+        room = room_for(rows, programs, heights) if spec.graph_capture else None
+        block = prefix_config(spec, self.device.arch, heights.tall).block_n
+        tiles = tiles_of(levels, np.array(batch.lens, np.int32), self.block_size, heights)
+        pieces = cut(tiles, heights, block, programs)
+        work = work_of(tiles, pieces, spec.gqa_ratio, block, rows, programs, room)
+        plan = PrefixPlan(batch, heights)
+        plan.grid = (programs, spec.num_kv_heads, 1)
+        before = reuse.work if isinstance(reuse, PrefixPlan) else None
+        plan.work = to_device(work.array, self.torch_device, before)
         plan.offsets = (work.bounds, work.parts, work.list, work.part_rows)
         plan.table = (table.stride(0), table.shape[1] - 1)
         space = self.workspace
-        space.reserve(work.part_rows * self.spec.num_kv_heads, self.spec.v_head_size, 0)
+        space.reserve(work.part_rows * spec.num_kv_heads, spec.v_head_size, 0)
         plan.kept = Kept(space.parts, space.part_lse, table, batch.seq_lens, plan.work)
         plan.merging = Kept(space.parts, space.part_lse, plan.work)
         return plan

@@ -26,6 +26,14 @@ COSTS = {16: 4, 32: 5, 64: 6, 128: 9}
 memory alone, one of 128 for its products."""
 
 
+ITEM = COSTS[16]
+"""What a tile costs beside its keys: its queries, and its part."""
+LEAST = 2
+"""Key tiles that are worth a program of its own."""
+MOST_LEVELS = 4
+"""Levels of a forest for which captured steps have room."""
+
+
 @dataclass(frozen=True, slots=True)
 class Heights:
     """Rows (row of the batch, head of its group) of the two tiles of a launch.
@@ -62,16 +70,16 @@ class Tiles(NamedTuple):
     rows: Ints
 
 
-def tallest(levels: Levels, group: int, heights: Sequence[int]) -> Heights:
-    """Return the heights for a forest: the cheapest of `heights` (ascending) beside the least."""
-    small = heights[0]
-    runs = np.array([(len(r.rows), r.count) for level in levels for r in level]).reshape(-1, 2)
-    best, least = small, np.inf
-    for height in heights:
-        cost = cost_of(height) * int((-(-runs[:, 0] * group // height) * runs[:, 1]).sum())
-        if cost < least:
-            best, least = height, cost
-    return Heights(group, small, best)
+def tallest(
+    rows: Sequence[int], keys: Sequence[int], group: int, heights: Sequence[int]
+) -> Heights:
+    """Return the heights for runs of so many rows and keys: the cheapest beside the least.
+
+    `heights`: those there are, ascending.
+    """
+    of, wide = np.asarray(rows, np.int64) * group, np.asarray(keys, np.int64)
+    costs = [cost_of(height) * int((-(-of // height) * wide).sum()) for height in heights]
+    return Heights(group, heights[0], heights[costs.index(min(costs))])
 
 
 def tiles_of(levels: Levels, lens: Ints, block_size: int, heights: Heights) -> Tiles:
@@ -117,12 +125,13 @@ class Pieces(NamedTuple):
     program: Ints
 
 
-def cut(keys: Ints, costs: Ints, programs: int, item: int, least: int) -> Pieces:
-    """Give each program an equal stretch of the tiles' line.
-
-    `keys` (tiles,): key tiles, one or more; `costs`: of each of them; `item`: what a tile costs beside
-    them; `least`: what is worth a program of its own. Cuts lie between key tiles.
-    """
+def cut(tiles: Tiles, heights: Heights, block: int, programs: int) -> Pieces:
+    """Give each program an equal stretch of the tiles' line; cuts lie between key tiles of `block`."""
+    keys = -(-(tiles.end - tiles.begin) // block)
+    if not len(keys):
+        return Pieces(keys, keys, keys, keys)
+    costs = heights.cost(tiles.count)
+    item, least = ITEM, ITEM + LEAST * int(costs.max())
     line = np.zeros(len(keys) + 1, np.int64)
     np.cumsum(keys * costs + item, out=line[1:])
     total = int(line[-1])
@@ -164,12 +173,22 @@ class PrefixWork:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How much of everything fits into the buffers that a captured graph reads."""
+    """How much of everything the buffers hold that a captured graph reads, for any forest."""
 
     pieces: int
     listed: int
     named: int
     part_rows: int
+
+
+def room_for(rows: int, programs: int, heights: Heights) -> Room:
+    """Return the room for `rows` rows of the batch in `MOST_LEVELS` levels and by themselves.
+
+    A row is in one tile of each level, a tile has one row or more, and each program ends in one cut.
+    """
+    named = rows * (MOST_LEVELS + 1)
+    listed = named + programs * (heights.tall // heights.group)
+    return Room(named + programs, listed, named, listed * heights.group)
 
 
 def work_of(

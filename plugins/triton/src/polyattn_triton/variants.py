@@ -211,7 +211,8 @@ def parts_constants(spec: LayerSpec, lse: bool, early: bool) -> tuple[Any, ...]:
     """Return `merge_parts_kernel`'s constants, in its order."""
     rows = rows_merged(spec)
     return (
-        spec.gqa_ratio, spec.v_head_size, power(spec.v_head_size), rows, parts_at_once(rows, spec.v_head_size),
+        spec.gqa_ratio, spec.v_head_size, power(spec.v_head_size), rows,
+        parts_at_once(rows, spec.v_head_size),
         spec.learned_sinks, lse, early, SCALES[spec.scales],
     )  # fmt: skip
 

@@ -262,7 +262,7 @@ class Planner(StepPlanner):
                 "capture a graph for each kind of step"
             )
         calls = tuple(
-            self._shared(phase, part) or self._call(phase, info, part, before)
+            self._shared(phase, part, before) or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
         step = AttentionStep(self.group, batch, calls)
@@ -280,7 +280,9 @@ class Planner(StepPlanner):
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
         backend = self.chooser.find(phase, name).backend
-        batch, block_size = part.batch, None
+        batch, block_size, expanded = part.batch, None, False
+        if batch.shared_prefix is not None:  # nobody reads blocks once whom `sharing` didn't ask to
+            batch = batch.with_shared_prefix(None)
         if self.spec.cached:
             whole, walked = self.group.cache_format, backend.cache
             assert whole is not None and walked is not None
@@ -288,14 +290,15 @@ class Planner(StepPlanner):
             if block_size != whole.block_size:
                 into = None if earlier is None else earlier.plan.batch.block_table
                 batch = expand(batch, whole, block_size, into)
+                expanded = True
         plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, name, backend, plan, part.rows, block_size, batch is not part.batch)
+        return Call(phase, name, backend, plan, part.rows, block_size, expanded)
 
-    def _shared(self, phase: str, part: Part) -> Call | None:
+    def _shared(self, phase: str, part: Part, before: dict[str, Call]) -> Call | None:
         """Return decodes that share blocks as one call that reads those once, where that is worth it."""
         if self.sharing is None or phase != "decode" or not part.batch.all_decode:
             return None
-        return self.sharing.call(part.batch, part.rows)
+        return self.sharing.call(part.batch, part.rows, before.get(phase))
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:

@@ -83,8 +83,8 @@ class PrefixDecode:
         """Who reads what, for people."""
         return f"{self.shared.name} over shared blocks, {self.own.name} over own ones"
 
-    def plan(self, batch: Batch) -> PrefixPlan:
-        """Return the plan of a step of decodes with a `shared_prefix`."""
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
+        """Return the plan of a step of decodes with a `shared_prefix`; it is never captured."""
         levels = batch.shared_prefix
         assert self.cache is not None and levels is not None
         size = self.cache.block_size

@@ -1,4 +1,4 @@
-"""Who reads the blocks that sequences share once for all? Looks for them, and weighs the ways to read them.
+"""Who reads the blocks that sequences share once for all? Looks for them, and weighs the ways.
 
 Each row by itself; in the launch of a backend that takes a batch's `shared_prefix`; or as calls and
 merges (`prefix`), which any backend with an LSE serves. Only what is predicted to win is used.
@@ -6,14 +6,12 @@ merges (`prefix`), which any backend with an LSE serves. Only what is predicted 
 
 from __future__ import annotations
 
-from polyattn.errors import BatchError
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import Call, Rows
-from polyattn.runtime.shared_prefix import Levels, may_share, shared_prefixes
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -49,7 +47,10 @@ def why_not(spec: LayerSpec) -> str | None:
 
 
 class Sharing:
-    """What a group can do with decodes that share leading blocks."""
+    """What a group can do with decodes that share leading blocks.
+
+    `native`: who reads them once in its own launch; `calls`: who does as calls and merges.
+    """
 
     def __init__(
         self, group: LayerGroup, native: AttentionBackend | None, calls: PrefixDecode | None
@@ -58,36 +59,38 @@ class Sharing:
 
     @classmethod
     def of(cls, group: LayerGroup) -> Sharing | None:
-        """Return it for a group, None where its layers, or all its candidates, rule it out."""
+        """Return it for a group, None where its layers, or all its candidates, rule it out.
+
+        Calls and merges aren't captured: how many there are differs from step to step.
+        """
         spec = unrotated(group.spec)
-        if not spec.cached or why_not(spec) or spec.graph_capture:
+        if not spec.cached or why_not(spec):
             return None
-        native, calls = _native(group, spec), PrefixDecode.of(group)
+        native = _native(group, spec)
+        calls = None if spec.graph_capture else PrefixDecode.of(group)
         return None if native is None and calls is None else cls(group, native, calls)
 
-    def call(self, batch: Batch, rows: Rows) -> Call | None:
-        """Return a call for a batch of decodes; None where nothing is shared, or not enough."""
+    def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
+        """Return a call for a batch of decodes; None where nothing is shared, or not enough.
+
+        `earlier`: the captured call, whose way is kept. Who captures says with a `shared_prefix`, be it
+        empty, that steps may share.
+        """
         form = self.group.cache_format
         assert form is not None
-        size = form.block_size
-        levels = self._levels(batch, size)
-        saved = sum(run.saved for level in levels for run in level) * size * form.bytes_per_token
-        way = self._way(len(levels), saved)
+        captures = bool(self.group.spec.graph_capture)
+        told = batch if earlier is None else earlier.plan.batch
+        if captures and told.shared_prefix is None:
+            return None
+        levels = batch.find_shared_prefix(form.block_size)
+        saved = sum(run.saved for level in levels for run in level)
+        saved *= form.block_size * form.bytes_per_token
+        way = self.native if captures else self._way(len(levels), saved)
         if way is None:
             return None
-        plan = way.plan(batch.with_shared_prefix(levels))
-        return Call("decode", way.name, way, plan, rows, size, saved_bytes=saved)
-
-    def _levels(self, batch: Batch, size: int) -> Levels:
-        """Return the forest that the batch was given, or that its table shows."""
-        # A row's last token is its own: something is left that it alone attends to.
-        if batch.shared_prefix is not None:
-            _check_lens(batch.shared_prefix, batch.lens, size)
-            return batch.shared_prefix
-        table = batch.host_block_table
-        if table is None or not may_share(table):
-            return ()
-        return shared_prefixes(table, [max(n - 1, 0) for n in batch.lens], size)
+        known = None if earlier is None else earlier.plan
+        plan = way.plan(batch.with_shared_prefix(levels), known)
+        return Call("decode", way.name, way, plan, rows, form.block_size, saved_bytes=saved)
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
         """Return who is predicted to run a step that saves so many bytes fastest, None for nobody."""
@@ -110,15 +113,3 @@ def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
         if able and not check(info.capabilities, spec, group.device, "decode"):
             return group.load("decode", info, AttentionBackend, cache=whole)
     return None
-
-
-def _check_lens(levels: Levels, lens: list[int], size: int) -> None:
-    for level in levels:
-        for run in level:
-            short = min(run.rows, key=lambda row: lens[row])
-            if lens[short] <= (run.first + run.count) * size:
-                raise BatchError(
-                    f"shared_prefix has blocks {run.first} to {run.first + run.count} of {size} tokens "
-                    f"for row {short}, whose length is {lens[short]}; a row's last token is its own: "
-                    "end the run before it"
-                )
