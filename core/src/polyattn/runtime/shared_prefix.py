@@ -76,33 +76,57 @@ def check_forest(levels: Levels, lens: Sequence[int]) -> None:
 
     Whether the rows' block tables really agree there says `check_shared_blocks`.
     """
-    ends: dict[int, int] = dict.fromkeys(range(len(lens)), 0)
+    if not isinstance(levels, tuple) or not all(isinstance(level, tuple) for level in levels):
+        raise BatchError(
+            f"shared_prefix={shown(levels)} must be a tuple of levels, tuples of SharedRun"
+        )
+    ends = dict.fromkeys(range(len(lens)), 0)
+    outer = [set(ends)]  # the rows of each run of the level before
     for depth, level in enumerate(levels):
-        seen: set[int] = set()
         for index, run in enumerate(level):
             name = f"shared_prefix[{depth}][{index}]"
-            rows = list(run.rows)
-            if len(rows) < 2 or rows != sorted(set(rows)) or not ends.keys() >= set(rows):
+            _check_run(name, run, len(lens))
+            if {ends[row] for row in run.rows} != {run.first}:
                 raise BatchError(
-                    f"{name}.rows={shown(rows)} must be two or more of the rows 0 to {len(lens) - 1}, "
-                    "ascending"
+                    f"{name} begins with block {run.first}; a level's runs begin where their rows' runs "
+                    "of the level before end, the first level's with block 0"
                 )
-            if run.count < 1 or {ends[row] for row in rows} != {run.first} or seen & set(rows):
+            if not any(set(run.rows) <= rows for rows in outer):
                 raise BatchError(
-                    f"{name} has blocks {run.first} to {run.first + run.count}; a run has one block or "
-                    "more and begins where its rows' run of the level before ends, the first level's "
-                    "at block 0, and a row is in one run of a level"
+                    f"{name}.rows={shown(list(run.rows))} are not all of one run of the level before"
                 )
-            seen |= set(rows)
-        for run in level:
             ends |= dict.fromkeys(run.rows, run.first + run.count)
-        # Rows of a level's run come from one run of the level before.
-        if depth and any(
-            not any(set(run.rows) <= set(outer.rows) for outer in levels[depth - 1])
-            for run in level
-        ):
+        outer = [set(run.rows) for run in level]
+        if sum(map(len, outer)) > len(set().union(*outer)):
+            raise BatchError(f"shared_prefix[{depth}] has a row in two runs; a level has it in one")
+
+
+def _check_run(name: str, run: SharedRun, rows: int) -> None:
+    """Check one run by itself."""
+    if not isinstance(run, SharedRun):
+        raise BatchError(f"{name}={shown(run)} must be a SharedRun")
+    numbers = (*run.rows, run.first, run.count) if isinstance(run.rows, tuple) else ("",)
+    if any(type(number) is not int for number in numbers):
+        raise BatchError(f"{name}={shown(run)} must have a tuple of integers, and two integers")
+    given = list(run.rows)
+    if len(given) < 2 or given != sorted(set(given)) or given[0] < 0 or given[-1] >= rows:
+        raise BatchError(
+            f"{name}.rows={shown(given)} must be two or more of the rows 0 to {rows - 1}, ascending"
+        )
+    if run.count < 1:
+        raise BatchError(f"{name}.count={run.count} must be one block or more")
+
+
+def check_shared_blocks(levels: Levels, table: NDArray[np.int32]) -> None:
+    """Check that rows really have the blocks of their runs in common. Raises `BatchError`."""
+    for run in (run for level in levels for run in level):
+        blocks = table[list(run.rows), run.first : run.first + run.count]
+        differs = np.argwhere(blocks != blocks[0])
+        if len(differs):
+            row, column = run.rows[differs[0][0]], run.first + int(differs[0][1])
             raise BatchError(
-                f"shared_prefix[{depth}] has a run whose rows are of several runs of the level before"
+                f"shared_prefix has rows {run.rows[0]} and {row} share block {column}, where block_table "
+                f"has {table[run.rows[0], column]} and {table[row, column]}"
             )
 
 
