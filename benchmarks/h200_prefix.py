@@ -206,35 +206,47 @@ def compared(shape: Shape, name: str, device: torch.device, **changes: Any) -> d
     return row
 
 
+TILES = (
+    (16, 64, 4, 3, 3), (32, 64, 4, 3, 2), (64, 64, 4, 3, 2), (64, 64, 8, 3, 1), (64, 128, 4, 3, 1),
+    (64, 128, 8, 3, 1), (128, 64, 8, 3, 1), (128, 128, 8, 3, 1),
+)  # fmt: skip
+"""Rows, keys, warps, stages, programs on one multiprocessor."""
+COSTS = (
+    (10, 20, 20),
+    (10, 20, 40),
+    (10, 20, 80),
+    (15, 20, 40),
+    (20, 20, 40),
+    (20, 20, 80),
+    (7, 20, 20),
+)
+"""Of a key tile of the lower and the higher tile of rows, and of a tile beside: what the cuts go by."""
+
+
 def swept(shape: Shape, device: torch.device, **changes: Any) -> dict[str, Any]:
-    """Time the own launch with every height and some tiles."""
+    """Time the own launch in some tiles, each cut by some costs."""
     from polyattn_triton import prefix
-    from polyattn_triton.configs import Config
-    from polyattn_triton.prefix_schedule import Heights
+    from polyattn_triton.configs import PrefixConfig
 
     spec = LLAMA.replace(dtype="bfloat16", **changes)
     run = Run(spec, shape, "TRITON_ATTN", device)
-    tiles = [
-        (16, 64, 4, 3), (16, 64, 4, 4), (32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (128, 64, 8, 3),
-        (128, 64, 8, 4), (128, 128, 8, 3), (128, 128, 8, 2),
-    ]  # fmt: skip
-    before, times = (prefix.tallest, prefix.prefix_config), {}
+    before, times = prefix.fastest, {}
     try:
-        for config in (Config(*tile) for tile in tiles):
-            prefix.tallest = lambda *args, m=config.block_m: Heights(args[2], 16, m)
-            prefix.prefix_config = lambda *_, c=config: c
-            with forced(run.group, "own launch"):
-                native = run.group.planner.sharing.native  # type: ignore[attr-defined]
-                native.prefixes = None
-                label = "{block_m}x{block_n} {num_warps}w {num_stages}s".format(**vars(config))
+        for tile in TILES:
+            for costs in COSTS:
+                config = PrefixConfig(*tile, *costs)
+                prefix.fastest = lambda *_, c=config: c
+                label = f"{tile} {costs}"
                 try:
-                    call, out, _ = run.call(run.shared)
+                    with forced(run.group, "own launch"):
+                        call, out, _ = run.call(run.shared)
                     call()
                     times[label] = timed(call, device) if run.error(out) < 0.02 else float("nan")
                 except Exception as problem:
                     print(label, type(problem).__name__, str(problem)[:200], flush=True)
+                    break
     finally:
-        prefix.tallest, prefix.prefix_config = before
+        prefix.fastest = before
     best = ", ".join(f"{label} {us:.1f}" for label, us in sorted(times.items(), key=lambda x: x[1]))
     return {"shape": shape.name, **changes, "cannot": best, "swept": times}
 
@@ -283,7 +295,8 @@ def sections(device: torch.device, divisor: int, sweep: bool) -> list[Row]:
     if sweep:
         eight = {"kv_cache_dtype": "fp8_e4m3"}
         found: list[Row] = [
-            (f"{s.name}, swept", lambda s=s: swept(shapes[s], device)) for s in (ONE, TWO, *CURVE)
+            (f"{s.name}, swept", lambda s=s: swept(shapes[s], device))
+            for s in (ONE, TWO, FOUR, *CURVE)
         ]
         return [*found, (f"{ONE.name}, e4m3", lambda: swept(shapes[ONE], device, **eight))]
     rows: list[Row] = [("host", host_of_none)]

@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from polyattn.kernel import Levels, SharedRun
 
 pytest.importorskip("triton")
+from polyattn_triton.configs import PREFIX_TABLE, PrefixConfig
 from polyattn_triton.prefix_schedule import (
-    ITEM,
     LEAST,
     MOST_LEVELS,
     PIECE,
-    Heights,
     PrefixWork,
     Room,
-    cost_of,
+    Shape,
     cut,
+    fastest,
     room_for,
-    tallest,
     tiles_of,
     work_of,
 )
@@ -59,21 +58,21 @@ def forests(draw: st.DrawFn) -> tuple[Levels, list[int]]:
     return tuple(levels), [end + (n or bool(end)) for end, n in zip(ends, own, strict=True)]
 
 
-HEIGHTS = st.builds(
-    lambda group, small, times: Heights(group, small, small << times),
+SHAPES = st.builds(
+    lambda group, small, times, block, costs: Shape(
+        group, small, PrefixConfig(small << times, block, 4, 3, 1, *costs)
+    ),
     st.sampled_from([1, 3, 4, 7, 16]), st.sampled_from([16, 32]), st.integers(0, 3),
+    st.sampled_from([16, 64, 128]), st.tuples(*[st.integers(1, 50)] * 3),
 )  # fmt: skip
 PROGRAMS = st.integers(1, 60)
-BLOCKS = st.sampled_from([16, 64, 128])
 
 
 def planned(
-    levels: Levels, lens: list[int], heights: Heights, block: int, programs: int,
-    room: Room | None = None,
-) -> PrefixWork:  # fmt: skip
-    tiles = tiles_of(levels, np.array(lens, np.int32), BLOCK_SIZE, heights)
-    pieces = cut(tiles, heights, block, programs)
-    return work_of(tiles, pieces, heights.group, block, len(lens), programs, room)
+    levels: Levels, lens: list[int], shape: Shape, programs: int, room: Room | None = None
+) -> PrefixWork:
+    tiles = tiles_of(levels, np.array(lens, np.int32), BLOCK_SIZE, shape)
+    return work_of(tiles, cut(tiles, shape, programs), shape, len(lens), programs, room)
 
 
 def walk(work: PrefixWork, programs: int) -> list[tuple[int, int, int, int, list[int], int]]:
@@ -94,15 +93,15 @@ def parts_of(work: PrefixWork, row: int) -> list[int]:
 
 
 @settings(max_examples=60, deadline=None)
-@given(forests(), HEIGHTS, BLOCKS, PROGRAMS, st.booleans())
+@given(forests(), SHAPES, PROGRAMS, st.booleans())
 def test_every_key_of_every_row_is_in_exactly_one_part(
-    forest: tuple[Levels, list[int]], heights: Heights, block: int, programs: int, captured: bool
+    forest: tuple[Levels, list[int]], shape: Shape, programs: int, captured: bool
 ) -> None:
     """Read from a table's row that has the same blocks, in parts of its own, merged in their order."""
     levels, lens = forest
-    room = room_for(len(lens), programs, heights) if captured else None
+    room = room_for(len(lens), programs, shape) if captured else None
     levels = levels[:MOST_LEVELS] if captured else levels
-    work = planned(levels, lens, heights, block, programs, room)
+    work = planned(levels, lens, shape, programs, room)
     same = defaultdict(set)  # by row and block: rows of the table that have it
     for level in levels:
         for run in level:
@@ -112,14 +111,14 @@ def test_every_key_of_every_row_is_in_exactly_one_part(
     parts = defaultdict(list)
     taken: set[int] = set()
     for _, table, begin, end, rows, lies in walk(work, programs):
-        assert begin < end and len(rows) * heights.group <= heights.tall
+        assert begin < end and len(rows) * shape.group <= shape.config.tall
         for place, row in enumerate(rows):
             columns = range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE))
             assert table == row or all(table in same[row, column] for column in columns)
-            mine = set(range(lies + place * heights.group, lies + (place + 1) * heights.group))
+            mine = set(range(lies + place * shape.group, lies + (place + 1) * shape.group))
             assert not mine & taken and max(mine) < work.part_rows
             taken |= mine
-            parts[row].append((lies + place * heights.group, begin, end))
+            parts[row].append((lies + place * shape.group, begin, end))
     for row, length in enumerate(lens):
         where = {lies: (begin, end) for lies, begin, end in parts[row]}
         merged = [where[lies] for lies in parts_of(work, row)]
@@ -129,9 +128,9 @@ def test_every_key_of_every_row_is_in_exactly_one_part(
 
 
 @settings(max_examples=60, deadline=None)
-@given(forests(), HEIGHTS, BLOCKS, PROGRAMS)
+@given(forests(), SHAPES, PROGRAMS)
 def test_the_fullest_program_has_little_more_than_the_mean(
-    forest: tuple[Levels, list[int]], heights: Heights, block: int, programs: int
+    forest: tuple[Levels, list[int]], shape: Shape, programs: int
 ) -> None:
     """At most 1.1 times the mean and one key tile of the costlier kind, by the costs of the plan.
 
@@ -140,19 +139,17 @@ def test_the_fullest_program_has_little_more_than_the_mean(
     levels, _ = forest
     loads, total = [0] * programs, 0
     begun: set[tuple[int, ...]] = set()
-    for program, _, begin, end, rows, _ in walk(
-        planned(*forest, heights, block, programs), programs
-    ):
-        each = int(heights.cost(len(rows)))
-        cost = each * -(-(end - begin) // block)
+    for program, _, begin, end, rows, _ in walk(planned(*forest, shape, programs), programs):
+        each = int(shape.costs(np.array(len(rows))))
+        cost = each * -(-(end - begin) // shape.config.block_n)
         if (*rows, begin) not in begun and begin in _begins(levels, rows):
             begun.add((*rows, begin))
-            cost += ITEM
+            cost += shape.config.item_us
         loads[program] += cost
         total += cost
-    dearest = max(cost_of(heights.small), cost_of(heights.tall))
+    item, dearest = shape.config.item_us, max(shape.config.small_us, shape.config.tall_us)
     mean = total / programs
-    assert max(loads) <= max(EVEN * mean, ITEM + LEAST * dearest) + dearest + ITEM
+    assert max(loads) <= max(EVEN * mean, item + LEAST * dearest) + dearest + item
 
 
 def _begins(levels: Levels, rows: list[int]) -> set[int]:
@@ -163,52 +160,58 @@ def _begins(levels: Levels, rows: list[int]) -> set[int]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(forests(), forests(), HEIGHTS, PROGRAMS)
+@given(forests(), forests(), SHAPES, PROGRAMS)
 def test_what_is_captured_is_as_large_for_any_forest(
-    one: tuple[Levels, list[int]], other: tuple[Levels, list[int]], heights: Heights, programs: int
+    one: tuple[Levels, list[int]], other: tuple[Levels, list[int]], shape: Shape, programs: int
 ) -> None:
     """So that a graph reads what any later plan wrote, from the same places."""
     (levels, lens), (_, others) = one, other
     lens_alone = (others * len(lens))[: len(lens)]
-    room = room_for(len(lens), programs, heights)
+    room = room_for(len(lens), programs, shape)
     works = [
-        planned(*case, heights, 64, programs, room)
+        planned(*case, shape, programs, room)
         for case in ((levels[:MOST_LEVELS], lens), ((), lens_alone), ((), [0] * len(lens)))
     ]
     assert len({(len(w.array), w.bounds, w.parts, w.list, w.part_rows) for w in works}) == 1
     assert not parts_of(works[2], 0), "a padding row has no part"
 
 
+def shape_of(tall: int) -> Shape:
+    return Shape(4, 16, PrefixConfig(tall, 64, 4, 3, 1, 10, 20, 30))
+
+
 def test_the_same_forest_gives_the_same_work() -> None:
     levels = ((SharedRun(tuple(range(12)), 0, 40),), (SharedRun((0, 3, 4), 40, 9),))
-    works = [planned(levels, [1200] * 12, Heights(4, 16, 64), 64, 33).array for _ in range(2)]
+    works = [planned(levels, [1200] * 12, shape_of(64), 33).array for _ in range(2)]
     assert np.array_equal(*works)
+
+
+def run_of(rows: int, blocks: int) -> Levels:
+    return ((SharedRun(tuple(range(rows)), 0, blocks),),)
 
 
 def test_tiles_fit_their_groups() -> None:
     """As high as the runs are worth; few rows stay in the small tile, whatever others need."""
-    heights = (16, 32, 64, 128)
-    assert tallest([4], [256], 4, heights) == Heights(4, 16, 16)
-    assert tallest([8], [256], 4, heights).tall == 32
-    assert tallest([64], [2048], 4, heights).tall == 128
-    assert tallest([], [], 4, heights).tall == 16
-    assert tallest([2, 64], [4, 2048], 128, (128,)) == Heights(128, 128, 128)
+    configs = [row.config for row in PREFIX_TABLE if row.arch == "sm_90" and row.bytes == 2]
+    chosen = [
+        fastest(run_of(rows, 2048), rows, BLOCK_SIZE, 4, configs).tall for rows in (2, 4, 8, 64)
+    ]
+    assert chosen == sorted(chosen) and chosen[0] == chosen[1] == 16 and chosen[-1] >= 64
+    assert fastest((), 9, BLOCK_SIZE, 4, configs).tall == 16
     pair = ((SharedRun((0, 1), 0, 8), SharedRun(tuple(range(2, 34)), 0, 8)),)
-    tiles = tiles_of(pair, np.full(34, 200, np.int32), BLOCK_SIZE, Heights(4, 16, 64))
+    tiles = tiles_of(pair, np.full(34, 200, np.int32), BLOCK_SIZE, shape_of(64))
     assert tiles.count[:3].tolist() == [2, 16, 16]
 
 
 def test_one_group_over_much_is_cut_for_the_whole_chip() -> None:
     """64 rows over 32k, 512 of their own: every program has work, the longest part is a fair share."""
-    levels = ((SharedRun(tuple(range(64)), 0, 2048),),)
-    found = walk(planned(levels, [33280] * 64, Heights(4, 16, 128), 64, 16), 16)
+    found = walk(planned(run_of(64, 2048), [33280] * 64, shape_of(128), 16), 16)
     assert {program for program, *_ in found} == set(range(16))
-    assert max(end - begin for _, _, begin, end, _, _ in found) <= 2 * 32768 // 12
+    assert max(end - begin for _, _, begin, end, _, _ in found) <= 2 * 32768 // 11
 
 
 def test_cutting_can_be_seen_to_fail() -> None:
     """The negative control: a list of other lengths doesn't cover these."""
-    heights = Heights(4, 16, 64)
-    work = planned((), [100, 300], heights, 64, 3)
+    work = planned((), [100, 300], shape_of(64), 3)
     keys = sum(end - begin for _, _, begin, end, _, _ in walk(work, 3))
     assert keys == 400 != 401

@@ -6,46 +6,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from polyattn.kernel import Batch, Device, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import Batch, Device, KVCache, LayerParams, LayerSpec, Plan, SharedRun
 from torch import Tensor
 
+from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.launch import (
     Kept,
     Site,
     Workspace,
     fitting,
     launches_early,
+    power,
     to_device,
 )
 from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
-    Heights,
+    Shape,
     cut,
+    fastest,
     room_for,
-    tallest,
     tiles_of,
     work_of,
 )
 from polyattn_triton.variants import (
-    heights_of,
     parts_constants,
-    prefix_config,
+    prefix_bytes,
     prefix_constants,
-    prefix_on_one,
+    prefix_tiles,
     rows_merged,
-    shared_bytes,
 )
 
 
 class PrefixPlan(Plan):
     """One step of decodes over shared keys: its grid, its work and where in it what lies."""
 
-    __slots__ = ("grid", "heights", "kept", "merging", "offsets", "table", "work")
+    __slots__ = ("config", "grid", "kept", "merging", "offsets", "table", "work")
 
-    def __init__(self, batch: Batch, heights: Heights):
+    def __init__(self, batch: Batch, config: PrefixConfig):
         super().__init__(batch)
-        self.heights = heights
+        self.config = config
         self.grid: tuple[int, int, int]
         self.work: Tensor
         self.offsets: tuple[int, int, int, int]
@@ -76,10 +76,11 @@ class PrefixLauncher:
         self.num_sms, self.workspace = num_sms, workspace
         self.torch_device = torch.device(str(device.torch_device))
         self.early = launches_early(device.arch)
-        self.heights = heights_of(spec, device.arch)
+        self.configs = prefix_tiles(spec, device.arch)
+        self.small = power(spec.gqa_ratio)
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
-        self._programs: dict[Heights, int] = {}
+        self._programs: dict[PrefixConfig, int] = {}
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
         """Deal the pieces of a batch with a `shared_prefix` out to a full chip's programs.
@@ -90,21 +91,18 @@ class PrefixLauncher:
         spec, rows = self.spec, batch.num_seqs
         levels, table = batch.shared_prefix, batch.block_table
         assert levels is not None and table is not None
+        judged = levels
         if spec.graph_capture:
             levels = levels[:MOST_LEVELS]
-            # As high as one run of all rows wants: the graph keeps its kernel.
-            heights = tallest((rows,), (1,), spec.gqa_ratio, self.heights)
-        else:
-            runs = [run for level in levels for run in level]
-            counts = [len(run.rows) for run in runs]
-            heights = tallest(counts, [run.count for run in runs], spec.gqa_ratio, self.heights)
-        programs = self.programs(heights)
-        room = room_for(rows, programs, heights) if spec.graph_capture else None
-        block = prefix_config(spec, self.device.arch, heights.tall).block_n
-        tiles = tiles_of(levels, np.array(batch.lens, np.int32), self.block_size, heights)
-        pieces = cut(tiles, heights, block, programs)
-        work = work_of(tiles, pieces, spec.gqa_ratio, block, rows, programs, room)
-        plan = PrefixPlan(batch, heights)
+            # The graph keeps its kernel: that for a run of all rows, as long as the table is wide.
+            judged = ((SharedRun(tuple(range(rows)), 0, table.shape[1]),),)
+        config = fastest(judged, rows, self.block_size, spec.gqa_ratio, self.configs)
+        shape = Shape(spec.gqa_ratio, self.small, config)
+        programs = self.programs(config)
+        room = room_for(rows, programs, shape) if spec.graph_capture else None
+        tiles = tiles_of(levels, np.array(batch.lens, np.int32), self.block_size, shape)
+        work = work_of(tiles, cut(tiles, shape, programs), shape, rows, programs, room)
+        plan = PrefixPlan(batch, config)
         plan.grid = (programs, spec.num_kv_heads, 1)
         before = reuse.work if isinstance(reuse, PrefixPlan) else None
         plan.work = to_device(work.array, self.torch_device, before)
@@ -112,32 +110,31 @@ class PrefixLauncher:
         plan.table = (table.stride(0), table.shape[1] - 1)
         space = self.workspace
         space.reserve(work.part_rows * spec.num_kv_heads, spec.v_head_size, 0)
-        plan.kept = Kept(space.parts, space.part_lse, table, batch.seq_lens, plan.work)
+        plan.kept = Kept(space.parts, space.part_lse, table, plan.work)
         plan.merging = Kept(space.parts, space.part_lse, plan.work)
         return plan
 
-    def programs(self, heights: Heights) -> int:
+    def programs(self, config: PrefixConfig) -> int:
         """Return how many programs of each KV head fill the chip."""
-        found = self._programs.get(heights)
+        found = self._programs.get(config)
         if found is None:
-            config = prefix_config(self.spec, self.device.arch, heights.tall)
-            most = prefix_on_one(self.spec, config)
-            on_one = fitting(self.torch_device, shared_bytes(self.spec, config, "few"), most)
+            needed = prefix_bytes(self.spec, config)
+            on_one = fitting(self.torch_device, needed, config.on_one)
             found = max(1, on_one * self.num_sms // self.spec.num_kv_heads)
-            self._programs[heights] = found
+            self._programs[config] = found
         return found
 
     def run(self, plan: PrefixPlan, step: PrefixStep) -> None:
         """Attend to all pieces, then merge each row's parts."""
         spec, cache, params = self.spec, step.cache, step.params
         bounds, parts, listed, part_rows = plan.offsets
-        which = (plan.heights, step.query.stride(), step.query.dtype, cache.strides)
+        which = (plan.config, step.query.stride(), step.query.dtype, cache.strides)
         site = self._sites.get(which)
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()
-            config = prefix_config(spec, self.device.arch, plan.heights.tall)
+            config = plan.config
             constants = prefix_constants(
-                spec, config, plan.heights.small, cache.block_size, self.device.arch, key == value
+                spec, config, cache.block_size, self.device.arch, key == value
             )
             site = self._sites[which] = Site(
                 prefix_kernel, (*step.query.stride()[:2], *key[:3], *value[:3]), constants,

@@ -13,9 +13,59 @@ import triton.language as tl
 from polyattn_triton.decode import _power_below, store_part
 from polyattn_triton.prefix_schedule import PIECE
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
-from polyattn_triton.tiles import blocks_in_table, load_held_rows
+from polyattn_triton.tiles import blocks_in_table, load_held_rows, load_rows
 
 FIELDS = tl.constexpr(PIECE)
+
+
+@triton.jit
+def _over_keys(
+    acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, begin, stop, end,
+    MASK: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, ALIKE: tl.constexpr,
+    ACROSS: tl.constexpr, RAISED: tl.constexpr,
+):  # fmt: skip
+    """Attend to the tiles of keys from `begin` to `stop`; without `MASK` none reaches beyond `end`."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    rows = tl.arange(0, BLOCK_M)
+    block = blocks_in_table(BT, begin + offs_n, bt_end, BLOCK_SIZE)
+    for start in range(begin, stop, BLOCK_N):
+        key_pos = start + offs_n
+        offset = key_pos % BLOCK_SIZE
+        row = block.to(tl.int64)
+        k_row = row * k_b + offset * k_t
+        v_row = k_row
+        if not ALIKE:
+            v_row = row * v_b + offset * v_t
+        # The next tile's blocks, a step ahead, as in `decode`.
+        block = blocks_in_table(BT, key_pos + BLOCK_N, bt_end, BLOCK_SIZE)
+        k_ptr = K + k_row[:, None] + offs_d[None, :]
+        v_ptr = V + v_row[:, None] + offs_dv[None, :]
+        if MASK:
+            held = key_pos < end
+            k = load_held_rows(k_ptr, held, offs_d, D, BLOCK_D)
+            v = load_held_rows(v_ptr, held, offs_dv, DV, BLOCK_DV)
+        else:
+            k = load_rows(k_ptr, offs_d, D, BLOCK_D)
+            v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
+        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        s = logits(
+            s, rows, key_pos, end, 0.0, row_scale, soft_cap, 0,
+            MASK, False, 0, 0, 0, SOFT_CAP, False, None, 0,
+        )  # fmt: skip
+        m_new = tl.maximum(m, tl.max(s, 1))
+        alpha = tl.exp2(m - m_new)
+        p = tl.exp2(s - (m_new - RAISED)[:, None])
+        if ACROSS:
+            sums = sums * alpha[:, None] + p
+        else:
+            sums = sums * alpha + tl.sum(p, 1)
+        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+        m = m_new
+    return acc, m, sums
 
 
 @triton.jit
@@ -29,9 +79,7 @@ def _attend(
 ):  # fmt: skip
     """Attend with `count` rows' heads of one KV head to the keys [begin, end), and store their part."""
     ACROSS: tl.constexpr = BLOCK_M <= 16  # a row lies across the warps
-    offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
     rows = tl.arange(0, BLOCK_M)
     row_ok = rows < count * G
     token = tl.load(ROWS_AT + rows // G, mask=row_ok, other=0).to(tl.int64)
@@ -58,34 +106,19 @@ def _attend(
         sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
     else:
         sums = tl.zeros([BLOCK_M], tl.float32)
-    block = blocks_in_table(BT, begin + offs_n, bt_end, BLOCK_SIZE)
-    for start in range(begin, end, BLOCK_N):
-        key_pos = start + offs_n
-        offset = key_pos % BLOCK_SIZE
-        row = block.to(tl.int64)
-        k_row = row * k_b + offset * k_t
-        v_row = k_row
-        if not ALIKE:
-            v_row = row * v_b + offset * v_t
-        # The next tile's blocks, a step ahead, as in `decode`.
-        block = blocks_in_table(BT, key_pos + BLOCK_N, bt_end, BLOCK_SIZE)
-        held = key_pos < end
-        k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
-        v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
-        s = logits(
-            s, rows, key_pos, end, 0.0, row_scale, soft_cap, 0,
-            True, False, 0, 0, 0, SOFT_CAP, False, None, 0,
+    whole = begin
+    if not ACROSS:  # only the last keys of a run don't fill a tile
+        whole = begin + (end - begin) // BLOCK_N * BLOCK_N
+        acc, m, sums = _over_keys(
+            acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, begin, whole,
+            end, False, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
+            ACROSS, RAISED,
         )  # fmt: skip
-        m_new = tl.maximum(m, tl.max(s, 1))
-        alpha = tl.exp2(m - m_new)
-        p = tl.exp2(s - (m_new - RAISED)[:, None])
-        if ACROSS:
-            sums = sums * alpha[:, None] + p
-        else:
-            sums = sums * alpha + tl.sum(p, 1)
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
-        m = m_new
+    acc, m, sums = _over_keys(
+        acc, m, sums, q, K, V, BT, row_scale, soft_cap, k_b, k_t, v_b, v_t, bt_end, whole, end,
+        end, True, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
+        ACROSS, RAISED,
+    )  # fmt: skip
     if ACROSS:
         total = tl.sum(sums, 1)
     else:
@@ -93,9 +126,22 @@ def _attend(
     store_part(acc, m - RAISED, total, PARTS, PART_LSE, part + rows, row_ok, DV, BLOCK_DV)
 
 
+@triton.jit
+def _piece(WORK, piece, there):
+    """A piece: whose table, the keys [begin, end), which rows, how many, where its part goes."""
+    FIELD = WORK + piece * FIELDS
+    seq = tl.load(FIELD, mask=there, other=0)
+    begin = tl.load(FIELD + 1, mask=there, other=0)
+    end = tl.load(FIELD + 2, mask=there, other=0)
+    rows_at = tl.load(FIELD + 3, mask=there, other=0)
+    count = tl.load(FIELD + 4, mask=there, other=0)
+    lies = tl.load(FIELD + 5, mask=there, other=0)
+    return seq, begin, end, rows_at, count, lies
+
+
 @triton.jit(do_not_specialize=["bt_s", "bt_end", "bounds", "part_rows"])
 def prefix_kernel(
-    Q, K, V, Q_SCALE, K_SCALE, PARTS, PART_LSE, BT, SEQ_LENS, WORK,
+    Q, K, V, Q_SCALE, K_SCALE, PARTS, PART_LSE, BT, WORK,
     scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end, bounds, part_rows,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -112,15 +158,14 @@ def prefix_kernel(
     kv_head = tl.program_id(1)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     mine = WORK + bounds + tl.program_id(0)
-    for piece in tl.range(tl.load(mine), tl.load(mine + 1), num_stages=1):
-        FIELD = WORK + piece * FIELDS
-        seq = tl.load(FIELD)
-        begin = tl.load(FIELD + 1)
-        end = tl.load(FIELD + 2)
-        ROWS_AT = WORK + tl.load(FIELD + 3)
-        count = tl.load(FIELD + 4)
-        part = kv_head * part_rows + tl.load(FIELD + 5)
-        end = tl.minimum(end, tl.load(SEQ_LENS + seq))
+    first = tl.load(mine)
+    last = tl.load(mine + 1)
+    seq, begin, end, rows_at, count, lies = _piece(WORK, first, first < last)
+    for piece in tl.range(first, last, num_stages=1):
+        # The next piece's fields arrive while this one is computed.
+        later = _piece(WORK, tl.minimum(piece + 1, last - 1), True)
+        ROWS_AT = WORK + rows_at
+        part = kv_head * part_rows + lies
         if SMALL == TALL:
             _attend(
                 Q, K, V, BT, ROWS_AT, PARTS, PART_LSE, scale, soft_cap,
@@ -143,6 +188,7 @@ def prefix_kernel(
                     seq, begin, end, count, part, kv_head,
                     G, D, DV, BLOCK_D, BLOCK_DV, TALL, BLOCK_N, BLOCK_SIZE, SOFT_CAP, ALIKE,
                 )  # fmt: skip
+        seq, begin, end, rows_at, count, lies = later
 
 
 @triton.jit(do_not_specialize=["lse_t", "parts", "listed", "part_rows"])

@@ -10,24 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from polyattn.kernel import Levels
 
+from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.schedule import Ints
 
 PIECE = 8
 """Integers of a piece: the table's row, first key, end of keys, where its rows are named, how many,
 where its part goes; two are free, so that a piece is one line of the cache."""
-COSTS = {16: 4, 32: 5, 64: 6, 128: 9}
-"""What a key tile costs a multiprocessor, by the height of the tile of rows: one of 16 waits for
-memory alone, one of 128 for its products."""
-
-
-ITEM = COSTS[16]
-"""What a tile costs beside its keys: its queries, and its part."""
 LEAST = 2
 """Key tiles that are worth a program of its own."""
 MOST_LEVELS = 4
@@ -35,25 +30,26 @@ MOST_LEVELS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Heights:
-    """Rows (row of the batch, head of its group) of the two tiles of a launch.
+class Shape:
+    """The two tiles of a launch: rows are (row of the batch, head of its group).
 
-    `group`: heads of a KV head. `small`: of tiles that hold few rows; `tall`: of all others.
+    `group`: heads of a KV head; `small`: rows of the lower tile; `config`: of the other.
     """
 
     group: int
     small: int
-    tall: int
+    config: PrefixConfig
 
-    def cost(self, rows: Any) -> Any:
-        """Return what a key tile of a tile of so many rows of the batch costs."""
-        small, tall = cost_of(self.small), cost_of(self.tall)
-        return np.where(rows * self.group <= self.small, small, tall)
+    @property
+    def most(self) -> int:
+        """Rows of the batch that a tile holds."""
+        return self.config.tall // self.group
 
-
-def cost_of(height: int) -> int:
-    """Return what a key tile costs beside that many rows."""
-    return COSTS.get(height) or COSTS[max(COSTS)] * height // max(COSTS)
+    def costs(self, count: Ints) -> Ints:
+        """Return what a key tile costs for so many rows of the batch."""
+        small = count * self.group <= self.small
+        found: Ints = np.where(small, self.config.small_us, self.config.tall_us)
+        return found
 
 
 class Tiles(NamedTuple):
@@ -70,49 +66,51 @@ class Tiles(NamedTuple):
     rows: Ints
 
 
-def tallest(
-    rows: Sequence[int], keys: Sequence[int], group: int, heights: Sequence[int]
-) -> Heights:
-    """Return the heights for runs of so many rows and keys: the cheapest beside the least.
+def fastest(
+    levels: Levels, rows: int, block_size: int, group: int, configs: Sequence[PrefixConfig]
+) -> PrefixConfig:
+    """Return the configuration in which a forest over `rows` rows of the batch takes the least time.
 
-    `heights`: those there are, ascending.
+    `configs`: those there are, lowest tiles first. Counted are the runs: rows' own keys cost alike.
     """
-    of, wide = np.asarray(rows, np.int64) * group, np.asarray(keys, np.int64)
-    costs = [cost_of(height) * int((-(-of // height) * wide).sum()) for height in heights]
-    return Heights(group, heights[0], heights[costs.index(min(costs))])
+    runs = [run for level in levels for run in level]
+    heads = np.array([len(run.rows) for run in runs], np.int64) * group
+    keys = np.array([run.count for run in runs], np.int64) * block_size
+    least = configs[0].tall
+    times = []
+    for config in configs:
+        tiles = -(-heads // config.tall)
+        each = np.where(heads <= least, config.small_us, config.tall_us)
+        busy = tiles * (each * -(-keys // config.block_n) + config.item_us)
+        times.append((int(busy.sum()) + rows * config.item_us) / config.on_one)
+    return configs[times.index(min(times))]
 
 
-def tiles_of(levels: Levels, lens: Ints, block_size: int, heights: Heights) -> Tiles:
+def tiles_of(levels: Levels, lens: Ints, block_size: int, shape: Shape) -> Tiles:
     """Cut a forest's groups into tiles of rows; rows of length 0 have none.
 
     `lens` (rows,): keys of each row of the batch, of which at least the last is its own.
     """
-    most = heights.tall // heights.group
+    runs = [run for level in levels for run in level]
+    named = np.array(list(chain.from_iterable(run.rows for run in runs)), np.int32)
+    held = np.array([(len(run.rows), run.rows[0], run.first, run.count) for run in runs], np.int32)
+    length, table, first, count = held.reshape(-1, 4).T
+    stop = (first + count) * block_size
     own = np.zeros(len(lens), np.int32)
-    table, begin, end, at, count, rows = [], [], [], [], [], []
-    places = 0
-    for level in levels:
-        for run in level:
-            members = np.array(run.rows, np.int32)
-            first, stop = run.first * block_size, (run.first + run.count) * block_size
-            own[members] = stop
-            starts = range(0, len(members), most)
-            table += [run.rows[0]] * len(starts)
-            begin += [first] * len(starts)
-            end += [stop] * len(starts)
-            at += [places + start for start in starts]
-            count += [min(most, len(members) - start) for start in starts]
-            rows.append(members)
-            places += len(members)
-    some = np.flatnonzero(lens > own).astype(np.int32)
-    ones = np.ones(len(some), np.int32)
+    np.maximum.at(own, named, np.repeat(stop, length))
+    # A run's rows in tiles of `most`: which run each tile is of, and which of its tiles.
+    tiles = -(-length // shape.most)
+    of = np.repeat(np.arange(len(runs)), tiles)
+    skipped = (np.arange(len(of)) - np.repeat(tiles.cumsum() - tiles, tiles)) * shape.most
+    at = (length.cumsum() - length)[of] + skipped
+    some = np.flatnonzero(lens > own)
     return Tiles(
-        np.append(np.array(table, np.int32), some),
-        np.append(np.array(begin, np.int32), own[some]),
-        np.append(np.array(end, np.int32), lens[some]),
-        np.append(np.array(at, np.int32), places + np.arange(len(some), dtype=np.int32)),
-        np.append(np.array(count, np.int32), ones),
-        np.concatenate([*rows, some]),
+        np.append(table[of], some),
+        np.append(first[of] * block_size, own[some]),
+        np.append(stop[of], lens[some]),
+        np.append(at, len(named) + np.arange(len(some))),
+        np.append(np.minimum(length[of] - skipped, shape.most), np.ones(len(some), np.int64)),
+        np.append(named, some),
     )  # fmt: skip
 
 
@@ -125,13 +123,13 @@ class Pieces(NamedTuple):
     program: Ints
 
 
-def cut(tiles: Tiles, heights: Heights, block: int, programs: int) -> Pieces:
-    """Give each program an equal stretch of the tiles' line; cuts lie between key tiles of `block`."""
-    keys = -(-(tiles.end - tiles.begin) // block)
+def cut(tiles: Tiles, shape: Shape, programs: int) -> Pieces:
+    """Give each program an equal stretch of the tiles' line; cuts lie between key tiles."""
+    keys = -(-(tiles.end - tiles.begin) // shape.config.block_n)
     if not len(keys):
         return Pieces(keys, keys, keys, keys)
-    costs = heights.cost(tiles.count)
-    item, least = ITEM, ITEM + LEAST * int(costs.max())
+    costs, item = shape.costs(tiles.count), shape.config.item_us
+    least = item + LEAST * int(costs.max())
     line = np.zeros(len(keys) + 1, np.int64)
     np.cumsum(keys * costs + item, out=line[1:])
     total = int(line[-1])
@@ -181,21 +179,21 @@ class Room:
     part_rows: int
 
 
-def room_for(rows: int, programs: int, heights: Heights) -> Room:
+def room_for(rows: int, programs: int, shape: Shape) -> Room:
     """Return the room for `rows` rows of the batch in `MOST_LEVELS` levels and by themselves.
 
     A row is in one tile of each level, a tile has one row or more, and each program ends in one cut.
     """
     named = rows * (MOST_LEVELS + 1)
-    listed = named + programs * (heights.tall // heights.group)
-    return Room(named + programs, listed, named, listed * heights.group)
+    listed = named + programs * shape.most
+    return Room(named + programs, listed, named, listed * shape.group)
 
 
 def work_of(
-    tiles: Tiles, pieces: Pieces, group: int, block: int, rows: int, programs: int,
-    room: Room | None = None,
-) -> PrefixWork:  # fmt: skip
-    """Lay out what the kernels read for `rows` rows of the batch; `block`: keys of a key tile."""
+    tiles: Tiles, pieces: Pieces, shape: Shape, rows: int, programs: int, room: Room | None = None
+) -> PrefixWork:
+    """Lay out what the kernels read for `rows` rows of the batch."""
+    group, block = shape.group, shape.config.block_n
     count = tiles.count[pieces.tile]
     ends = np.cumsum(count)
     places = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - count, count)

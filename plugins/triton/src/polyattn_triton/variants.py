@@ -8,7 +8,7 @@ from typing import Any
 import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 
-from polyattn_triton.configs import Config, pick
+from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
 
@@ -162,42 +162,41 @@ def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
     return max(1, stages) * keys + query
 
 
-TALLEST = 64
-"""Rows of the highest tile of rows that share keys, where no configuration is for higher ones."""
+UNTUNED_TALLEST = 64
+"""Rows of the highest tile of rows that share keys, where none was measured."""
 
 
-def heights_of(spec: LayerSpec, arch: str) -> tuple[int, ...]:
-    """Return how many (row, head of group) a tile of rows that share keys may have, ascending.
+def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
+    """Return the configurations that `prefix_kernel` may run in, lowest tiles first.
 
-    The least holds one row's heads.
+    Each tile holds one row's heads of a KV head at least.
     """
-    found = [power(spec.gqa_ratio)]
-    while 2 * found[-1] <= TALLEST or _tuned(spec, arch, 2 * found[-1]) is not None:
-        found.append(2 * found[-1])
+    width, least = power(max(spec.head_size, spec.v_head_size)), power(spec.gqa_ratio)
+    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
+    if known:
+        return tuple(known)
+    found, height = [], least
+    while not found or height <= UNTUNED_TALLEST:
+        config = tile_config(spec, arch, "few", height)
+        on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
+        found.append(
+            PrefixConfig(
+                height, config.block_n, config.num_warps, config.num_stages, on_one, 10,
+                10 + height // 4, 40,
+            )
+        )  # fmt: skip
+        height *= 2
     return tuple(found)
 
 
-def _tuned(spec: LayerSpec, arch: str, height: int) -> Config | None:
-    width = power(max(spec.head_size, spec.v_head_size))
-    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
-    try:
-        return pick(arch, f"shared {height}", width, stored, True)
-    except LookupError:
-        return None
-
-
-def prefix_config(spec: LayerSpec, arch: str, tall: int) -> Config:
-    """Return the configuration of `prefix_kernel` with tiles of up to `tall` rows."""
-    return _tuned(spec, arch, tall) or tile_config(spec, arch, "few", tall)
-
-
 def prefix_constants(
-    spec: LayerSpec, config: Config, small: int, block_size: int, arch: str, alike: bool
+    spec: LayerSpec, config: PrefixConfig, block_size: int, arch: str, alike: bool
 ) -> tuple[Any, ...]:
-    """Return `prefix_kernel`'s constants, in its order. `small`: rows of its lower tile."""
+    """Return `prefix_kernel`'s constants, in its order."""
     return (
         spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
-        power(spec.v_head_size), small, config.block_m, config.block_n, block_size,
+        power(spec.v_head_size), power(spec.gqa_ratio), config.tall, config.block_n, block_size,
         spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
     )  # fmt: skip
 
@@ -217,9 +216,7 @@ def parts_constants(spec: LayerSpec, lse: bool, early: bool) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def prefix_on_one(spec: LayerSpec, config: Config) -> int:
-    """Return how many programs of `prefix_kernel` Hopper's registers allow."""
-    if config.num_warps > 4:
-        return 1
-    wide = power(max(spec.head_size, spec.v_head_size)) > 128
-    return HIGH_ON_ONE if wide or config.block_m > 16 else FEW_ON_ONE
+def prefix_bytes(spec: LayerSpec, config: PrefixConfig) -> int:
+    """Return about how much shared memory a program of `prefix_kernel` takes."""
+    tile = Config(config.tall, config.block_n, config.num_warps, config.num_stages)
+    return shared_bytes(spec, tile, "few")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
@@ -12,7 +13,7 @@ from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, Role
 from polyattn.spec.layer import LayerSpec
 
 RATIOS = (1, 4, 7, 8)
-FEATURES = {
+FEATURES: dict[str, dict[str, Any]] = {
     "learned_sinks": {"learned_sinks": True},
     "logit_soft_cap": {"logit_soft_cap": 1.5},
     "lse": {"needs_lse": True},
@@ -29,7 +30,7 @@ def forest(name: str, block: int) -> tuple[Levels, list[int]]:
     if name == "one run":
         return ((SharedRun((0, 1, 3), 0, 5),),), [5 * block + 1, 6 * block, 9, 7 * block + 3]
     if name == "levels":
-        levels = (
+        levels: Levels = (
             (SharedRun((0, 1, 2, 3, 5), 0, 4),),
             (SharedRun((0, 2, 3), 4, 3), SharedRun((1, 5), 4, 1)),
             (SharedRun((2, 3), 7, 2),),
