@@ -6,6 +6,7 @@ merges (`prefix`), which any backend with an LSE serves. Only what is predicted 
 
 from __future__ import annotations
 
+from polyattn.families.attention.choice import loaded_candidate
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
@@ -22,8 +23,9 @@ ACCELERATOR_CALL_US = 18.0
 more. Measured on an H200 over 4,096 shared tokens: rows break even between 8 and 16 of them, of which the
 saved bytes take 24 and 52 us at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
 LAUNCH_US = {"cpu": 0.0}
-ACCELERATOR_LAUNCH_US = 5.0
-"""What a launch of its own costs beside one that reads each row by itself."""
+ACCELERATOR_LAUNCH_US = 12.0
+"""What reading shared keys in a backend's own launch costs beside reading each row by itself, likewise:
+rows break even between 4 and 8 of them, of which the saved bytes take 10 and 24 us."""
 CPU_BANDWIDTH = 10.0
 """GB/s where a device states none."""
 
@@ -111,5 +113,7 @@ def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
     for info in dict(group.selection.candidates).get("decode", ()):
         able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
         if able and not check(info.capabilities, spec, group.device, "decode"):
-            return group.load("decode", info, AttentionBackend, cache=whole)
+            found = loaded_candidate(group, "decode", info, required=False)
+            if found is not None:
+                return found.backend
     return None
