@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.merge import AttentionState, merge_states
     from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
+    from polyattn.runtime.shared_prefix import SharedRun, shared_prefixes
     from polyattn.runtime.state_cache import StateCache
     from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
     from polyattn.selection.cache_format import CacheFormat

@@ -125,8 +125,8 @@ class SinksInEachPart(Forest):
         return super().attend(query, keys, values, params)
 
 
-class SixtyFourRows(Forest):
-    """Rows of a group behind its sixty-fourth have its first row's query's part."""
+class SixteenRows(Forest):
+    """A group's second tile of sixteen rows has its keys in another order than its values."""
 
     by = ("forest",)
 
@@ -135,7 +135,7 @@ class SixtyFourRows(Forest):
     ) -> tuple[Tensor, Tensor]:
         runs = self.runs(plan.batch, index)
         keys, values = super().read(plan, cache, index, params)
-        if runs and runs[0].rows.index(index) >= 64:
+        if runs and runs[0].rows.index(index) >= 16:
             return keys.roll(1, 0), values
         return keys, values
 

@@ -24,8 +24,8 @@ NAMES = ("one run", "levels", "many rows", "alone")
 def forest(name: str, block: int) -> tuple[Levels, list[int]]:
     """Return the runs that a batch's rows share, and their lengths, for a block size.
 
-    Together they hold rows without a run, padding, several levels, a group wider than any tile of
-    queries, and nothing shared at all.
+    Together they hold rows without a run, padding, several levels, a group that with its heads is wider
+    than any tile of queries, and nothing shared at all.
     """
     if name == "one run":
         return ((SharedRun((0, 1, 3), 0, 5),),), [5 * block + 1, 6 * block, 9, 7 * block + 3]
@@ -37,7 +37,7 @@ def forest(name: str, block: int) -> tuple[Levels, list[int]]:
         )
         return levels, [9 * block, 6 * block + 5, 10 * block + 1, 9 * block + 2, 0, 5 * block + 7]
     if name == "many rows":
-        rows = tuple(range(70))
+        rows = tuple(range(20))
         levels = ((SharedRun(rows, 0, 3),), (SharedRun(rows[1::2], 3, 2),))
         return levels, [5 * block + 1 + row % 5 for row in rows]
     return (), [block + 1, 0, 3 * block]
@@ -47,8 +47,12 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     """Yield the cases of a claim of `shared_prefix`; `base`: the plainest layer."""
     if not caps.shared_prefix or base.role is not Role.DECODER or not (base.cached and base.causal):
         return
+    wide = next((r for r in sorted(RATIOS, reverse=True) if r in caps.gqa_ratios), 1)
     for name in NAMES:
-        yield Case("forest", "", base, name)
+        spec = base
+        if name == "many rows" and "gqa" in caps.features:
+            spec = base.replace(num_heads=wide * base.num_kv_heads)
+        yield Case("forest", "", spec, name)
     for label, spec in _variants(caps, base):
         yield Case("forest", label, spec, "levels")
     if caps.graph_capture:
