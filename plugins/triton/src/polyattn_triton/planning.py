@@ -108,7 +108,7 @@ class PlannedAttention(AttentionBackend):
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Decide the way, and deal the step's tiles out."""
         plan = AttentionPlan(batch, self._none)
         before = reuse.work if isinstance(reuse, AttentionPlan) else None

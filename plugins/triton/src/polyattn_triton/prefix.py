@@ -128,7 +128,7 @@ class PrefixLauncher:
         """Attend to all pieces, then merge each row's parts."""
         spec, cache, params = self.spec, step.cache, step.params
         bounds, parts, listed, part_rows = plan.offsets
-        which = (plan.config, step.query.stride(), step.query.dtype, cache.strides)
+        which: tuple[Any, ...] = (plan.config, step.query.stride(), step.query.dtype, cache.strides)
         site = self._sites.get(which)
         if site is None:
             key, value = cache.key.stride(), cache.value.stride()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +51,8 @@ class Shape:
         return found
 
 
-class Tiles(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Tiles:
     """Tiles in the order in which a row's keys lie; each (tiles,).
 
     `table`: whose row of the block table; `begin`, `end`: keys; `at`, `count`: which of `rows`.
@@ -114,7 +114,8 @@ def tiles_of(levels: Levels, lens: Ints, block_size: int, shape: Shape) -> Tiles
     )  # fmt: skip
 
 
-class Pieces(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pieces:
     """Cuts of tiles, each (pieces,): the tile, its key tiles [begin, end), the program that has it."""
 
     tile: Ints

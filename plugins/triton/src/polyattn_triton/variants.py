@@ -176,7 +176,8 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
     if known:
         return tuple(known)
-    found, height = [], least
+    found: list[PrefixConfig] = []
+    height = least
     while not found or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
