@@ -31,6 +31,7 @@ import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import sharing
+from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.runtime.shared_prefix import shared_prefixes
 from timing import graph_us, kernel_us
 
@@ -166,7 +167,7 @@ def forced(group: LayerGroup, way: str) -> Iterator[bool]:
         if way == "own launch":
             found.calls = None
         else:
-            found.native = None
+            found.native, found.calls = None, found.calls or PrefixDecode.of(group)
         yield (found.native or found.calls) is not None
     finally:
         found.native, found.calls = before

@@ -86,7 +86,7 @@ def compare(backend: str, changes: dict[str, Any], way: str = "calls") -> None:
     layer = Attention(group, sinks=sinks, k_scale=scale, v_scale=scale)
     cache, batch = step(group)
     if way == "calls":
-        group.planner.sharing.native = None  # type: ignore[attr-defined]
+        group.planner.sharing = Sharing(group, None, PrefixDecode.of(group))  # type: ignore[attr-defined]
     plan = group.plan(batch)
     (call,) = plan.calls
     assert call.saved_bytes == (3 * 2 + 2) * 16 * group.cache_format.bytes_per_token

@@ -104,14 +104,14 @@ def tiles_of(levels: Levels, lens: Ints, block_size: int, shape: Shape) -> Tiles
     skipped = (np.arange(len(of)) - np.repeat(tiles.cumsum() - tiles, tiles)) * shape.most
     at = (length.cumsum() - length)[of] + skipped
     some = np.flatnonzero(lens > own)
-    return Tiles(
-        np.append(table[of], some),
-        np.append(first[of] * block_size, own[some]),
-        np.append(stop[of], lens[some]),
-        np.append(at, len(named) + np.arange(len(some))),
-        np.append(np.minimum(length[of] - skipped, shape.most), np.ones(len(some), np.int64)),
-        np.append(named, some),
-    )  # fmt: skip
+    shared, places = len(of), len(named)
+    table_of = np.concatenate((table[of], some))
+    begin = np.concatenate((first[of] * block_size, own[some]))
+    end = np.concatenate((stop[of], lens[some]))
+    count = np.ones(shared + len(some), np.int64)
+    np.minimum(length[of] - skipped, shape.most, out=count[:shared])
+    at = np.concatenate((at, np.arange(places, places + len(some))))
+    return Tiles(table_of, begin, end, at, count, np.concatenate((named, some)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +146,12 @@ def cut(tiles: Tiles, shape: Shape, programs: int) -> Pieces:
     order = np.lexsort((program, begin, tile))
     tile, begin, program = tile[order], begin[order], program[order]
     # Of cuts at one place the last counts: the programs before it have nothing of this tile there.
-    last = np.append((tile[1:] != tile[:-1]) | (begin[1:] != begin[:-1]), True)
+    last = np.ones(len(tile), bool)
+    np.logical_or(tile[1:] != tile[:-1], begin[1:] != begin[:-1], out=last[:-1])
     tile, begin, program = tile[last], begin[last], program[last]
-    end = np.append(begin[1:], 0)
-    ends = np.append(tile[1:] != tile[:-1], True)
-    end[ends] = keys[tile[ends]]
+    end = keys[tile]
+    inner = np.flatnonzero(tile[1:] == tile[:-1])
+    end[inner] = begin[inner + 1]
     return Pieces(tile, begin, end, program)
 
 
