@@ -29,6 +29,7 @@ from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
+from polyattn.runtime.shared_prefix import Levels, SharedRun
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
@@ -55,6 +56,7 @@ __all__ = [
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
+    "Levels",
     "MergeBackend",
     "NewTokens",
     "Plan",
@@ -63,6 +65,7 @@ __all__ = [
     "RecurrentSpec",
     "Role",
     "Rotation",
+    "SharedRun",
     "SparseBackend",
     "StoreBackend",
     "StorePlan",

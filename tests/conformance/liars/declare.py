@@ -7,7 +7,18 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from liars import functions, latents, masks, plain, recurrences, rotations, services, shapes, steps
+from liars import (
+    functions,
+    latents,
+    masks,
+    plain,
+    prefixes,
+    recurrences,
+    rotations,
+    services,
+    shapes,
+    steps,
+)  # fmt: skip
 from liars.plain import HonestGraph, Plain
 from polyattn.plugin import (
     BackendInfo,
@@ -63,6 +74,7 @@ FUNCTIONS = replace(
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestGraph, GRAPHS),
+    (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
     (Plain, ATTENTION),
     (functions.Functions, FUNCTIONS),
     (TorchMLA, TORCH_MLA.capabilities),
@@ -73,11 +85,12 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
+    prefixes,
 )  # fmt: skip
 BASES = {
     plain.Plain, masks.Numeric, masks.OtherMask, recurrences.Scan, recurrences.Without,
     recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
-    functions.Functions,
+    functions.Functions, prefixes.Forest,
 }  # fmt: skip
 
 
