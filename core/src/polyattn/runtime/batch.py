@@ -307,6 +307,13 @@ class Batch:
         """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
         return {name: value for name, value in self.__dict__.items() if name != "plans"}
 
+    def measured(self) -> Batch:
+        """Return the same batch by the lengths that its device holds now, copied to the host."""
+        batch = self.copy()
+        batch.lens = self.seq_lens.tolist()
+        batch.__dict__.pop("max_seq_len", None)
+        return batch
+
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
         batch = self.copy()

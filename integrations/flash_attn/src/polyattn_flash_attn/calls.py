@@ -11,6 +11,7 @@ from polyattn.families.attention.dense import Asked
 from polyattn.families.attention.dense import dense as attend_dense
 from polyattn.families.attention.packed import Keys, packed
 from polyattn.families.attention.views import ordered
+from polyattn.runtime.inputs import capturing
 from torch import Tensor
 
 Window = tuple[int, int]
@@ -29,6 +30,26 @@ class FlashAsked(NamedTuple):
     attention_chunk: int = 0
 
 
+class Rotary:
+    """The rotary embedding of new queries and keys: cos, sin (positions, rotary size / 2)."""
+
+    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
+        self.cos, self.sin, self.interleaved = cos, sin, interleaved
+
+    def __call__(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Rotate packed tokens (tokens, heads, size)."""
+        half = self.cos.shape[1]
+        cos, sin = self.cos[position, None].float(), self.sin[position, None].float()
+        turned, rest = tokens[..., : 2 * half].float(), tokens[..., 2 * half :]
+        if self.interleaved:
+            a, b = turned[..., ::2], turned[..., 1::2]
+        else:
+            a, b = turned[..., :half], turned[..., half:]
+        pair = a * cos - b * sin, a * sin + b * cos
+        whole = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
+        return torch.cat([whole.to(tokens.dtype), rest], -1)
+
+
 def refuse(**given: object) -> None:
     """Refuse arguments that change the result and have no counterpart. Raises `PolyattnError`."""
     for name, value in given.items():
@@ -44,7 +65,12 @@ def lens_of(cumulative: Tensor) -> list[int]:
 
 
 def host(tensor: Tensor) -> list[int]:
-    """Return a tensor's values, remembered by the tensor until it changes."""
+    """Return a tensor's values, remembered by the tensor until it changes. Raises `PolyattnError`."""
+    if capturing(tensor):
+        raise PolyattnError(
+            "a captured graph holds dense calls, and flash_attn_with_kvcache of one token a row with "
+            "int32 cache_seqlens; this call's lengths are read on the host: run it outside"
+        )
     version = None if tensor.is_inference() else tensor._version
     known = getattr(tensor, "_polyattn_host", None)
     if known is None or known[0] != version or version is None:

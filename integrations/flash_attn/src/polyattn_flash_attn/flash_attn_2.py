@@ -10,8 +10,8 @@ from typing import Any
 from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, lens_of, refuse
-from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
+from polyattn_flash_attn.calls import FlashAsked, Rotary, Window, attend, dense, lens_of, refuse
+from polyattn_flash_attn.kv_cache import with_kvcache
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",

@@ -11,8 +11,17 @@ import torch
 from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, host, lens_of, refuse
-from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
+from polyattn_flash_attn.calls import (
+    FlashAsked,
+    Rotary,
+    Window,
+    attend,
+    dense,
+    host,
+    lens_of,
+    refuse,
+)
+from polyattn_flash_attn.kv_cache import with_kvcache
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",

@@ -12,9 +12,9 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.dense import Asked, group_of, plan_for, run
 from polyattn.families.attention.recompute import Recomputed, gradients
+from polyattn.families.attention.views import pages_of
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 
 
 class Keys(NamedTuple):
@@ -55,7 +55,7 @@ def packed(
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
     params = sinks is not None, alibi_slopes is not None
     if keys.block_table is not None:
-        cache = KVCache(keys.key, keys.value)
+        cache = pages_of(keys.key, keys.value)
         group = group_of(query, heads, v_size, asked, *params, block_size=cache.block_size)
         group.check_format(cache.format)
         step = group.plan_for(_batch(group, query_lens, keys))
@@ -108,8 +108,8 @@ def _batch(group: LayerGroup, query_lens: Sequence[int], keys: Keys) -> Batch:
         return known[1]
     batch = Batch([0, *accumulate(query_lens)], keys.lens, table)
     if version is not None:
-        # The batch holds a view: with the tensor itself it were a circle.
-        batch = batch.with_block_table(table.view_as(table))
+        # Detached: the tensor itself, or a view of it, were a circle that nothing collects.
+        batch = batch.with_block_table(table.detach())
         table._polyattn_batch = (lengths, batch)  # type: ignore[attr-defined]
     return batch
 

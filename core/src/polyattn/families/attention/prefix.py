@@ -91,6 +91,8 @@ class PrefixDecode:
         spec, selection = unrotated(group.spec), group.selection
         if not spec.cached or why_not(spec) or spec.graph_capture:
             return None
+        if spec.length_bounds:
+            return None
         with_lse, device = spec.replace(needs_lse=True), group.device
         over_all = over_context(with_lse.replace(learned_sinks=False))
         candidates = dict(selection.candidates)
