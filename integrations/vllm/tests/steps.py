@@ -86,8 +86,11 @@ class Runner:
         for row, length in enumerate(lens):
             keys = self.numbers.double()[table[row].long()].flatten(0, 1)[:length][-window:]
             key, value = keys.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
-            weight = (torch.einsum("hd,nhd->hn", query[row].double(), key) * SIZE**-0.5).softmax(-1)
-            rows.append(torch.einsum("hn,nhd->hd", weight, value))
+            logit = torch.einsum("hd,nhd->hn", query[row].double(), key) * SIZE**-0.5
+            cap = self.impl.fields["logit_soft_cap"]
+            if cap is not None:
+                logit = cap * (logit / cap).tanh()
+            rows.append(torch.einsum("hn,nhd->hd", logit.softmax(-1), value))
         return torch.stack(rows)
 
 

@@ -57,7 +57,8 @@ def _top_left(queries: int, keys: int, device: torch.device) -> Tensor:
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()[None, None]
 
 
-@torch.library.custom_op("polyattn::sdpa", mutates_args=())
+# Masks are read on the host when it runs: Inductor leaves it out of the graphs that it captures.
+@torch.library.custom_op("polyattn::sdpa", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def sdpa_operator(
     query: Tensor,
     key: Tensor,
