@@ -35,8 +35,8 @@ def decode_on_device(
     lens: Tensor,
     rotary: Rotary | None,
     asked: FlashAsked,
-) -> tuple[Tensor, Tensor] | None:
-    """Append one token a sequence, and attend. Returns the output and the LSE (heads, tokens).
+) -> tuple[Tensor, Tensor | None] | None:
+    """Append one token a sequence, and attend. Returns the output and, where asked, the LSE.
 
     None, and nothing has changed, where no backend goes by the device's lengths or a dense cache
     can't be viewed as pages. Whether a sequence has room nobody looks at, but for POLYATTN_CHECKS=1.
@@ -59,8 +59,7 @@ def decode_on_device(
         value[page, position % size] = new[1].to(value.dtype)
         lens = lens + 1
     out, lse = decode(way, query, key, value, table, lens, alibi_slopes=slopes)
-    assert lse is not None
-    return out, lse.T
+    return out, None if lse is None else lse.T
 
 
 def _as_pages(cache: Cache, count: int) -> tuple[Tensor, Tensor, Tensor] | None:

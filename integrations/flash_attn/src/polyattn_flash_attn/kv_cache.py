@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from polyattn import PolyattnError
 from polyattn.families.attention.packed import Keys
@@ -14,18 +16,18 @@ from polyattn_flash_attn.device_lens import Cache, decode_on_device
 
 def with_kvcache(
     query: Tensor,
-    query_lens: list[int],
+    query_lens: Sequence[int],
     k_cache: Tensor,
     v_cache: Tensor,
-    new: tuple[Tensor, Tensor, list[int]] | None,
+    new: tuple[Tensor, Tensor, Sequence[int]] | None,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
     rotary: Rotary | None,
     asked: FlashAsked,
-) -> tuple[Tensor, Tensor]:
-    """Packed `query` and new keys. Returns the output and the LSE (heads, tokens)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Packed `query` and new keys. Returns the output and, where asked, the LSE (heads, tokens)."""
     count, device = len(query_lens), query.device
     if cache_seqlens is None:
         if block_table is not None or new is not None:
@@ -68,8 +70,8 @@ def with_kvcache(
 
 
 def _stays_on_device(
-    query_lens: list[int],
-    new: tuple[Tensor, Tensor, list[int]] | None,
+    query_lens: Sequence[int],
+    new: tuple[Tensor, Tensor, Sequence[int]] | None,
     cache_seqlens: int | Tensor,
     cache_leftpad: Tensor | None,
     asked: FlashAsked,
@@ -91,7 +93,7 @@ BY_DEVICE = frozenset({"cuda"})
 
 
 def _check_room(
-    k_cache: Tensor, block_table: Tensor | None, lens: list[int], new_lens: list[int]
+    k_cache: Tensor, block_table: Tensor | None, lens: list[int], new_lens: Sequence[int]
 ) -> None:
     """Check, before anything changes, that each sequence fits. Raises `RuntimeError`, as flash-attn."""
     pages = 1 if block_table is None else block_table.shape[1]
@@ -104,7 +106,9 @@ def _check_room(
             )
 
 
-def _positions(lens: list[int], counts: list[int], device: torch.device, step: int = 1) -> Tensor:
+def _positions(
+    lens: list[int], counts: Sequence[int], device: torch.device, step: int = 1
+) -> Tensor:
     """Return each new token's position, int64: its sequence's length and, by `step`, on from there."""
     parts = [torch.arange(n) * step + first for first, n in zip(lens, counts, strict=True)]
     return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(device)

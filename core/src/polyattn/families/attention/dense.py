@@ -26,7 +26,7 @@ from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.stateless import group_for, place_of
-from polyattn.settings import current
+from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
 
 Count = Callable[[LayerGroup], None]
@@ -50,13 +50,26 @@ def group_of(
     query: Tensor, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool, **more: Any
 ) -> LayerGroup:
     """Return the group for `query` (…, num_heads, head_size) and what is asked; `more` as `group_for`."""
+    *_, heads, size = query.shape
+    device = query.device
+    return _group_of(
+        current(), generation(), place_of(device), device, query.dtype, heads, size, kv_heads,
+        v_size, asked, sinks, alibi, **more,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _group_of(
+    settings: Settings, plugins: int, place: Any, device: torch.device, dtype: torch.dtype,
+    heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
+    **more: Any,
+) -> LayerGroup:  # fmt: skip
     return group_for(
-        query.device, asked.backend, num_heads=query.shape[-2], num_kv_heads=kv_heads,
-        head_size=query.shape[-1], v_head_size=v_size, dtype=query.dtype, causal=asked.causal,
-        scale=asked.scale or 0.0, sliding_window=asked.sliding_window,
-        window_right=asked.window_right, logit_soft_cap=asked.logit_soft_cap,
-        chunk_size=asked.chunk_size, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
-        **more,
+        device, asked.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
+        v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale or 0.0,
+        sliding_window=asked.sliding_window, window_right=asked.window_right,
+        logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
+        needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi, **more,
     )  # fmt: skip
 
 

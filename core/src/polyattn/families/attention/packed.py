@@ -49,6 +49,11 @@ def packed(
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
+    if training and not asked.needs_lse:  # whose formula is differentiated
+        return packed(
+            query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )[0], None  # fmt: skip
     fewer = asked.causal and any(k < q for q, k in zip(query_lens, keys.lens, strict=True))
     if keys.block_table is not None and (fewer or training):
         keys = _gathered(keys)
