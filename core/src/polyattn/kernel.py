@@ -5,8 +5,10 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
+    Addressed,
     AttentionBackend,
     LayerParams,
+    Lie,
     MergeBackend,
     RecurrentBackend,
     SparseBackend,
@@ -41,6 +43,7 @@ __all__ = [
     "ALLOCATORS",
     "INPUT_DTYPES",
     "STORAGE_DTYPES",
+    "Addressed",
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
@@ -55,6 +58,7 @@ __all__ = [
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
+    "Lie",
     "MergeBackend",
     "NewTokens",
     "Plan",

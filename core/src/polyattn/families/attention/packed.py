@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.dense import Asked, group_of, plan_for, run
+from polyattn.families.attention.dense import Asked, group_of, plan_for, run, run_given
 from polyattn.families.attention.recompute import Recomputed, gradients
 from polyattn.families.attention.views import pages_of
 from polyattn.runtime.batch import Batch
@@ -54,8 +54,7 @@ def packed(
             query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
             alibi_slopes=alibi_slopes,
         )[0], None  # fmt: skip
-    fewer = asked.causal and any(k < q for q, k in zip(query_lens, keys.lens, strict=True))
-    if keys.block_table is not None and (fewer or training):
+    if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):
         keys = _gathered(keys)
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
     params = sinks is not None, alibi_slopes is not None
@@ -69,7 +68,7 @@ def packed(
     starts = None if keys.starts is None else tuple(keys.starts)
     step = plan_for(group, tuple(query_lens), tuple(keys.lens), starts)
     if not training:
-        return run(step, query, keys.key, keys.value, sinks=sinks, alibi_slopes=alibi_slopes)
+        return run_given(step, query, keys.key, keys.value, sinks=sinks, alibi_slopes=alibi_slopes)
     if sinks is not None:
         raise BatchError(
             "sinks with gradients: nothing serves that; detach the query, key and value"
@@ -123,6 +122,11 @@ def _sequences(query_lens: Sequence[int], keys: Keys) -> list[tuple[int, int, in
     firsts = accumulate(query_lens, initial=0)
     starts = accumulate(keys.lens, initial=0) if keys.starts is None else keys.starts
     return list(zip(firsts, query_lens, starts, keys.lens, strict=False))
+
+
+def _fewer(asked: Asked, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
+    """Whether queries under a causal mask see no key at all, which a cache has no form of."""
+    return asked.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
 
 
 def _gathered(keys: Keys) -> Keys:
