@@ -259,8 +259,14 @@ class DenseCall:
         if len(self.step.calls) == 1:  # of all tokens, there being no cache
             only = self.step.calls[0]
             self.run = partial(only.backend.run, only.plan)
-            if None not in views:
-                lie = Lie(*(view[1][:2] for view in views if view), views[1][0][0])  # type: ignore[index,misc]
+            of_query, of_key, of_value = views
+            if of_key is not None and of_value is not None:
+                size = query.shape[3]
+                packed = (query.shape[heads] * size, size)  # as `ordered` leaves it
+                lie = Lie(
+                    packed if of_query is None else of_query[1][:2], of_key[1][:2], of_value[1][:2],
+                    of_key[0][0],
+                )  # fmt: skip
                 self.addressed = only.backend.addressed(only.plan, lie)
 
     def __call__(
@@ -281,6 +287,8 @@ class DenseCall:
             out, lse = query.new_empty(self.out_shape), None
             if self.needs_lse:
                 lse = query.new_empty(self.lse_shape, dtype=torch.float32)
+            if self.views[0] is None:
+                query = ordered(query, self.heads_first)
             self.addressed(query, key, value, params, out, lse)
             return out, lse
         out, lse = query.new_empty(self.tokens_shape), None
