@@ -5,8 +5,10 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
+    Addressed,
     AttentionBackend,
     LayerParams,
+    Lie,
     MergeBackend,
     RecurrentBackend,
     SparseBackend,
@@ -42,6 +44,7 @@ __all__ = [
     "ALLOCATORS",
     "INPUT_DTYPES",
     "STORAGE_DTYPES",
+    "Addressed",
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
@@ -57,6 +60,7 @@ __all__ = [
     "LayerParams",
     "LayerSpec",
     "Levels",
+    "Lie",
     "MergeBackend",
     "NewTokens",
     "Plan",

@@ -291,7 +291,8 @@ def _check_computation(
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
-    _check_features(caps, asked, need)
+    # Bounds are of rows of one token: prefills go by what the host knows.
+    _check_features(caps, asked - ({"length_bounds"} if phase != "decode" else set()), need)
     if asked & {"fp8_inputs", "fp8_output"}:
         need(
             device.fp8 != "fnuz",
@@ -338,6 +339,7 @@ def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> N
 
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
+    "length_bounds": "give each step its lengths on the host, and plan it",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
     "tensor_scales": "give the scales as numbers: scales='number'",

@@ -43,8 +43,8 @@ class Batch:
       not cached: the number of its keys.
     - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
       length are never read. None where there is no cache.
-    - `slot_mapping` int64 (num_tokens,): where each new token is stored,
-      `block * block_size + offset`; -1 skips. None stores nothing.
+    - `slot_mapping` int64 or int32 (num_tokens,): where each new token is stored,
+      `block * block_size + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
     - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
     - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
@@ -102,6 +102,8 @@ class Batch:
             given = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
         self.device = _device(device)
+        if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
+            slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         self.state_targets = state_targets
@@ -183,10 +185,14 @@ class Batch:
         """A batch over device buffers that a captured graph reads; copies nothing.
 
         `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
-        that they will ever hold.
+        that they will ever hold. Raises `BatchError` where `slot_mapping` would be copied (int32).
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
+        if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
+            raise BatchError(
+                f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
+            )
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
@@ -344,6 +350,14 @@ class Batch:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
         return {name: value for name, value in self.__dict__.items() if name != "plans"}
+
+    def measured(self) -> Batch:
+        """Return the same batch by the lengths that its device holds now, copied to the host."""
+        batch = self.copy()
+        batch.lens = self.seq_lens.tolist()
+        for name in ("max_seq_len", "host_lens"):
+            batch.__dict__.pop(name, None)
+        return batch
 
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""

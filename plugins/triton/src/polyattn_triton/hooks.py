@@ -73,6 +73,7 @@ TRITON_ATTN = BackendInfo(
                 "tensor_scales",
                 "head_scales",
                 "lse",
+                "length_bounds",
                 "deterministic",
             }
             # The interpreter is not held to 8-bit floats.

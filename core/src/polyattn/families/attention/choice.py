@@ -37,6 +37,8 @@ class Chooser:
 
     def __init__(self, group: LayerGroup):
         selection = group.selection
+        # Planned by bounds, decodes are a call of their own, and their lengths predict no time.
+        self.bounded = group.spec.length_bounds
         models = selection.timings
         known = {model.backend for model in models}
         self.phases: dict[str, dict[str, Candidate]] = {"prefill": {}, "decode": {}}
@@ -64,7 +66,7 @@ class Chooser:
 
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return who runs which part of a step over a cache."""
-        if self.by_time is None:
+        if self.by_time is None or self.bounded:
             return self._by_priority(batch)
         if batch.all_decode:
             name = self.by_time.decode(batch.host_lens, batch.max_seq_len)
@@ -84,7 +86,7 @@ class Chooser:
     def _by_priority(self, batch: Batch) -> list[Assignment]:
         prefill, decode = self.chosen["prefill"], self.chosen["decode"]
         mixes = "mixed" in prefill.info.capabilities.phases
-        if prefill.info == decode.info and mixes and not batch.all_decode:
+        if prefill.info == decode.info and mixes and not (batch.all_decode or self.bounded):
             return [("prefill", prefill.info, Part(batch, None))]
         return _parts(batch, decode, prefill)
 

@@ -14,7 +14,7 @@ from polyattn.families.attention.fused import in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import Addressed, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
@@ -35,6 +35,8 @@ class AttentionStep(StepPlan):
     def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
         super().__init__(group, batch)
         self._calls = calls
+        # By how tensors lie that were given whole and found right: how they are run by addresses.
+        self.ways: dict[Any, Addressed | None] = {}
         self.store: StorePlan | None = None
         self.stored_by: StoreBackend | None = None
         self.rotated_by: RunRotated | None = None
@@ -103,6 +105,13 @@ class AttentionStep(StepPlan):
                     raise bad_input("value", value, self.value_shape or (), dtype)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache, params)
+        # Kernels step by tokens and heads; what has gaps within a head is copied.
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        if key is not None and value is not None and (key.stride(2) != 1 or value.stride(2) != 1):
+            key, value = key.contiguous(), value.contiguous()
+        if out.stride(2) != 1:
+            raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
         if torch.is_grad_enabled():
             refuse_gradients(query=query, key=key, value=value)
         if torch.is_autocast_enabled(self.device_type):

@@ -63,10 +63,11 @@ class Sharing:
     def of(cls, group: LayerGroup) -> Sharing | None:
         """Return it for a group, None where its layers, or all its candidates, rule it out.
 
-        Calls and merges aren't captured: how many there are differs from step to step.
+        Calls and merges aren't captured: how many there are differs from step to step. Lengths given
+        as bounds don't say which blocks rows really share.
         """
         spec = unrotated(group.spec)
-        if not spec.cached or why_not(spec):
+        if not spec.cached or why_not(spec) or spec.length_bounds:
             return None
         native = _native(group, spec)
         # Who has a launch of its own was faster in it than as calls wherever both were measured.
