@@ -13,6 +13,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.chosen_pages import over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -79,6 +80,7 @@ __all__ = [
     "decode_window_sizes",
     "empty_rows",
     "merge_states",
+    "over_chosen_pages",
     "prepared",
     "quantize",
     "raw",

@@ -16,9 +16,11 @@ from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
+from polyattn_triton.tile_lists import list_kernel
 from polyattn_triton.variants import (
     SCALES,
     decode_constants,
+    list_constants,
     prefill_constants,
     tile_config,
     ways_of,
@@ -28,6 +30,8 @@ ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
 OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
+LISTED = ("paged listed", "paged pieces listed", "list")
+"""And where masks are asked which key tiles there are, which the last does."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -41,7 +45,8 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    return (*ways_of(spec, arch), *OTHERS)
+    masked = Generated.of_mask(spec) is not None
+    return (*ways_of(spec, arch), *OTHERS, *(LISTED if masked else ()))
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
@@ -54,8 +59,11 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     cached = CACHE.get(spec.kv_cache_dtype, query)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
+    if phase == "list":
+        return _compile_lists(spec, arch)
     if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
+    phase, listed = phase.removesuffix(" listed"), phase.endswith(" listed")
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
     eight = CACHE["fp8_e4m3"]
     given = query if spec.qkv_dtype == "auto" else eight
@@ -75,6 +83,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             spec.needs_lse,
             arch,
             functions,
+            generated.where_seen if generated is not None and listed else None,
         )
         kernel: Any = prefill_kernel
     else:
@@ -88,6 +97,14 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
+
+
+def _compile_lists(spec: LayerSpec, arch: str) -> Any:
+    masks = Generated.of_mask(spec)
+    assert masks is not None
+    constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
+    pointers = {"LISTS": "i32", "INPUTS": "i64"}
+    return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 def _compile_small(
@@ -134,7 +151,18 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
     return compile_kernel(rotate_store_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens"}
+FREE = {
+    "lse_t",
+    "bt_s",
+    "bt_end",
+    "table_s",
+    "splits",
+    "width",
+    "count",
+    "st_k",
+    "st_v",
+    "piece_tokens",
+}
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
