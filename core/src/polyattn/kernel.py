@@ -30,6 +30,7 @@ from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
+from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
@@ -48,7 +49,9 @@ __all__ = [
     "AttentionVariant",
     "Batch",
     "BatchError",
+    "BlockSparseMask",
     "CacheFormat",
+    "CustomMask",
     "Device",
     "Function",
     "GraphCapture",

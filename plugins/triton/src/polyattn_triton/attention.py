@@ -15,6 +15,7 @@ from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
+from polyattn_triton.warm_up import warm_up
 
 
 class TritonAttention(PlannedAttention):
@@ -33,6 +34,11 @@ class TritonAttention(PlannedAttention):
         self.by_tensors = spec.scales != "number"
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
+
+    def prepare(self, phase: str) -> None:
+        """Compile what a layer's functions are part of; others were when the backend was verified."""
+        if self.generated is not None and self.torch_device.type == "cuda":
+            warm_up(self, phase)
 
     def run(
         self,

@@ -8,7 +8,10 @@ host time: that is left out while nobody listens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -135,6 +138,24 @@ class Kept:
 NONE = Kept()
 
 
+_compiling: ContextVar[bool] = ContextVar("polyattn_triton_compiling", default=False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Have sites compile what they would launch for the first time, and launch nothing.
+
+    All at once, where this Triton knows how.
+    """
+    at_once = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
+    token = _compiling.set(True)
+    try:
+        with ThreadPoolExecutor() as threads, at_once(threads):
+            yield
+    finally:
+        _compiling.reset(token)
+
+
 class Site:
     """A kernel with all that it is specialised on but the pointers' alignments.
 
@@ -173,9 +194,11 @@ class Site:
                 *pointers, *floats, *self.ints, *free, *self.constants,
             )  # fmt: skip
             return
-        variant = self.kernel[grid](
-            *tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants, **self.options
-        )
+        given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
+        if _compiling.get():
+            self.kernel.warmup(*given, grid=grid, **self.options)
+            return
+        variant = self.kernel[grid](*given, **self.options)
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
             self.variants[which] = variant
             self.device = tensors[0].device.index
