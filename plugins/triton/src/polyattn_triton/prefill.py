@@ -52,8 +52,10 @@ def _tiles(
     for i in range(first, last):
         key_pos = tile * BLOCK_N + offs_n
         inside = key_pos < seq_len
-        if LISTED:  # two steps ahead, for the same reason as blocks
-            tile = ahead
+        if LISTED:
+            # Two steps ahead, for the same reason as blocks. What is handed on as it is would keep the
+            # loop from being pipelined (Triton 3.6).
+            tile = tl.maximum(ahead, 0)
             ahead = tl.load(LIST + i + 2)
         else:
             tile = tile_at(i + 1, skip_from, skip_by, SINK_TOKENS)
