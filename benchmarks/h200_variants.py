@@ -226,25 +226,25 @@ def cases(backend: str) -> dict[str, Callable[[], Case]]:
     return found
 
 
-def tree_case() -> Case:
+def tree_case(backend: str = "TRITON_ATTN") -> Case:
     """16 drafted tokens a sequence, in a tree, for 64 sequences of 4,096."""
     parents = [[-1, *[(i - 1) // 2 for i in range(1, 16)]]] * len(FEW)
     mask = CustomMask.tree(parents)
-    return Case(BASE.replace(mask="custom"), "TRITON_ATTN", FEW, mask=mask)
+    return Case(BASE.replace(mask="custom"), backend, FEW, mask=mask)
 
 
-def quest_case(chosen: bool) -> Case:
+def quest_case(chosen: bool, backend: str = "TRITON_ATTN") -> Case:
     """64 decodes over 2,048 pages of 16 keys each, all or 64 of which are read."""
     pairs = [(1, PAGES * 16)] * len(DECODE)
     if not chosen:
-        return Case(BASE, "TRITON_ATTN", pairs)
+        return Case(BASE, backend, pairs)
     generator = torch.Generator().manual_seed(0)
     pages = [
         sorted({PAGES - 1, *torch.randperm(PAGES - 1, generator=generator)[: READ - 1].tolist()})
         for _ in pairs
     ]
     mask = BlockSparseMask.of_pages(pages, 16)
-    return Case(BASE.replace(mask="block_sparse"), "TRITON_ATTN", pairs, mask=mask)
+    return Case(BASE.replace(mask="block_sparse"), backend, pairs, mask=mask)
 
 
 def blocks_case(backend: str) -> Case:
@@ -261,14 +261,44 @@ def blocks_case(backend: str) -> Case:
     return Case(spec, backend, PREFILL, mask=mask)
 
 
+def ours_on_flashinfer() -> dict[str, Callable[[], Case]]:
+    """The same functions, generated for FlashInfer's JIT; its custom masks; its decode of chosen pages."""
+    functions = cases("FLASHINFER")
+    found = {
+        name: functions[name]
+        for name in ("prefill FlashSigmoid", "decode FlashSigmoid", "prefill documents")
+    }
+    return found | {
+        "speculation tree 64 x 16": lambda: tree_case("FLASHINFER"),
+        "decode 64 x 64 of 2,048 pages": lambda: quest_case(True, "FLASHINFER"),
+    }
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    """Start what compiles beside this, with as many compilers as there are cores."""
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "MAX_JOBS": str(os.cpu_count() or 16)},
+    )  # fmt: skip
+
+
+def finished(compiling: subprocess.Popen[str]) -> None:
+    """Wait for it, as long as there is time, and print the end of what it said."""
+    try:
+        said, _ = compiling.communicate(timeout=max(5.0, DEADLINE - time.time()))
+        print(said[-3000:], flush=True)
+    except subprocess.TimeoutExpired:
+        compiling.kill()
+        print("no time left to compile", compiling.args, flush=True)
+
+
 def flashinfer_sigmoid(compiling: subprocess.Popen[str] | None) -> None:
     """FlashInfer's JIT beside ours, by a process of its own: what it compiles may fail."""
     if compiling is None:
         return
     script = os.path.join(os.path.dirname(__file__), "h200_flashinfer_sigmoid.py")  # noqa: PTH118, PTH120
     try:
-        said, _ = compiling.communicate(timeout=max(5.0, DEADLINE - time.time()))
-        print(said[-2000:], flush=True)
+        finished(compiling)
         ran = subprocess.run(
             [sys.executable, script, "time"], capture_output=True, text=True, check=False,
             timeout=120,
@@ -280,7 +310,6 @@ def flashinfer_sigmoid(compiling: subprocess.Popen[str] | None) -> None:
         if ran.returncode:
             ROWS.append({"row": "FlashInfer's JIT", "failed": ran.stderr[-300:]})
     except subprocess.TimeoutExpired:
-        compiling.kill()
         ROWS.append({"row": "FlashInfer's JIT", "failed": "no time left"})
 
 
@@ -289,23 +318,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--out", default="variants.json")
+    parser.add_argument("--flashinfer", action="store_true", help="compile its modules, no more")
     parser.add_argument("--only", default="", help="one row of TRITON_ATTN's: its first call alone")
     args = parser.parse_args()
     DEADLINE = time.time() + args.seconds
     for variant in VARIANTS:
         register_variant(variant)
+    if args.flashinfer:
+        for name, build in ours_on_flashinfer().items():
+            try:
+                print("FLASHINFER", name, round(build().build_s, 1), "s", flush=True)
+            except Exception:
+                traceback.print_exc()
+        return
     triton = cases("TRITON_ATTN")
     if args.only:
         case = triton[args.only]()
         print(json.dumps({"build_s": case.build_s, "first_s": case.first_call_s()}))
         return
-    compiling = None
+    compiling = ours = None
     if not REHEARSAL:
         script = os.path.join(os.path.dirname(__file__), "h200_flashinfer_sigmoid.py")  # noqa: PTH118, PTH120
-        compiling = subprocess.Popen(
-            [sys.executable, script, "compile"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True,
-        )  # fmt: skip
+        compiling = started([script, "compile"])
+        ours = started([__file__, "--flashinfer"])
     first = ("documents", "relative bias", "plain")  # what was changed last
     for name in sorted(triton, key=lambda name: not name.endswith(first)):
         row(f"TRITON_ATTN {name}", triton[name])
@@ -332,6 +367,10 @@ def main() -> None:
         if name in flex:
             row(f"FLEX_ATTENTION {name}", flex[name])
     flashinfer_sigmoid(compiling)
+    if ours is not None:
+        finished(ours)
+    for name, build in ({} if ours is None else ours_on_flashinfer()).items():
+        row(f"FLASHINFER {name}", build)
     with open(args.out, "w") as file:  # noqa: PTH123
         json.dump(ROWS, file, indent=1)
     print(f"\n{'row':<58}{'us':>10}{'error':>10}{'first call':>12}{'plan ms':>9}")

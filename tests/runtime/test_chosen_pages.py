@@ -19,7 +19,7 @@ LENS = [33, 20, 32, 9, 0]
 
 def batch_of(width: int, pages: list[list[int]] = PAGES) -> Batch:
     table = torch.randperm(25, generator=torch.Generator().manual_seed(0)).int().view(5, 5)
-    pages = pages[:4] + [[]]
+    pages = [*pages[:4], []]
     mask = BlockSparseMask.of_pages(pages, width)
     return Batch.from_lens([1] * 5, LENS, table, 8, mask=mask)
 
@@ -37,7 +37,9 @@ def test_the_same_as_under_the_mask(width: int) -> None:
     found = reference.forward(SPEC, query, None, None, cache, chosen)
     for ours, wanted in zip(found, masked, strict=True):
         assert torch.allclose(ours, wanted, atol=1e-12)
-    assert not torch.allclose(masked[0], reference.forward(SPEC, query, None, None, cache, batch)[0])
+    assert not torch.allclose(
+        masked[0], reference.forward(SPEC, query, None, None, cache, batch)[0]
+    )
 
 
 def test_a_part_of_a_step_counts_the_step_s_rows() -> None:

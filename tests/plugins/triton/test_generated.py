@@ -96,6 +96,6 @@ def test_equal_functions_are_one_module(spec: LayerSpec) -> None:
         first = Generated.of(spec)
         assert first is not None and again is not None
         assert first.change is again.change and first.rows_of is again.rows_of
-        assert first.captured(torch.device("cpu"))["captured_0"].tolist() == CAPTURED.tolist()
+        assert first.trace.captured(torch.device("cpu"))["captured_0"].tolist() == CAPTURED.tolist()
     finally:
         unregister_variant("capped_again")

@@ -29,7 +29,7 @@ class TritonAttention(PlannedAttention):
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
-            self._captured = self.generated.captured(self.torch_device)
+            self._captured = self.generated.trace.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.by_tensors = spec.scales != "number"
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)

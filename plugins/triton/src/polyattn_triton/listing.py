@@ -23,7 +23,7 @@ class Lister:
 
     def __init__(self, masks: Generated, device: torch.device):
         self.masks, self.device = masks, device
-        self.captured = masks.captured(device)
+        self.captured = masks.trace.captured(device)
         self._sites: dict[Any, Site] = {}
 
     @classmethod

@@ -15,9 +15,7 @@ from typing import Any
 
 import torch
 from polyattn.kernel import (
-    INPUT_DTYPES,
     AttentionVariant,
-    BatchError,
     LayerSpec,
     Pointwise,
     Trace,
@@ -43,15 +41,6 @@ class Generated:
     softmax: bool
     trace: Trace
     reads: bool
-
-    def captured(self, device: torch.device) -> dict[str, Tensor]:
-        """Return the tensors of the functions' own surroundings, as their source reads them."""
-        return {
-            name: tensor.detach()
-            .to(device, INPUT_DTYPES[self.trace.inputs[name].dtype])
-            .contiguous()
-            for name, tensor in self.trace.constants.items()
-        }
 
     @classmethod
     def of(cls, spec: LayerSpec) -> Generated | None:
@@ -114,15 +103,7 @@ def table(
     if lists is not None:
         by_head = lists.stride(1) if lists.shape[1] > 1 else 0
         rows[1:] = [lists.data_ptr(), lists.stride(0), by_head]
-    for name, declared in traced.inputs.items():
-        tensor = given[name]
-        if not tensor.numel():
-            raise BatchError(
-                f"input {name!r} ({declared}) is empty; it must have an element at least"
-            )
-        rows.append(tensor.data_ptr())
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-            rows += [size, stride]
+    rows += traced.addresses(given)
     return torch.tensor(rows, dtype=torch.int64).to(seq_index.device)
 
 

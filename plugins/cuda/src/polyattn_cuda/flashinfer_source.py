@@ -1,0 +1,182 @@
+"""What is a trace's source in CUDA? A variant's declaration, as FlashInfer's JIT takes it.
+
+One transform of logits holds the functions and the masks: FlashInfer asks its own mask of logits on
+border tiles alone. Hidden logits become its "infinity" (5e4), so that a row that sees nothing has output
+0. Inputs come as a table of addresses, sizes and strides.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from polyattn.kernel import Trace
+
+NAME = "PolyattnVariant"
+TABLE = "polyattn_inputs"
+SCALARS = ("polyattn_scale", "polyattn_soft_cap")
+TYPES = {"float": "float", "int": "int64_t", "bool": "bool"}
+ELEMENTS = {"float32": "float", "int32": "int32_t", "int64": "int64_t", "bool": "uint8_t"}
+PLACES = {"score": "s", "b": "b", "h": "h", "q_idx": "q", "kv_idx": "k"}
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "truediv": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=",
+    "eq": "==", "ne": "!=", "and": "&", "or": "|", "xor": "^",
+}  # fmt: skip
+FLOATS = {
+    "exp": "expf", "exp2": "exp2f", "log": "logf", "log2": "log2f", "sqrt": "sqrtf", "rsqrt": "rsqrtf",
+    "sin": "sinf", "cos": "cosf", "tanh": "tanhf", "abs": "fabsf", "floor": "floorf", "ceil": "ceilf",
+    "minimum": "fminf", "maximum": "fmaxf",
+}  # fmt: skip
+DECLARATION = """
+struct PolyattnVariant : AttentionVariantBase {{
+  static constexpr bool use_softmax = {softmax};
+  uint32_t qo_len, kv_len, window_left;
+  float sm_scale_log2;
+
+  template <typename Params>
+  __device__ __host__ PolyattnVariant(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {{
+    qo_len = params.get_qo_len(batch_idx);
+    kv_len = params.get_kv_len(batch_idx);
+    window_left = params.window_left >= 0 ? params.window_left : kv_len;
+    sm_scale_log2 = math::log2e;
+  }}
+
+  static __device__ __host__ int64_t at(int64_t index, int64_t size, int64_t stride) {{
+    index = index < 0 ? index + size : index;
+    index = index < size ? index : size - 1;
+    return (index > 0 ? index : 0) * stride;
+  }}
+  static __device__ __host__ int64_t least(int64_t a, int64_t b) {{ return a < b ? a : b; }}
+  static __device__ __host__ int64_t most(int64_t a, int64_t b) {{ return a > b ? a : b; }}
+  static __device__ __host__ int64_t floor_div(int64_t a, int64_t b) {{
+    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+  }}
+  static __device__ __host__ int64_t floor_mod(int64_t a, int64_t b) {{ return a - floor_div(a, b) * b; }}
+
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {{
+    const int64_t* t = reinterpret_cast<const int64_t*>(params.polyattn_inputs);
+    const int64_t b = reinterpret_cast<const int32_t*>(t[0])[batch_idx];
+    const int64_t h = qo_head_idx;
+    const int64_t q = int64_t(qo_idx) + int64_t(kv_len) - int64_t(qo_len);
+    const int64_t k = kv_idx;
+    float s = float(logits) * float(params.polyattn_scale);
+    if (params.polyattn_soft_cap > 0) {{
+      s = float(params.polyattn_soft_cap) * tanhf(s / float(params.polyattn_soft_cap));
+    }}
+{body}
+  }})
+{ending}
+}};
+"""
+AS_IT_IS = """
+  REGISTER_OUTPUT_TRANSFORM(params, output, batch_idx, qo_idx, qo_head_idx, m, d, scale, {
+    return output;
+  })
+"""
+
+
+def declaration(traced: Trace, softmax: bool) -> str:
+    """Return the declaration of a trace's functions. `softmax`: whether weights are one of them."""
+    return _Writer(traced).declaration(softmax)
+
+
+class _Writer:
+    """Writes a trace as one function of C++."""
+
+    def __init__(self, traced: Trace):
+        self.trace, self.nodes = traced, traced.nodes
+        self.first: dict[str, int] = {}
+        at = 1  # behind the sequences' numbers
+        for name, declared in traced.inputs.items():
+            self.first[name] = at
+            at += 1 + 2 * len(declared.dims)
+
+    def declaration(self, softmax: bool) -> str:
+        lines = [
+            f"const {TYPES[node.kind]} x{i} = {self._expression(i)};"
+            for i, node in enumerate(self.nodes)
+        ]
+        if self.trace.score is not None:
+            lines.append(f"s = {self._ref(self.trace.score, 'float')};")
+        if softmax:  # a finite one: what FlashInfer subtracts from itself
+            lines.append("s = s > -math::inf ? s : (s == s ? -math::inf : s);")
+        hidden = "-math::inf" if softmax else "0.f"
+        if self.trace.mask is not None:
+            lines.append(f"s = {self._ref(self.trace.mask, 'bool')} ? s : {hidden};")
+        lines += [f"s = k + int64_t(window_left) >= q ? s : {hidden};", "return s;"]
+        return DECLARATION.format(
+            softmax=str(softmax).lower(), body="\n".join("    " + line for line in lines),
+            ending="" if softmax else AS_IT_IS,
+        )  # fmt: skip
+
+    def _expression(self, number: int) -> str:
+        node = self.nodes[number]
+        op, args = node.op, node.args
+        if op == "place":
+            return PLACES[node.what]
+        if op == "constant":
+            return _literal(node.what)
+        if op == "size":
+            name, dim = node.what
+            return f"t[{self.first[name] + 1 + 2 * dim}]"
+        if op == "load":
+            return self._load(node)
+        kinds = {self.nodes[a].kind for a in args}
+        if op in ("lt", "le", "gt", "ge", "eq", "ne"):
+            kind = next(k for k in ("float", "int", "bool") if k in kinds)
+            return f"{self._ref(args[0], kind)} {INFIX[op]} {self._ref(args[1], kind)}"
+        if op.startswith("to_"):
+            return self._ref(args[0], op.removeprefix("to_"))
+        if op == "where":
+            yes, no = (self._ref(a, node.kind) for a in args[1:])
+            return f"{self._ref(args[0], 'bool')} ? {yes} : {no}"
+        return _computed(op, node.kind, [self._ref(a, node.kind) for a in args])
+
+    def _load(self, node: Any) -> str:
+        first = self.first[node.what]
+        places = [
+            f"at({self._ref(a, 'int')}, t[{first + 1 + 2 * d}], t[{first + 2 + 2 * d}])"
+            for d, a in enumerate(node.args)
+        ]
+        element = ELEMENTS[self.trace.inputs[node.what].dtype]
+        return f"reinterpret_cast<const {element}*>(t[{first}])[{' + '.join(places) or '0'}]"
+
+    def _ref(self, number: int, kind: str) -> str:
+        if self.nodes[number].kind == kind:
+            return f"x{number}"
+        return f"(x{number} != 0)" if kind == "bool" else f"{TYPES[kind]}(x{number})"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return f"int64_t({value})"
+    if math.isnan(value):
+        return "NAN"
+    if math.isinf(value):
+        return "INFINITY" if value > 0 else "-INFINITY"
+    return f"float({value!r})"
+
+
+def _computed(op: str, kind: str, args: list[str]) -> str:
+    """An operation on operands of its result's kind."""
+    if op in INFIX:
+        return f"{args[0]} {INFIX[op]} {args[1]}"
+    if op == "neg":
+        return f"-{args[0]}"
+    if op == "not":
+        return f"!{args[0]}" if kind == "bool" else f"~{args[0]}"
+    if op == "sigmoid":
+        return f"1.f / (1.f + expf(-{args[0]}))"
+    if kind == "float" and op in FLOATS:
+        return f"{FLOATS[op]}({', '.join(args)})"
+    if kind == "float":
+        quotient = f"floorf({args[0]} / {args[1]})"
+        return quotient if op == "floordiv" else f"{args[0]} - {quotient} * {args[1]}"
+    if op in ("floor", "ceil"):
+        return args[0]
+    if op == "abs":
+        return f"most({args[0]}, -{args[0]})"
+    call = {"minimum": "least", "maximum": "most", "floordiv": "floor_div", "mod": "floor_mod"}[op]
+    return f"{call}({', '.join(args)})"
