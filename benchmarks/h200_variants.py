@@ -262,7 +262,7 @@ def blocks_case(backend: str) -> Case:
 
 
 def ours_on_flashinfer() -> dict[str, Callable[[], Case]]:
-    """The same functions, generated for FlashInfer's JIT; its custom masks; its decode of chosen pages."""
+    """The same functions by FlashInfer's JIT, its custom masks, its decode of chosen pages."""
     functions = cases("FLASHINFER")
     found = {
         name: functions[name]

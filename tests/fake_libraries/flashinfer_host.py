@@ -1,4 +1,4 @@
-"""What FlashInfer does with a custom mask, and with a variant's declaration: compiled for the host by g++."""
+"""What FlashInfer does with a custom mask, and with a declaration: compiled for the host by g++."""
 
 from __future__ import annotations
 
