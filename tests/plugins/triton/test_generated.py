@@ -53,6 +53,32 @@ def test_right_in_the_interpreter(tmp_path: Path) -> None:
     assert len(list((tmp_path / "polyattn").glob("polyattn_generated_*.py"))) >= 8
 
 
+def apart(script: str, *words: str, **variables: str) -> str:
+    """Run a script in a process of its own and return what it prints."""
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script), *words], env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+@pytest.mark.slow
+def test_no_step_compiles_what_the_group_did_not(tmp_path: Path) -> None:
+    told = apart("interpreted_warm_up.py", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+    assert told == "none is late\n"
+
+
+@pytest.mark.slow
+def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
+    """For an sm_90 that is not here: decodes whole, by splits, by stretches, of many; few tokens."""
+    told = apart(
+        "compiled_warm_up.py", '{"variant": "flash_sigmoid"}', "decode", TRITON_CACHE_DIR=str(tmp_path)
+    )  # fmt: skip
+    kernels = dict(line.split() for line in told.splitlines())
+    assert int(kernels["decode_kernel"]) >= 4
+
+
 @pytest.mark.parametrize("phase", ["split", "prefill"])
 def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
     from polyattn_triton.aot import compile_phase
