@@ -133,7 +133,7 @@ def measure(kernels: str, paged: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    for kernels in ("fa3", "fa2"):
+    for kernels in ("fa3",):
         for paged in (True, False):
             try:
                 if sys.argv[1] == "compile":

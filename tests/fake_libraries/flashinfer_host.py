@@ -18,6 +18,9 @@ INFINITY = 5e4
 AROUND = """
 #include <cmath>
 #include <cstdint>
+#include <tuple>
+template <int N, bool SCALED> struct OnlineSoftmax {{ OnlineSoftmax(float) {{}} }};
+template <int N> struct DefaultUpdater {{}};
 #define __device__
 #define __host__
 #define REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, \\
@@ -33,21 +36,23 @@ namespace math {{ constexpr float inf = 5e4f; constexpr float log2e = 1.44269504
 static inline float rsqrtf(float x) {{ return 1.f / std::sqrt(x); }}
 struct AttentionVariantBase {{}};
 {declaration}
+struct Additional {{ int64_t* {table}; double {scale}; double {cap}; }};
 struct Params {{
   int64_t* {table}; double {scale}; double {cap}; int32_t window_left; uint32_t qo_len, kv_len;
   uint32_t get_qo_len(uint32_t) const {{ return qo_len; }}
+  Additional additional_params;
   uint32_t get_kv_len(uint32_t) const {{ return kv_len; }}
 }};
 extern "C" int transform(int64_t* table, double scale, double cap, int window_left, uint32_t batch,
                          uint32_t qo_len, uint32_t kv_len, uint32_t heads, uint32_t group,
                          float* logits) {{
-  Params params{{table, scale, cap, window_left, qo_len, kv_len}};
-  {name} variant(params, batch, nullptr);
+  Params params{{table, scale, cap, window_left, qo_len, kv_len, Additional{{table, scale, cap}}}};
+  {made}
   for (uint32_t h = 0; h < heads; h++)
     for (uint32_t q = 0; q < qo_len; q++)
       for (uint32_t k = 0; k < kv_len; k++, logits++)
         *logits = variant.LogitsTransform(params, *logits, batch, q, k, h, h / group);
-  return {name}::use_softmax;
+  return {softmax};
 }}
 """
 
@@ -55,13 +60,18 @@ extern "C" int transform(int64_t* table, double scale, double cap, int window_le
 @cache
 def compiled(name: str, declaration: str, table: str, scale: str, cap: str) -> Callable[..., int]:
     """Compile a declaration; what is returned changes logits (heads, queries, keys) in place."""
+    fa3 = "GetAttentionUpdater" in declaration
+    softmax = str("OnlineSoftmax<" in declaration).lower() if fa3 else f"{name}::use_softmax"
+    made = f"{name} variant(params, batch, nullptr);"
+    if fa3:  # tile, heads, starts, lengths, sequence
+        made = f"{name} variant(params, std::make_tuple(0, 0, 0, 0, 0, qo_len, kv_len, batch));"
     source = AROUND.format(
-        declaration=declaration, name=name, table=table, scale=scale, cap=cap
+        declaration=declaration, table=table, scale=scale, cap=cap, made=made, softmax=softmax
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp())
     (folder / "variant.cpp").write_text(source)
     made = subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-shared", "-fPIC", "-o", "variant.so", "variant.cpp"],
+        ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", "variant.so", "variant.cpp"],
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert made.returncode == 0, made.stderr[-3000:]

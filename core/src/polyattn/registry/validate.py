@@ -21,7 +21,7 @@ from polyattn.registry.info import BackendInfo, Priority, Variant
 from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES
-from polyattn.spec.variant import AttentionVariant
+from polyattn.spec.variant import FUNCTIONS, AttentionVariant
 
 BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -163,7 +163,7 @@ def _variant_problems(variant: Variant) -> Iterator[str]:
 
 
 def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
-    for field in ("score_mod", "mask_mod"):
+    for field in FUNCTIONS:
         given = getattr(variant, field)
         if given is not None and not isinstance(given, str):
             yield (

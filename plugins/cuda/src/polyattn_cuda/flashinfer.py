@@ -21,6 +21,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Plan,
+    arch_matches,
     blank,
     empty_rows,
     window_sizes,
@@ -71,9 +72,11 @@ class FlashInferAttention(AttentionBackend):
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
         self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
-        masked = self.functions is not None or self.masks is not None
-        fa3 = sizes in FA3_SIZES and not self.quantized and not masked
+        fa3 = sizes in FA3_SIZES and not self.quantized and self.masks is None
         self.prefill_kernel = "auto" if fa3 else "fa2"
+        if self.functions is not None:  # what is compiled of them is for one kind of kernels
+            fa3 = fa3 and self.functions.by_fa3 and arch_matches("sm_90", device.arch)
+            self.prefill_kernel = "fa3" if fa3 else "fa2"
         self.pool = WrapperPool(self._make, self.torch_device)
         self.options = {
             "window_left": window_sizes(spec)[0],
@@ -114,13 +117,13 @@ class FlashInferAttention(AttentionBackend):
         import flashinfer
 
         buffer = workspace(self.torch_device)
-        jit = {} if self.functions is None else {"jit_args": self.functions.jit_args}
+        kernel = "fa2" if kind == "short" else self.prefill_kernel
+        jit = {} if self.functions is None else {"jit_args": self.functions.jit_args(kernel)}
         if kind == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-                buffer, "NHD", backend=self.prefill_kernel, **jit
+                buffer, "NHD", backend=kernel, **jit
             )
         if kind in ("short", "paged"):
-            kernel = "fa2" if kind == "short" else self.prefill_kernel
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 buffer, "NHD", backend=kernel, **jit
             )

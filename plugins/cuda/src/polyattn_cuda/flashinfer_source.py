@@ -27,46 +27,65 @@ FLOATS = {
     "sin": "sinf", "cos": "cosf", "tanh": "tanhf", "abs": "fabsf", "floor": "floorf", "ceil": "ceilf",
     "minimum": "fminf", "maximum": "fmaxf",
 }  # fmt: skip
-DECLARATION = """
-struct PolyattnVariant : AttentionVariantBase {{
-  static constexpr bool use_softmax = {softmax};
+HELPERS = """
+  static __device__ __host__ int64_t at(int64_t index, int64_t size, int64_t stride) {
+    index = index < 0 ? index + size : index;
+    index = index < size ? index : size - 1;
+    return (index > 0 ? index : 0) * stride;
+  }
+  static __device__ __host__ int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+  static __device__ __host__ int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+  static __device__ __host__ int64_t floor_div(int64_t a, int64_t b) {
+    return a / b - (a % b != 0 && (a < 0) != (b < 0));
+  }
+  static __device__ __host__ int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
+"""
+FA2 = """
+struct PolyattnVariant : AttentionVariantBase {
+  static constexpr bool use_softmax = SOFTMAX;
   uint32_t qo_len, kv_len, window_left;
   float sm_scale_log2;
 
   template <typename Params>
-  __device__ __host__ PolyattnVariant(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {{
+  __device__ __host__ PolyattnVariant(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
     qo_len = params.get_qo_len(batch_idx);
     kv_len = params.get_kv_len(batch_idx);
     window_left = params.window_left >= 0 ? params.window_left : kv_len;
     sm_scale_log2 = math::log2e;
-  }}
+  }
+"""
+FA3 = """
+struct PolyattnVariant : AttentionVariantBase {
+  uint32_t qo_len, kv_len;
 
-  static __device__ __host__ int64_t at(int64_t index, int64_t size, int64_t stride) {{
-    index = index < 0 ? index + size : index;
-    index = index < size ? index : size - 1;
-    return (index > 0 ? index : 0) * stride;
-  }}
-  static __device__ __host__ int64_t least(int64_t a, int64_t b) {{ return a < b ? a : b; }}
-  static __device__ __host__ int64_t most(int64_t a, int64_t b) {{ return a > b ? a : b; }}
-  static __device__ __host__ int64_t floor_div(int64_t a, int64_t b) {{
-    return a / b - (a % b != 0 && (a < 0) != (b < 0));
-  }}
-  static __device__ __host__ int64_t floor_mod(int64_t a, int64_t b) {{ return a - floor_div(a, b) * b; }}
+  template <typename MainloopParams, typename BlockCoord>
+  __device__ __host__ PolyattnVariant(const MainloopParams& params, const BlockCoord& block_coord) {
+    auto [q_tile_idx, qo_head_idx, kv_head_idx, qo_indptr, kv_indptr, queries, keys, batch_idx] =
+        block_coord;
+    qo_len = queries;
+    kv_len = keys;
+  }
 
-  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {{
-    const int64_t* t = reinterpret_cast<const int64_t*>(params.polyattn_inputs);
+  template <int NUM_ROWS_PER_THREAD>
+  __device__ auto GetAttentionUpdater() { return UPDATER; }
+"""
+UPDATERS = {
+    True: "OnlineSoftmax<NUM_ROWS_PER_THREAD, /*WITH_SCALE=*/true>(math::log2e)",
+    False: "DefaultUpdater<NUM_ROWS_PER_THREAD>()",
+}
+TRANSFORM = """
+  REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
+    const int64_t* t = reinterpret_cast<const int64_t*>(PARAMS.polyattn_inputs);
     const int64_t b = reinterpret_cast<const int32_t*>(t[0])[batch_idx];
     const int64_t h = qo_head_idx;
     const int64_t q = int64_t(qo_idx) + int64_t(kv_len) - int64_t(qo_len);
     const int64_t k = kv_idx;
-    float s = float(logits) * float(params.polyattn_scale);
-    if (params.polyattn_soft_cap > 0) {{
-      s = float(params.polyattn_soft_cap) * tanhf(s / float(params.polyattn_soft_cap));
-    }}
-{body}
-  }})
-{ending}
-}};
+    float s = float(logits) * float(PARAMS.polyattn_scale);
+    if (PARAMS.polyattn_soft_cap > 0) {
+      s = float(PARAMS.polyattn_soft_cap) * tanhf(s / float(PARAMS.polyattn_soft_cap));
+    }
+BODY
+  })
 """
 AS_IT_IS = """
   REGISTER_OUTPUT_TRANSFORM(params, output, batch_idx, qo_idx, qo_head_idx, m, d, scale, {
@@ -75,9 +94,22 @@ AS_IT_IS = """
 """
 
 
-def declaration(traced: Trace, softmax: bool) -> str:
-    """Return the declaration of a trace's functions. `softmax`: whether weights are one of them."""
-    return _Writer(traced).declaration(softmax)
+def declaration(traced: Trace, softmax: bool, kernels: str) -> str:
+    """Return the declaration of a trace's functions. `softmax`: whether weights are one of them.
+
+    `kernels`: `"fa2"`, or `"fa3"` where scores are changed and none are hidden.
+    """
+    writer = _Writer(traced)
+    if kernels == "fa3":
+        head = FA3.replace("UPDATER", UPDATERS[softmax])
+        lines, params = writer.lines(), "params.additional_params"
+    else:
+        head = FA2.replace("SOFTMAX", str(softmax).lower())
+        lines, params = [*writer.lines(), *writer.hiding(softmax)], "params"
+    body = "\n".join(f"    {line}" for line in [*lines, "return s;"])
+    transform = TRANSFORM.replace("PARAMS", params).replace("BODY", body)
+    ending = AS_IT_IS if kernels == "fa2" and not softmax else ""
+    return f"{head}{HELPERS}{transform}{ending}}};\n"
 
 
 class _Writer:
@@ -91,23 +123,25 @@ class _Writer:
             self.first[name] = at
             at += 1 + 2 * len(declared.dims)
 
-    def declaration(self, softmax: bool) -> str:
-        lines = [
+    def lines(self) -> list[str]:
+        """Return what computes the new score."""
+        found = [
             f"const {TYPES[node.kind]} x{i} = {self._expression(i)};"
             for i, node in enumerate(self.nodes)
         ]
         if self.trace.score is not None:
-            lines.append(f"s = {self._ref(self.trace.score, 'float')};")
-        if softmax:  # a finite one: what FlashInfer subtracts from itself
-            lines.append("s = s > -math::inf ? s : (s == s ? -math::inf : s);")
+            found.append(f"s = {self._ref(self.trace.score, 'float')};")
+        return found
+
+    def hiding(self, softmax: bool) -> list[str]:
+        """Return what hides scores: the masks, and the layer's window."""
         hidden = "-math::inf" if softmax else "0.f"
+        found = []
+        if softmax:  # a finite one: what FlashInfer subtracts from itself
+            found.append("s = s > -math::inf ? s : (s == s ? -math::inf : s);")
         if self.trace.mask is not None:
-            lines.append(f"s = {self._ref(self.trace.mask, 'bool')} ? s : {hidden};")
-        lines += [f"s = k + int64_t(window_left) >= q ? s : {hidden};", "return s;"]
-        return DECLARATION.format(
-            softmax=str(softmax).lower(), body="\n".join("    " + line for line in lines),
-            ending="" if softmax else AS_IT_IS,
-        )  # fmt: skip
+            found.append(f"s = {self._ref(self.trace.mask, 'bool')} ? s : {hidden};")
+        return [*found, f"s = k + int64_t(window_left) >= q ? s : {hidden};"]
 
     def _expression(self, number: int) -> str:
         node = self.nodes[number]

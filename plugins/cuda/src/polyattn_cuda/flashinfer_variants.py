@@ -43,7 +43,7 @@ class Functions:
     def __init__(self, spec: LayerSpec, pointwise: Pointwise, device: torch.device):
         self.spec = spec
         self.trace = trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
-        self.source = declaration(self.trace, pointwise.softmax)
+        self.softmax = pointwise.softmax
         self.captured = self.trace.captured(device)
 
     @classmethod
@@ -53,14 +53,19 @@ class Functions:
         return None if pointwise is None else cls(spec, pointwise, device)
 
     @property
-    def jit_args(self) -> list[Any]:
-        """What wrappers take: the module's name, which goes by its content, its types and its source."""
+    def by_fa3(self) -> bool:
+        """Whether its FA3 kernels serve them, which hide no score but by a causal mask."""
+        return self.trace.mask is None and self.spec.sliding_window is None
+
+    def jit_args(self, kernels: str) -> list[Any]:
+        """Return what wrappers take: the module's name, by its content, its types and its source."""
         spec, kind = self.spec, STORAGE_DTYPES[self.spec.dtype]
-        said = f"{self.source}{spec.dtype}{spec.head_size}{spec.v_head_size}"
+        source = declaration(self.trace, self.softmax, kernels)
+        said = f"{source}{spec.dtype}{spec.head_size}{spec.v_head_size}"
         name = f"polyattn_{hashlib.sha256(said.encode()).hexdigest()[:20]}"
         return [
             name, kind, kind, kind, torch.int32, spec.head_size, spec.v_head_size, [TABLE], ["int64_t"],
-            list(SCALARS), ["double", "double"], NAME, self.source,
+            list(SCALARS), ["double", "double"], NAME, source,
         ]  # fmt: skip
 
     def given(self, batch: Batch, params: LayerParams) -> tuple[Tensor, float, float]:

@@ -152,17 +152,9 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 
 FREE = {
-    "lse_t",
-    "bt_s",
-    "bt_end",
-    "table_s",
-    "splits",
-    "width",
-    "count",
-    "st_k",
-    "st_v",
+    "lse_t", "bt_s", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
     "piece_tokens",
-}
+}  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}

@@ -54,6 +54,6 @@ class Lister:
         if site is None:
             constants = list_constants(spec, config, self.masks.constants)
             site = self._sites[key] = Site(list_kernel, (), constants, {"num_warps": 4})
-        tensors = (lists, inputs, work[-2 * count :], batch.seq_lens, batch.query_start_loc)
-        site((count, heads, 1), tensors, (), (width, count))
+        tensors = (lists, inputs, work, batch.seq_lens, batch.query_start_loc)
+        site((count, heads, 1), tensors, (), (width, count, work.numel() - 2 * count))
         return lists

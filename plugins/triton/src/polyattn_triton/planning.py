@@ -201,7 +201,7 @@ class PlannedAttention(AttentionBackend):
         rows = plan.batch.max_query_len * spec.gqa_ratio
         plan.config = tile_config(spec, self.device.arch, "few", rows)
         if lister is not None:
-            self._plan_tiles(plan, before, lister)
+            self._plan_tiles(plan, before, lister, cut=True)
             return
         plan.way, plan.rows = "few", plan.config.block_m
         plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
@@ -217,15 +217,23 @@ class PlannedAttention(AttentionBackend):
         self._plan_tiles(plan, before, lister)
 
     def _plan_tiles(
-        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None
+        self,
+        plan: AttentionPlan,
+        before: Tensor | None,
+        lister: Lister | None,
+        cut: bool = False,
     ) -> None:
-        """Whole tiles, the ones with most keys first, where they end together; else stretches."""
+        """Whole tiles, the ones with most keys first, where they end together; else stretches.
+
+        `cut`: stretches anyway.
+        """
         heads = self.spec.num_kv_heads
         plan.way = "prefill"
         tiles = self._tiles(plan)
         if not len(tiles.keys):
             return
-        order = whole(tiles.keys, max(1, self._resident(plan) * self.num_sms // heads), self.rates)
+        slots = max(1, self._resident(plan) * self.num_sms // heads)
+        order = None if cut else whole(tiles.keys, slots, self.rates)
         if order is None:
             plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
             self._deal(plan, tiles.keys, tiles, before)

@@ -28,18 +28,23 @@ def list_of(INPUTS, tile, kv_head):
     return LIST + HEADER, LIST + tl.load(LIST + 2), whole, whole + tl.load(LIST + 1)
 
 
-@triton.jit(do_not_specialize=["width", "count"])
+@triton.jit(
+    do_not_specialize=["width", "count", "skip"],
+    do_not_specialize_on_alignment=["WORK", "SEQ_LENS", "STARTS"],
+)
 def list_kernel(
-    LISTS, INPUTS, WORK, SEQ_LENS, STARTS, width, count,
+    LISTS, INPUTS, WORK, SEQ_LENS, STARTS, width, count, skip,
     G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     ROWS_OF: tl.constexpr, SHOW: tl.constexpr,
 ):  # fmt: skip
     """List the key tiles of one tile of rows, (tiles, 1 or KV heads) programs.
 
-    `WORK`: the sequences of `count` tiles, then their first rows. `width`: numbers that a list holds.
+    `WORK`: behind `skip` others the sequences of `count` tiles, then their first rows. `width`: numbers
+    that a list holds.
     """
     tile = tl.program_id(0)
+    WORK += skip
     kv_head = tl.program_id(1)
     seq = tl.load(WORK + tile)
     start = tl.load(WORK + count + tile)

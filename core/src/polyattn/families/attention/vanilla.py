@@ -39,8 +39,9 @@ class Vanilla(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         found, found_lse = reference.forward(
-            self.spec_of(plan.batch), query, key, value, cache, plan.batch, params, torch.float64
-        )
+            self.spec_of(plan.batch), query, key, value, cache, plan.batch, params, torch.float64,
+            transformed=True,
+        )  # fmt: skip
         write_output(out, found, params.out_scale)
         if lse is not None:
             lse.copy_(found_lse)
