@@ -166,8 +166,8 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     "arch", [pytest.param(a, marks=[] if a == "sm_90" else [sweep]) for a in TARGETS]
 )
 @pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
-def test_token_scans_compile_to_machine_code(arch: str, kind: str) -> None:
-    from polyattn_triton.aot_families import compile_token_scan
+def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
+    from polyattn_triton.aot_families import compile_channels, compile_token_scan
 
     machine = "cubin" if arch.startswith("sm_") else "hsaco"
     sizes = (
@@ -179,7 +179,11 @@ def test_token_scans_compile_to_machine_code(arch: str, kind: str) -> None:
         feature_map="elu+1" if kind == "phi_linear" else None, qk_norm=kind == "kda"
     )
     spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
-    assert len(compile_token_scan(spec, arch).asm[machine]) > 500
+    if kind in ("kda", "rwkv7"):
+        made = [compile_channels(spec, arch, phase) for phase in ("pairs", "prefill", "decode")]
+    else:
+        made = [compile_token_scan(spec, arch)]
+    assert all(len(kernel.asm[machine]) > 500 for kernel in made)
 
 
 def test_compilation_can_fail() -> None:

@@ -14,6 +14,9 @@ import polyattn_fakes
 from polyattn_fakes import attend_each, attend_packed
 from torch import Tensor
 
+MODULES: set[tuple[Any, ...]] = set()
+"""What the real ones would have compiled: one module for each kernel, types, sizes and kind of mask."""
+
 
 class _Wrapper:
     def __init__(self, *args: Any, **kwargs: Any):
@@ -28,6 +31,20 @@ class _Wrapper:
         self.planned = {
             n: v.clone() if isinstance(v, Tensor) else v for n, v in found.items()
         }  # fmt: skip
+        MODULES.add((self.kernel(), *self.compiled(found)))
+
+    def kernel(self) -> str:
+        """Whose kernels run: paged and ragged prefill share a module."""
+        return f"prefill by {self.made['backend']}"
+
+    @staticmethod
+    def compiled(planned: dict[str, Any]) -> tuple[Any, ...]:
+        """What a module is compiled for beside its kernel."""
+        sizes = planned.get("head_dim_qk", planned.get("head_dim")), planned.get("head_dim_vo")
+        return (
+            planned["q_data_type"], planned["kv_data_type"], sizes[0], sizes[1] or sizes[0],
+            planned["window_left"] >= 0, bool(planned["logits_soft_cap"]),
+        )  # fmt: skip
 
     def finish(self, a: dict[str, Any], out: Tensor, lse: Tensor) -> None:
         """Write the output and the LSE in base 2; a row that sees nothing has a finite one."""
@@ -60,6 +77,9 @@ class _Wrapper:
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     """One token a sequence."""
+
+    def kernel(self) -> str:
+        return "prefill by fa2" if self.made["use_tensor_cores"] else "decode"
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """On CUDA cores there are kernels of few ratios; a graph's buffers have their sizes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,12 @@ from torch import Tensor
 from polyattn.errors import BatchError, describe, shown
 from polyattn.runtime.batch_checks import (
     LARGEST,
+    Integers,
     check_lengths,
     check_table_width,
     check_tensors,
     integers,
+    on_host,
 )
 from polyattn.runtime.step_mask import StepMask, step_inputs
 
@@ -81,7 +83,9 @@ class Batch:
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
-        check_lengths(self.starts, self.lens)
+        self.__dict__["host_starts"] = on_host("query_start_loc", self.starts)
+        self.__dict__["host_lens"] = on_host("seq_lens", self.lens)
+        check_lengths(self.host_starts, self.host_lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
@@ -182,34 +186,49 @@ class Batch:
         return self.starts[-1]
 
     @cached_property
+    def host_starts(self) -> Integers:
+        """`starts` as int64 (num_seqs + 1,), NumPy; not to be written to."""
+        return np.array(self.starts, np.int64)
+
+    @cached_property
+    def host_lens(self) -> Integers:
+        """`lens` as int64 (num_seqs,), NumPy; not to be written to."""
+        return np.array(self.lens, np.int64)
+
+    @cached_property
+    def host_query_lens(self) -> Integers:
+        """Query tokens of each sequence as int64 (num_seqs,), NumPy."""
+        return self.host_starts[1:] - self.host_starts[:-1]
+
+    @cached_property
     def query_lens(self) -> list[int]:
         """Query tokens of each sequence, on the host."""
-        return [b - a for a, b in pairwise(self.starts)]
+        return list(self.host_query_lens.tolist())
 
     @cached_property
     def max_query_len(self) -> int:
         """The longest query."""
-        return max(self.query_lens, default=0)
+        return int(self.host_query_lens.max(initial=0))
 
     @cached_property
     def max_seq_len(self) -> int:
         """The longest sequence."""
-        return max(self.lens, default=0)
+        return int(self.host_lens.max(initial=0))
 
     @cached_property
     def all_decode(self) -> bool:
         """Whether there are sequences, and every one has exactly one query token."""
-        return bool(self.lens) and self.starts == list(range(len(self.starts)))
+        return 0 < len(self.lens) == self.starts[-1] and self.max_query_len == 1
 
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return torch.tensor(self.starts, dtype=torch.int32, device=self.device)
+        return torch.from_numpy(self.host_starts.astype(np.int32)).to(self.device)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return torch.tensor(self.lens, dtype=torch.int32, device=self.device)
+        return torch.from_numpy(self.host_lens.astype(np.int32)).to(self.device)
 
     @cached_property
     def token_positions(self) -> Tensor:
@@ -221,8 +240,8 @@ class Batch:
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
         """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
-        behind = np.asarray(self.lens, np.int64) - np.asarray(self.starts[1:], np.int64)
-        places = np.arange(self.num_tokens) + np.repeat(behind, self.query_lens)
+        behind = self.host_lens - self.host_starts[1:]
+        places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
         return places.clip(min=0)
 
     @cached_property
@@ -335,9 +354,8 @@ class Batch:
         """
         assert self.block_table is not None
         check_table_width(self, block_size)
-        lens, queries = (np.asarray(n, dtype=np.int64) for n in (self.lens, self.query_lens))
-        seq = np.repeat(np.arange(self.num_seqs), queries)
-        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:], np.int64))[seq]
+        seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
+        position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
         at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
         seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)

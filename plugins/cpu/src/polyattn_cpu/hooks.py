@@ -128,6 +128,32 @@ NATIVE_STORE = BackendInfo(
     proof={"cpu": Proof.MEASURED},
 )
 
+NATIVE_SCAN = BackendInfo(
+    name="NATIVE_SCAN",
+    summary="Mamba, linear attention, delta rules and short convolutions, in C++ by the token",
+    path="polyattn_cpu.native.scan:NativeScan",
+    probe="polyattn_cpu.native.library:why_not",
+    runs="polyattn_cpu.native.library:isa",
+    capabilities=Capabilities(
+        platforms={"cpu": ()},
+        kinds=frozenset(
+            {
+                AttentionKind.SHORT_CONV,
+                AttentionKind.MAMBA1,
+                AttentionKind.MAMBA2,
+                AttentionKind.LINEAR,
+                AttentionKind.GDN,
+                AttentionKind.KDA,
+                AttentionKind.RWKV7,
+            }
+        ),
+        dtypes=NATIVE_DTYPES,
+        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+    ),
+    priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
+    proof={"cpu": Proof.MEASURED},
+)
+
 FLEX_ATTENTION = BackendInfo(
     name="FLEX_ATTENTION",
     summary="torch's flex_attention through torch.compile, the whole batch in one call",
@@ -225,6 +251,7 @@ def polyattn_backends() -> list[BackendInfo]:
         NATIVE_ATTN,
         NATIVE_MLA,
         NATIVE_STORE,
+        NATIVE_SCAN,
         FLEX_ATTENTION,
         TORCH_MLA,
         TORCH_MLA_SPARSE,

@@ -108,6 +108,7 @@ FA3_FP8 = (
 )
 FA3_SCALES = frozenset({"tensor_scales", "head_scales", "fp8_inputs"})
 """It reads a scale for each sequence and KV head from the device."""
+WHOLE_STEPS = frozenset({"prefill", "decode", "mixed"})
 EXPANDED_MLA = frozenset({(192, 128)})
 """Head sizes of an MLA layer whose keys and values are made from its latents."""
 FLASH_ATTN_V3 = BackendInfo.of_variants(
@@ -120,6 +121,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             platforms={"cuda": ("sm_90",)},
             roles=ALL_ROLES,
             cached=EITHER,
+            phases=WHOLE_STEPS,
             decode_query_lens=16,
             head_sizes=one_of(64, 96, 128, 192, 256),
             block_sizes=FA3_PAGES,
@@ -141,6 +143,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
             platforms={"cuda": ("sm_90",)},
             roles=ALL_ROLES,
             cached=EITHER,
+            phases=WHOLE_STEPS,
             decode_query_lens=16,
             head_sizes=one_of(64, 96, 128, 192, 256),
             block_sizes=FA3_PAGES,

@@ -107,6 +107,28 @@ def _compile_lists(spec: LayerSpec, arch: str) -> Any:
     return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
+def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
+    """Compile TRITON_ATTN's own prefill for Hopper; `block_size` 0: over keys by token.
+
+    Raises LookupError where it doesn't serve this layer, or blocks of this size.
+    """
+    from polyattn_triton.descriptors import SHARED
+    from polyattn_triton.hopper import DEFAULT_WARPS, box_rows, hopper_config, hopper_constants
+    from polyattn_triton.prefill_hopper import prefill_hopper_kernel
+
+    config = hopper_config(spec, "sm_90")
+    box = None if config is None else box_rows(config, block_size)
+    if config is None or box is None:
+        raise LookupError(f"prefill_hopper serves no {spec} in blocks of {block_size}")
+    element = ELEMENT[spec.dtype]
+    boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
+    pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
+    constants = hopper_constants(spec, config, block_size, split, spec.needs_lse)
+    return compile_kernel(
+        prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
+    )
+
+
 def _compile_small(
     spec: LayerSpec,
     arch: str,
@@ -152,7 +174,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 
 FREE = {
-    "lse_t", "bt_s", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
+    "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
     "piece_tokens",
 }  # fmt: skip
 LONGS = {"INPUTS"}
@@ -178,7 +200,8 @@ def compile_kernel(
         elif name.isupper():
             usual = "i64" if name in LONGS else "i32" if name in INTS else "fp32"
             element = pointers.get(name, usual)
-            signature[name] = f"*{element}"
+            described = element.startswith("tensordesc")
+            signature[name] = element if described else f"*{element}"
         else:
             signature[name] = "i32"
     # As a launch finds them: aligned pointers, strides that are multiples of 16. Without these no
@@ -186,7 +209,10 @@ def compile_kernel(
     attrs = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(names)
-        if name not in fixed and name not in FLOATS and name not in FREE
+        if name not in fixed
+        and name not in FLOATS
+        and name not in FREE
+        and not signature[name].startswith("tensordesc")
     }
     language = GluonASTSource if kernel.is_gluon() else ASTSource
     source = language(kernel, signature, fixed, attrs)

@@ -56,7 +56,7 @@ class TritonAttention(PlannedAttention):
         if not plan.grid[0]:
             return
         if plan.way in ("prefill", "pieces"):
-            self._prefill(plan, query, key, value, cache, params, out, lse)
+            plan = self._prefill(plan, query, key, value, cache, params, out, lse)
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
@@ -75,7 +75,8 @@ class TritonAttention(PlannedAttention):
         params: LayerParams,
         out: Tensor,
         lse: Tensor | None,
-    ) -> None:
+    ) -> AttentionPlan:
+        """Attend; returns the plan that ran."""
         none = self._none
         packed = plan.fresh and (
             cache is None or (cache.key.dtype == query.dtype and key is not None)
@@ -86,6 +87,15 @@ class TritonAttention(PlannedAttention):
             assert cache is not None
             key, value = cache.key, cache.value
         assert key is not None and value is not None
+        factors = self._factors(query, key, params)
+        if self.hopper is not None and self.hopper(
+            plan, self.spec_of(plan.batch), query, key, value, out, lse, factors[:2]
+        ):
+            return plan
+        if self.hopper is not None:  # what can't be described has a plan of its own
+            if plan.portable is None:
+                plan.portable = self.plan(plan.batch, portable=True)
+            plan = plan.portable
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
@@ -110,10 +120,11 @@ class TritonAttention(PlannedAttention):
                 none if params.alibi_slopes is None else params.alibi_slopes,
                 self._inputs(plan, params), *self._scales(query, params),
             ),
-            self._factors(query, key, params),
+            factors,
             (0 if lse is None else lse.stride(0), plan.table[0]),
             plan.kept,
         )  # fmt: skip
+        return plan
 
     def _decode(
         self,

@@ -63,11 +63,23 @@ TABLE: tuple[Row, ...] = (
     Row("gfx942", "prefill", 128, 2, Config(128, 64, 4, 1)),
     Row("gfx950", "prefill", 128, 2, Config(128, 64, 4, 2)),
     Row("gfx90a", "prefill", 128, 2, Config(64, 64, 4, 1)),
+    # Wide heads (192 of MLA's expanded prefill): the tallest tile without spills, by its machine code.
+    Row("gfx942", "prefill", 256, 2, Config(64, 32, 4, 1)),
+    Row("gfx950", "prefill", 256, 2, Config(64, 32, 4, 1)),
+    Row("gfx90a", "prefill", 256, 2, Config(64, 32, 4, 1)),
     Row("any", "decode", 128, 2, Config(16, 64, 4, 1)),
     Row("any", "prefill", 128, 2, Config(64, 32, 4, 1)),
     Row("any", "decode", 256, 4, Config(16, 16, 4, 1)),
     Row("any", "prefill", 256, 4, Config(16, 16, 4, 1)),
 )
+
+
+HOPPER: dict[int, Config] = {
+    64: Config(192, 128, 16, 3),
+    128: Config(128, 128, 12, 2),
+    256: Config(128, 64, 12, 2),
+}
+"""Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
 
 
 UNTUNED_APART = {"paged": "prefill", "few": "decode"}
@@ -185,6 +197,8 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ),
     ScanRow("any", AttentionKind.LINEAR, "prefill", ScanConfig(64, 64, 4, 2)),
     ScanRow("any", AttentionKind.GDN, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow("any", AttentionKind.KDA, "prefill", ScanConfig(64, 16, 4, 1)),
+    ScanRow("any", AttentionKind.RWKV7, "prefill", ScanConfig(64, 16, 4, 1)),
     ScanRow("any", AttentionKind.MAMBA2, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),

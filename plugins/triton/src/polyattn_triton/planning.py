@@ -20,6 +20,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.configs import Config
+from polyattn_triton.hopper import hopper_prefill
 from polyattn_triton.launch import (
     Kept,
     Workspace,
@@ -47,7 +48,9 @@ from polyattn_triton.variants import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     MOST_FEW_ROWS,
+    MOST_PARTS,
     even_splits,
+    leaves_tail,
     merges_itself,
     on_one,
     part_rows,
@@ -64,12 +67,15 @@ class AttentionPlan(Plan):
 
     `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
     merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
-    stride and last column. `fresh`: all keys are the step's own. `lists`: of each tile of rows the key
-    tiles that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
+    stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
+    prefill goes through at a time. `portable`: the plan for the other kernel, once tensors needed it.
+    `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is
+    over chosen pages, and needs no mask.
     """
 
     __slots__ = (
-        "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "rows", "splits",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "portable",
+        "rows", "splits",
         "table", "variant", "way", "work",
     )  # fmt: skip
 
@@ -85,6 +91,8 @@ class AttentionPlan(Plan):
         self.inputs: dict[Any, Tensor] = {}
         self.lists: Tensor | None = None
         self.chosen = False
+        self.at_once = 1
+        self.portable: AttentionPlan | None = None
 
 
 class PlannedAttention(AttentionBackend):
@@ -103,6 +111,7 @@ class PlannedAttention(AttentionBackend):
         )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
+        self.hopper = hopper_prefill(spec, arch, self.torch_device)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
         self.on_one = 0  # what a tuner sets instead of what is planned
@@ -114,8 +123,10 @@ class PlannedAttention(AttentionBackend):
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
-        """Decide the way, and deal the step's tiles out."""
+    def plan(
+        self, batch: Batch, reuse: Plan | None = None, portable: bool = False
+    ) -> AttentionPlan:
+        """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill."""
         chosen = self._over_chosen(batch)
         batch = chosen or batch
         plan = AttentionPlan(batch, self._none)
@@ -130,7 +141,7 @@ class PlannedAttention(AttentionBackend):
         elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
             self._plan_few(plan, before, lister)
         else:
-            self._plan_prefill(plan, before, lister)
+            self._plan_prefill(plan, before, lister, portable)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = none if table is None else table
         if plan.way in ("prefill", "pieces"):
@@ -164,14 +175,14 @@ class PlannedAttention(AttentionBackend):
         """One tile a sequence: even splits of even lengths, else stretches."""
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
-        lens = np.array(batch.lens, np.int32)
+        lens = batch.host_lens
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self.splits(batch)
-            if self.itself or splits == 1:
-                programs = batch.num_seqs * spec.num_kv_heads * splits
+            programs = batch.num_seqs * spec.num_kv_heads * splits
+            if (self.itself or splits == 1) and not leaves_tail(programs, self.num_sms):
                 if programs > FEW_ON_ONE * self.num_sms:
                     plan.config = self.decode_config
                 plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
@@ -209,11 +220,14 @@ class PlannedAttention(AttentionBackend):
         self._deal(plan, tiles.keys, tiles, before)
 
     def _plan_prefill(
-        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None
+        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None, portable: bool
     ) -> None:
         batch = plan.batch
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
         plan.config = self.prefill_config if plan.fresh else self.paged_config
+        if self.hopper is not None and not portable:
+            plan.config = self.hopper.config
+            plan.at_once = self.hopper.heads_at_once(batch.lens)
         self._plan_tiles(plan, before, lister)
 
     def _plan_tiles(
@@ -248,7 +262,7 @@ class PlannedAttention(AttentionBackend):
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
-        queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+        queries, lens = batch.host_query_lens, batch.host_lens
         seq, row = rows_of(queries, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
@@ -284,10 +298,19 @@ class PlannedAttention(AttentionBackend):
         if not len(keys):
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
+        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
+            programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
         work = stretches(keys, programs, self.rates, most).work(tiles)
         plan.work = to_device(work, self.torch_device, before)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+
+    def _fewer(self, programs: int, total: int, longest: int) -> int:
+        """Return so many programs that whoever ends last has not too many parts to merge."""
+        each = max(1, self.num_sms // self.spec.num_kv_heads)
+        while programs >= 2 * each and longest * programs > MOST_PARTS * total:
+            programs -= each
+        return programs
 
     def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""

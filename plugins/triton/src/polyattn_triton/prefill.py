@@ -20,7 +20,9 @@ from polyattn_triton.tiles import (
     load_rows,
     my_stretch,
     next_tile,
+    part_at,
     piece_of,
+    row_places,
     tile_at,
 )
 
@@ -118,9 +120,8 @@ def _attend(
     all seen. `RESCORE`, `WHERE_SEEN`: what `CHANGE` and `WAY` are on these.
     """
     rows = tl.arange(0, BLOCK_M)
-    in_query = (start + rows) // G
-    head = kv_head * G + (start + rows) % G
-    row_ok = start + rows < query_len * G
+    in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
+    row_ok = in_query < query_len
     context = seq_len - query_len
     row_pos = context + in_query
     first_pos = context + start // G
@@ -276,15 +277,15 @@ def prefill_kernel(
                 CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
                 LISTED, RESCORE, WHERE_SEEN,
             )  # fmt: skip
-            row_ok = start + rows < query_len * G
+            in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
+            row_ok = in_query < query_len
             if last > first:
-                part_row = (part * tl.num_programs(1) + kv_head) * BLOCK_M
+                part_row = part_at(part, kv_head) * BLOCK_M
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
                 finish(
-                    acc, m, l, OUT, LSE, SINKS, v_scale,
-                    (token0 + (start + rows) // G).to(tl.int64),
-                    kv_head * G + (start + rows) % G, row_ok,
+                    acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + in_query).to(tl.int64), head,
+                    row_ok,
                     o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
                 )  # fmt: skip
             at = high
@@ -308,8 +309,8 @@ def prefill_kernel(
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
             LISTED, RESCORE, WHERE_SEEN,
         )  # fmt: skip
+        in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         finish(
-            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
-            kv_head * G + (start + rows) % G, start + rows < query_len * G,
-            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+            acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + in_query).to(tl.int64), head,
+            in_query < query_len, o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
         )  # fmt: skip

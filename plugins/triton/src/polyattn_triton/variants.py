@@ -26,6 +26,11 @@ MAX_MERGED_BY_ONE = 2048
 """Outputs of a group above which one program would be too slow to merge their splits."""
 HIGH_ON_ONE = 2
 """And where its tiles are of more than 16 rows, 128 columns, or of 8-bit keys."""
+MOST_PARTS = 48
+"""Parts of one tile above which fewer programs are faster: eight of them take about a microsecond to
+merge, while one program a multiprocessor reads hardly slower than three (H200)."""
+LEAST_BUSY = 0.8
+"""Of the chip, while equal programs run that don't fit on it at once: else they are cut to stretches."""
 MOST_FEW_ROWS = 64
 """Rows of (token, head of group) up to which the decode kernel serves a sequence's queries."""
 
@@ -53,6 +58,12 @@ def even_splits(programs: int, num_sms: int) -> int:
     if splits == 1 and 2 * programs <= MANY_ON_ONE * num_sms:
         splits = 2
     return splits
+
+
+def leaves_tail(programs: int, num_sms: int) -> bool:
+    """Whether equal programs end in a round that leaves much of the chip idle."""
+    rounds = programs / (MANY_ON_ONE * num_sms)
+    return rounds > 1 and rounds < LEAST_BUSY * -(-programs // (MANY_ON_ONE * num_sms))
 
 
 def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:

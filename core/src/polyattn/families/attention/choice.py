@@ -12,7 +12,7 @@ from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup
-from polyattn.selection.step_choice import ALL, DECODES, StepChoice
+from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
 
 log = logging.getLogger("polyattn")
 
@@ -67,14 +67,16 @@ class Chooser:
         if self.by_time is None:
             return self._by_priority(batch)
         if batch.all_decode:
-            name = self.by_time.decode(batch.lens, batch.max_seq_len)
+            name = self.by_time.decode(batch.host_lens, batch.max_seq_len)
             return [("decode", self.phases["decode"][name].info, Part(batch, None))]
+        calls = self.by_time.calls(batch.host_query_lens, batch.host_lens)
+        parts: dict[str, Part | None] = {ALL: Part(batch, None)}
+        if len(calls) > 1:
+            phases = by_phase(batch)
+            parts = {DECODES: phases.decode, REST: phases.prefill}
         found: list[Assignment] = []
-        for call in self.by_time.calls(batch.query_lens, batch.lens):
-            part: Part | None = Part(batch, None)
-            if call.rows != ALL:
-                phases = by_phase(batch)
-                part = phases.decode if call.rows == DECODES else phases.prefill
+        for call in calls:
+            part = parts[call.rows]
             assert part is not None, f"{call.rows} of {batch}"
             found.append((call.phase, self.phases[call.phase][call.name].info, part))
         return found

@@ -95,6 +95,13 @@ class Attention(nn.Module):
         self._params = LayerParams(rotate=rotated_here(spec, check_rotate(spec, rotate)))
         for name, number in self.scales.numbers.items():
             setattr(self._params, name, number)
+        self._weights = {
+            name: weight
+            for name in ("sinks", "alibi_slopes", "qkv_bias")
+            if (weight := getattr(self, name)) is not None
+        }
+        # Whether kernels read tensors of the layer's, which may be others at each call.
+        self._reads = bool(self._weights or self.inputs or self.scales.tensors)
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse
@@ -104,16 +111,11 @@ class Attention(nn.Module):
     def params(self) -> LayerParams:
         """What kernels are given of this layer: its sinks and slopes as they are now, its scales."""
         params = self._params
-        if self.sinks is not None:
-            params.sinks = self.sinks.current()
-        if self.alibi_slopes is not None:
-            params.alibi_slopes = self.alibi_slopes.current()
-        if self.qkv_bias is not None:
-            params.qkv_bias = self.qkv_bias.current()
-        for name, weight in self.inputs.items():
-            params.inputs[name] = weight.current()
-        for name, scale in self.scales.tensors.items():
-            setattr(params, name, scale.current())
+        if self._reads:
+            for name, read in (*self._weights.items(), *self.scales.tensors.items()):
+                setattr(params, name, read.current())
+            for name, weight in self.inputs.items():
+                params.inputs[name] = weight.current()
         return params
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -155,13 +157,8 @@ class Attention(nn.Module):
         `needs_lse` also the LSE (num_tokens, num_heads), float32. Raises `BatchError`, `CacheError`;
         nothing was changed then.
         """
-        if query.dim() == 2:
-            query, key, value = in_heads(self.spec, query, key, value)
-        if out is not None and out.dim() == 2:
-            found = self(query, key, value, cache, plan, out=out_in_heads(self.spec, out))
-            return (out, found[1]) if self._needs_lse else out
         if torch.compiler.is_compiling():
-            return torch_compile.attention(self, query, key, value, cache, plan, out)
+            return self._traced(query, key, value, cache, plan, out)
         step: Any = plan
         if step.__class__ is not AttentionStep or step.group is not self.group:
             step = self.group.plan_for(plan)
@@ -189,7 +186,26 @@ class Attention(nn.Module):
             check_step_inputs(self.spec, self._from_step, step.batch)
         if self.checks:
             self._check_values(step, query, key, value, cache, out)
-        return step.call(query, key, value, cache, self.params, out, lse)
+        params = self.params if self._reads else self._params
+        return step.call(query, key, value, cache, params, out, lse)
+
+    def _traced(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        plan: StepPlan | Batch | None,
+        out: Tensor | None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What `forward` becomes inside `torch.compile`."""
+        if query.dim() == 2:
+            query, key, value = in_heads(self.spec, query, key, value)
+        if out is None or out.dim() != 2:
+            return torch_compile.attention(self, query, key, value, cache, plan, out)
+        view = out_in_heads(self.spec, out)
+        found = torch_compile.attention(self, query, key, value, cache, plan, view)
+        return (out, found[1]) if self._needs_lse else out
 
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.choice import Chooser
+from polyattn.families.attention.fused import in_heads, out_in_heads
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.transforms import Places, Transforms
@@ -20,7 +21,7 @@ from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.inputs import bad_input, own_precision, refuse_gradients
+from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 from polyattn.runtime.pointwise import check_step_mask
@@ -41,6 +42,7 @@ class AttentionStep(StepPlan):
         # How the step's tokens are rotated, by a layer that rotates; of given keys, how those are.
         self.rotation: Rotation | None = None
         self.key_rotation: Rotation | None = None
+        self.device_type = group.device_type
         spec, tokens = group.spec, batch.num_tokens
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
@@ -72,10 +74,14 @@ class AttentionStep(StepPlan):
     ) -> Tensor:
         """Check what was given and run. Returns the output, `out` where given; writes `lse`.
 
-        The cache's form is the caller's to check: it is the same at every step. Raises `BatchError`.
+        Query, key and value may come in rows, (num_tokens, heads * size), and so may `out`. The cache's
+        form is the caller's to check: it is the same at every step. Raises `BatchError`.
         """
         dtype = self.dtype
         if query.shape != self.query_shape or query.dtype is not dtype:
+            if query.dim() == 2:
+                query, key, value = in_heads(self.group.spec, query, key, value)
+                return self.call(query, key, value, cache, params, out, lse)
             raise bad_input("query", query, self.query_shape, dtype)
         if out is None:
             out = query.new_empty(self.out_shape, dtype=self.out_dtype)
@@ -84,6 +90,10 @@ class AttentionStep(StepPlan):
             or out.dtype is not self.out_dtype
             or out.device != query.device
         ):
+            if out.dim() == 2:
+                view = out_in_heads(self.group.spec, out)
+                self.call(query, key, value, cache, params, view, lse)
+                return out
             raise bad_input("out", out, self.out_shape, self.out_dtype, query.device)
         if key is not None and value is not None:
             if self.key_shape is None:
@@ -95,11 +105,12 @@ class AttentionStep(StepPlan):
                     raise bad_input("value", value, self.value_shape or (), dtype)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache, params)
-        if query.requires_grad or (key is not None and key.requires_grad):
-            refuse_gradients(query=query, key=key)
-        if value is not None and value.requires_grad:
-            refuse_gradients(value=value)
-        with own_precision(self.group.device_type):
+        if torch.is_grad_enabled():
+            refuse_gradients(query=query, key=key, value=value)
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                self.run(query, key, value, cache, params, out, lse)
+        else:
             self.run(query, key, value, cache, params, out, lse)
         return out
 

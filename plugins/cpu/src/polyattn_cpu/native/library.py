@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -47,6 +47,7 @@ def load() -> ctypes.CDLL:
         ("pa_plan_free", None, [pointer]),
         ("pa_attend", ctypes.c_int, [pointer, text]),
         ("pa_store", ctypes.c_int64, [text, text, count, count]),
+        ("pa_scan_step", ctypes.c_int64, [text, text, count]),
     ):
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

@@ -207,6 +207,16 @@ void store_piece(void *context, int32_t index, char *) {
   run->kernels->store(run->part, first, last < run->part->num_tokens ? last : run->part->num_tokens);
 }
 
+struct ScanRun {
+  const KernelTable *kernels;
+  const pa_scan *scan;
+};
+
+void scan_one(void *context, int32_t index, char *scratch) {
+  const ScanRun *run = (const ScanRun *)context;
+  run->kernels->scan(run->scan, index, scratch);
+}
+
 const KernelTable *table(const char *isa) {
   for (const KernelTable *each : TABLES) {
     if (!std::strcmp(each->name, isa) && has(isa)) return each;
@@ -321,4 +331,20 @@ int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count, int32_
     pa_parallel(pieces, pa_min(threads, 1 + pieces / 4), 64, store_piece, &run);
   }
   return 0;
+}
+
+int64_t pa_scan_step(const char *isa, const pa_scan *scan, int32_t threads) {
+  const KernelTable *kernels = table(isa);
+  if (!kernels) return -2;
+  for (int64_t i = 0; i < scan->num_seqs; i++) {
+    if (scan->slots[i] >= scan->num_slots) return 1 + i;
+  }
+  ScanRun run = {kernels, scan};
+  int64_t groups = scan->kind == PA_SHORT_CONV ? (scan->num_seqs + PA_SCAN_SEQS - 1) / PA_SCAN_SEQS
+                                               : scan->num_seqs;
+  // A thread is worth waking for a hundred thousand elements of states, each time that one is touched.
+  int64_t tokens = scan->num_seqs ? scan->starts[scan->num_seqs] : 0;
+  int64_t useful = 1 + tokens * scan->state_slot / 100000;
+  int32_t some = useful < threads ? (int32_t)useful : threads;
+  return pa_parallel((int32_t)(groups * pa_scan_pieces(scan)), some, kernels->scan_scratch(scan), scan_one, &run) ? 0 : -1;
 }

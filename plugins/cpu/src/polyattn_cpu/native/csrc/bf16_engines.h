@@ -34,6 +34,7 @@ PA_INLINE vu value_pair(const T *a, const T *b, int some) {
 struct PairEngine {
   typedef Pairs Form;
   static constexpr int VECTORS = 3, STEP = BLOCK;
+  static constexpr bool PLANES = false;
   static int cost(int depth, int vectors) { return 4 * vectors * depth; }
   static int value_depth(int keys) { return keys / 2; }
   static Sizes sizes(const pa_layer &layer) {
@@ -45,8 +46,8 @@ struct PairEngine {
     __builtin_memcpy(to, from, 2 * size);
   }
   template <class T>
-  static void pack_key(const T *from, uint32_t *to, int size) {
-    copy_bf16(from, (uint16_t *)to, size);
+  static void pack_key(const T *from, uint32_t *k, int key, int size, const Sizes &is) {
+    copy_bf16(from, (uint16_t *)(k + (int64_t)key * is.k), size);
   }
   template <class T>
   static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
@@ -68,7 +69,7 @@ struct PairEngine {
   }
   template <int V>
   static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
-                     Ahead &ahead) {
+                     const uint32_t *, Ahead &ahead) {
     for (int t = 0; t < keys; t += BLOCK) {
       micro<MulPairs, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
       ahead(cost(is.k, V));
@@ -76,7 +77,7 @@ struct PairEngine {
   }
   template <int V>
   static void output(const uint32_t *v, const float *, const uint32_t *pairs, float *o, int keys,
-                     const Sizes &is, Ahead &ahead) {
+                     const Sizes &is, const uint32_t *, Ahead &ahead) {
     for (int d = 0; d < is.v; d += BLOCK) {
       micro<MulPairs, V, true>(v + (int64_t)d * (is.keys / 2), 1, BLOCK, pairs,
                                o + (int64_t)d * V * W, (keys + 1) / 2);
@@ -86,16 +87,30 @@ struct PairEngine {
 };
 
 #if defined(__AMX_BF16__)
-// C[32][V * W] = or += A B; a tile register holds 16 rows of 64 bytes.
+// The compiler takes only eight bytes of it to be read.
+PA_INLINE void load_tile_config(const void *config) {
+  __asm__ volatile("" : : "r"(config) : "memory");
+  _tile_loadconfig(config);
+}
+
+constexpr int TILE_WORDS = 256;  // of a tile register: 16 rows of 64 bytes
+
+PA_INLINE void prefetch_tile(const uint32_t *at) {
+  for (int i = 0; i < TILE_WORDS; i += 16) prefetch(at + i);
+}
+
+// C[32][V * 16] = or += A B over `depth` tile registers. All lie in whole registers' images: A's second
+// row of them `a_step` on, C's columns `c_step`, B's `b_step`. What comes `next`, as long as A is, is
+// fetched meanwhile: out of the second cache a register's image takes longer than its product.
 template <int V, bool ADD>
-PA_INLINE void tiles(const uint32_t *a, int64_t lda, const uint32_t *b, float *c, int depth) {
-  constexpr int64_t row = V * W * 4;
+PA_INLINE void tiles(const uint32_t *a, int64_t a_step, const uint32_t *b, int64_t b_step, float *c,
+                     int64_t c_step, int depth, const uint32_t *next) {
   if (ADD) {
-    _tile_loadd(0, c, row);
-    _tile_loadd(1, c + 16 * V * W, row);
+    _tile_loadd(0, c, 64);
+    _tile_loadd(1, c + TILE_WORDS, 64);
     if constexpr (V == 2) {
-      _tile_loadd(2, c + W, row);
-      _tile_loadd(3, c + 16 * V * W + W, row);
+      _tile_loadd(2, c + c_step, 64);
+      _tile_loadd(3, c + c_step + TILE_WORDS, 64);
     }
   } else {
     _tile_zero(0);
@@ -105,29 +120,33 @@ PA_INLINE void tiles(const uint32_t *a, int64_t lda, const uint32_t *b, float *c
       _tile_zero(3);
     }
   }
-  for (int k = 0; k < depth; k += 16) {
-    _tile_loadd(4, a + k, lda * 4);
-    _tile_loadd(6, b + (int64_t)k * V * W, row);
+  for (int i = 0; i < depth; i++, a += TILE_WORDS, b += TILE_WORDS, next += TILE_WORDS) {
+    _tile_loadd(4, a, 64);
+    _tile_loadd(6, b, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, a + 16 * lda + k, lda * 4);
+    prefetch_tile(next);
+    _tile_loadd(5, a + a_step, 64);
     _tile_dpbf16ps(1, 5, 6);
+    prefetch_tile(next + a_step);
     if constexpr (V == 2) {
-      _tile_loadd(7, b + (int64_t)k * V * W + W, row);
+      _tile_loadd(7, b + b_step, 64);
       _tile_dpbf16ps(2, 4, 7);
       _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, c, row);
-  _tile_stored(1, c + 16 * V * W, row);
+  _tile_stored(0, c, 64);
+  _tile_stored(1, c + TILE_WORDS, 64);
   if constexpr (V == 2) {
-    _tile_stored(2, c + W, row);
-    _tile_stored(3, c + 16 * V * W + W, row);
+    _tile_stored(2, c + c_step, 64);
+    _tile_stored(3, c + c_step + TILE_WORDS, 64);
   }
 }
 
+// K as [16 keys][32 elements] register images, V^T as [16 elements][16 pairs of keys].
 struct TileEngine {
   typedef Pairs Form;
   static constexpr int VECTORS = 2, STEP = 32;
+  static constexpr bool PLANES = true;
   static int cost(int depth, int vectors) { return 2 * vectors * depth; }
   static int value_depth(int keys) { return keys / 2; }
   static Sizes sizes(const pa_layer &layer) {
@@ -144,22 +163,24 @@ struct TileEngine {
       config.bytes[i] = 64;
       config.rows[i] = 16;
     }
-    _tile_loadconfig(&config);
+    load_tile_config(&config);
   }
   static void end() { _tile_release(); }
   static void stage_query(const void *from, int, uint32_t *to, int size) {
     __builtin_memcpy(to, from, 2 * size);
   }
   template <class T>
-  static void pack_key(const T *from, uint32_t *to, int size) {
-    copy_bf16(from, (uint16_t *)to, size);
+  static void pack_key(const T *from, uint32_t *k, int key, int size, const Sizes &is) {
+    uint32_t *to = k + (int64_t)(key / 16) * 16 * is.k + key % 16 * 16;
+    int d = 0;
+    for (; d + 32 <= size; d += 32, to += TILE_WORDS) copy_bf16(from + d, (uint16_t *)to, 32);
+    if (d < size) copy_bf16(from + d, (uint16_t *)to, size - d);
   }
-  // V^T, [v][pair of keys]: the pairs of 32 keys and 16 elements, turned in registers. Keys beyond
-  // the last become zero, up to a whole tile register.
+  // The pairs of 32 keys and 16 elements, turned in registers. Keys beyond the last become zero, up
+  // to a whole tile register.
   template <class T>
   static void pack_values(const char *const *rows, int64_t offset, int count, uint32_t *to, int size,
                           const Sizes &is, Ahead &ahead) {
-    const int64_t ld = is.keys / 2;
     for (int t = 0; t < count; t += 32) {
       for (int d = 0; d < size; d += W) {
         ahead(4 * W);
@@ -171,26 +192,30 @@ struct TileEngine {
           block[i] = a ? (vf)value_pair(a, b, pa_min(W, size - d)) : vf{};
         }
         transpose(block);
-        for (int i = 0; i < W; i++) write(to + (d + i) * ld + t / 2, block[i]);
+        uint32_t *tile = to + (int64_t)d * (is.keys / 2) + t / 2 * W;
+        for (int i = 0; i < W; i++) write(tile + i * W, block[i]);
       }
     }
   }
   template <int V>
   static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
-                     Ahead &ahead) {
+                     const uint32_t *then, Ahead &ahead) {
     for (int t = 0; t < keys; t += 32) {
-      tiles<V, false>(k + (int64_t)t * is.k, is.k, q, s + (int64_t)t * V * W, is.k);
+      const uint32_t *a = k + (int64_t)t * is.k, *next = t + 32 < keys ? a + 32 * is.k : then;
+      tiles<V, false>(a, 16 * is.k, q, W * is.k, s + t * W, (int64_t)is.keys * W, is.k / 16, next);
       ahead(cost(is.k, V));
     }
   }
   template <int V>
   static void output(const uint32_t *v, const float *, uint32_t *pairs, float *o, int keys,
-                     const Sizes &is, Ahead &ahead) {
-    int used = (keys + 1) / 2, depth = pa_round_up(used, 16);
-    __builtin_memset(pairs + (int64_t)used * V * W, 0, 4L * (depth - used) * V * W);
+                     const Sizes &is, const uint32_t *then, Ahead &ahead) {
+    const int used = (keys + 1) / 2, depth = pa_round_up(used, 16), half = is.keys / 2;
+    for (int i = 0; i < V; i++) {
+      __builtin_memset(pairs + ((int64_t)i * half + used) * W, 0, 4L * (depth - used) * W);
+    }
     for (int d = 0; d < is.v; d += 32) {
-      tiles<V, true>(v + (int64_t)d * (is.keys / 2), is.keys / 2, pairs, o + (int64_t)d * V * W,
-                     depth);
+      const uint32_t *a = v + (int64_t)d * half, *next = d + 32 < is.v ? a + 32 * half : then;
+      tiles<V, true>(a, 16 * half, pairs, half * W, o + d * W, (int64_t)is.v * W, depth / 16, next);
       ahead(cost(keys / 2, V));
     }
   }

@@ -1,11 +1,12 @@
 // Decode: few rows per KV head, so memory sets the pace. Included inside an anonymous namespace.
 //
 // All KV heads of a range of keys are one item: the rows of a token lie one after another, and only
-// the scores are kept. Each load of a row prefetches the same line of the row that is read one
-// visit later, so that the memory is never idle while there is arithmetic to do.
+// the scores are kept. Each load of a row prefetches the same line of the row that is read a few
+// visits later, so that the memory is never idle while there is arithmetic to do.
 
 constexpr int DOT_ROWS = W < 8 ? W : 8;  // rows per KV head at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
+constexpr int DISTANCE = 4096;           // bytes that are asked for ahead of their use
 
 // Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
 template <class T, int ROWS>
@@ -62,6 +63,31 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, const cha
     for (int c = 0; c < C; c++) write(o + r * ldo + c * W, acc[r][c]);
   }
 }
+
+// The visits to keys, in their order: KEYS tokens of one head, then the next head, then the next tokens.
+// `at` and `offset` are those of the visit that is asked for now.
+template <int KEYS>
+struct KeysAhead {
+  const char *const *first, *const *at, *const *values;
+  int64_t base, head_stride, value_base, offset;
+  int heads, count, head = 0, token = 0;
+
+  KeysAhead(const char *const *keys, const char *const *values, int64_t base, int64_t head_stride,
+            int64_t value_base, int heads, int count, int visits)
+      : first(keys), at(keys), values(values), base(base), head_stride(head_stride),
+        value_base(value_base), offset(base), heads(heads), count(count) {
+    for (int i = 0; i < visits; i++) next();
+  }
+  void next() {
+    if (++head == heads) {
+      head = 0;
+      token += KEYS;
+    }
+    const bool over = token >= count;  // then come the values, of which the first lines are due anyway
+    at = over ? values : first + token;
+    offset = over ? value_base : base + head * head_stride;
+  }
+};
 
 struct DotLayout {
   int rows, lanes, ldq, ldo;  // rows per head padded to a power of two; floats of a row of q, of o
@@ -131,20 +157,18 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
   constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
   const int64_t key_base = item.head0 * source.key_head;
   const int64_t value_base = item.head0 * source.value_head;
+  // As many visits ahead as cover the memory's latency: at 5 bytes a cycle 800 cycles.
+  const int visits = pa_max(1, DISTANCE / (KEYS * size * (int)sizeof(T)));
   const bool one_row = rows == ratio && item.tokens == 1;
   int done = 0;
   Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
   while (tile.next()) {
     const int count = tile.count;
     const char *const *k = keys + done, *const *v = values + done;
+    KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, count, visits);
     for (int t = 0; t < count; t += KEYS) {
-      for (int h = 0; h < heads; h++) {
-        bool last_head = h + 1 == heads, last = last_head && t + KEYS >= count;
-        const char *const *next = last ? v : last_head ? k + t + KEYS : k + t;
-        int64_t next_offset = last        ? value_base
-                              : last_head ? key_base
-                                          : key_base + (h + 1) * source.key_head;
-        vf found = dots<T, ROWS>(k + t, next, key_base + h * source.key_head, next_offset,
+      for (int h = 0; h < heads; h++, ahead.next()) {
+        vf found = dots<T, ROWS>(k + t, ahead.at, key_base + h * source.key_head, ahead.offset,
                                  q + (int64_t)h * ROWS * is.ldq, is.ldq, size);
         float each[W];
         write(each, found);
@@ -157,7 +181,7 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
       for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(v[t] + value_base + b);
     }
     // A single query token sees every key that its item was given.
-    bool changed = softmax_tile<Floats>(s, is.lanes, is.lanes / W, count, tile.first_key, how,
+    bool changed = softmax_tile<Floats>(s, {is.lanes, W, W}, is.lanes / W, count, tile.first_key, how,
                                         lanes, !one_row, alpha, NULL);
     if (changed) {
       for (int row = 0; row < heads * ROWS; row++) {

@@ -57,7 +57,18 @@ struct KernelTable {
   int64_t (*scratch_bytes)(const pa_layer *layer, int32_t max_heads, int32_t max_rows);
   void (*run_item)(Run *run, int32_t item, char *scratch);
   void (*store)(const pa_scatter *part, int64_t first, int64_t last);
+  int64_t (*scan_scratch)(const pa_scan *scan);
+  void (*scan)(const pa_scan *scan, int64_t index, char *scratch);
 };
+
+// Channels of one item, where they have no heads; sequences of one item of a convolution.
+enum { PA_SCAN_CHANNELS = 64, PA_SCAN_SEQS = 16 };
+
+// Items of one sequence of a recurrence, of some of a convolution.
+static inline int64_t pa_scan_pieces(const pa_scan *scan) {
+  return scan->kind <= PA_MAMBA1 ? (scan->num_heads + PA_SCAN_CHANNELS - 1) / PA_SCAN_CHANNELS
+                                 : scan->num_heads;
+}
 
 // Keys of one item of the decode path at most; longer ranges are split, and the parts merged.
 // The borders depend on the sequence alone, so neither threads nor neighbours change a bit.

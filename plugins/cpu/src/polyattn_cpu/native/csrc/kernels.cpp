@@ -37,6 +37,7 @@ namespace {
 #if !defined(PA_BASE)
 #include "dot_path.h"
 #include "store.h"
+#include "scan.h"
 #endif
 
 #if defined(PA_BASE)
@@ -95,6 +96,10 @@ void run_item(Run *run, int32_t index, char *scratch) {
 void store(const pa_scatter *part, int64_t first, int64_t last) {
   PA_BASE.store(part, first, last);
 }
+int64_t scan_scratch(const pa_scan *scan) { return PA_BASE.scan_scratch(scan); }
+void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
+  PA_BASE.scan(scan, index, scratch);
+}
 #else
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t dot = dot_scratch(*layer, heads, pa_min(rows, DOT_ROWS));
@@ -132,5 +137,6 @@ void store(const pa_scatter *part, int64_t first, int64_t last) { store_tokens(p
 
 extern "C" {
 extern const KernelTable PA_TABLE;
-const KernelTable PA_TABLE = {PA_ISA, 384, dot_rows, scratch_bytes, run_item, store};
+const KernelTable PA_TABLE = {PA_ISA,   MATRIX_ROWS, dot_rows,     scratch_bytes,
+                              run_item, store,       scan_scratch, scan_item};
 }

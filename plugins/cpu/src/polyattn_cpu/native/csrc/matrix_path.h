@@ -6,16 +6,19 @@
 //
 // An operand element is 32 bits: one float32, or two bfloat16 that follow one another in the sum.
 //   Q  [k][lane]      per panel; k counts elements of the head size
-//   K  [key][k]
+//   K  as the engine's product over k wants it
 //   P  [key or pair][lane]
 //   V  as the engine's product over keys wants it
 //   O  [v][lane]      per panel, float32
+// An engine whose panels are `PLANES` has [vector][...][W lanes] in place of [...][lane].
 
 constexpr int MATRIX_TILE = 128;  // keys of a tile
 #if defined(__AVX512F__)
 constexpr int BLOCK = 8;  // rows of a micro kernel: 24 accumulators of 32 registers
+constexpr int MATRIX_ROWS = 768;  // of an item, which share the conversion of keys and values
 #else
 constexpr int BLOCK = 4;  // 12 of 16
+constexpr int MATRIX_ROWS = 384;
 #endif
 static_assert(BLOCK <= W, "values are packed a vector at a time");
 
@@ -56,6 +59,7 @@ struct MulFloat {
 struct FloatEngine {
   typedef Floats Form;
   static constexpr int VECTORS = 3, STEP = BLOCK;  // of a panel; rows of a product's step
+  static constexpr bool PLANES = false;
   // Cycles of a step whose sum has `depth` elements, about.
   static int cost(int depth, int vectors) { return 4 * vectors * depth; }
   static int value_depth(int keys) { return keys; }
@@ -68,8 +72,8 @@ struct FloatEngine {
     widen_any(from, dtype, (float *)to, size);
   }
   template <class T>
-  static void pack_key(const T *from, uint32_t *to, int size) {
-    widen(from, (float *)to, size);
+  static void pack_key(const T *from, uint32_t *k, int key, int size, const Sizes &is) {
+    widen(from, (float *)k + (int64_t)key * is.k, size);
   }
   // V in panels [v / BLOCK][key][BLOCK], so that one micro kernel reads one run of memory.
   template <class T>
@@ -91,7 +95,7 @@ struct FloatEngine {
   }
   template <int V>
   static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
-                     Ahead &ahead) {
+                     const uint32_t *, Ahead &ahead) {
     for (int t = 0; t < keys; t += BLOCK) {
       micro<MulFloat, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
       ahead(cost(is.k, V));
@@ -99,7 +103,7 @@ struct FloatEngine {
   }
   template <int V>
   static void output(const uint32_t *v, const float *s, const uint32_t *, float *o, int keys,
-                     const Sizes &is, Ahead &ahead) {
+                     const Sizes &is, const uint32_t *, Ahead &ahead) {
     for (int d = 0; d < is.v; d += BLOCK) {
       micro<MulFloat, V, true>(v + (int64_t)d * is.keys, 1, BLOCK, (const uint32_t *)s,
                                o + (int64_t)d * V * W, keys);
@@ -162,14 +166,18 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
 
   uint32_t *q_of(int panel) const { return q + (int64_t)panel * Engine::VECTORS * W * is.k; }
   float *o_of(int panel) const { return o + (int64_t)panel * Engine::VECTORS * W * is.v; }
+  // Of a panel's matrix with `vectors` of lanes: elements to the next row, and from W lanes to the next.
+  static int row_of(int vectors) { return Engine::PLANES ? W : vectors * W; }
+  static int64_t step_of(int rows) { return Engine::PLANES ? (int64_t)rows * W : W; }
 
   PA_NOINLINE void take_queries() {
     const int ratio = layer.num_heads / layer.num_kv_heads;
     const int64_t first = run->plan->query_starts[item.seq] + item.token0;
     __builtin_memset(stage, 0, 4L * W * is.k);
     for (int row0 = 0; row0 < panels.rows; row0 += W) {
-      int panel = row0 / (Engine::VECTORS * W), ld = panels.vectors(panel, Engine::VECTORS) * W;
-      int in_panel = row0 % (Engine::VECTORS * W), count = pa_min(W, panels.rows - row0);
+      int panel = row0 / (Engine::VECTORS * W), ld = row_of(panels.vectors(panel, Engine::VECTORS));
+      int vector = row0 / W % Engine::VECTORS, count = pa_min(W, panels.rows - row0);
+      uint32_t *to = q_of(panel) + vector * step_of(is.k);
       for (int r = 0; r < count; r++) {
         int token = (row0 + r) / ratio, head = item.head0 * ratio + (row0 + r) % ratio;
         int64_t at = (first + token) * run->t.query_token + head * run->t.query_head;
@@ -183,7 +191,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
           block[r] = r < count ? read<vf>(stage + (int64_t)r * is.k + d) : vf{};
         }
         transpose(block);
-        for (int i = 0; i < W; i++) write(q_of(panel) + (int64_t)(d + i) * ld + in_panel, block[i]);
+        for (int i = 0; i < W; i++) write(to + (int64_t)(d + i) * ld, block[i]);
       }
     }
   }
@@ -194,7 +202,7 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
     for (int i = 0; i < V; i++) by[i] = loadf(alpha + i * W);
     for (int d = 0; d < is.v; d++) {
       for (int i = 0; i < V; i++) {
-        float *at = out + (int64_t)d * V * W + i * W;
+        float *at = out + (int64_t)d * row_of(V) + i * step_of(is.v);
         write(at, loadf(at) * by[i]);
       }
     }
@@ -204,12 +212,13 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
   template <int V>
   PA_NOINLINE void attend(int panel, int first_key, int keys, bool masked, Ahead &ahead) {
     float *out = o_of(panel);
-    Engine::template scores<V>(k, q_of(panel), s, keys, is, ahead);
+    const Grid grid = {row_of(V), step_of(is.keys), step_of(is.keys / 2)};
+    Engine::template scores<V>(k, q_of(panel), s, keys, is, v, ahead);
     bool changed = softmax_tile<typename Engine::Form>(
-        s, V * W, V, keys, first_key, how, lanes_from(lanes, panel * Engine::VECTORS * W), masked,
+        s, grid, V, keys, first_key, how, lanes_from(lanes, panel * Engine::VECTORS * W), masked,
         alpha, pairs);
     if (changed) rescale<V>(out);
-    Engine::template output<V>(v, s, pairs, out, keys, is, ahead);
+    Engine::template output<V>(v, s, pairs, out, keys, is, k, ahead);
   }
 
   // Cycles that a tile of `count` keys takes, about: in the units of what `Ahead` is told.
@@ -241,9 +250,8 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
   PA_NOINLINE void put_outputs() {
     float *rows = (float *)stage;
     for (int row0 = 0; row0 < panels.rows; row0 += W) {
-      int panel = row0 / (Engine::VECTORS * W), ld = panels.vectors(panel, Engine::VECTORS) * W;
-      const float *from = o_of(panel);
-      turn_rows(from + row0 % (Engine::VECTORS * W), ld, rows);
+      int panel = row0 / (Engine::VECTORS * W), ld = row_of(panels.vectors(panel, Engine::VECTORS));
+      turn_rows(o_of(panel) + row0 / W % Engine::VECTORS * step_of(is.v), ld, rows);
       for (int r = 0; r < W && row0 + r < panels.rows; r++) {
         leave(run, item, 0, row0 + r, rows + (int64_t)r * is.v, lanes.m[row0 + r], lanes.l[row0 + r]);
       }
@@ -276,8 +284,8 @@ static void matrix_item(Run *run, const Item &item, char *scratch) {
     const Tiles &tile = walk.tile;
     for (int t = 0; t < tile.count; t++) {
       ahead(is.k / 8);
-      Engine::pack_key((const T *)(walk.keys[t] + ahead.key_offset), matrix.k + (int64_t)t * is.k,
-                       layer.head_size);
+      Engine::pack_key((const T *)(walk.keys[t] + ahead.key_offset), matrix.k, t, layer.head_size,
+                       is);
     }
     Engine::template pack_values<T>(walk.values, ahead.value_offset, tile.count, matrix.v,
                                     layer.v_head_size, is, ahead);

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 2  // library.py refuses a library of another number
+#define PA_ABI 3  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -91,6 +91,39 @@ typedef struct {
 // Returns 0, or 1 + the index of the first slot that points outside the cache (nothing is written).
 PA_EXPORT int64_t pa_store(const char *isa, const pa_scatter *parts, int32_t count,
                            int32_t threads);
+
+enum pa_scan_kind {
+  PA_SHORT_CONV, PA_MAMBA1, PA_MAMBA2, PA_LINEAR, PA_GDN, PA_KDA, PA_RWKV7
+};
+
+// (num_tokens, heads, size), or (num_tokens, heads): strides in elements, the last one 1.
+typedef struct {
+  const void *data;
+  int64_t token, head;
+  int64_t dtype;
+} pa_rows;
+
+// A step of a recurrence. A slot of `states`, float32, is (num_heads, rows, columns): key and value size,
+// for Mamba-2 head and state size; for Mamba-1 (num_heads, columns); for a convolution likewise, the
+// last inputs, in `state_dtype`. Inputs as the layer's form orders them, parameters float32:
+// Mamba A, D or NULL, dt_bias or NULL; linear attention decay; a convolution weight, bias or NULL.
+typedef struct {
+  int64_t kind, dtype, state_dtype;
+  int64_t num_seqs, num_heads, num_groups, rows, columns;
+  const int32_t *starts;   // num_seqs + 1
+  const int64_t *slots;    // num_seqs; -1: a padding row
+  const uint8_t *fresh;    // num_seqs: it begins from zero
+  pa_rows inputs[6];
+  const float *params[3];
+  void *states, *out;      // out: contiguous, of `dtype`
+  int64_t num_slots, state_slot;  // elements of a slot
+  int32_t softplus, unit_keys, silu;
+  float scale;
+} pa_scan;
+
+// Returns 0; -1 where memory is short, -2 for an unknown instruction set; or 1 + the index of the first
+// slot that is out of range (nothing is written).
+PA_EXPORT int64_t pa_scan_step(const char *isa, const pa_scan *scan, int32_t threads);
 
 #ifdef __cplusplus
 }

@@ -118,19 +118,27 @@ struct Pairs {
 };
 #endif
 
+// Where the scores and the weights of a tile's vectors of rows lie: a key is `ld` on, the next vector
+// `step` and, of pairs of keys, `pair_step`.
+struct Grid {
+  int ld;
+  int64_t step, pair_step;
+};
+
 // One tile of `vectors` * W rows: scores to weights, m and l brought up to date, and `alpha`, by
 // which what was summed before shrinks. Returns whether any alpha isn't 1. The maximum follows only
 // where it grows by 2^8: what is summed stays far from overflow, and rescaling is rare.
 template <class Form>
-PA_NOINLINE bool softmax_tile(float *s, int ld, int vectors, int keys, int first_key,
+PA_NOINLINE bool softmax_tile(float *s, const Grid &grid, int vectors, int keys, int first_key,
                             const Logits &how, const Lanes &rows, bool masked, float *alpha,
                             uint32_t *pairs) {
   const bool extras = how.alibi || how.cap != 0, plain = !extras && !masked && how.scale > 0;
   const vf scale = splat(plain ? how.scale : 1.0f);
+  const int ld = grid.ld;
   bool changed = false;
   for (int v = 0; v < vectors; v++) {
-    float *at = s + v * W;
-    uint32_t *to = pairs + v * W;
+    float *at = s + v * grid.step;
+    uint32_t *to = pairs + v * grid.pair_step;
     Lanes lane = lanes_from(rows, v * W);
     vf best = plain    ? largest(at, ld, keys) * scale
               : extras ? to_logits<true>(at, ld, keys, first_key, how, lane, masked)

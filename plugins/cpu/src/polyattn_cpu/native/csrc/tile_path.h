@@ -161,7 +161,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
       config.bytes[i] = (uint16_t)(columns ? 4 * is.rows : 64);
       config.rows[i] = (uint8_t)(lines ? is.rows : 16);
     }
-    _tile_loadconfig(&config);
+    load_tile_config(&config);
   }
 
   // Q as [unit][pair of k][row].
@@ -410,9 +410,9 @@ static void tile_item(Run *run, const Item &item, char *scratch) {
   while (walk.step([&](int keys) { return tile.cost_of(keys); })) {
     tile.look_at(walk.keys, walk.tile.count);
     tile.score_tile(walk, walk.ahead);
-    bool changed = softmax_tile<Pairs>(tile.s, tile.is.lanes, tile.is.lanes / W, walk.tile.count,
-                                       walk.tile.first_key, tile.how, tile.lanes, masked, tile.alpha,
-                                       tile.pairs);
+    bool changed = softmax_tile<Pairs>(tile.s, {tile.is.lanes, W, W}, tile.is.lanes / W,
+                                       walk.tile.count, walk.tile.first_key, tile.how, tile.lanes,
+                                       masked, tile.alpha, tile.pairs);
     if (changed) tile.rescale();
     tile.weigh_tile(walk, walk.ahead);
   }

@@ -1,0 +1,393 @@
+"""Does this machine meet each bar of the native CPU kernels? Every instruction set, in one visit.
+
+python benchmarks/cpu_bars.py [--seconds N] [--sets amx,avx512] [--only share,two] [--out FILE.json]
+
+Builds the library where it isn't built. Each instruction set has a process of its own, in which torch
+is held to it, too (`ONEDNN_MAX_CPU_ISA`), on two cores of its own; where there are 16 cores or more
+they run side by side. One thread's figures are its processor time, two threads' wall time; what is
+compared takes turns, and the least of many counts. `--seconds` bounds each case. A section that
+fails says so and leaves the others; a line that says `no` misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from polyattn.kernel import RecurrentSpec
+
+ONEDNN = {
+    "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
+}  # fmt: skip
+SCANS: dict[str, tuple[int, dict[str, Any], float | None]] = {
+    "Mamba-2 decode 8 seqs": (8, {
+        "kind": "mamba2", "num_heads": 128, "num_kv_heads": 8, "head_size": 64,
+        "recurrent": RecurrentSpec(state_size=128), "dtype": "bfloat16",
+    }, 0.6),
+    "gated delta rule decode 16 seqs": (16, {
+        "kind": "gdn", "num_heads": 32, "num_kv_heads": 16, "head_size": 128,
+        "recurrent": RecurrentSpec(state_size=128, qk_norm=True), "dtype": "bfloat16",
+    }, None),
+    "short convolution decode 128 seqs": (128, {
+        "kind": "short_conv", "num_heads": 8192, "head_size": 1,
+        "recurrent": RecurrentSpec(conv_width=4, activation="silu"), "dtype": "bfloat16",
+    }, None),
+}  # fmt: skip
+"""Sequences, the layer and its bar."""
+SECTIONS = ("share", "store", "two", "busy", "tiny", "overhead", "scan")
+Calls = dict[str, Callable[[], object]]
+Row = dict[str, Any]
+
+
+def least(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str, float]:
+    """Return each call's least seconds; the calls take turns, at least four rounds of them."""
+    best = dict.fromkeys(calls, float("inf"))
+    until, rounds = time.perf_counter() + seconds, 0
+    while rounds < 4 or time.perf_counter() < until:
+        for name, call in calls.items():
+            started = clock()
+            call()
+            best[name] = min(best[name], clock() - started)
+        rounds += 1
+    return best
+
+
+class Visit:
+    """One instruction set's sections. Built in the child process, where torch may be imported."""
+
+    def __init__(self, isa: str, seconds: float):
+        import cpu_native
+        import torch
+
+        torch.manual_seed(0)
+        torch.set_num_threads(1)
+        self.isa, self.seconds, self.native, self.torch = isa, seconds, cpu_native, torch
+        self.rows: list[Row] = []
+
+    def row(
+        self, what: str, value: float, unit: str, bar: float | None = None, **more: float
+    ) -> None:
+        """Keep and print one figure; `bar` is the least it may be, or, negative, the most."""
+        met = None if bar is None else (value >= bar if bar >= 0 else value <= -bar)
+        self.rows.append({"isa": self.isa, "what": what, "value": value, "unit": unit, "bar": bar,
+                          "met": met, **more})  # fmt: skip
+        said = (
+            ""
+            if bar is None
+            else f"  {'yes' if met else 'no '} ({'>=' if bar >= 0 else '<='} {abs(bar):g})"
+        )
+        rest = " ".join(f"{k}={v:.4g}" for k, v in more.items())
+        print(f"{self.isa:12} {what:44} {value:8.3g} {unit:9}{said}  {rest}", flush=True)
+
+    def share(self) -> None:
+        """Each case beside what this process reads and multiplies in the same rounds."""
+        for name in self.native.CASES:
+            case, bounds = self.case(name), self.limits()
+            calls = {"native": case.call(self.native.NativeAttention)}
+            calls |= {key: call for key, (call, _) in bounds.items()}
+            best = least(calls, self.seconds, time.thread_time)
+            took = best["native"]
+            rate = {key: amount / best[key] for key, (_, amount) in bounds.items()}
+            what, bar = self.bar_of(name)
+            amount = case.bytes if what == "read" else case.flops
+            self.row(
+                name, amount / took / rate[what], f"of {what}", bar, ms=took * 1e3,
+                gb_s=case.bytes / took / 1e9, gflops=case.flops / took / 1e9,
+                **{key.replace(" ", "_"): speed / 1e9 for key, speed in rate.items()},
+            )  # fmt: skip
+
+    def limits(self) -> dict[str, tuple[Callable[[], object], float]]:
+        """Return what torch does at best; not what it emulates, which takes most of a minute."""
+        fast = self.isa in ("amx", "avx512_bf16")
+        return {k: v for k, v in self.native.limits().items() if fast or k != "mm bf16"}
+
+    def case(self, name: str) -> Any:
+        return self.native.Case(*self.native.CASES[name])
+
+    def bar_of(self, name: str) -> tuple[str, float | None]:
+        """Return the limit that a case is held against, and the share of it that is asked for."""
+        known = self.isa in ("amx", "avx512_bf16", "avx512")  # the bars speak of these
+        fast = self.isa in ("amx", "avx512_bf16") and "bf16" in name
+        if name.startswith(("prefill", "chunk")):
+            bar: float | None = 0.8 if "fp32" in name else 0.6 if fast else 0.85
+            return "mm bf16" if fast else "mm fp32", bar if known and "4x512" not in name else None
+        if "MQA" in name:
+            return "mm fp32", 0.55 if known else None
+        if not known or any(part in name for part in ("64/8", "e4m3", "int8", "4/2x32")):
+            return "read", None
+        return "read", 0.6 if "MLA" in name else 0.75
+
+    def store(self) -> None:
+        """Decode over each storage, alternating: what 8 bits are worth."""
+        names = [f"decode 8x2048 {s}" for s in ("bf16", "fp16", "fp32", "e4m3", "int8")]
+        calls = {n: self.case(n).call(self.native.NativeAttention) for n in names}
+        best = least(calls, 2 * self.seconds, time.thread_time)
+        base = best[names[0]]
+        for name, bar in zip(names[1:], (None, None, 1.0, 1.3), strict=True):
+            self.row(f"{name}: bf16's time / its", base / best[name], "x", bar)
+
+    @contextmanager
+    def threads(self, count: int) -> Iterator[None]:
+        self.torch.set_num_threads(count)
+        try:
+            yield
+        finally:
+            self.torch.set_num_threads(1)
+
+    def two(self) -> None:
+        """Wall time of two threads beside two threads' limits."""
+        with self.threads(2):
+            for name in ("decode 8x2048 bf16", "decode 1x8192 bf16", "decode 8x2048 fp32",
+                         "prefill 1x2048 bf16", "prefill 1x2048 fp32"):  # fmt: skip
+                case, bounds = self.case(name), self.limits()
+                calls = {"native": case.call(self.native.NativeAttention)}
+                calls |= {key: call for key, (call, _) in bounds.items()}
+                best = least(calls, self.seconds, time.perf_counter)
+                what, bar = self.bar_of(name)
+                amount = case.bytes if what == "read" else case.flops
+                share = amount / best["native"] / (bounds[what][1] / best[what])
+                self.row(f"{name}, 2 threads", share, f"of {what}", bar, ms=best["native"] * 1e3)
+
+    def busy(self) -> None:
+        """Decode on two cores alone, then beside four processes that never rest on them."""
+        with self.threads(2):
+            for backend, bar in (
+                (self.native.NativeAttention, -6.0),
+                (self.native.TorchSDPA, None),
+            ):
+                call = self.case("decode 8x2048 bf16").call(backend)
+                alone = self._median(call)
+                others = [
+                    subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)
+                ]
+                try:
+                    time.sleep(0.3)
+                    loaded = self._median(call)
+                finally:
+                    for other in others:
+                        other.kill()
+                        other.wait()
+                name = backend.name
+                self.row(f"{name} decode 8x2048 beside four, median", loaded / alone, "x alone", bar,
+                         alone_ms=alone * 1e3, loaded_ms=loaded * 1e3)  # fmt: skip
+
+    def _median(self, call: Callable[[], object]) -> float:
+        import statistics
+
+        taken, until = [], time.perf_counter() + self.seconds
+        while len(taken) < 9 or time.perf_counter() < until:
+            started = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - started)
+        return statistics.median(taken)
+
+    def tiny(self) -> None:
+        """Eight tiny sequences beside one batched call of torch's over contiguous tensors."""
+        from torch.nn.functional import scaled_dot_product_attention
+
+        case = self.case("decode 8x64 4/2x32 fp32")
+        query, key, value = (
+            self.torch.randn(8, heads, rows, 32) for heads, rows in ((4, 1), (2, 64), (2, 64))
+        )
+        calls: Calls = {
+            "native": case.call(self.native.NativeAttention),
+            "torch": lambda: scaled_dot_product_attention(query, key, value, enable_gqa=True),
+        }
+        repeated = {n: (lambda c=c: [c() for _ in range(20)]) for n, c in calls.items()}
+        best = least(repeated, self.seconds, time.thread_time)
+        self.row("8 tiny sequences / one batched SDPA", best["native"] / best["torch"], "x", -1.5,
+                 us=best["native"] / 20 * 1e6, torch_us=best["torch"] / 20 * 1e6)  # fmt: skip
+
+    def overhead(self) -> None:
+        """A call with one key: the backend's, and a whole layer's beside one that does nothing."""
+        from polyattn import Attention, Batch, LayerSpec, select
+        from polyattn.kernel import KVCache
+        from polyattn_cpu.native.backends import NativeAttention, NativeStore
+
+        spec, torch = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32), self.torch
+        small = self.native.Case({"num_heads": 4, "num_kv_heads": 2, "head_size": 32}, [1], [1])
+        query, key, value = (torch.randn(1, h, 32).bfloat16() for h in (4, 2, 2))
+
+        def layer() -> Callable[[], object]:
+            made = Attention(select(spec, "cpu"))
+            cache = KVCache(*torch.zeros(2, 4, 16, 2, 32, dtype=torch.bfloat16))
+            batch = Batch([0, 1], [1], torch.zeros(1, 1, dtype=torch.int32),
+                          slot_mapping=torch.zeros(1, dtype=torch.int64))  # fmt: skip
+            plan, out = made.plan(batch), torch.empty(1, 4, 32, dtype=torch.bfloat16)
+            return lambda: made(query, key, value, cache, plan, out=out)
+
+        def nothing(self: object, *rest: object) -> None: ...
+
+        call, attend, store = layer(), NativeAttention.run, NativeStore.run
+
+        def with_runs(
+            attends: Any, stores: Any, call: Callable[[], object]
+        ) -> Callable[[], object]:
+            def repeat() -> None:
+                NativeAttention.run, NativeStore.run = attends, stores  # type: ignore[method-assign]
+                for _ in range(100):
+                    call()
+                NativeAttention.run, NativeStore.run = attend, store  # type: ignore[method-assign]
+
+            return repeat
+
+        calls = {
+            "backend": with_runs(attend, store, small.call(NativeAttention)),
+            "whole": with_runs(attend, store, call),
+            "without attending": with_runs(nothing, store, call),
+            "its own": with_runs(nothing, nothing, call),
+        }
+        best = {n: t / 100 * 1e6 for n, t in least(calls, self.seconds, time.thread_time).items()}
+        self.row("one key, the backend's call", best["backend"], "us", -5.0)
+        self.row("a layer's call of one key, attending's part", best["whole"] - best["without attending"],
+                 "us", -3.0, whole=best["whole"])  # fmt: skip
+        self.row("a layer's call of one key, storing's part",
+                 best["without attending"] - best["its own"], "us", own=best["its own"])  # fmt: skip
+
+    def scan(self) -> None:
+        """A step of recurrent layers: bytes of the states, read and written, beside reading."""
+        from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
+        from polyattn.families.recurrent.inputs import (
+            recurrent_inputs,
+            recurrent_params,
+            recurrent_state,
+        )
+
+        memory, one = self.torch.ones(16 << 20), self.torch.Generator().manual_seed(0)
+        for name, (seqs, fields, bar) in SCANS.items():
+            spec = LayerSpec(**fields)
+            for backend in ("NATIVE_SCAN", "TORCH_SCAN"):
+                try:
+                    group = LayerGroup(select(spec, "cpu", backend=backend))
+                except ValueError as error:
+                    print(
+                        f"{self.isa:12} {name} {backend}: {str(error).splitlines()[0]}", flush=True
+                    )
+                    continue
+                layer = Recurrent(group, **recurrent_params(spec, one))
+                states = group.allocate_states(seqs)
+                states.data.copy_(recurrent_state(spec, tuple(states.data.shape), one))
+                inputs = recurrent_inputs(spec, seqs, one)
+                batch = Batch(
+                    [*range(seqs + 1)], [100] * seqs, state_slots=self.torch.randperm(seqs)
+                )
+                plan, amount = group.plan(batch), 2 * states.data.numel() * states.data.itemsize
+                calls: Calls = {
+                    "scan": lambda: layer(*inputs, states=states, plan=plan),  # noqa: B023
+                    "read": lambda: memory.sum(),
+                }
+                best = least(calls, self.seconds, time.thread_time)
+                share = amount / best["scan"] / (64 * 2**20 / best["read"])
+                asked = bar if backend == "NATIVE_SCAN" else None
+                self.row(f"{name} {backend}", share, "of read", asked, ms=best["scan"] * 1e3)
+
+
+def child(isa: str, seconds: float, sections: list[str], out: Path) -> None:
+    visit = Visit(isa, seconds)
+    for name in sections:
+        try:
+            getattr(visit, name)()
+        except Exception as error:
+            visit.rows.append(
+                {"isa": isa, "what": name, "failed": f"{type(error).__name__}: {error}"}
+            )
+            print(f"{isa:12} {name} failed: {type(error).__name__}: {error}", flush=True)
+        out.write_text(json.dumps(visit.rows))
+
+
+def whole_cores() -> list[int]:
+    """Return one processor number of each core."""
+    found: dict[str, int] = {}
+    for number in sorted(os.sched_getaffinity(0)):
+        path = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        found.setdefault(path.read_text() if path.exists() else str(number), number)
+    return list(found.values())
+
+
+def machine() -> Row:
+    """Say what this is measured on."""
+    import torch
+    from polyattn_cpu.native import build, library
+
+    text = Path("/proc/cpuinfo").read_text()
+    fields = dict(line.split(":", 1) for line in text.split("\n\n")[0].splitlines() if ":" in line)
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    shown = ("avx", "amx", "fma", "f16c")
+    return {
+        "processor": fields.get("model name", platform.processor()),
+        "family/model/stepping": [fields.get(k, "?") for k in ("cpu family", "model", "stepping")],
+        "flags": [f for f in fields.get("flags", "").split() if f.startswith(shown)],
+        "processors": os.cpu_count(), "cores": len(whole_cores()), "load": os.getloadavg(),
+        "torch": torch.__version__, "python": platform.python_version(),
+        "compiler": subprocess.run([*build.compiler(), "--version"], capture_output=True, text=True)
+        .stdout.splitlines()[0],
+        "instruction sets": library.isas(), "command": " ".join(sys.argv),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--sets", default="amx,avx512_bf16,avx512,avx2")
+    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--out", type=Path, default=Path("cpu_bars.json"))
+    parser.add_argument("--child")
+    chosen = parser.parse_args()
+    sections = chosen.only.split(",")
+    if chosen.child:
+        child(chosen.child, chosen.seconds, sections, chosen.out)
+    else:
+        parent(chosen, sections)
+
+
+def parent(chosen: argparse.Namespace, sections: list[str]) -> None:
+    """Build, start a process for each instruction set, gather and judge."""
+    from polyattn_cpu.native import build, library
+
+    if not build.build_or_say():
+        sys.exit("no native library: see above")
+    about = machine()
+    print(json.dumps(about), flush=True)
+    cores, running, rows = whole_cores(), [], []
+    sets = [isa for isa in chosen.sets.split(",") if isa in library.isas()]
+    apart = len(cores) >= 16
+    for place, isa in enumerate(sets):
+        out = chosen.out.with_suffix(f".{isa}.json")
+        mine = cores[4 * place : 4 * place + 2] if apart else cores[:2]
+        # What only the best set is asked for: the rest of the time goes to the shares.
+        some = sections if isa == sets[0] else [s for s in sections if s in ("share", "store")]
+        command = [sys.executable, __file__, "--child", isa, "--seconds", str(chosen.seconds),
+                   "--only", ",".join(some), "--out", str(out)]  # fmt: skip
+        env = os.environ | {
+            "POLYATTN_CPU_ISA": isa, "ONEDNN_MAX_CPU_ISA": ONEDNN.get(isa, "ALL"),
+            "OMP_NUM_THREADS": "2",
+        }  # fmt: skip
+        if some:
+            found = subprocess.Popen(["taskset", "-c", ",".join(map(str, mine)), *command], env=env)
+            running.append((isa, found, out))
+            if not apart:
+                found.wait()
+    for isa, found, out in running:
+        found.wait()
+        rows += (
+            json.loads(out.read_text()) if out.exists() else [{"isa": isa, "failed": "all of it"}]
+        )
+        out.unlink(missing_ok=True)
+    chosen.out.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    missed = [r for r in rows if r.get("met") is False or "failed" in r]
+    print(f"\n{sum(r.get('met') is True for r in rows)} bars met, {len(missed)} missed or failed:")
+    for r in missed:
+        print(f"  {r['isa']:12} {r.get('what', '')}: {r.get('failed') or round(r['value'], 3)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Recurrences by the native kernels: a plan per step, a call per layer."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from polyattn.kernel import AttentionKind, Batch, BatchError, LayerSpec, Plan, RecurrentBackend
+from torch import Tensor
+
+from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES
+from polyattn_cpu.native.library import NativeError, isa, load
+
+KINDS = {
+    AttentionKind.SHORT_CONV: 0,
+    AttentionKind.MAMBA1: 1,
+    AttentionKind.MAMBA2: 2,
+    AttentionKind.LINEAR: 3,
+    AttentionKind.GDN: 4,
+    AttentionKind.KDA: 5,
+    AttentionKind.RWKV7: 6,
+}
+"""`pa_scan_kind` of each."""
+
+PARAMS = {
+    AttentionKind.SHORT_CONV: ("weight", "bias"),
+    AttentionKind.MAMBA1: ("A", "D", "dt_bias"),
+    AttentionKind.MAMBA2: ("A", "D", "dt_bias"),
+    AttentionKind.LINEAR: ("decay",),
+}
+"""Parameters in the order in which `pa_scan` takes them."""
+
+_HEAD = struct.Struct("@3q5q3P")
+_ROWS = struct.Struct("@P3q")
+_TAIL = struct.Struct("@3P2P2q3if")
+_NO_ROWS = _ROWS.pack(0, 0, 0, 0)
+
+
+class ScanPlan(Plan):
+    """Each sequence's rows, slot and whether it starts fresh, as the kernels read them."""
+
+    __slots__ = ("fresh", "slots", "starts")
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        assert batch.state_slots is not None
+        self.starts = torch.tensor(batch.starts, dtype=torch.int32)
+        self.slots = batch.state_slots.to(torch.int64).contiguous()
+        fresh = [n == q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
+        self.fresh = torch.tensor(fresh, dtype=torch.uint8)
+
+
+class NativeScan(RecurrentBackend):
+    """A token after another, a piece of a head's state in the cache: prefill and decode alike."""
+
+    name: ClassVar[str] = "NATIVE_SCAN"
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
+        return ScanPlan(batch)
+
+    def run(
+        self,
+        plan: Plan,
+        inputs: Mapping[str, Tensor],
+        params: Mapping[str, Tensor],
+        states: Tensor,
+        out: Tensor,
+    ) -> None:
+        assert isinstance(plan, ScanPlan)
+        spec = self.spec
+        given = [t if t.stride(-1) == 1 else t.contiguous() for t in inputs.values()]
+        rows = b"".join(map(_rows, given)) + _NO_ROWS * (6 - len(given))
+        weights = [params.get(name) for name in PARAMS.get(spec.kind, ())]
+        whole = [None if weight is None else weight.contiguous() for weight in weights]
+        pointers = [0 if weight is None else weight.data_ptr() for weight in whole]
+        form = spec.recurrent
+        assert form is not None
+        packed = (
+            _HEAD.pack(
+                KINDS[spec.kind], DTYPES[spec.dtype], TORCH_DTYPES[states.dtype],
+                len(plan.slots), *_sizes(spec, states),
+                plan.starts.data_ptr(), plan.slots.data_ptr(), plan.fresh.data_ptr(),
+            )
+            + rows
+            + _TAIL.pack(
+                *pointers, *[0] * (3 - len(pointers)), states.data_ptr(), out.data_ptr(),
+                states.shape[0], states.stride(0),
+                form.dt_softplus, form.qk_norm, form.activation == "silu", spec.scale,
+            )
+        )  # fmt: skip
+        failed = load().pa_scan_step(isa().encode(), packed, torch.get_num_threads())
+        if failed > 0:
+            raise BatchError(
+                f"state_slots[{failed - 1}]={int(plan.slots[failed - 1])} is out of range: there are "
+                f"{states.shape[0]} slots, and -1 is a padding row"
+            )
+        if failed:
+            raise NativeError(f"NATIVE_SCAN by {isa()}: out of memory for its scratch")
+
+
+def _rows(tensor: Tensor) -> bytes:
+    """Return `pa_rows` of (tokens, heads, size) or (tokens, heads)."""
+    return _ROWS.pack(
+        tensor.data_ptr(), tensor.stride(0), tensor.stride(1), TORCH_DTYPES[tensor.dtype]
+    )
+
+
+def _sizes(spec: LayerSpec, states: Tensor) -> tuple[int, int, int, int]:
+    """Return heads, groups, and rows and columns of a head's state."""
+    heads, groups = spec.num_heads, spec.num_kv_heads
+    rows = states.shape[2] if states.dim() == 4 else 1
+    return heads, groups, rows, states.shape[-1]
