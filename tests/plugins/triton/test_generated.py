@@ -63,6 +63,32 @@ def apart(script: str, *words: str, **variables: str) -> str:
     return ran.stdout
 
 
+KEYS = """
+import sys
+from polyattn_triton.decode import decode_kernel
+from polyattn_triton.launch import settle
+from polyattn_triton.mla_kernels import mla_kernel
+from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.tile_lists import list_kernel
+kernels = [decode_kernel, list_kernel, mla_kernel, prefill_kernel]
+for kernel in kernels[::int(sys.argv[1])]:
+    settle(kernel)
+print([kernel.cache_key for kernel in kernels])
+"""
+
+
+def test_a_kernel_s_key_depends_on_no_order(tmp_path: Path) -> None:
+    """Else what one process has compiled, another that begins with another kernel compiles again."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True, timeout=120,
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        ).stdout
+        for order in ("1", "-1")
+    ]  # fmt: skip
+    assert told[0] == told[1] and len(told[0]) > 200
+
+
 @pytest.mark.slow
 def test_no_step_compiles_what_the_group_did_not(tmp_path: Path) -> None:
     told = apart("interpreted_warm_up.py", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))

@@ -164,9 +164,12 @@ class FlashInferAttention(AttentionBackend):
         assert cache is not None
         kind = "short" if batch.max_query_len <= SHORT else "paged"
         indptr, indices, last = page_lists(batch, cache.block_size)
+        starts = torch.tensor(batch.starts, dtype=torch.int32)
+        if masked:  # which it packs on the device
+            starts, indptr, last = (t.to(self.torch_device) for t in (starts, indptr, last))
         plan.lease = self.pool.lease(plan, kind)
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
+            starts, indptr, indices, last, spec.num_heads,
             spec.num_kv_heads, spec.head_size, cache.block_size,
             causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
@@ -184,9 +187,11 @@ class FlashInferAttention(AttentionBackend):
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.keys = PackedKeys(batch, self.cache)
         plan.lease = self.pool.lease(plan, "ragged")
+        place = self.torch_device if masked else torch.device("cpu")
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32),
-            torch.tensor(plan.keys.starts, dtype=torch.int32), spec.num_heads, spec.num_kv_heads,
+            torch.tensor(batch.starts, dtype=torch.int32, device=place),
+            torch.tensor(plan.keys.starts, dtype=torch.int32, device=place),
+            spec.num_heads, spec.num_kv_heads,
             spec.head_size, head_dim_vo=spec.v_head_size,
             causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip

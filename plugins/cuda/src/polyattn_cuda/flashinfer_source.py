@@ -45,26 +45,26 @@ struct PolyattnVariant : AttentionVariantBase {
   static constexpr bool use_softmax = SOFTMAX;
   uint32_t qo_len, kv_len, window_left;
   float sm_scale_log2;
-
+MEMBERS
   template <typename Params>
   __device__ __host__ PolyattnVariant(const Params& params, uint32_t batch_idx, uint8_t* smem_ptr) {
     qo_len = params.get_qo_len(batch_idx);
     kv_len = params.get_kv_len(batch_idx);
     window_left = params.window_left >= 0 ? params.window_left : kv_len;
     sm_scale_log2 = math::log2e;
-  }
+ONCE  }
 """
 FA3 = """
 struct PolyattnVariant : AttentionVariantBase {
   uint32_t qo_len, kv_len;
-
+MEMBERS
   template <typename MainloopParams, typename BlockCoord>
   __device__ __host__ PolyattnVariant(const MainloopParams& params, const BlockCoord& block_coord) {
     auto [q_tile_idx, qo_head_idx, kv_head_idx, qo_indptr, kv_indptr, queries, keys, batch_idx] =
         block_coord;
     qo_len = queries;
     kv_len = keys;
-  }
+ONCE  }
 
   template <int NUM_ROWS_PER_THREAD>
   __device__ auto GetAttentionUpdater() { return UPDATER; }
@@ -76,7 +76,6 @@ UPDATERS = {
 TRANSFORM = """
   REGISTER_LOGITS_TRANSFORM(params, logits, batch_idx, qo_idx, kv_idx, qo_head_idx, kv_head_idx, {
     const int64_t* t = reinterpret_cast<const int64_t*>(PARAMS.polyattn_inputs);
-    const int64_t b = reinterpret_cast<const int32_t*>(t[0])[batch_idx];
     const int64_t h = qo_head_idx;
     const int64_t q = int64_t(qo_idx) + int64_t(kv_len) - int64_t(qo_len);
     const int64_t k = kv_idx;
@@ -107,9 +106,11 @@ def declaration(traced: Trace, softmax: bool, kernels: str) -> str:
         head = FA2.replace("SOFTMAX", str(softmax).lower())
         lines, params = [*writer.lines(), *writer.hiding(softmax)], "params"
     body = "\n".join(f"    {line}" for line in [*lines, "return s;"])
-    transform = TRANSFORM.replace("PARAMS", params).replace("BODY", body)
+    members, once = writer.members()
+    head = head.replace("MEMBERS", members).replace("ONCE", once)
     ending = AS_IT_IS if kernels == "fa2" and not softmax else ""
-    return f"{head}{HELPERS}{transform}{ending}}};\n"
+    whole = f"{head}{HELPERS}{TRANSFORM.replace('BODY', body)}{ending}}};\n"
+    return whole.replace("PARAMS", params)
 
 
 class _Writer:
@@ -122,12 +123,31 @@ class _Writer:
         for name, declared in traced.inputs.items():
             self.first[name] = at
             at += 1 + 2 * len(declared.dims)
+        # What is one number for a sequence.
+        self.once: list[bool] = []
+        for node in self.nodes:
+            mine = node.op != "place" or node.what == "b"
+            self.once.append(mine and all(self.once[a] for a in node.args))
+
+    def members(self) -> tuple[str, str]:
+        """Return members for what is one number for a sequence, and what computes them."""
+        numbers = [i for i, once in enumerate(self.once) if once]
+        if not numbers:
+            return "", ""
+        declared = "".join(f"  {TYPES[self.nodes[i].kind]} x{i};\n" for i in numbers)
+        lines = [
+            "const int64_t* t = reinterpret_cast<const int64_t*>(PARAMS.polyattn_inputs);",
+            "const int64_t b = reinterpret_cast<const int32_t*>(t[0])[batch_idx];",
+            *(f"x{i} = {self._expression(i)};" for i in numbers),
+        ]
+        return declared, "".join(f"    {line}\n" for line in lines)
 
     def lines(self) -> list[str]:
         """Return what computes the new score."""
         found = [
             f"const {TYPES[node.kind]} x{i} = {self._expression(i)};"
             for i, node in enumerate(self.nodes)
+            if not self.once[i]
         ]
         if self.trace.score is not None:
             found.append(f"s = {self._ref(self.trace.score, 'float')};")

@@ -138,6 +138,21 @@ class Kept:
 NONE = Kept()
 
 
+def settle(function: Any) -> None:
+    """Have Triton hash a kernel, or a function that one is given, after all that it calls.
+
+    Of what a function calls Triton 3.6 takes into its key the global constants that it happens to have
+    looked at before: in another order the key differs, and another process compiles everything again.
+    """
+    if getattr(function, "hash", "") is not None:  # looked at before, interpreted, or no function
+        return
+    known = function.fn.__globals__
+    for name in function.fn.__code__.co_names:
+        if name in known and known[name] is not function:
+            settle(known[name])
+    function.cache_key  # noqa: B018
+
+
 _compiling: ContextVar[bool] = ContextVar("polyattn_triton_compiling", default=False)
 
 
@@ -164,6 +179,8 @@ class Site:
     """
 
     def __init__(self, kernel: Any, ints: tuple[int, ...], constants: Key, options: dict[str, Any]):
+        for function in (kernel, *constants):
+            settle(function)
         self.kernel, self.options = kernel, options
         self.ints, self.constants = ints, constants
         self.variants: dict[Any, Any] = {}
