@@ -15,6 +15,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.chosen_pages import over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -32,6 +33,7 @@ from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
 from polyattn.runtime.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
@@ -51,7 +53,9 @@ __all__ = [
     "AttentionVariant",
     "Batch",
     "BatchError",
+    "BlockSparseMask",
     "CacheFormat",
+    "CustomMask",
     "Device",
     "Function",
     "GraphCapture",
@@ -86,6 +90,7 @@ __all__ = [
     "decode_window_sizes",
     "empty_rows",
     "merge_states",
+    "over_chosen_pages",
     "prepared",
     "quantize",
     "raw",

@@ -102,7 +102,7 @@ ANY_PLATFORM = "*"
 EXCLUDABLE = frozenset(
     {
         *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role), "cached",
-        "uncached",
+        "uncached", "captured",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
@@ -131,8 +131,8 @@ class Capabilities:
       and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
-      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
-      (`"head_size 192"`): `{"alibi", "decode"}`.
+      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`,
+      `"captured"` (graph capture is asked for) or a size (`"head_size 192"`): `{"alibi", "decode"}`.
     - `remedies`: for a feature or a dtype that isn't claimed here, what would bring it (another build,
       say), or why nothing does.
 
@@ -316,6 +316,7 @@ def _check_excludes(
     asked = features(spec)
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
+    asked |= {"captured"} if spec.graph_capture else set()
     for together, why in caps.excludes:
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 

@@ -299,6 +299,11 @@ class Batch:
         return list(range(self.num_seqs))
 
     @cached_property
+    def step_query_lens(self) -> list[int]:
+        """Query tokens of each sequence of that step, in which `mask` counts its rows."""
+        return self.query_lens
+
+    @cached_property
     def seq_index(self) -> Tensor:
         """int32 (num_seqs,) on the device: `seq_ids`, by which `inputs` are read."""
         return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
@@ -322,6 +327,7 @@ class Batch:
         if self.shared_prefix is not None:
             batch.shared_prefix = restricted(self.shared_prefix, chosen)
         batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
+        batch.__dict__["step_query_lens"] = self.step_query_lens
         batch.causal = self.causal
         index: Any = seqs
         if not isinstance(seqs, slice):

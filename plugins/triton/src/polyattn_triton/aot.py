@@ -18,9 +18,11 @@ from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
+from polyattn_triton.tile_lists import list_kernel
 from polyattn_triton.variants import (
     SCALES,
     decode_constants,
+    list_constants,
     parts_constants,
     prefill_constants,
     prefix_constants,
@@ -35,6 +37,8 @@ OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 SHARED = ("prefix low", "prefix high", "prefix merge")
 """Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
+LISTED = ("paged listed", "paged pieces listed", "list")
+"""And where masks are asked which key tiles there are, which the last does."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -49,7 +53,8 @@ def target_of(arch: str) -> GPUTarget:
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
     alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
-    return (*ways_of(spec, arch), *OTHERS, *(() if alone else SHARED))
+    masked = LISTED if Generated.of_mask(spec) is not None else ()
+    return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
@@ -64,8 +69,11 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     if phase in SHARED:
         return _compile_shared(spec, arch, phase, query, cached, block_size)
+    if phase == "list":
+        return _compile_lists(spec, arch)
     if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
+    phase, listed = phase.removesuffix(" listed"), phase.endswith(" listed")
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
     eight = CACHE["fp8_e4m3"]
     given = query if spec.qkv_dtype == "auto" else eight
@@ -85,6 +93,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             spec.needs_lse,
             arch,
             functions,
+            generated.where_seen if generated is not None and listed else None,
         )
         kernel: Any = prefill_kernel
     else:
@@ -119,6 +128,14 @@ def compile_prefix(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = {"Q": query, "K": cached, "V": cached}
     return compile_kernel(prefix_kernel, pointers, constants, arch, options)
+
+
+def _compile_lists(spec: LayerSpec, arch: str) -> Any:
+    masks = Generated.of_mask(spec)
+    assert masks is not None
+    constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
+    pointers = {"LISTS": "i32", "INPUTS": "i64"}
+    return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
@@ -188,8 +205,8 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 
 FREE = {
-    "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens", "bounds",
-    "part_rows", "parts", "listed",
+    "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
+    "piece_tokens", "bounds", "part_rows", "parts", "listed",
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}

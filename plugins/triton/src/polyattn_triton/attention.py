@@ -16,6 +16,7 @@ from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
+from polyattn_triton.warm_up import warm_up
 
 
 class TritonAttention(PlannedAttention):
@@ -29,7 +30,7 @@ class TritonAttention(PlannedAttention):
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
-            self._captured = self.generated.captured(self.torch_device)
+            self._captured = self.generated.trace.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.by_tensors = spec.scales != "number"
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
@@ -46,6 +47,11 @@ class TritonAttention(PlannedAttention):
                 )
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
+
+    def prepare(self, phase: str) -> None:
+        """Compile what a layer's functions are part of; others were when the backend was verified."""
+        if self.generated is not None and self.torch_device.type == "cuda":
+            warm_up(self, phase)
 
     def run(
         self,
@@ -112,11 +118,14 @@ class TritonAttention(PlannedAttention):
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
-            config = self.prefill_config if packed else self.paged_config
+            config = self.paged_config if plan.fresh and not packed else plan.config
             block_size = 1 if cache is None else cache.block_size
+            where_seen = None
+            if plan.lists is not None and self.generated is not None:
+                where_seen = self.generated.where_seen
             constants = prefill_constants(
                 self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
-                lse is not None, self.device.arch, self._functions,
+                lse is not None, self.device.arch, self._functions, where_seen,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
@@ -153,7 +162,8 @@ class TritonAttention(PlannedAttention):
             key, value = cache.key, cache.value
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(), self._functions,
+                self.device.arch, key.stride() == value.stride(),
+                NOTHING if plan.chosen else self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 decode_kernel, query, key, value, out, constants, plan.config, False
@@ -174,13 +184,13 @@ class TritonAttention(PlannedAttention):
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, made once for a layer's tensors and a plan."""
         generated = self.generated
-        if generated is None or not generated.reads:
+        if generated is None or plan.chosen or not (generated.reads or plan.lists is not None):
             return self._none
         key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
         found = plan.inputs.get(key)
         if found is None:
             given = {**plan.batch.inputs, **params.inputs, **self._captured}
-            found = table(generated.trace, plan.batch.seq_index, given)
+            found = table(generated.trace, plan.batch.seq_index, given, plan.lists)
             plan.inputs[key] = found
         return found
 

@@ -82,13 +82,25 @@ def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> t
 
 def prefill_constants(
     spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
-    functions: tuple[Any, ...] = NOTHING,
+    functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`."""
+    """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`.
+
+    `where_seen`: `Generated`'s, where key tiles are listed.
+    """
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
     masks = _mask_constants(spec, lse, functions)
-    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales])
+    listed = (False, None, 0) if where_seen is None else (True, *where_seen)
+    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales], *listed)
+
+
+def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `list_kernel`'s constants, in its order. `masks`: functions of the masks alone."""
+    return (
+        spec.gqa_ratio, config.block_m, config.block_n, spec.causal, spec.sliding_window or 0,
+        spec.chunk_size or 0, spec.sink_tokens, *masks[:2],
+    )  # fmt: skip
 
 
 def decode_constants(

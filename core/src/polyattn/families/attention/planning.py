@@ -13,6 +13,7 @@ from polyattn.families.attention.choice import Chooser
 from polyattn.families.attention.fused import in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
+from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import Addressed, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
@@ -57,6 +58,7 @@ class AttentionStep(StepPlan):
         # Of keys that are given whole, as many as the sequences reach must be there.
         ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
         self.keys_reach = max(ends, default=0)
+        self.transforms = Transforms.of(spec)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -200,6 +202,8 @@ class AttentionStep(StepPlan):
         lse: Tensor | None,
     ) -> None:
         """Store the new keys and values and attend. Writes `out` (and `lse`)."""
+        if self.transforms is not None:
+            query, key, value = self._transformed(self.transforms, query, key, value, params)
         if params.rotate or params.qkv_bias is not None:
             query, key, value = self._prepare(query, key, value, cache, params)
         elif self.store is not None and key is not None:
@@ -220,6 +224,35 @@ class AttentionStep(StepPlan):
                 )  # fmt: skip
             else:
                 _run_gathered(call, rows, query, key, value, view, params, out, lse)
+        if self.transforms is not None:
+            inputs = {**self.batch.inputs, **params.inputs}
+            out.copy_(self.transforms.changed("output", out, self.query_places, inputs))
+
+    def _transformed(
+        self,
+        transforms: Transforms,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        params: LayerParams,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return queries, keys and values as the layer's variant changes them."""
+        inputs, places = {**self.batch.inputs, **params.inputs}, self.query_places
+        query = transforms.changed("query", query, places, inputs)
+        if key is None or value is None:
+            return query, key, value
+        if not self.group.spec.cached:
+            places = Places.of_keys(self.batch, self.keys_reach)
+            key, value = key[: self.keys_reach], value[: self.keys_reach]
+        return (
+            query, transforms.changed("key", key, places, inputs),
+            transforms.changed("value", value, places, inputs),
+        )  # fmt: skip
+
+    @cached_property
+    def query_places(self) -> Places:
+        """Where the step's tokens stand, for transforms."""
+        return Places.of_queries(self.batch)
 
 
 def _rows(tensor: Tensor | None, rows: Rows) -> Tensor | None:
