@@ -99,6 +99,53 @@ def pick(arch: str, phase: str, head: int, element_bytes: int, plain: bool) -> C
 
 
 @dataclass(frozen=True)
+class PrefixConfig:
+    """Tiles of rows that share keys, and what they take a program, in tenths of a microsecond.
+
+    A launch has tiles of `tall` rows, and of as few as one row of the batch needs. `on_one`: programs
+    that a multiprocessor holds. `small_us`, `tall_us`: a key tile of either; `item_us`: a tile beside its
+    keys, from its first load to its part.
+    """
+
+    tall: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    on_one: int
+    small_us: int
+    tall_us: int
+    item_us: int
+
+
+@dataclass(frozen=True)
+class PrefixRow:
+    """A configuration and where it applies: padded head sizes up to `head`, bytes of a key's element."""
+
+    arch: str
+    head: int
+    bytes: int
+    config: PrefixConfig
+
+
+PREFIX_TABLE: tuple[PrefixRow, ...] = (
+    PrefixRow("sm_90", 128, 2, PrefixConfig(16, 64, 4, 3, 3, 22, 22, 40)),
+    PrefixRow("sm_90", 128, 2, PrefixConfig(32, 64, 4, 3, 2, 18, 22, 40)),
+    PrefixRow("sm_90", 128, 2, PrefixConfig(64, 64, 4, 3, 2, 18, 24, 40)),
+    PrefixRow("sm_90", 128, 2, PrefixConfig(128, 128, 8, 3, 1, 16, 30, 45)),
+)
+"""Of every chip and size that has none, tiles of up to 64 rows by the decode kernel's configuration."""
+
+
+def prefix_configs(arch: str, head: int, element_bytes: int) -> tuple[PrefixConfig, ...]:
+    """Return the configurations that were measured, the lowest tiles first."""
+    return tuple(
+        row.config
+        for row in PREFIX_TABLE
+        if arch_matches(row.arch, arch) and head <= row.head and element_bytes <= row.bytes
+    )
+
+
+@dataclass(frozen=True)
 class MLAConfig:
     """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment.
 
