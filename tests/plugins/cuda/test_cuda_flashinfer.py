@@ -45,6 +45,15 @@ def test_flashinfer_over_fp8_and_an_mla_layers_prefill(fakes: None) -> None:
     check_given(FlashInferAttention, expanded, HALF)
 
 
+@pytest.mark.parametrize(("size", "split"), [(64, True), (128, True), (192, False), (320, False)])
+def test_keys_are_split_only_where_the_library_merges_the_parts(size: int, split: bool) -> None:
+    """Seen on an H200: of heads of 192 it merges none, and raises where it has split keys."""
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    backend = FlashInferAttention(SMALL.replace(head_size=size), None, CPU)
+    assert backend.options["disable_split_kv"] is not split
+
+
 def flashinfer_decode(spec: LayerSpec) -> tuple[Any, Any]:
     from polyattn_cuda.flashinfer import FlashInferAttention
 

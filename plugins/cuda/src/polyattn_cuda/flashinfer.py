@@ -37,6 +37,8 @@ SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
 FA3_SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of keys and values that its FA3 kernels are instantiated for; FA2's take any 64s."""
+MERGED_SIZES = (64, 128, 256, 512)
+"""Value head sizes whose parts FlashInfer 0.6.13 can merge; the keys of others aren't split."""
 
 
 class FlashInferPlan(Plan):
@@ -82,6 +84,7 @@ class FlashInferAttention(AttentionBackend):
             "window_left": window_sizes(spec)[0],
             "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
+            "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
         }  # fmt: skip
 
     def prepare(self, phase: str) -> None:
