@@ -198,7 +198,7 @@ class Attention(Layer):
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.
 
-        `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping` int64, one each.
+        `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping`, one each.
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
@@ -217,7 +217,7 @@ class Attention(Layer):
                 raise bad_input(name, tensor, shape, self._dtype)
         self.group.check_format(cache.format)
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        store.run(store.plan(slot_mapping), key, value, cache, self.params)
+        store.run(store.plan(slot_mapping.long()), key, value, cache, self.params)
 
     def _check(
         self,

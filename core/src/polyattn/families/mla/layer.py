@@ -155,7 +155,7 @@ class LatentAttention(Layer):
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store latents and rope keys without attending, as `Attention.store` does keys and values.
 
-        `latent` (any number of tokens, rank), `rope_key` (…, rope size); `slot_mapping` int64, one each.
+        `latent` (any number of tokens, rank), `rope_key` (…, rope size); `slot_mapping`, one each.
         """
         if self.params.rotate:
             raise BatchError(
@@ -173,7 +173,9 @@ class LatentAttention(Layer):
         self.group.check_format(cache.format)
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        store.run(store.plan(slot_mapping), entry, entry[..., : part.rank], cache, self.params)
+        store.run(
+            store.plan(slot_mapping.long()), entry, entry[..., : part.rank], cache, self.params
+        )
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None
