@@ -29,12 +29,27 @@ from torch import Tensor
 
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
 from polyattn_cuda.paging import PackedKeys, page_lists
-from polyattn_cuda.workspaces import workspace
+from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
+TILE_ROWS, FLOAT_BYTES, STEP_BYTES = 128, 4, 64 << 20
 FA3_SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of keys and values that its FA3 kernels are instantiated for; FA2's take any 64s."""
+
+
+def scratch_bytes(spec: LayerSpec, device: torch.device) -> int:
+    """Return what parts of split rows may take: two tiles of 128 rows for each multiprocessor.
+
+    A tile's rows are those of one KV head; FlashInfer counts each tile for all query heads. In steps of
+    64 MiB, so that layers of like groups share one buffer.
+    """
+    sms = 1
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = 2 * sms * TILE_ROWS * spec.gqa_ratio
+    needed = parts * (spec.v_head_size + 1) * FLOAT_BYTES + (1 << 20)
+    return max(WORKSPACE_BYTES, -(-needed // STEP_BYTES) * STEP_BYTES)
 
 
 class FlashInferPlan(Plan):
@@ -67,6 +82,7 @@ class FlashInferAttention(AttentionBackend):
         self.tensor_cores = spec.gqa_ratio >= 4 or spec.head_size not in (64, 128, 256)
         sizes = (spec.head_size, spec.v_head_size)
         self.prefill_kernel = "auto" if sizes in FA3_SIZES and not self.quantized else "fa2"
+        self.scratch = scratch_bytes(spec, self.torch_device)
         self.pool = WrapperPool(self._make, self.torch_device)
         self.options = {
             "window_left": window_sizes(spec)[0],
@@ -101,7 +117,7 @@ class FlashInferAttention(AttentionBackend):
     def _make(self, kind: Any, capacity: int) -> Any:
         import flashinfer
 
-        buffer = workspace(self.torch_device)
+        buffer = workspace(self.torch_device, self.scratch)
         if kind == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 buffer, "NHD", backend=self.prefill_kernel
