@@ -141,3 +141,19 @@ def test_no_step_is_planned_for_what_was_not_compiled_before(case: str, fakes: N
         if spec.sliding_window is None:
             backend.plan(batch.over_context())
     assert compiled and set(flashinfer.MODULES) == compiled
+
+
+def test_scratch_holds_the_parts_of_large_groups(
+    monkeypatch: pytest.MonkeyPatch, fakes: None
+) -> None:
+    """An H200 refused rows of several tokens in groups of 16: 276,824,064 bytes of 128 MiB."""
+    import torch
+    from polyattn_cuda.flashinfer import scratch_bytes
+    from polyattn_cuda.workspaces import WORKSPACE_BYTES
+
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    device = torch.device("cuda", 0)
+    spec = LayerSpec(num_heads=32, num_kv_heads=2, head_size=128)
+    assert 276_824_064 + 132 * 2 * 128 * 16 * 4 < scratch_bytes(spec, device) < 400 << 20
+    assert scratch_bytes(spec.replace(num_kv_heads=8), device) == WORKSPACE_BYTES
