@@ -1,11 +1,12 @@
 """Whole models in bfloat16: are polyattn's logits as close to float64 as transformers' own?
 
-python benchmarks/h200_models.py --out DIR          on the GPU, at sizes that its kernels serve
-python benchmarks/h200_models.py --device cpu       tiny models (--large: the GPU's sizes)
+python benchmarks/h200_models.py --spread --out DIR  on all GPUs, at sizes that their kernels serve
+python benchmarks/h200_models.py --device cpu        tiny models (--large: the GPU's sizes)
 
 Each shape is a model with random weights, saved by transformers in bfloat16. The engine serves three
 requests; transformers computes the same tokens in bfloat16 and, from the same file, in float64 (its
 norms and softmaxes stay in float32). An error is that of one token's logits, relative to their length.
+`--spread` gives each shape a process of its own, so that their kernels compile side by side.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 import tempfile
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,8 @@ from polyattn.tools.replay.trace import Request
 from rows import Rows
 from torch import Tensor
 
+# transformers runs its plain torch code, in float64 as in bfloat16: mamba-ssm's kernels know no float64.
+sys.modules |= {"mamba_ssm": None, "causal_conv1d": None}  # type: ignore[dict-item]
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "tools"), str(ROOT / "tests" / "spec")]
 
@@ -78,12 +83,20 @@ def compare(name: str, device: str, large: bool) -> dict[str, Any]:
     """Return the errors of one shape."""
     sizes = SIZES[name] if large else {}
     requests = [Request(*lengths) for lengths in REQUESTS[large]]
+    began, spent = time.monotonic(), dict[str, float]()
+
+    def lap(what: str) -> None:
+        spent[what] = time.monotonic() - began - sum(spent.values())
+
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         saved(name, path, torch.bfloat16, **sizes)
+        lap("saved")
         options = {"blocks": 1024, "device": device, "token_budget": 256, "check_tokens": 0}
         served = engine(path, requests, block_size=None, **options)
+        lap("selected")
         served.run()
+        lap("served")
         exact, theirs = (
             reference(path, torch.float64, device),
             reference(path, torch.bfloat16, device),
@@ -102,6 +115,7 @@ def compare(name: str, device: str, large: bool) -> dict[str, Any]:
             same[0] += len(best)
             same[1] += int((own.argmax(-1) == best).sum())
             same[2] += int((other.argmax(-1) == best).sum())
+        lap("compared")
     ours, others = torch.cat(ours_), torch.cat(theirs_)
     kernels = sorted({r.group.selection.decision.summary() for r in found.memories})
     return {
@@ -109,6 +123,7 @@ def compare(name: str, device: str, large: bool) -> dict[str, Any]:
         "polyattn": summary(ours, same[1] / same[0]),
         "transformers": summary(others, same[2] / same[0]),
         "ratio_median": float(ours.median() / others.median()),
+        "seconds": {what: round(seconds, 1) for what, seconds in spent.items()},
     }  # fmt: skip
 
 
@@ -125,8 +140,39 @@ def line(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:12} {row['tokens']:5} tokens: median {ours['median']:.3g} (transformers "
         f"{others['median']:.3g}), p99 {ours['p99']:.3g} ({others['p99']:.3g}), same token "
-        f"{ours['same_token']:.3f} ({others['same_token']:.3f}); ratio {row['ratio_median']:.3f}"
+        f"{ours['same_token']:.3f} ({others['same_token']:.3f}); ratio {row['ratio_median']:.3f}; "
+        f"seconds {row['seconds']}"
     )
+
+
+def spread(names: list[str], device: str, seconds: float) -> list[dict[str, Any]]:
+    """Compare each model in a process of its own, dealt over the GPUs; one that takes longer is ended."""
+    end, rows = time.monotonic() + seconds, list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as folder:
+        started = []
+        for index, name in enumerate(names):
+            gpu = {"CUDA_VISIBLE_DEVICES": str(index % max(1, torch.cuda.device_count()))}
+            options = ["--models", name, "--device", device, "--out", f"{folder}/{name}"]
+            with Path(f"{folder}/{name}.log").open("w") as log:
+                started.append(subprocess.Popen(
+                    [sys.executable, __file__, *options], stdout=log, stderr=subprocess.STDOUT,
+                    env=os.environ | {"OMP_NUM_THREADS": "4"} | gpu))  # fmt: skip
+        for name, process in zip(names, started, strict=True):
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            report = Path(f"{folder}/{name}/models.json")
+            if report.is_file():
+                rows += json.loads(report.read_text())["rows"]
+            else:
+                tail = Path(f"{folder}/{name}.log").read_text().splitlines()[-8:]
+                print("\n".join([f"{name}:", *tail]), flush=True)
+                rows.append(
+                    {"what": name, "failed": f"no report; exit status {process.returncode}"}
+                )
+    return rows
 
 
 def main() -> int:
@@ -137,14 +183,18 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=1.1, help="largest ratio of medians")
     parser.add_argument("--large", action="store_true", help="the GPU's sizes, on a CPU too")
     parser.add_argument("--seconds", type=float, default=300.0, help="no new model after these")
+    parser.add_argument("--spread", action="store_true", help="each model in a process of its own")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     on_gpu = torch.device(given.device).type == "cuda"
     engine_module.ModelRunner = Recorded  # type: ignore[misc]
     transformers.utils.logging.disable_progress_bar()
     rows = Rows(given.seconds)
-    for name in given.models:
-        rows.add(name, lambda n=name: compare(n, given.device, given.large or on_gpu))
+    if given.spread:
+        rows.rows = spread(given.models, given.device, given.seconds)
+    else:
+        for name in given.models:
+            rows.add(name, lambda n=name: compare(n, given.device, given.large or on_gpu))
     for row in rows.rows:
         if "ratio_median" in row:
             print(line(row))

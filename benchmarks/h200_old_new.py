@@ -1,12 +1,13 @@
 """Is TRITON_ATTN as fast as it was? Another commit's kernels beside this one's, in turn, on one GPU.
 
     git archive COMMIT core/src plugins/triton/src plugins/cuda/src | tar x -C OLD
-    python benchmarks/h200_old_new.py OLD [--rounds 12] [--out FILE.json]
+    python benchmarks/h200_old_new.py OLD [--rounds 12] [--also NAME=TREE] [--out FILE.json]
 
 Each tree runs in a process of its own; a third one, the old tree again, says what the noise is. They take
 turns within each round, so that all see the same clocks. A call's device time lies between events, the L2
 cold, the host ahead (see `timing.py`); `graph` is the call in a replayed CUDA graph. Results must agree.
 Prints the ratios new / old of least and of median times; exits 1 where a least time is over 1.02.
+`--also` times further trees, to find out which change it is; what such a tree lacks is this one's.
 `--cpu` runs tiny steps on the CPU instead (TRITON_INTERPRET=1), to test this file.
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+HERE = Path(__file__).resolve().parent.parent
 BAR = 1.02
 SAMPLES = 5
 """Of a worker in each of its turns."""
@@ -163,12 +165,16 @@ def build(
     return found
 
 
+def sources(tree: Path) -> list[Path]:
+    """Return a tree's folders of Python sources."""
+    return [*tree.glob("core/src"), *sorted(tree.glob("plugins/*/src"))]
+
+
 class Worker:
     """A tree's process."""
 
     def __init__(self, tree: Path, device: str):
-        sources = [tree / "core/src", *sorted((tree / "plugins").glob("*/src"))]
-        path = [str(found.resolve()) for found in sources]
+        path = [str(found.resolve()) for root in (tree, HERE) for found in sources(root)]
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])
         }
@@ -190,10 +196,10 @@ class Worker:
         return json.loads(line)
 
 
-def compare(old: Path, rounds: int, device: str) -> dict[str, Any]:
-    """Return, for each step and way, the times of each tree and their ratios."""
-    here = Path(__file__).resolve().parent.parent
-    workers = {n: Worker(t, device) for n, t in (("old", old), ("new", here), ("again", old))}
+def compare(old: Path, also: dict[str, Path], rounds: int, device: str) -> dict[str, Any]:
+    """Return, for each step and way, the times of each tree and their ratios to the old one's."""
+    trees = {"old": old, "new": HERE, "again": old} | also
+    workers = {name: Worker(tree, device) for name, tree in trees.items()}
     found: dict[str, Any] = {}
     for name in STEPS if device == "cuda" else SMALL:
         for worker in workers.values():  # all compile at once
@@ -204,7 +210,11 @@ def compare(old: Path, rounds: int, device: str) -> dict[str, Any]:
             print(f"{name}: {failed}", flush=True)
             found[name] = failed
             continue
-        apart = max(abs(a - b) for a, b in zip(results["old"], results["new"], strict=True))
+        apart = max(
+            abs(a - b)
+            for result in results.values()
+            for a, b in zip(results["old"], result, strict=True)
+        )
         captured = ("graph",) if device == "cuda" and name.startswith("decode") else ()
         for way in ("attend", "step", *captured):
             times: dict[str, list[float]] = {who: [] for who in workers}
@@ -215,9 +225,7 @@ def compare(old: Path, rounds: int, device: str) -> dict[str, Any]:
             row: dict[str, Any] = {"apart": apart}
             for kind, least in (("min", min), ("median", statistics.median)):
                 us = {who: least(taken) for who, taken in times.items()}
-                row[kind] = us | {
-                    "new/old": us["new"] / us["old"], "again/old": us["again"] / us["old"],
-                }  # fmt: skip
+                row[kind] = us | {f"{who}/old": time / us["old"] for who, time in us.items()}
             found[f"{name}, {way}"] = row
     for worker in workers.values():
         worker.process.terminate()
@@ -228,6 +236,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("old", type=Path, nargs="?")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--also", metavar="NAME=TREE", action="append", default=[])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--work", metavar="DEVICE", help="what the processes of the trees are told")
@@ -237,19 +246,26 @@ def main() -> int:
         return 0
     if given.old is None or not (given.old / "core/src").is_dir():
         parser.error(f"OLD={given.old} must be a folder with another commit's core/src and plugins")
-    found = compare(given.old, given.rounds, "cpu" if given.cpu else "cuda")
+    also = {name: Path(tree) for name, tree in (pair.split("=", 1) for pair in given.also)}
+    for name, tree in also.items():
+        if name in ("old", "new", "again") or not sources(tree):
+            parser.error(f"--also {name}={tree}: a name of its own, and a folder with sources")
+    found = compare(given.old, also, given.rounds, "cpu" if given.cpu else "cuda")
     if given.out:
         given.out.write_text(json.dumps(found, indent=1))
     failed = [name for name, row in found.items() if "min" not in row]
     found = {name: row for name, row in found.items() if name not in failed}
+    others = "".join(f" {name[:9]:>9}" for name in also)
     print(
         f"{'':28} {'old us':>9} {'new us':>9} {'least':>7} {'median':>7} {'noise':>7} {'apart':>8}"
+        + others
     )
     for name, row in found.items():
         least = row["min"]
         print(
             f"{name:28} {least['old']:9.1f} {least['new']:9.1f} {least['new/old']:7.3f} "
             f"{row['median']['new/old']:7.3f} {least['again/old']:7.3f} {row['apart']:8.2g}"
+            + "".join(f" {least[f'{who}/old']:9.3f}" for who in also)
         )
     slower = [name for name, row in found.items() if row["min"]["new/old"] > BAR]
     wrong = [name for name, row in found.items() if row["apart"] > 0.02]

@@ -17,6 +17,7 @@ import random
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,18 @@ import torch
 from polyattn import LayerSpec, select
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams
+from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
+from polyattn.selection.step_choice import StepChoice
+from polyattn.spec.timing import KINDS, TimingModel
 from polyattn.tools.cli.models import bundled
 from timing import host_us, kernel_us
 
 DEVICE = torch.device("cuda")
 QWEN = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128)
 LLAMA = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+SHARD = LayerSpec(num_heads=16, num_kv_heads=2, head_size=128)
+MHA = LayerSpec(num_heads=16, num_kv_heads=16, head_size=128)
 MLA = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0].replace(num_heads=64)
 LIBRARIES = ("FLASHINFER", "FLASH_ATTN_V3")
 LATENT_LIBRARIES = ("FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA")
@@ -104,6 +110,10 @@ def steps(seed: int) -> list[Step]:
         Step("4 x 512 new after 4k", QWEN, ((512, 4 * K + 512),) * 4),
         Step("prefill 7k + 3 x 300", QWEN, ((7 * K, 7 * K), (300, 300), (300, 300), (300, 300))),
         Step("40 decodes + 2 x 1k prefill", QWEN, ((1, 2 * K),) * 40 + ((K, K),) * 2),
+        decodes("16/2 heads: 1 x 128k + 63 x 1k", long, SHARD),
+        decodes("16/2 heads: 5 of mooncake", trace("mooncake_conversation.jsonl", 5, chance), SHARD),
+        Step("16/2 heads: 16 new after 128k", SHARD, ((16, 128 * K + 16),)),
+        decodes("16/16 heads: 40 x 2k", [2 * K] * 40, MHA),
         *(decodes(f"equal {n} x {m}", [m] * n, LLAMA)
           for n, m in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192))),
         Step("equal prefill 1 x 4k", LLAMA, ((4 * K, 4 * K),)),
@@ -116,14 +126,26 @@ def steps(seed: int) -> list[Step]:
 
 
 class Run:
-    """A step's calls of one backend: those that decode, and prefill of the rest."""
+    """A step's calls of one backend: those that decode, and prefill of the rest.
 
-    def __init__(self, step: Step, name: str, tweak: Callable[[Any], None] | None = None):
+    `prefill`: who takes the rest in a call of its own; default: the same backend, whole steps in one
+    call where it claims them.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        name: str,
+        tweak: Callable[[Any], None] | None = None,
+        prefill: str | None = None,
+    ):
         torch.manual_seed(0)
         self.step, spec = step, step.spec
         dtype = getattr(torch, spec.dtype)
-        phases = "decode=" if spec.latent else ""
-        group = LayerGroup(select(spec, "cuda", backend=f"{phases}{name}"))
+        named = f"decode={name}" if spec.latent else name
+        if prefill is not None:
+            named = f"decode={name},prefill={prefill}"
+        group = LayerGroup(select(spec, "cuda", backend=named))
         self.params = LayerParams()
         decode = group.selection.backend("decode")
         assert decode is not None and decode.name == name
@@ -133,7 +155,8 @@ class Run:
         rows = sorted(step.rows, key=lambda row: row[0] > most)
         split = sum(query <= most for query, _ in rows)
         parts = [("decode", rows[:split]), ("prefill", rows[split:])]
-        if "mixed" in decode.capabilities.phases and 0 < split < len(rows):
+        whole = prefill is None and "mixed" in decode.capabilities.phases
+        if whole and 0 < split < len(rows):
             parts = [("mixed", rows)]
         self.calls: list[tuple[Any, Any, slice]] = []
         self.backends: list[Any] = []
@@ -286,14 +309,27 @@ def variants(step: Step) -> dict[str, Callable[[Any], None]]:
 
 
 def host() -> dict[str, float]:
-    """Host microseconds of a plan of 256 uneven decodes, and of its launch."""
+    """Host microseconds for 256 uneven decodes: the choice, the plan, all from lengths on, the launch."""
     chance = random.Random(5)
-    step = Step("host", QWEN, tuple((1, chance.randint(1, 2048)) for _ in range(256)))
-    run = Run(step, "TRITON_ATTN")
+    lens = [chance.randint(1, 2048) for _ in range(256)]
+    run = Run(Step("host", QWEN, tuple((1, n) for n in lens)), "TRITON_ATTN")
     backend, plan, _ = run.calls[0]
-    batch = plan.batch
+    batch, starts = plan.batch, list(range(257))
+    known = discover().backends
+    infos = {name: known[name] for name in ("TRITON_ATTN", *LIBRARIES)}
+    costs = (10.0, 0.01, 1e-7, 1e-7, 1e-9, 1e-6)  # whose values they are changes no time
+    models = [TimingModel(name, kind, costs) for name in infos for kind in KINDS]
+    choice = StepChoice(
+        QWEN, models, {"decode": infos, "prefill": infos},
+        {"decode": "TRITON_ATTN", "prefill": "FLASH_ATTN_V3"},
+    )  # fmt: skip
     run()
-    return {"plan_us": host_us(lambda: backend.plan(batch)), "run_us": host_us(run)}
+    return {
+        "choice_us": host_us(lambda: choice.decode(batch.host_lens, batch.max_seq_len)),
+        "plan_us": host_us(lambda: backend.plan(batch)),
+        "batch_and_plan_us": host_us(lambda: backend.plan(Batch(starts, lens, batch.block_table))),
+        "run_us": host_us(run),
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -355,7 +391,12 @@ def main() -> None:
         for label, tweak in variants(step).items() if args.tune else ():
             rows.append(measured(step, step.ours, tweak) | {"variant": label})
             print(label, rows[-1].get("us", rows[-1].get("cannot")), flush=True)
-    facts = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "host": host()}
+    facts = {
+        "date": str(date.today()),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "host": host(),
+    }
     if args.out:
         args.out.write_text(json.dumps(facts | {"seed": args.seed, "rows": rows}, indent=1) + "\n")
     table(rows)

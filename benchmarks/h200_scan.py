@@ -1,12 +1,12 @@
-"""Mamba-1's prefill and the recurrences by the token on one GPU, beside their bytes and fla.
+"""Mamba-1's prefill and the recurrences by channel and by token on one GPU, beside their bytes and fla.
 
     python benchmarks/h200_scan.py [--out FILE.json] [--seconds 150] [--device cpu]
 
 Device times with a cold L2 (see `timing.py`). First every kind is compared with the float64 formulas,
 Mamba-1 whole and in pieces; then come times, the limit being the bytes that a step must move, at the
-speed of a copy; then tile sizes of Mamba-1's prefill that `configs.SCAN_TABLE` doesn't have. A failing
-row is printed and the others run; no new row starts after `--seconds`. On a CPU (TRITON_INTERPRET=1)
-all runs at tiny sizes but the clock.
+speed of a copy; then fla's, and tile sizes that `configs.SCAN_TABLE` doesn't have. A failing row is
+printed and the others run; no new row starts after `--seconds`. On a CPU (TRITON_INTERPRET=1) all runs
+at tiny sizes but the clock.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import polyattn_triton.channels as channels
 import polyattn_triton.configs as configs
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.reference import forward
-from polyattn.kernel import AttentionKind, RecurrentSpec
+from polyattn.kernel import RecurrentSpec
 from polyattn.runtime.cost import batch_cost
 from rows import Rows
 from timing import kernel_us
@@ -44,9 +45,19 @@ STEPS = {
     "1 x 8192 after 1000": ([8192], [9192]),
     "decode 128": ([1] * 128, [4096] * 128),
 }
-TILES = ((32, 1, 1), (32, 2, 1), (32, 4, 1), (64, 1, 1), (64, 4, 1), (64, 2, 2), (128, 2, 2),
-         (128, 1, 1))  # fmt: skip
-"""Channels, tokens loaded ahead and warps of Mamba-1's prefill, to try."""
+TILES = {
+    "Mamba-1 (Jamba)": ((32, 4, 1, 1), (64, 2, 2, 1)),
+    "KDA (Kimi Linear)": (
+        (32, 16, 2, 1), (32, 16, 4, 1), (64, 16, 4, 2), (64, 16, 8, 1), (128, 16, 4, 1),
+        (128, 16, 8, 1), (128, 16, 8, 2),
+    ),
+    "RWKV-7 (2.9B)": (
+        (16, 16, 1, 1), (32, 16, 2, 1), (32, 16, 4, 1), (64, 16, 2, 1), (64, 16, 4, 2), (64, 16, 8, 1),
+    ),
+}  # fmt: skip
+"""Configurations of prefills to try: values (Mamba-1: channels), chunk (Mamba-1: tokens loaded ahead),
+warps, stages.
+"""
 
 DRAWN = 2048
 """Tokens that are drawn at random, on the host; more of them repeat."""
@@ -111,9 +122,10 @@ def check(name: str, backend: str, device: str, dtype: str, lengths: list[int]) 
     step = Step(spec, backend, device, lengths, [n + 5 * (i % 2) for i, n in enumerate(lengths)])
     out, states = step.errors()
     bar = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 2e-5}[dtype]
+    chunked = KINDS[name][0] in ("kda", "rwkv7")  # products in the layer's dtype make the state
     return {
         "pieces": step.pieces(), "out": out, "states": states, "bar": bar,
-        "right": out < bar and states < (bar if backend.startswith("FLA") else 1e-3),
+        "right": out < bar and states < (bar if chunked else 1e-3),
     }  # fmt: skip
 
 
@@ -132,20 +144,31 @@ def timed(spec: LayerSpec, backend: str, step: str, speed: float) -> dict[str, A
     return {"us": us, "limit_us": limit, "ratio": us / limit, "pieces": run.pieces()}
 
 
-def tried(spec: LayerSpec, step: str, tile: tuple[int, int, int], speed: float) -> dict[str, Any]:
-    """Time Mamba-1's prefill with another configuration."""
+def tried(
+    spec: LayerSpec, step: str, tile: tuple[int, int, int, int], speed: float
+) -> dict[str, Any]:
+    """Time a prefill with another configuration."""
     before = configs.SCAN_TABLE
-    block, chunk, warps = tile
-    mamba = [
-        replace(row, config=configs.ScanConfig(block, chunk, warps, 1))
+    others = [
+        replace(row, config=configs.ScanConfig(*tile))
         for row in before
-        if row.kind is AttentionKind.MAMBA1 and row.phase == "prefill"
+        if row.kind is spec.kind and row.phase == "prefill"
     ]
-    configs.SCAN_TABLE = (*mamba, *before)
+    configs.SCAN_TABLE = (*others, *before)
     try:
         return timed(spec, "TRITON_SCAN", step, speed)
     finally:
         configs.SCAN_TABLE = before
+
+
+def pairs_alone(spec: LayerSpec, step: str, speed: float) -> dict[str, Any]:
+    """Time the first of a prefill's two kernels alone."""
+    second = channels._chunk
+    channels._chunk = lambda *words: None  # type: ignore[assignment]
+    try:
+        return timed(spec, "TRITON_SCAN", step, speed)
+    finally:
+        channels._chunk = second
 
 
 def main() -> None:
@@ -153,14 +176,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--kinds", nargs="+", default=sorted({k for k, *_ in KINDS.values()}))
     given = parser.parse_args()
     gpu = given.device == "cuda"
     dtype, rows = ("bfloat16" if gpu else "float16"), Rows(given.seconds)
     backends = {
-        name: "TRITON_SCAN" if KINDS[name][0] == "mamba1" else "TRITON_TOKEN_SCAN"
-        for name in KINDS
-    }  # fmt: skip
-    long = [700, 130, 1, 65] if gpu else [70, 1]
+        name: "TRITON_SCAN" if kind in ("mamba1", "kda", "rwkv7") else "TRITON_TOKEN_SCAN"
+        for name, (kind, *_) in KINDS.items()
+        if kind in given.kinds
+    }
+    long = [150, 33, 1, 17] if gpu else [70, 1]
     for name, backend in backends.items():
         for kind in (dtype, "float32"):
             rows.add(
@@ -177,15 +202,12 @@ def main() -> None:
                     f"{name} {step} {backend}",
                     lambda s=spec, b=backend, t=step: timed(s, b, t, speed),
                 )
-        for step in ("8 x 4096", "1 x 8192"):
-            for tile in TILES:
-                spec = spec_of("Mamba-1 (Jamba)", dtype)
-                rows.add(
-                    f"Mamba-1 (Jamba) {step}, channels/ahead/warps {tile}",
-                    lambda s=spec, t=tile, n=step: tried(s, n, t, speed),
-                )
-        for name in ("KDA (Kimi Linear)", "RWKV-7 (2.9B)"):
+        for name in [n for n in backends if KINDS[n][0] in ("kda", "rwkv7")]:
             spec = spec_of(name, dtype)
+            rows.add(
+                f"{name} 8 x 4096 TRITON_SCAN, pairs alone",
+                lambda s=spec: pairs_alone(s, "8 x 4096", speed),
+            )
             rows.add(
                 f"{name} {dtype} FLA_CHANNELS: errors",
                 lambda n=name: check(n, "FLA_CHANNELS", given.device, dtype, long),
@@ -194,6 +216,12 @@ def main() -> None:
                 rows.add(
                     f"{name} {step} FLA_CHANNELS",
                     lambda s=spec, t=step: timed(s, "FLA_CHANNELS", t, speed),
+                )
+        for name in [n for n in backends if n in TILES]:
+            for tile in TILES[name]:
+                rows.add(
+                    f"{name} 8 x 4096, values/chunk/warps/stages {tile}",
+                    lambda n=name, t=tile: tried(spec_of(n, dtype), "8 x 4096", t, speed),
                 )
     print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
     if given.out:

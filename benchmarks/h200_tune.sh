@@ -1,28 +1,43 @@
 #!/usr/bin/env bash
-# Measures the backends of this GPU, fits a timing table and judges the choices by it: one visit of
-# about six minutes. From the repository's root, after `. benchmarks/h200_setup.sh`:
+# Fits a timing table on this GPU and judges the choices by it on other models, lengths and seeds: about three
+# minutes on two GPUs, five on one. From the repository's root, after `. benchmarks/h200_setup.sh`:
 #
 #     benchmarks/h200_tune.sh OUT [SECONDS]
 #
-# OUT gets timings.json (the table), timings.points.jsonl (what it was fitted to), selector.json and
-# two logs. Called again with what OUT held before, it goes on: no point is measured twice.
-# FLASHINFER compiles minutes for each new variant: everything here is plain causal bfloat16 (and
-# e4m3 caches, where FP8=1), heads of 64 and 128.
+# JUDGE_GPU names a second GPU, on which the judging points are measured meanwhile. OUT gets timings.json (the
+# table), timings.points.jsonl (what it was fitted to), selector.json (the points that judge it) and logs. Called
+# again with what OUT held before, it goes on: no point is measured twice. FLASHINFER compiles minutes for each new
+# variant: everything here is plain causal bfloat16 with heads of 128.
 set -u
 out=$1
-seconds=${2:-210}
+seconds=${2:-170}
+names=${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 FLASHINFER}
+device=${DEVICE:-cuda}
 mkdir -p "$out"
 export OMP_NUM_THREADS=4
-backends=()
-for name in ${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 FLASHINFER FLASHINFER_TRTLLM FLASH_ATTN FLASH_ATTN_V4 CUDNN_ATTENTION}; do
-  backends+=(--backend "$name")
+models=()
+# Query heads, KV heads: none of them among those of benchmarks/selector.py.
+for heads in ${FIT:-32,8 64,8 32,32 16,1 48,4 8,2}; do
+  folder=$out/fit/$heads
+  mkdir -p "$folder"
+  printf '{"model_type": "llama", "num_attention_heads": %s, "num_key_value_heads": %s, "head_dim": 128, "hidden_size": %s, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}\n' \
+    "${heads%,*}" "${heads#*,}" "$((${heads%,*} * 128))" > "$folder/config.json"
+  models+=(--model "$folder")
 done
-layers=()
-[ -n "${FP8:-}" ] || layers+=(--no-quantized)
-python3 -m polyattn tune --device cuda --out "$out/timings.json" --seconds "$seconds" \
-  "${layers[@]}" "${backends[@]}" > "$out/tune.log" 2>&1
+backends=()
+for name in $names; do backends+=(--backend "$name"); done
+
+judge() {
+  CUDA_VISIBLE_DEVICES=${JUDGE_GPU:-${CUDA_VISIBLE_DEVICES:-0}} python3 benchmarks/selector.py --device "$device" \
+    --out "$out/selector.json" --seconds "$seconds" --backends $names > "$out/judge.log" 2>&1
+}
+[ -n "${JUDGE_GPU:-}" ] && judge &
+python3 -m polyattn tune --device "$device" --out "$out/timings.json" --seconds "$seconds" \
+  "${models[@]}" "${backends[@]}" > "$out/tune.log" 2>&1
 tail -45 "$out/tune.log"
-python3 benchmarks/selector.py --device cuda --table "$out/timings.json" --out "$out/selector.json" \
-  --backends ${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 FLASHINFER FLASHINFER_TRTLLM FLASH_ATTN FLASH_ATTN_V4 CUDNN_ATTENTION} \
-  > "$out/selector.log" 2>&1
+wait
+[ -n "${JUDGE_GPU:-}" ] || judge
+tail -3 "$out/judge.log"
+python3 benchmarks/selector.py --device "$device" --table "$out/timings.json" --out "$out/selector.json" --seconds 0 \
+  --backends $names > "$out/selector.log" 2>&1
 tail -45 "$out/selector.log"

@@ -13,6 +13,7 @@ from typing import Any
 import matplotlib
 
 matplotlib.use("Agg")
+import report_ragged
 from matplotlib import pyplot
 
 
@@ -33,6 +34,8 @@ def main(folder: Path) -> None:
         "Device times with a cold L2, median of ten. Limits measured in the same run: copy "
         f"{matrix['limits']['copy_gb_per_s']:.0f} GB/s, bf16 matmul "
         f"{matrix['limits']['matmul_tflop_per_s']:.0f} TFLOP/s.",
+        "",
+        *_uneven(folder),
         "",
         "## Conformance",
         "",
@@ -62,6 +65,16 @@ def main(folder: Path) -> None:
     ]
     (folder / "README.md").write_text("\n".join(lines) + "\n")
     _plot(matrix["rows"], folder / "matrix.png", f"{matrix['device']}, {matrix['date']}")
+
+
+def _uneven(folder: Path) -> list[str]:
+    """What engines' steps look like comes before equal lengths."""
+    lines = report_ragged.ragged(json.loads((folder / "ragged.json").read_text()))
+    for name, section in (("mixed", report_ragged.mixed), ("selector", report_ragged.choice)):
+        path = folder / f"{name}.json"
+        if path.exists():
+            lines += ["", *section(json.loads(path.read_text()))]
+    return lines
 
 
 COMPARED = ("TRITON_ATTN", "FLASHINFER", "FLASHINFER on CUDA cores")

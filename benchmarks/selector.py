@@ -1,12 +1,13 @@
 """What does choosing by a timing table cost? Chosen over best, on steps that it was not fitted to.
 
-    python benchmarks/selector.py --table FILE --out FILE [--device cuda] [--backends NAME ...]
+    python benchmarks/selector.py --out FILE [--table FILE] [--seconds N] [--backends NAME ...]
 
-Models with other heads than `polyattn tune` measures, and batches with other lengths: long ones
-among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend alone,
-the fastest pair of a mixed step, the choice by priority and the choice by the table are timed (see
-`polyattn.tools.tune.clock`). A single backend's choice counts with that backend's own time, so that
-noise is no regret. Points that the output file holds already are not measured again.
+Models with other heads than `benchmarks/h200_tune.sh` fits a table to, and batches with other lengths:
+long ones among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend
+alone is timed (see `polyattn.tools.tune.clock`), of a mixed step every pair, too. Who the table and who
+the priorities choose follows from the lengths; a choice counts with the time of what it names, so that
+noise is no regret. Points that the output file holds already are not measured again: without time left
+(`--seconds 0`) the table is judged by those that are there.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import json
 import math
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +28,7 @@ from polyattn.families.attention.layer import Attention
 from polyattn.registry.devices import resolve_device
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
+from polyattn.selection.step_choice import StepChoice, step_choice
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.models import bundled
@@ -37,17 +40,18 @@ from polyattn.tools.tune.tuning import left_out
 
 MODELS = {
     "Qwen2.5-7B": (28, 4, 128),
-    "Llama-3.2-3B": (24, 8, 128),
-    "Qwen2.5-14B": (40, 8, 128),
+    "Phi-4": (40, 10, 128),
     "Llama-3.1-70B, TP 4": (16, 2, 128),
-    "Llama-2-7B, TP 2": (16, 16, 128),
-    "Llama-3.2-1B": (32, 8, 64),
-    "Qwen2.5-0.5B": (14, 2, 64),
+    "Llama-2-13B, TP 2": (20, 20, 128),
+    "Qwen3-30B-A3B": (32, 4, 128),
+    "Command R+": (96, 8, 128),
+    "GLM-4-9B": (32, 2, 128),
+    "Llama-3.2-3B": (24, 8, 128),
 }
 """Query heads, KV heads, head size: none of them among those that are tuned on."""
 ALONE = ("FLASH_ATTN_V3", "FLASHINFER", "TRITON_ATTN")
 Rows = list[tuple[int, int]]
-SEED = 20_260
+SEED = 31_115
 
 
 def batches() -> dict[str, tuple[str, Rows]]:
@@ -99,65 +103,58 @@ def sample_of(kind: str, rows: Rows) -> StepSample:
 
 
 def pair(selection: Selection, decode: str, prefill: str) -> Selection:
-    """Return the selection with one backend for the decodes and one for the rest."""
+    """Return the selection with one backend for the decodes and one for the rest, in two calls."""
     served = {phase: {i.name: i for i in infos} for phase, infos in selection.candidates}
     named = {"decode": served["decode"][decode], "prefill": served["prefill"][prefill]}
-    backends = tuple((phase, named.get(phase, info)) for phase, info in selection.backends)
-    return replace(selection, backends=backends, timings=())
+    backends = []
+    for phase, info in selection.backends:
+        info = named.get(phase, info)
+        claimed = info.capabilities
+        apart = replace(claimed, phases=claimed.phases - {"mixed"})
+        backends.append((phase, replace(info, capabilities=apart)))
+    return replace(selection, backends=tuple(backends), timings=())
 
 
 class Judge:
-    """One model's backends, the choice by priority and the choice by the table, over one cache."""
+    """One model's backends and pairs over one cache, and who is chosen by priority."""
 
     def __init__(self, spec: LayerSpec, device: Any, clock: Clock, size: Size, options: Any):
-        plain = select(spec, device, settings=current().without_timings())
-        table = select(spec, device, settings=replace(current(), timings=str(options.table)))
-        self.measured = Measured(plain, clock, size, options.leave_out)
-        self.selection, self.modelled = plain, {m.backend for m in table.timings}
-        # What is left out here isn't to be chosen either.
-        kept = tuple(m for m in table.timings if m.backend in self.measured.layers)
-        self.by_table = Attention(LayerGroup(replace(table, timings=kept)), checks=False)
-        self.by_priority = Attention(LayerGroup(plain), checks=False)
+        self.selection = select(spec, device, settings=current().without_timings())
+        self.measured = Measured(self.selection, clock, size, options.leave_out)
+        self.by_priority = Attention(LayerGroup(self.selection), checks=False)
+        self.pairs: dict[str, Attention] = {}
 
     def row(self, sample: StepSample) -> dict[str, Any]:
         times: dict[str, float] = {}
         cannot: dict[str, str] = {}
-        names = list(self.measured.layers)
-        for name, found in self.measured.times(sample, names, one_call=False):
+        mixed = sample.kind == "mixed"
+        for name, found in self.measured.times(sample, list(self.measured.layers), one_call=mixed):
             if isinstance(found, str):
                 cannot[name] = found
             else:
                 times[name] = found
         inputs = self.measured.inputs(sample)
-        if sample.kind == "mixed":
-            self._add_pair(sample, times)
-        row: dict[str, Any] = {"times": times, "cannot": cannot}
-        for what, layer in (("table", self.by_table), ("priority", self.by_priority)):
-            who = list(dict.fromkeys(call.name for call in layer.plan(inputs.batch.copy()).calls))
-            name = "+".join(who)
-            if name not in times:
+        if mixed:
+            for name, layer in self._pairs().items():
                 times[name] = self.measured.us(layer, inputs)
-            row[what] = name
-        return row
+        calls = self.by_priority.plan(inputs.batch.copy()).calls
+        return {"times": times, "cannot": cannot, "priority": "+".join(call.name for call in calls)}
 
-    def _add_pair(self, sample: StepSample, times: dict[str, float]) -> None:
-        """Time the pair of whoever is fastest at each part."""
-        rows = list(zip(sample.queries, sample.lens, strict=True))
-        fastest = []
-        for kind, part in (
-            ("decode", [r for r in rows if r[0] == 1]), ("prefill", [r for r in rows if r[0] > 1]),
-        ):  # fmt: skip
-            found = dict(self.measured.times(sample_of(kind, part), list(self.measured.layers)))
-            able = {name: us for name, us in found.items() if not isinstance(us, str)}
-            fastest.append(min(able, key=able.__getitem__))
-        if fastest[0] != fastest[1]:
-            layer = Attention(LayerGroup(pair(self.selection, *fastest)), checks=False)
-            times["+".join(fastest)] = self.measured.us(layer, self.measured.inputs(sample))
+    def _pairs(self) -> dict[str, Attention]:
+        if not self.pairs:
+            served = {phase: [i.name for i in infos] for phase, infos in self.selection.candidates}
+            for name in self.measured.layers:
+                for other in self.measured.layers:
+                    if name in served["decode"] and other in served["prefill"]:
+                        group = LayerGroup(pair(self.selection, name, other))
+                        self.pairs[f"{name}+{other}"] = Attention(group, checks=False)
+        return self.pairs
 
 
-def judge(options: Any) -> list[dict[str, Any]]:
+def measure(options: Any) -> list[dict[str, Any]]:
     device = resolve_device(options.device)
     clock = Clock(torch.device(str(device.torch_device)))
+    end = time.monotonic() + options.seconds
     steps = batches()
     if not device.is_accelerator:
         steps = {name: (kind, small(rows)) for name, (kind, rows) in steps.items()}
@@ -167,30 +164,53 @@ def judge(options: Any) -> list[dict[str, Any]]:
     done = {(row["model"], row["step"]) for row in rows}
     for model, (heads, kv_heads, head_size) in MODELS.items():
         missing = [name for name in steps if (model, name) not in done]
-        if not missing:
+        if not missing or time.monotonic() > end:
             continue
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=head_size)
         size = replace(size_for(spec, device, pool_bytes(device)), keys=most)
         judged = Judge(spec, device, clock, size, options)
         for name in missing:
+            if time.monotonic() > end:
+                break
             kind, lengths = steps[name]
-            row = {"model": model, "step": name, "kind": kind}
-            row |= judged.row(sample_of(kind, lengths))
-            rows.append(row)
-            data = {"device": str(device), "table": str(options.table), "points": rows}
-            out.write_text(json.dumps(data | {"summary": summary(rows)}, indent=1) + "\n")
+            row = {"model": model, "step": name, "kind": kind, "rows": lengths}
+            rows.append(row | judged.row(sample_of(kind, lengths)))
+            out.write_text(json.dumps({"device": str(device), "points": rows}) + "\n")
         del judged
-        print(model, "judged", flush=True)
+        print(model, "measured", flush=True)
     return rows
+
+
+def chosen(rows: Sequence[dict[str, Any]], options: Any) -> None:
+    """Add to each point whom the table chooses among those that were measured there."""
+    device = resolve_device(options.device)
+    settings = replace(current(), timings=str(options.table))
+    choices: dict[str, StepChoice | None] = {}
+    for row in rows:
+        if row["model"] not in choices:
+            heads, kv_heads, head_size = MODELS[row["model"]]
+            spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=head_size)
+            choices[row["model"]] = step_choice(select(spec, device, settings=settings))
+        choice = choices[row["model"]]
+        row["table"] = row["priority"]
+        if choice is not None:
+            calls = choice.calls([q for q, _ in row["rows"]], [n for _, n in row["rows"]])
+            row["table"] = "+".join(call.name for call in calls)
+
+
+def time_of(row: dict[str, Any], name: str) -> float | None:
+    """Return what a backend took; of a mixed step, where it has no one call, its two calls."""
+    found: float | None = row["times"].get(name, row["times"].get(f"{name}+{name}"))
+    return found
 
 
 def ratios(rows: Sequence[dict[str, Any]], who: str) -> list[float]:
     """Return chosen over best, or a backend alone over best, at each point that has both."""
     found = []
     for row in rows:
-        name = row.get(who, who)
-        if name in row["times"]:
-            found.append(row["times"][name] / min(row["times"].values()))
+        us = time_of(row, row.get(who, who))
+        if us is not None:
+            found.append(us / min(row["times"].values()))
     return found
 
 
@@ -206,11 +226,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def show(rows: Sequence[dict[str, Any]]) -> None:
-    costly = sorted(rows, key=lambda r: -r["times"][r["table"]] / min(r["times"].values()))
+    costly = sorted(rows, key=lambda r: -ratios([r], "table")[0] if ratios([r], "table") else 0.0)
     print("\nThe costliest choices by the table:")
     for row in costly[:12]:
         best = min(row["times"], key=row["times"].__getitem__)
-        chosen = row["times"][row["table"]]
+        chosen = time_of(row, row["table"])
+        if chosen is None:
+            print(f"  {row['model']}, {row['step']}: {row['table']} was not measured")
+            continue
         print(
             f"  {chosen / row['times'][best]:.2f}  {row['model']}, {row['step']}: {row['table']} "
             f"{chosen:.0f} us; best {best} {row['times'][best]:.0f} us"
@@ -222,14 +245,21 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--table", type=Path, required=True)
+    parser.add_argument("--table", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--device", default=None)
     parser.add_argument("--backends", nargs="+", default=[])
     options = parser.parse_args()
     options.leave_out = left_out(options.backends)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    show(judge(options))
+    rows = measure(options)
+    if options.table is None:
+        return
+    chosen(rows, options)
+    data = {"device": str(resolve_device(options.device)), "table": options.table.name}
+    options.out.write_text(json.dumps(data | {"points": rows, "summary": summary(rows)}) + "\n")
+    show(rows)
 
 
 if __name__ == "__main__":

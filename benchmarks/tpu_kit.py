@@ -5,7 +5,8 @@
 Each case's outcome is kept in build/tpu_kit/ as it ends, under a digest of the modules that it ran
 through; the next call goes on with the cases that are missing, or that failed. The counts so far, and
 how many are missing, are written to results/tpu/kit.json. A door is `functions` (JAX's own) or
-`torchax`.
+`torchax`. Where there are cores, `--shard 3/32` takes a part: all parts side by side, then one call
+without it that counts.
 """
 
 from __future__ import annotations
@@ -64,8 +65,9 @@ def digest(backend: str, door: str) -> str:
 class Pieces:
     """Runs what is missing until the time is over, and keeps each outcome."""
 
-    def __init__(self, path: Path, code: str, seconds: float):
+    def __init__(self, path: Path, code: str, seconds: float, shard: tuple[int, int]):
         self.path, self.code, self.until = path, code, time.monotonic() + seconds
+        self.first, self.step = shard
         self.wanted: list[str] = []
         lines = path.read_text().splitlines() if path.exists() else []
         entries = [entry for entry in map(json.loads, lines) if entry["code"] == code]
@@ -75,7 +77,8 @@ class Pieces:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
         self.wanted = [item.name for item in items]
         yield  # -k leaves out what wasn't asked for
-        items[:] = [i for i in items if self.found.get(i.name, {}).get("outcome") != "passed"]
+        left = [i for i in items if self.found.get(i.name, {}).get("outcome") != "passed"]
+        items[:] = left[self.first :: self.step]
 
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -124,12 +127,21 @@ def write(backend: str, door: str, record: dict[str, Any]) -> None:
     OUT.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n")
 
 
+def shard(text: str) -> tuple[int, int]:
+    """Return a part's index and how many there are."""
+    index, _, count = text.partition("/")
+    if not 0 <= int(index) < int(count):
+        raise ValueError(text)
+    return int(index), int(count)
+
+
 def main() -> int:
     """Run a piece; 0 where the whole kit is there and nothing failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend")
     parser.add_argument("door", choices=DOORS)
     parser.add_argument("--seconds", type=float, default=1e9, help="end after the case at hand")
+    parser.add_argument("--shard", type=shard, default=(0, 1), metavar="I/N", help="a part of them")
     parser.add_argument("-k", default="", help="only such cases")
     given = parser.parse_args()
     os.environ.update(SETTINGS | COMPILED)
@@ -137,13 +149,15 @@ def main() -> int:
     KEPT.mkdir(parents=True, exist_ok=True)
     front, device, _ = DOORS[given.door]
     kept = KEPT / f"{given.backend}-{given.door}.jsonl"
-    pieces = Pieces(kept, digest(given.backend, given.door), given.seconds)
+    pieces = Pieces(kept, digest(given.backend, given.door), given.seconds, given.shard)
     pytest.main(
         ["-q", "-p", "no:cacheprovider", "-p", front, "--pyargs", "polyattn.conformance",
          "--polyattn-backend", given.backend, "--polyattn-device", device,
          "--polyattn-budget", "0.1", "--polyattn-seed", str(SEED), "--tb", "short", "-k", given.k],
         plugins=[pieces],
     )  # fmt: skip
+    if given.shard[1] > 1:
+        return 0
     record = pieces.record()
     print(json.dumps(record))
     if not pieces.wanted:

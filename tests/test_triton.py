@@ -122,6 +122,19 @@ def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path
         assert held[way] >= on_one(MANY[layer], config, way)
 
 
+@pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
+def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: Path) -> None:
+    """Of each tile that was measured; nothing of a thread lies in memory."""
+    from polyattn_triton.aot import compile_prefix
+    from polyattn_triton.configs import prefix_configs
+
+    configs = prefix_configs("sm_90", 128, 2)
+    assert len(configs) > 2
+    for config in configs:
+        kernel = compile_prefix(BASE, "sm_90", config, "bf16", cached)
+        assert programs_on_one(kernel, tmp_path) >= config.on_one, config
+
+
 @pytest.mark.parametrize("arch", FP8_TARGETS)
 def test_compiles_fp8_caches(arch: str) -> None:
     """In a process of its own: Triton keeps the fp8 conversions of the first AMD target for all."""
@@ -166,8 +179,8 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     "arch", [pytest.param(a, marks=[] if a == "sm_90" else [sweep]) for a in TARGETS]
 )
 @pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
-def test_token_scans_compile_to_machine_code(arch: str, kind: str) -> None:
-    from polyattn_triton.aot_families import compile_token_scan
+def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
+    from polyattn_triton.aot_families import compile_channels, compile_token_scan
 
     machine = "cubin" if arch.startswith("sm_") else "hsaco"
     sizes = (
@@ -179,7 +192,11 @@ def test_token_scans_compile_to_machine_code(arch: str, kind: str) -> None:
         feature_map="elu+1" if kind == "phi_linear" else None, qk_norm=kind == "kda"
     )
     spec = LayerSpec(kind=kind, dtype="bfloat16", recurrent=form, **sizes)
-    assert len(compile_token_scan(spec, arch).asm[machine]) > 500
+    if kind in ("kda", "rwkv7"):
+        made = [compile_channels(spec, arch, phase) for phase in ("pairs", "prefill", "decode")]
+    else:
+        made = [compile_token_scan(spec, arch)]
+    assert all(len(kernel.asm[machine]) > 500 for kernel in made)
 
 
 def test_compilation_can_fail() -> None:

@@ -75,6 +75,24 @@ def test_decodes_have_the_shape_of_any_step() -> None:
         assert shape_of_decodes(spec, lens) == shape_of_step(spec, [1] * 5, lens)
 
 
+def test_short_rows_count_whole_tiles_of_queries() -> None:
+    """Four tokens of a group of 2 are 8 rows: multiplied as 64. A prompt's are as they are."""
+    assert shape_of_step(SPEC, [4, 1], [100, 50]).pairs == (100 + 50) * 64 // 2
+    assert shape_of_step(SPEC, [16, 16], [100, 50]).pairs == (100 + 50) * 64 // 2
+    wide = SPEC.replace(num_heads=32)
+    assert shape_of_step(wide, [5, 2], [100, 50]).pairs == (100 * 128 + 50 * 64) // 16
+    assert shape_of_step(SPEC, [17], [17]).pairs == 17 * 18 // 2
+
+
+def test_lengths_may_be_arrays() -> None:
+    batch = Batch([0, 1, 2, 42], [7, 300, 90], torch.zeros(3, 20, dtype=torch.int32))
+    choice = by_time([BALANCED, UNBALANCED], decode=[A, B], prefill=[A, B])
+    assert choice.calls(batch.host_query_lens, batch.host_lens) == choice.calls(
+        [1, 1, 40], batch.lens
+    )
+    assert choice.decode(batch.host_lens) == choice.decode(batch.lens)
+
+
 def test_short_rows_go_to_whoever_takes_them_as_decodes_if_that_is_faster() -> None:
     models = [model("A", "short", launch=10), model("B", "short", launch=20)]
     (call,) = by_time(models, decode=[B, A], prefill=[B, A]).calls([4] * 3, [50] * 3)

@@ -82,6 +82,52 @@ def test_specs_are_what_the_modules_do(model_type: str) -> None:
     assert by_file.layers == by_object.layers
 
 
+MTP = {"use_mtp": True, "num_mtp_modules": 3, "mtp_transformer_layers": 1}
+PUBLISHED = {
+    "qwen3_moe": {"max_window_layers": 2, "use_qk_norm": True, "use_sliding_window": False},
+    "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True,
+                   "attn_type_list": [1] * 4, "rotary_dim": 8} | MTP,
+    "nemotron_h": {"rope_theta": 500.0, "partial_rotary_factor": 1.0, "attention_head_dim": 16,
+                   "mtp_hybrid_override_pattern": "*E", "time_step_limit": [0.0, 1e308]},
+    "glm_moe_dsa": {"rope_interleave": True, "indexer_rope_interleave": True,
+                    "index_share_for_mtp_iteration": True, "index_topk_freq": 2,
+                    "index_skip_topk_offset": 2,
+                    "indexer_types": ["full", "full", "shared", "full"]},
+    "qwen3_5_text": {"attn_output_gate": True, "output_gate_type": "swish",
+                     "mamba_ssm_dtype": "float32", "partial_rotary_factor": 0.25},
+}  # fmt: skip
+"""Fields of publishers' own files that transformers' classes don't have."""
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_publishers_own_fields_say_what_the_type_does(model_type: str) -> None:
+    values = tiny_values(CONFIG_MAPPING[model_type]) | PUBLISHED[model_type]
+    config = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
+    compare(config, {"model_type": model_type, "dtype": "float32"} | copy.deepcopy(values))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("qwen3_moe", {"max_window_layers": 2, "use_sliding_window": True}),
+        ("qwen3_moe", {"use_qk_norm": False}),
+        ("minimax_m2", {"attn_type_list": [1, 1, 0, 1]}),
+        ("minimax_m2", {"qk_norm_type": "per_head"}),
+        ("nemotron_h", {"attention_head_dim": 12}),
+        ("nemotron_h", {"time_step_limit": [0.0, 0.1]}),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 4, "index_topk_freq": 3}),
+        ("qwen3_5_text", {"attn_output_gate": False}),
+        ("qwen3_5_text", {"partial_rotary_factor": 0.5}),
+    ],
+)
+def test_publishers_own_fields_that_say_otherwise_are_refused(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match="|".join(changes)):
+        model_layers({"model_type": model_type} | tiny_values(CONFIG_MAPPING[model_type]) | changes)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("model_type", accepted())
 def test_no_field_is_misread(model_type: str) -> None:

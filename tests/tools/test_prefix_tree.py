@@ -15,6 +15,7 @@ from polyattn.tools.replay.pool import Pool
 from polyattn.tools.replay.prefix_tree import PrefixTree
 from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.scheduler import Running, Scheduled, Scheduler
+from polyattn.tools.replay.state_pool import StatePool
 from polyattn.tools.replay.trace import Request, sampled
 
 
@@ -84,10 +85,38 @@ class Memory:
             assert self.slots[block, position % size] == tokens[position]
 
 
+@dataclass
+class States:
+    """Which tokens each slot's state stands for: all that were written to it, in order."""
+
+    pool: StatePool
+    slots: np.ndarray
+
+    def check_users(self, running: list[Running], index: int) -> None:
+        users = Counter(b for s in running if s.held for b in s.held[index].blocks)
+        allocator = self.pool.allocator
+        assert all(allocator.users(slot) == users[slot] for slot in range(allocator.num_blocks))
+
+    def check_seen(self, item: Scheduled, index: int, tokens: list[int]) -> None:
+        (slot,) = item.sequence.held[index].blocks
+        assert self.slots[slot] == tuple(tokens[: item.start + item.count])
+
+    def write(self, item: Scheduled, index: int, tokens: list[int]) -> None:
+        (slot,) = item.sequence.held[index].blocks
+        assert self.pool.allocator.users(slot) == 1 and slot not in self.pool.tree, "its own"
+        assert item.start == 0 or self.slots[slot] == tuple(tokens[: item.start])
+        self.slots[slot] = tuple(tokens[: item.start + item.count])
+
+
 def serve(requests: list[Request], pools: list[Pool], budget: int, seqs: int) -> Scheduler:
     """Serve requests over memories that are really written, copied and read."""
     scheduler = Scheduler(requests, pools, budget, seqs)
-    memories = [Memory(p, np.full((p.allocator.num_blocks, p.block_size), -1)) for p in pools]
+    memories = [
+        States(p, np.full(p.allocator.num_blocks, None, object))
+        if isinstance(p, StatePool)
+        else Memory(p, np.full((p.allocator.num_blocks, p.block_size), -1))
+        for p in pools
+    ]
     tokens = {
         sequence: prompt_tokens(sequence.request, index, 1 << 30, seed=0)
         + [(index + 1) << 40 | at for at in range(sequence.request.output)]
@@ -132,6 +161,7 @@ def traces(draw: st.DrawFn) -> list[Request]:
     budget=st.integers(1, 24),
     seqs=st.integers(1, 6),
     spare=st.integers(0, 12),
+    snapshots=st.integers(0, 4),
 )
 def test_every_step_reads_its_own_tokens(
     requests: list[Request],
@@ -140,8 +170,12 @@ def test_every_step_reads_its_own_tokens(
     budget: int,
     seqs: int,
     spare: int,
+    snapshots: int,
 ) -> None:
-    """A full pool and a windowed one, with just the room that the longest request needs, or more."""
+    """A full pool and a windowed one, with just the room that the longest request needs, or more.
+
+    With `snapshots` there are recurrent states, too, and as many slots more than sequences.
+    """
     kept = CacheWindow(sizes[1], window[0], window[1])
     pools = []
     for size, windowed in ((sizes[0], None), (sizes[1], kept)):
@@ -156,6 +190,8 @@ def test_every_step_reads_its_own_tokens(
         full.tree.remove(block)
 
     full.allocator._evicted = evicted
+    if snapshots:
+        pools.append(StatePool(max(sizes), seqs + snapshots))
     serve(requests, pools, budget, seqs)
 
 
@@ -168,6 +204,32 @@ def test_what_was_used_last_stays() -> None:
         shared += [item.sequence.shared for item in plan]
         scheduler.finish(plan)
     assert shared == [0, 0, 3, 0, 3, 0]
+
+
+def test_states_are_kept_where_prompts_part() -> None:
+    """The first keeps its last boundary, the second the place where it parts, the third begins there."""
+    requests = [Request(8, 1, ids, 4) for ids in ((1, 2), (1, 3), (1, 4), (1, 2))]
+    pools = [Pool(2, 64), StatePool(2, 1 + 8)]
+    scheduler, steps = Scheduler(requests, pools, 16, 1), []
+    while plan := scheduler.step():
+        steps += [(item.sequence.shared, item.start, item.count) for item in plan]
+        scheduler.finish(plan)
+    assert steps == [
+        (0, 0, 6), (0, 6, 2),
+        (0, 0, 4), (0, 4, 2), (0, 6, 2),
+        (4, 4, 2), (4, 6, 2),
+        (6, 6, 2),
+    ]  # fmt: skip
+
+
+def test_who_waits_for_a_running_prefix_finds_its_state() -> None:
+    """The first stops where the second parts from it, so nothing of what they share is computed twice."""
+    requests = [Request(40, 1, (1, 2), 16), Request(40, 1, (1, 3), 16)]
+    scheduler, steps = Scheduler(requests, [StatePool(4, 2 + 4)], 8, 2), []
+    while plan := scheduler.step():
+        steps += [(item.sequence.request.hash_ids[1], item.start) for item in plan]
+        scheduler.finish(plan)
+    assert min(start for which, start in steps if which == 3) == 16
 
 
 def test_a_window_keeps_no_more_than_its_bound() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from polyattn.tools.tune.fitting import LEAST_POINTS, Point, features, fit, pred
 from polyattn.tools.tune.measuring import Measured, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, layers, samples
-from polyattn.tools.tune.tables import fits, regrets
+from polyattn.tools.tune.tables import fits, margin_of, margins, mean, regrets
 from test_cli import polyattn
 
 HEADS = [
@@ -81,7 +82,7 @@ def test_the_fit_predicts_as_the_choice_does() -> None:
             found = predict(table, np.array(coefficients), overlap)
             expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
             np.testing.assert_allclose(found, expected)
-            slower = (("B", tuple(1.01 * w for w in among[0][1]), overlap), *among)
+            slower = (("B", tuple(1.01 * w for w in among[0][1]), overlap, 1.0), *among)
             assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
 
 
@@ -179,17 +180,57 @@ def test_a_file_that_holds_no_points_is_an_error(text: str, tmp_path: Path) -> N
         PointsFile(path, {"a": 1})
 
 
+def measurements(truths: dict[str, tuple[float, ...]], noise: float) -> list[Measurement]:
+    """Decodes of each layer, their times by the formula, and a little noise."""
+    source, made = random.Random(3), []
+    for name, truth in truths.items():
+        for spec in HEADS:
+            predictor = Predictor(spec, [TimingModel(name, "decode", truth)])
+            for step, sample in enumerate(samples(SIZE, 5, TRACE)):
+                if sample.kind == "decode":
+                    m = Measurement(spec, step, sample, name, 1.0)
+                    among = predictor.among("decode", [name])
+                    us = predictor.evaluate(among, m.point.shape)[name]
+                    made.append(replace(m, us=us * source.lognormvariate(0, noise)))
+    return made
+
+
+CROSSING = {"A": (20.0, 0.0, 1e-7, 0.0, 0.0, 0.0), "B": (5.0, 0.0, 1e-6, 0.0, 0.0, 0.0)}
+
+
 def test_what_a_choice_costs_is_told_by_held_out_predictions() -> None:
-    made = []
-    for name, launch in (("A", 20.0), ("B", 5.0)):
-        slope = 1e-7 if name == "A" else 1e-6
-        for p in points("decode", False, (launch, 0.0, slope, 0.0, 0.0, 0.0), 0.0):
-            lens = (p.shape.keys,)
-            made.append(
-                Measurement(p.spec, p.step, StepSample("decode", "", (1,), lens), name, p.us)
-            )
-    costs = regrets(fits(made))["decode"]
+    costs = regrets(fits(measurements(CROSSING, 0.0)))["decode"]
     assert len(costs) == 3 * COUNTS["decode"] and max(costs) < 1.02
+
+
+def test_who_is_hardly_faster_at_times_needs_a_margin() -> None:
+    """A second backend whose times are the favourite's but for noise is not worth a choice."""
+    near = {"A": CROSSING["A"], "B": tuple(1.04 * c for c in CROSSING["A"])}
+    ((favourite, margin),) = margins(fits(measurements(near, 0.03))).values()
+    assert favourite == "A" and margin > 0
+    # One that is much faster at some steps gets them.
+    found = fits(measurements(CROSSING, 0.03))
+    ((favourite, margin),) = margins(found).values()
+    assert margin < 0.5 and mean(regrets(found)["decode"]) < 1.01
+    key, other = (next(k for k in found if (k[2] == favourite) == ours) for ours in (True, False))
+    kept = margins(found)
+    assert (margin_of(key, 0.2, kept), margin_of(other, 0.2, kept)) == (0.0, margin)
+    assert margin_of((key[0], "mixed", "A"), 0.2, kept) == 0.2
+
+
+def test_a_margin_is_beaten_or_not() -> None:
+    spec = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+    shape = shape_of_step(spec, [1] * 4, [100] * 4)
+    for faster, winner in ((9.5, "A"), (8.5, "B")):
+        models = [
+            TimingModel("A", "decode", (10.0, 0, 0, 0, 0, 0)),
+            TimingModel("B", "decode", (faster, 0, 0, 0, 0, 0), margin=0.1),
+        ]
+        predictor = Predictor(spec, models)
+        among = predictor.among("decode", ["A", "B"])
+        assert predictor.fastest(among, shape) == winner
+        assert predictor.evaluate(among, shape) == {"A": 10.0, "B": faster}  # as predicted
+        assert predictor.fastest(among, shape, 9.0) == ""
 
 
 def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:

@@ -10,7 +10,7 @@ from polyattn import LayerSpec
 from polyattn.errors import SettingsError
 from polyattn.tools.cli import main, running
 from polyattn.tools.replay import engine as engine_module
-from polyattn.tools.replay.trace import Request
+from polyattn.tools.replay.trace import Request, sampled
 from typer.testing import CliRunner
 from whole_models import MODELS, Recorded, disagreement, engine, saved
 
@@ -26,8 +26,15 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "ModelRunner", Recorded)
 
 
-def run(served: engine_module.Engine) -> tuple[Any, Recorded]:
-    report, model = served.run(), served.model
+def run(served: engine_module.Engine, forced: bool = False) -> tuple[Any, Recorded]:
+    """Serve; `forced`: the request that came last is preempted twice."""
+    steps = iter(range(1000))
+
+    def preempt(done: int, total: int) -> None:
+        if next(steps) in (5, 15) and forced:
+            served.scheduler._preempt(served.scheduler.running[-1])
+
+    report, model = served.run(preempt), served.model
     assert isinstance(model, Recorded)
     assert report.generated == sum(s.request.output for s in model.tokens)
     return report, model
@@ -53,7 +60,8 @@ def test_reused_prefixes_and_preemption(name: str, tmp_path: Path, recorded: Non
         Request(41, STEPS, (1, 2, 3, 4, 6), 8), Request(20, STEPS),
     ]  # fmt: skip
     options = {"blocks": 20, "token_budget": 24, "check_tokens": 0}
-    report, found = run(engine(tmp_path, requests, **options))
+    # Mamba-2 has no cache to run out of.
+    report, found = run(engine(tmp_path, requests, **options), forced=name == "mamba2")
     for sequence in found.tokens:
         assert disagreement(found, sequence, model) < TOLERANCE
     for cache in (usage.to_dict() for usage in report.usage):
@@ -61,8 +69,24 @@ def test_reused_prefixes_and_preemption(name: str, tmp_path: Path, recorded: Non
             window, size = cache["window"], cache["block_size"]
             assert cache["decode_blocks"] == -(-(window - 1) // size) + 1 < -(-(41 + STEPS) // size)
     recurrent = any(spec.kind.is_recurrent for spec in LayerSpec.from_hf_config(tmp_path))
-    assert (report.shared_tokens > 0) is not recurrent
-    assert (report.preemptions > 0) is (name != "mamba2"), "Mamba-2 has no cache to run out of"
+    assert report.shared_tokens > 0 and report.preemptions > 0
+    assert (report.states_copied > 0) is recurrent
+
+
+@pytest.mark.parametrize("name", ["mamba2", "jamba"])
+def test_states_go_on_where_prefixes_part(name: str, tmp_path: Path, recorded: None) -> None:
+    """Four samples of two prompts, room for one snapshot and for eight: the same tokens."""
+    model = saved(name, tmp_path)
+    given = [Request(49, 9, (1, 2, 3), 16), Request(40, 9, (1, 4, 5), 16)]
+    reused = []
+    for snapshots in (1, 8):
+        options = {"token_budget": 48, "max_seqs": 2, "snapshots": snapshots, "check_tokens": 1}
+        report, found = run(engine(tmp_path, sampled(given, 4), **options))
+        for sequence in found.tokens:
+            assert disagreement(found, sequence, model) < TOLERANCE
+        assert report.max_error < TOLERANCE
+        reused.append(report.shared_tokens)
+    assert 0 < reused[0] <= reused[1] == 3 * 48 + 3 * 32
 
 
 @pytest.mark.parametrize(("name", "limit"), [("llama-longrope", 128), ("llama-dynamic", 256)])

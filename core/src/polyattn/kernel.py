@@ -5,14 +5,17 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
+    Addressed,
     AttentionBackend,
     LayerParams,
+    Lie,
     MergeBackend,
     RecurrentBackend,
     SparseBackend,
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.chosen_pages import over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -29,6 +32,8 @@ from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
+from polyattn.runtime.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
@@ -41,13 +46,16 @@ __all__ = [
     "ALLOCATORS",
     "INPUT_DTYPES",
     "STORAGE_DTYPES",
+    "Addressed",
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
     "AttentionVariant",
     "Batch",
     "BatchError",
+    "BlockSparseMask",
     "CacheFormat",
+    "CustomMask",
     "Device",
     "Function",
     "GraphCapture",
@@ -55,6 +63,8 @@ __all__ = [
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
+    "Levels",
+    "Lie",
     "MergeBackend",
     "NewTokens",
     "Plan",
@@ -63,6 +73,7 @@ __all__ = [
     "RecurrentSpec",
     "Role",
     "Rotation",
+    "SharedRun",
     "SparseBackend",
     "StoreBackend",
     "StorePlan",
@@ -79,6 +90,7 @@ __all__ = [
     "decode_window_sizes",
     "empty_rows",
     "merge_states",
+    "over_chosen_pages",
     "prepared",
     "quantize",
     "raw",

@@ -5,12 +5,17 @@ A wrapper runs what it planned last, as the real ones do: their plans are in the
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
+import flashinfer_host
 import polyattn_fakes
 from polyattn_fakes import attend_each, attend_packed
 from torch import Tensor
+
+MODULES: set[tuple[Any, ...]] = set()
+"""What the real ones would have compiled: one module for each kernel, types, sizes and kind of mask."""
 
 
 class _Wrapper:
@@ -26,6 +31,20 @@ class _Wrapper:
         self.planned = {
             n: v.clone() if isinstance(v, Tensor) else v for n, v in found.items()
         }  # fmt: skip
+        MODULES.add((self.kernel(), *self.compiled(found)))
+
+    def kernel(self) -> str:
+        """Whose kernels run: paged and ragged prefill share a module."""
+        return f"prefill by {self.made['backend']}"
+
+    @staticmethod
+    def compiled(planned: dict[str, Any]) -> tuple[Any, ...]:
+        """What a module is compiled for beside its kernel."""
+        sizes = planned.get("head_dim_qk", planned.get("head_dim")), planned.get("head_dim_vo")
+        return (
+            planned["q_data_type"], planned["kv_data_type"], sizes[0], sizes[1] or sizes[0],
+            planned["window_left"] >= 0, bool(planned["logits_soft_cap"]),
+        )  # fmt: skip
 
     def finish(self, a: dict[str, Any], out: Tensor, lse: Tensor) -> None:
         """Write the output and the LSE in base 2; a row that sees nothing has a finite one."""
@@ -59,6 +78,9 @@ class _Wrapper:
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     """One token a sequence."""
 
+    def kernel(self) -> str:
+        return "prefill by fa2" if self.made["use_tensor_cores"] else "decode"
+
     def plan(self, *args: Any, **kwargs: Any) -> None:
         """On CUDA cores there are kernels of few ratios; a graph's buffers have their sizes."""
         super().plan(*args, **kwargs)
@@ -86,6 +108,11 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         a, p = self.bind("run", args, kwargs), self.planned
         lists = (p["paged_kv_indptr"], p["paged_kv_indices"], p["paged_kv_last_page_len"])
         keys, values = self.pages(a, *lists)
+        if self.made.get("jit_args") or p["custom_mask"] is not None:
+            given = a.get("args", ())
+            starts = p["qo_indptr"].tolist()
+            self.finish(a, *flashinfer_host.attend(self, given, a["q"], keys, values, starts))
+            return
         options = self.options(p["causal"])
         self.finish(a, *attend_each(a["q"], keys, values, p["qo_indptr"].tolist(), **options))
 
@@ -98,5 +125,13 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         a, p = self.bind("run", args, kwargs), self.planned
         assert (a["k"].shape[2], a["v"].shape[2]) == (p["head_dim_qk"], p["head_dim_vo"])
         starts, key_starts = p["qo_indptr"].tolist(), p["kv_indptr"].tolist()
+        if self.made.get("jit_args") or p["custom_mask"] is not None:
+            sizes = [b - a for a, b in itertools.pairwise(key_starts)]
+            keys, values = (
+                list(t[key_starts[0] : key_starts[-1]].split(sizes)) for t in (a["k"], a["v"])
+            )
+            given = a.get("args", ())
+            self.finish(a, *flashinfer_host.attend(self, given, a["q"], keys, values, starts))
+            return
         options = self.options(p["causal"])
         self.finish(a, *attend_packed(a["q"], a["k"], a["v"], starts, key_starts, **options))

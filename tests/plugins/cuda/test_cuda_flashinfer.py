@@ -103,3 +103,32 @@ def test_a_captured_steps_buffers_are_refilled(fakes: None) -> None:
     assert captured.lease.wrapper.planned["last_page_len"].tolist() == [1, 6]
     aside = backend.plan(step)  # an eager step of this size beside it
     assert aside.lease is not captured.lease
+
+
+@pytest.mark.parametrize(
+    "case", ["causal", "window", "soft cap", "ratio of 5", "one group", "captured"]
+)
+def test_no_step_is_planned_for_what_was_not_compiled_before(case: str, fakes: None) -> None:
+    """Each kernel's first plan compiles for minutes: all are planned for when the group is built."""
+    import flashinfer
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    spec = SMALL.replace(**FLASHINFER[case])
+    form = CacheFormat(
+        block_size=8, num_kv_heads=spec.num_kv_heads, head_size=64, v_head_size=64, dtype="float16"
+    )  # fmt: skip
+    backend = FlashInferAttention(spec, form, CPU)
+    flashinfer.MODULES.clear()
+    for phase in ("decode", "prefill"):
+        backend.prepare(phase)
+    compiled = set(flashinfer.MODULES)
+    steps = [
+        ([20, 30], [20, 30]), ([20, 30], [20, 60]), ([1, 40], [9, 40]), ([1, 1], [9, 33]),
+        ([4, 2], [9, 33]), ([3], [3]), ([17], [64]),
+    ]  # fmt: skip
+    for queries, lens in steps:
+        batch = paged_batch(form, queries, lens, list(range(64)))
+        backend.plan(batch)
+        if spec.sliding_window is None:
+            backend.plan(batch.over_context())
+    assert compiled and set(flashinfer.MODULES) == compiled

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,20 @@ from torch import Tensor
 from polyattn.errors import BatchError, describe, shown
 from polyattn.runtime.batch_checks import (
     LARGEST,
+    Integers,
     check_lengths,
     check_table_width,
     check_tensors,
     integers,
+    on_host,
+)
+from polyattn.runtime.shared_prefix import (
+    Levels,
+    check_forest,
+    check_own_tokens,
+    may_share,
+    restricted,
+    shared_prefixes,
 )
 from polyattn.runtime.step_mask import StepMask, step_inputs
 
@@ -33,8 +43,8 @@ class Batch:
       not cached: the number of its keys.
     - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
       length are never read. None where there is no cache.
-    - `slot_mapping` int64 (num_tokens,): where each new token is stored,
-      `block * block_size + offset`; -1 skips. None stores nothing.
+    - `slot_mapping` int64 or int32 (num_tokens,): where each new token is stored,
+      `block * block_size + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
     - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
     - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
@@ -48,6 +58,9 @@ class Batch:
       tokens stand at its end. A padding row's is 0, or whatever is given.
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
+    - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
+      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
+      rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
     - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
     - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
 
@@ -76,16 +89,21 @@ class Batch:
         positions: Tensor | None = None,
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
+        shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = integers("query_start_loc", query_start_loc)
         self.lens = integers("seq_lens", seq_lens)
         self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
-        check_lengths(self.starts, self.lens)
+        self.__dict__["host_starts"] = on_host("query_start_loc", self.starts)
+        self.__dict__["host_lens"] = on_host("seq_lens", self.lens)
+        check_lengths(self.host_starts, self.host_lens)
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
         self.device = _device(device)
+        if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
+            slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         self.state_targets = state_targets
@@ -103,6 +121,9 @@ class Batch:
                     f"be an ndarray of block_table's, {shape}"
                 )
             self.__dict__["host_block_table"] = host_block_table
+        if shared_prefix is not None:
+            check_forest(shared_prefix, self.lens)
+        self.shared_prefix = shared_prefix
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
             self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
@@ -123,6 +144,7 @@ class Batch:
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
+        shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -137,7 +159,7 @@ class Batch:
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
             state_targets=state_targets, key_starts=key_starts, positions=positions, mask=mask,
-            inputs=inputs,
+            inputs=inputs, shared_prefix=shared_prefix,
             host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
@@ -163,10 +185,14 @@ class Batch:
         """A batch over device buffers that a captured graph reads; copies nothing.
 
         `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
-        that they will ever hold.
+        that they will ever hold. Raises `BatchError` where `slot_mapping` would be copied (int32).
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
+        if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
+            raise BatchError(
+                f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
+            )
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
@@ -182,34 +208,49 @@ class Batch:
         return self.starts[-1]
 
     @cached_property
+    def host_starts(self) -> Integers:
+        """`starts` as int64 (num_seqs + 1,), NumPy; not to be written to."""
+        return np.array(self.starts, np.int64)
+
+    @cached_property
+    def host_lens(self) -> Integers:
+        """`lens` as int64 (num_seqs,), NumPy; not to be written to."""
+        return np.array(self.lens, np.int64)
+
+    @cached_property
+    def host_query_lens(self) -> Integers:
+        """Query tokens of each sequence as int64 (num_seqs,), NumPy."""
+        return self.host_starts[1:] - self.host_starts[:-1]
+
+    @cached_property
     def query_lens(self) -> list[int]:
         """Query tokens of each sequence, on the host."""
-        return [b - a for a, b in pairwise(self.starts)]
+        return list(self.host_query_lens.tolist())
 
     @cached_property
     def max_query_len(self) -> int:
         """The longest query."""
-        return max(self.query_lens, default=0)
+        return int(self.host_query_lens.max(initial=0))
 
     @cached_property
     def max_seq_len(self) -> int:
         """The longest sequence."""
-        return max(self.lens, default=0)
+        return int(self.host_lens.max(initial=0))
 
     @cached_property
     def all_decode(self) -> bool:
         """Whether there are sequences, and every one has exactly one query token."""
-        return bool(self.lens) and self.starts == list(range(len(self.starts)))
+        return 0 < len(self.lens) == self.starts[-1] and self.max_query_len == 1
 
     @cached_property
     def query_start_loc(self) -> Tensor:
         """int32 (num_seqs + 1,) on the device."""
-        return torch.tensor(self.starts, dtype=torch.int32, device=self.device)
+        return torch.from_numpy(self.host_starts.astype(np.int32)).to(self.device)
 
     @cached_property
     def seq_lens(self) -> Tensor:
         """int32 (num_seqs,) on the device."""
-        return torch.tensor(self.lens, dtype=torch.int32, device=self.device)
+        return torch.from_numpy(self.host_lens.astype(np.int32)).to(self.device)
 
     @cached_property
     def token_positions(self) -> Tensor:
@@ -221,8 +262,8 @@ class Batch:
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
         """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
-        behind = np.asarray(self.lens, np.int64) - np.asarray(self.starts[1:], np.int64)
-        places = np.arange(self.num_tokens) + np.repeat(behind, self.query_lens)
+        behind = self.host_lens - self.host_starts[1:]
+        places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
         return places.clip(min=0)
 
     @cached_property
@@ -258,6 +299,11 @@ class Batch:
         return list(range(self.num_seqs))
 
     @cached_property
+    def step_query_lens(self) -> list[int]:
+        """Query tokens of each sequence of that step, in which `mask` counts its rows."""
+        return self.query_lens
+
+    @cached_property
     def seq_index(self) -> Tensor:
         """int32 (num_seqs,) on the device: `seq_ids`, by which `inputs` are read."""
         return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
@@ -277,7 +323,11 @@ class Batch:
         batch.lens = [self.lens[i] for i in chosen]
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         batch.mask, batch.inputs = self.mask, self.inputs
+        batch.shared_prefix = None
+        if self.shared_prefix is not None:
+            batch.shared_prefix = restricted(self.shared_prefix, chosen)
         batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
+        batch.__dict__["step_query_lens"] = self.step_query_lens
         batch.causal = self.causal
         index: Any = seqs
         if not isinstance(seqs, slice):
@@ -307,10 +357,37 @@ class Batch:
         """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
         return {name: value for name, value in self.__dict__.items() if name != "plans"}
 
+    def measured(self) -> Batch:
+        """Return the same batch by the lengths that its device holds now, copied to the host."""
+        batch = self.copy()
+        batch.lens = self.seq_lens.tolist()
+        for name in ("max_seq_len", "host_lens"):
+            batch.__dict__.pop(name, None)
+        return batch
+
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
         batch = self.copy()
         batch.block_table = block_table
+        return batch
+
+    def find_shared_prefix(self, block_size: int) -> Levels:
+        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+
+        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        """
+        if self.shared_prefix is not None:
+            check_own_tokens(self.shared_prefix, self.lens, block_size)
+            return self.shared_prefix
+        table = self.host_block_table
+        if table is None or not may_share(table):
+            return ()
+        return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
+
+    def with_shared_prefix(self, levels: Levels | None) -> Batch:
+        """Return the same batch, told which blocks its rows share."""
+        batch = self.copy()
+        batch.shared_prefix = levels
         return batch
 
     def over_context(self) -> Batch:
@@ -329,9 +406,8 @@ class Batch:
         """
         assert self.block_table is not None
         check_table_width(self, block_size)
-        lens, queries = (np.asarray(n, dtype=np.int64) for n in (self.lens, self.query_lens))
-        seq = np.repeat(np.arange(self.num_seqs), queries)
-        position = np.arange(self.num_tokens) + (lens - np.asarray(self.starts[1:], np.int64))[seq]
+        seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
+        position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
         # A padding row has no position; its slot is whatever its engine says, -1 here.
         at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
         seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from polyattn.errors import BatchError, shown
+from polyattn.runtime.shared_prefix import check_shared_blocks
 
 if TYPE_CHECKING:
     from polyattn.runtime.batch import Batch
 
 
 LARGEST = (1 << 31) - 1
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def integers(name: str, values: Any) -> list[int]:
@@ -37,27 +38,36 @@ def integers(name: str, values: Any) -> list[int]:
     return found
 
 
-def check_lengths(starts: list[int], lens: list[int]) -> None:
+def on_host(name: str, values: list[int]) -> Integers:
+    """Return integers as int64, NumPy. Raises `BatchError` where kernels can't count so far."""
+    try:
+        found = np.array(values, np.int64)
+    except OverflowError:
+        found = None
+    if found is None or found.max(initial=0) > LARGEST:
+        raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
+    return found
+
+
+def check_lengths(starts: Integers, lens: Integers) -> None:
     """Check that starts never decrease and lengths are not negative. Raises `BatchError`."""
-    if not starts or starts[0] != 0:
-        raise BatchError(f"query_start_loc={starts[:4]}… must start with 0")
+    if not len(starts) or starts[0] != 0:
+        raise BatchError(f"query_start_loc={starts[:4].tolist()}… must start with 0")
     if len(starts) != len(lens) + 1:
         raise BatchError(
             f"query_start_loc has {len(starts)} entries and seq_lens {len(lens)}; it needs one more "
             "than there are sequences"
         )
-    for name, values in (("query_start_loc", starts), ("seq_lens", lens)):
-        if max(values, default=0) > LARGEST:
-            raise BatchError(f"{name} has {max(values)}; kernels count tokens in int32, {LARGEST}")
-    for index, (a, b) in enumerate(pairwise(starts)):
-        if b < a:
-            raise BatchError(
-                f"query_start_loc[{index + 1}]={b} is less than the entry before it ({a}); it must "
-                "never decrease"
-            )
-    for index, length in enumerate(lens):
-        if length < 0:
-            raise BatchError(f"seq_lens[{index}]={length} is negative")
+    queries = starts[1:] - starts[:-1]
+    if queries.min(initial=0) < 0:
+        index = int((queries < 0).argmax())
+        raise BatchError(
+            f"query_start_loc[{index + 1}]={starts[index + 1]} is less than the entry before it "
+            f"({starts[index]}); it must never decrease"
+        )
+    if lens.min(initial=0) < 0:
+        index = int((lens < 0).argmax())
+        raise BatchError(f"seq_lens[{index}]={lens[index]} is negative")
 
 
 def check_tensors(batch: Batch) -> None:
@@ -133,8 +143,13 @@ def check_queries(batch: Batch) -> None:
 
     A padding row (one query token, length 0) is let through. Raises `BatchError`.
     """
-    for index, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
-        if length < query and not (query == 1 and length == 0):
+    queries, lens = batch.host_query_lens, batch.host_lens
+    missing = lens < queries
+    if not missing.any():
+        return
+    for index in missing.nonzero()[0].tolist():
+        query, length = batch.query_lens[index], batch.lens[index]
+        if not (query == 1 and length == 0):
             raise BatchError(
                 f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
                 "cached context plus new tokens"
@@ -176,6 +191,8 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
                     f"block_table[{index}, {at}]={int(row[at])} points outside the cache's "
                     f"{num_blocks} blocks"
                 )
+        if batch.shared_prefix is not None:
+            check_shared_blocks(batch.shared_prefix, table.numpy())
     if batch.slot_mapping is None:
         return
     slots = batch.slot_mapping.cpu()

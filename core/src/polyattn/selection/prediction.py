@@ -22,8 +22,17 @@ from polyattn.spec.timing import KINDS, OVERLAPPING, TERMS, TimingModel
 Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
+LONGEST_SHORT = 16
+"""Query tokens up to which rows are looked at as short ones."""
+TILE = 64
+"""Rows (token, head of a group) of a tile that short rows are multiplied in, at the least."""
+
+
 class StepShape(NamedTuple):
-    """What a prediction knows of a call: sums over its rows, and its longest one."""
+    """What a prediction knows of a call: sums over its rows, and its longest one.
+
+    `pairs`: of a query token and a key that it sees; where all rows are short ones, of whole tiles.
+    """
 
     rows: int
     queries: int
@@ -37,30 +46,37 @@ def counts(shape: StepShape) -> tuple[int, ...]:
     return (1, shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries)
 
 
-def shape_of_decodes(spec: LayerSpec, lens: Sequence[int], longest: int | None = None) -> StepShape:
+def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) -> StepShape:
     """Return the shape of a call over rows of one query token and so many keys.
 
     `longest`: the largest of `lens`, where it is known.
     """
+    lens = np.asarray(lens, np.int64)
     rows, seen = len(lens), _seen(spec, 1)
-    longest = max(lens, default=0) if longest is None else longest
+    longest = int(lens.max(initial=0)) if longest is None else longest
     if longest > seen:
-        lens, longest = [n if n < seen else seen for n in lens], seen
-    keys = sum(lens)
+        lens, longest = np.minimum(lens, seen), seen
+    keys = int(lens.sum())
     return StepShape(rows, rows, keys, longest, keys)
 
 
 def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
     """Return the shape of a call over rows of so many query tokens and keys."""
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
-    seen = _seen(spec, 0)
+    if not len(q):
+        return StepShape(0, 0, 0, 0, 0)
+    seen, most = _seen(spec, 0), int(q.max())
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
-    pairs = q @ n
-    if spec.causal:
-        pairs -= (q @ q - q.sum()) // 2
-    longest = n.max() if len(n) else 0
-    return StepShape(len(n), int(q.sum()), int(n.sum()), int(longest), int(pairs))
+    tokens = int(q.sum())
+    if 1 < most <= LONGEST_SHORT:
+        group = spec.num_heads if spec.latent is not None else spec.gqa_ratio
+        pairs = int((q * group + TILE - 1) // TILE @ n) * TILE // group
+    else:
+        pairs = int(q @ n)
+        if spec.causal:
+            pairs -= (int(q @ q) - tokens) // 2
+    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs)
 
 
 def _seen(spec: LayerSpec, queries: int) -> int:
@@ -71,8 +87,9 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + window - 1 + spec.sink_tokens
 
 
-Weighed = tuple[str, tuple[float, ...], bool]
-"""A backend, what each term weighs for a layer, and whether its terms overlap."""
+Weighed = tuple[str, tuple[float, ...], bool, float]
+"""A backend, what each term weighs for a layer, whether its terms overlap, and what its time is
+multiplied by before it is compared (`TimingModel.margin`)."""
 
 
 class Predictor:
@@ -82,7 +99,7 @@ class Predictor:
         self.spec = spec
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
-            weighed = (model.backend, model.weights(spec), model.overlap)
+            weighed = (model.backend, model.weights(spec), model.overlap, 1 + model.margin)
             self._weights[model.kind][model.backend] = weighed
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
@@ -95,32 +112,37 @@ class Predictor:
         """Return each candidate's microseconds for a call of this shape."""
         rows, queries, keys, longest, pairs = shape
         found = {}
-        for name, (launch, item, byte, chain, product, token), overlap in candidates:
+        for name, (launch, item, byte, chain, product, token), overlap, _ in candidates:
             a, b, c = byte * keys, chain * longest, product * pairs
             busy = max(a, b, c) if overlap else a + b + c
             found[name] = launch + item * rows + token * queries + busy
         return found
 
     @staticmethod
-    def fastest(candidates: Iterable[Weighed], shape: StepShape) -> str:
-        """Return whose time `evaluate` predicts to be the least: each decode of an engine asks."""
+    def fastest(
+        candidates: Iterable[Weighed], shape: StepShape, least: float = float("inf")
+    ) -> str:
+        """Return whose time is the least, margins counted; "" where none is below `least`.
+
+        Each decode of an engine asks.
+        """
         rows, queries, keys, longest, pairs = shape
-        least, fastest = float("inf"), ""
-        for name, (launch, item, byte, chain, product, token), overlap in candidates:
+        fastest = ""
+        for name, (launch, item, byte, chain, product, token), overlap, factor in candidates:
             busy, b, c = byte * keys, chain * longest, product * pairs
             if not overlap:
                 busy += b + c
             else:
                 busy = b if b > busy else busy
                 busy = c if c > busy else busy
-            us = launch + item * rows + token * queries + busy
+            us = (launch + item * rows + token * queries + busy) * factor
             if us < least:
                 least, fastest = us, name
         return fastest
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap = self._weights[kind][name]
+        _, weights, overlap, _ = self._weights[kind][name]
         found = {
             term: weight * count
             for term, weight, count in zip(TERMS, weights, counts(shape), strict=True)
@@ -131,7 +153,7 @@ class Predictor:
         return found
 
 
-def kind_of_step(queries: Ints, longest_short: int) -> str:
+def kind_of_step(queries: Ints) -> str:
     """Return which kind of call rows of so many tokens are."""
     if not len(queries):
         return "decode"
@@ -139,6 +161,6 @@ def kind_of_step(queries: Ints, longest_short: int) -> str:
     most = q.max()
     if most <= 1:
         return "decode"
-    if most <= longest_short:
+    if most <= LONGEST_SHORT:
         return "short"
     return "mixed" if q.min() <= 1 else "prefill"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.prediction import (
+    Ints,
     Predictor,
     StepShape,
     kind_of_step,
@@ -19,8 +20,6 @@ from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import TimingModel
 
-LONGEST_SHORT = 16
-"""Query tokens up to which rows are looked at as short ones."""
 ALL, DECODES, REST = "all rows", "rows of one token", "longer rows"
 
 
@@ -61,10 +60,10 @@ class StepChoice:
         self._mixing = [n for n, i in prefill.items() if _mixes(i) and n in decode]
         # Decodes are most steps of an engine, and the same few may run each of them.
         self._decoding = self.predictor.among("decode", decode)
-        if chosen.get("decode") not in [name for name, _, _ in self._decoding]:
+        if chosen.get("decode") not in [weighed[0] for weighed in self._decoding]:
             self._decoding = []  # without its own time nobody outruns the selection's choice
 
-    def decode(self, lens: Sequence[int], longest: int | None = None) -> str:
+    def decode(self, lens: Ints, longest: int | None = None) -> str:
         """Return who runs a step of single-token rows of so many keys. A few microseconds.
 
         `longest`: the largest of `lens`, where it is known.
@@ -73,32 +72,37 @@ class StepChoice:
             return self._decoding[0][0] if self._decoding else self.chosen["decode"]
         return self.predictor.fastest(self._decoding, shape_of_decodes(self.spec, lens, longest))
 
-    def calls(self, queries: Sequence[int], lens: Sequence[int]) -> tuple[CallChoice, ...]:
+    def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
-        kind = kind_of_step(q, LONGEST_SHORT)
-        whole = shape_of_step(self.spec, q, n)
+        kind = kind_of_step(q)
         if kind == "decode":
-            return (self._call("decode", kind, ALL, whole, self.phases["decode"]),)
+            return (self._call("decode", kind, ALL, shape_of_step(self.spec, q, n)),)
         if kind == "short":
-            return (self._short(int(q.max()), whole),)
-        one, more = q == 1, q > 1
-        if kind == "prefill" or not one.any():
-            return (self._call("prefill", "prefill", ALL, whole, self.phases["prefill"]),)
-        decodes = shape_of_step(self.spec, q[one], n[one])
-        rest = shape_of_step(self.spec, q[more], n[more])
+            return (self._short(int(q.max()), shape_of_step(self.spec, q, n)),)
+        if kind == "mixed":
+            some = q > 0
+            if not some.all():  # who has no token takes no time
+                q, n = q[some], n[some]
+        whole = shape_of_step(self.spec, q, n)
+        ones = q == 1
+        if not ones.any():
+            return (self._call("prefill", "prefill", ALL, whole),)
+        decodes = shape_of_decodes(self.spec, n[ones])
+        rest = shape_of_step(self.spec, q[~ones], n[~ones])
         apart = (
-            self._call("decode", "decode", DECODES, decodes, self.phases["decode"]),
-            self._call("prefill", "prefill", REST, rest, self.phases["prefill"]),
+            self._call("decode", "decode", DECODES, decodes),
+            self._call("prefill", "prefill", REST, rest),
         )
         if any(call.name not in call.times for call in apart):
             return apart  # what was not measured can't be compared
-        mixing = self.predictor.evaluate(self.predictor.among("mixed", self._mixing), whole)
         pair = sum(call.times[call.name] for call in apart)
-        if min(mixing.values(), default=pair) >= pair:
+        candidates = self.predictor.among("mixed", self._mixing)
+        fastest = self.predictor.fastest(candidates, whole, pair)
+        if not fastest:
             return apart
-        fastest = min(mixing, key=mixing.__getitem__)
-        return (CallChoice("prefill", "mixed", ALL, whole, fastest, mixing),)
+        times = self.predictor.evaluate(candidates, whole)
+        return (CallChoice("prefill", "mixed", ALL, whole, fastest, times),)
 
     def _short(self, longest: int, shape: StepShape) -> CallChoice:
         """Rows of a few tokens: decode's business where somebody takes them as decodes."""
@@ -114,13 +118,14 @@ class StepChoice:
         return CallChoice(phase, "short", ALL, shape, call.name, call.times)
 
     def _call(
-        self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str]
+        self, phase: str, kind: str, rows: str, shape: StepShape, among: Iterable[str] | None = None
     ) -> CallChoice:
         """Weigh the candidates; without a time of the selection's own choice nobody outruns it."""
-        times = self.predictor.evaluate(self.predictor.among(kind, among), shape)
+        candidates = self.predictor.among(kind, self.phases[phase] if among is None else among)
+        times = self.predictor.evaluate(candidates, shape)
         name = self.chosen[phase]
         if name in times:
-            name = min(times, key=times.__getitem__)
+            name = self.predictor.fastest(candidates, shape)
         return CallChoice(phase, kind, rows, shape, name, times)
 
 

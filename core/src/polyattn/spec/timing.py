@@ -10,7 +10,7 @@ from polyattn.spec.layer import LayerSpec
 TERMS = ("launch", "item", "byte", "longest", "product", "token")
 """What a coefficient multiplies, in microseconds: once a call; (row, KV head); byte of all keys and
 values read; byte of one KV head's keys and values in the longest row; multiply-add of a query
-with a key or value; byte of queries and outputs."""
+with a key or value (of short rows: of whole tiles of queries); byte of queries and outputs."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
 KINDS = ("decode", "short", "prefill", "mixed")
@@ -23,7 +23,8 @@ class TimingModel:
 
     `overlap`: reading, the longest row and products hide behind one another, so that the largest of
     the three counts; else they add up. `error`: the median relative error on points that it was not
-    fitted to.
+    fitted to. `margin`: by how much it must be predicted to be the faster to be chosen; none for the
+    backend that was the fastest on the whole, so that what predictions are off by changes no choice.
     """
 
     backend: str
@@ -32,6 +33,7 @@ class TimingModel:
     overlap: bool = False
     error: float = 0.0
     source: str = ""
+    margin: float = 0.0
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""

@@ -26,10 +26,10 @@ CHIPS = {
     "v5e": {1: "v5e:2x2", 4: "v5e:2x2", 8: "v5e:2x4"},
     "v5p": {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"},
     "v6e": {1: "v6e:2x2", 4: "v6e:2x2", 8: "v6e:2x4"},
-    "v7x": {1: "tpu7x:2x2x1", 4: "tpu7x:2x2x1"},
+    "v7x": {1: "tpu7x:2x2x1", 8: "tpu7x:2x2x1", 16: "tpu7x:2x2x2"},
 }
-"""The topology that a mesh of so many devices is taken from. TPU7x has two devices a chip: its 2 x 2
-topology holds 8, of which 1 or 4 are taken here."""
+"""The topology that a mesh of so many devices is taken from. TPU7x has two devices a chip: 8 and 16
+of them are 4 and 8 chips."""
 AXIS = "heads"
 
 
@@ -175,7 +175,7 @@ def store_case(
 
 
 def compile_sharded(spec: LayerSpec, arch: str, phase: str, devices: int) -> Any:
-    """Compile a cached layer with its heads spread over several chips: no traffic between them."""
+    """Compile a cached layer with its heads spread over devices: no traffic between them."""
     chips = mesh(arch, devices)
     part = spec.replace(
         num_heads=spec.num_heads // devices, num_kv_heads=spec.num_kv_heads // devices

@@ -7,6 +7,14 @@ from typing import Any
 from polyattn.plugin import AttentionKind, LayerSpec
 
 from polyattn_triton.aot import CACHE, ELEMENT, compile_kernel
+from polyattn_triton.channel_kernels import chunk_kernel, pair_kernel
+from polyattn_triton.channels import (
+    PAIR_OPTIONS,
+    TOKEN_OPTIONS,
+    channel_constants,
+    chunk_constants,
+    pair_constants,
+)
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import Way, mla_config, mla_constants, mla_hopper_kernel
@@ -66,10 +74,27 @@ def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
     return compile_kernel(kernel, pointers, token_constants(spec), arch, token_options(spec))
 
 
+def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
+    """Compile one of TRITON_SCAN's kernels for KDA or RWKV-7: "pairs", "prefill" or "decode"."""
+    element = ELEMENT[spec.dtype]
+    pointers = dict.fromkeys(("Q", "K", "V", "BETA", "A", "B", "WORK", "OUT"), element)
+    names = ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START")
+    pointers |= dict.fromkeys(names, "i32") | {"STATE_SLOTS": "i64"}
+    if phase == "decode":
+        constants = channel_constants(spec)
+        return compile_kernel(channel_kernel, pointers, constants, arch, TOKEN_OPTIONS)
+    if phase == "pairs":
+        return compile_kernel(pair_kernel, pointers, pair_constants(spec), arch, PAIR_OPTIONS)
+    config = pick_scan(arch, spec.kind, "prefill")
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return compile_kernel(chunk_kernel, pointers, chunk_constants(spec, arch), arch, options)
+
+
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     """Compile TRITON_SCAN's kernel for prefill or decode of a recurrent layer to machine code.
 
-    Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts.
+    Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts. KDA and RWKV-7 have
+    kernels of their own: `compile_channels`.
     """
     kind, element = spec.kind, ELEMENT[spec.dtype]
     kernel = PREFILLS[kind]

@@ -17,7 +17,9 @@ from polyattn_triton.tiles import (
     load_held_rows,
     my_stretch,
     next_tile,
+    part_at,
     piece_of,
+    row_places,
     tile_at,
 )
 
@@ -30,25 +32,30 @@ def _power_below(x):
 
 
 @triton.jit
-def _part_at(k, LISTED: tl.constexpr):
-    """The number of a tile's k-th part after its first's program (`schedule.part_of`) or split."""
+def _following(first, start, i, APART: tl.constexpr, LISTED: tl.constexpr):
+    """Where a tile's part `start + i` lies, after its first program (`schedule.part_of`) or split.
+
+    The constant `i` is added last, to 64 bits: all parts are then loaded by offsets of one address.
+    """
     if LISTED:
-        k = tl.where(k == 0, 1, 2 * k)
-    return k
+        at = first + tl.where(start + i == 0, APART, 0) + start * (2 * APART) + i * (2 * APART)
+    else:
+        at = first + start * APART + i * APART
+    return at
 
 
 @triton.jit
 def merged(
-    PARTS, PART_LSE, first, apart, count, row_ok, LISTED: tl.constexpr,
+    PARTS, PART_LSE, first, count, row_ok, APART: tl.constexpr, LISTED: tl.constexpr,
     ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
     SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of `ROWS` rows, in their order: output, maximum, sum.
 
-    `SUMMED`: parts have no softmax, so that nothing is to be divided by.
-
-    `first`: where the rows lie in the first part's program or split; others are `apart` from it.
+    `first`: where the rows lie in the first part's program or split; others follow, `APART` rows
+    from one another. `SUMMED`: parts have no softmax, so that nothing is to be divided by.
     """
+    first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, AT_ONCE)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
@@ -56,9 +63,8 @@ def merged(
     l = tl.zeros([ROWS], tl.float32)
     for start in range(0, count, AT_ONCE):
         # Other programs wrote these a moment ago: loaded past the L1.
-        at = _part_at(start + offs_p, LISTED) * apart
         lse = tl.load(
-            PART_LSE + first[:, None] + at[None, :],
+            PART_LSE + _following(first[:, None], start, offs_p[None, :], APART, LISTED),
             mask=row_ok[:, None] & (start + offs_p < count)[None, :],
             other=float("-inf"),
             cache_modifier=".cg",
@@ -69,7 +75,7 @@ def merged(
         l = l * alpha + tl.sum(tl.exp2(lse - base[:, None]), 1)
         acc = acc * alpha[:, None]
         for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
-            part = first + _part_at(start + i, LISTED) * apart
+            part = _following(first, start, i, APART, LISTED)
             ok = row_ok & (start + i < count)
             x = tl.load(
                 PARTS + part[:, None] * DV + offs_dv[None, :],
@@ -116,9 +122,8 @@ def _attend(
     offs_dv = tl.arange(0, BLOCK_DV)
     rows = tl.arange(0, BLOCK_M)
     if FEW:
-        in_query = (start + rows) // G
-        head = kv_head * G + (start + rows) % G
-        row_ok = start + rows < query_len * G
+        in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
+        row_ok = in_query < query_len
         q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
         row_pos = seq_len - query_len + in_query
         first_pos = seq_len - query_len + start // G
@@ -271,7 +276,7 @@ def decode_kernel(
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
-                part_row = (part * kv_heads + kv_head) * ROWS
+                part_row = part_at(part, kv_head) * ROWS
                 store_part(
                     acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
                 )  # fmt: skip
@@ -282,8 +287,8 @@ def decode_kernel(
                         tl.store(counter, 0)
                         ok = start + group < query_len * G
                         total, top, weight = merged(
-                            PARTS, PART_LSE, (2 * first * kv_heads + kv_head) * ROWS + group,
-                            kv_heads * ROWS, last - first + 1, ok, True,
+                            PARTS, PART_LSE, part_at(2 * first, kv_head) * ROWS + group,
+                            last - first + 1, ok, ROWS, True,
                             ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
                         )  # fmt: skip
                         finish(
@@ -308,13 +313,15 @@ def decode_kernel(
         seq_len = tl.load(SEQ_LENS + seq)
         # The splits take the tiles in turn: which one is a split's first depends on no length
         # (without a window), so its blocks are asked for together with the length.
+        begin = 0
         step = 1
         if SPLIT:
+            begin = split
             step = splits
         acc, m, l = _attend(
             Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
-            seq, kv_head, seq, 1, seq_len, 0, split, seq_len, step,
+            seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE,
         )  # fmt: skip
@@ -322,15 +329,15 @@ def decode_kernel(
         head = kv_head * G + rows
         row_ok = rows < G
         if SPLIT:
-            first_row = (seq * splits * kv_heads + kv_head) * ROWS
-            part_row = first_row + split * kv_heads * ROWS
-            store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
+            first_row = (seq * kv_heads + kv_head) * splits * ROWS
+            part_row = first_row + split * ROWS + rows
+            store_part(acc, m, l, PARTS, PART_LSE, part_row, row_ok, DV, BLOCK_DV)
             tl.debug_barrier()  # all of this program's part is stored before it is counted
             counter = DONE + seq * kv_heads + kv_head
             if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
                 tl.store(counter, 0)
                 total, top, weight = merged(
-                    PARTS, PART_LSE, first_row + group, kv_heads * ROWS, splits, group < G, False,
+                    PARTS, PART_LSE, first_row + group, splits, group < G, ROWS, False,
                     ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
                 )  # fmt: skip
                 finish(
@@ -359,7 +366,6 @@ def merge_kernel(
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
-    kv_heads = tl.num_programs(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     share = tl.load(WORK)
     at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
@@ -376,8 +382,8 @@ def merge_kernel(
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
         acc, m, l = merged(
-            PARTS, PART_LSE, (2 * first * kv_heads + kv_head) * HEIGHT + rows, kv_heads * HEIGHT,
-            last - first + 1, ok, True, ROWS, DV, BLOCK_DV, AT_ONCE, SUMMED,
+            PARTS, PART_LSE, part_at(2 * first, kv_head) * HEIGHT + rows,
+            last - first + 1, ok, HEIGHT, True, ROWS, DV, BLOCK_DV, AT_ONCE, SUMMED,
         )  # fmt: skip
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),

@@ -42,6 +42,7 @@ TRITON_ATTN = BackendInfo(
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
         platforms=PLATFORMS,
+        cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
         kv_cache_dtypes=frozenset({"auto", "int8"})
@@ -53,6 +54,7 @@ TRITON_ATTN = BackendInfo(
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND", "contiguous"),
         decode_query_lens=16,
+        shared_prefix=True,
         features=frozenset(
             {
                 "causal",
@@ -71,6 +73,7 @@ TRITON_ATTN = BackendInfo(
                 "tensor_scales",
                 "head_scales",
                 "lse",
+                "length_bounds",
                 "deterministic",
             }
             # The interpreter is not held to 8-bit floats.
@@ -183,20 +186,18 @@ TRITON_SCAN = _scan(
     "scan:TritonScan",
     {
         AttentionKind.SHORT_CONV, AttentionKind.MAMBA1, AttentionKind.MAMBA2, AttentionKind.LINEAR,
-        AttentionKind.GDN,
+        AttentionKind.GDN, AttentionKind.KDA, AttentionKind.RWKV7,
     },
-    "Mamba, linear attention, the gated delta rule and short convolutions, in Triton",
-    Priority(score=70, why="one launch for a whole prefill; states stay in registers"),
+    "Mamba, linear attention, delta rules, RWKV-7 and short convolutions, in Triton",
+    Priority(score=70, why="a launch or two for a whole prefill; states stay in registers"),
     PROOF,
 )  # fmt: skip
 
 TRITON_TOKEN_SCAN = _scan(
     "TRITON_TOKEN_SCAN",
     "token_scan:TritonTokenScan",
-    {
-        AttentionKind.KDA, AttentionKind.RWKV7, AttentionKind.RG_LRU, AttentionKind.PHI_LINEAR,
-    },
-    "KDA, RWKV-7, RG-LRU and linear attention with a normaliser, in Triton, by the token",
+    {AttentionKind.RG_LRU, AttentionKind.PHI_LINEAR},
+    "RG-LRU and linear attention with a normaliser, in Triton, by the token",
     Priority(score=60, why="one launch; states stay in registers; a token after another"),
     PROOF,
 )  # fmt: skip

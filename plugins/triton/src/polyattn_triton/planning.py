@@ -15,10 +15,12 @@ from polyattn.kernel import (
     Device,
     LayerSpec,
     Plan,
+    over_chosen_pages,
 )
 from torch import Tensor
 
 from polyattn_triton.configs import Config
+from polyattn_triton.hopper import hopper_prefill
 from polyattn_triton.launch import (
     Kept,
     Workspace,
@@ -27,6 +29,7 @@ from polyattn_triton.launch import (
     multiprocessors,
     to_device,
 )
+from polyattn_triton.listing import Lister
 from polyattn_triton.schedule import (
     EVEN,
     Ints,
@@ -45,7 +48,9 @@ from polyattn_triton.variants import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     MOST_FEW_ROWS,
+    MOST_PARTS,
     even_splits,
+    leaves_tail,
     merges_itself,
     on_one,
     part_rows,
@@ -62,12 +67,16 @@ class AttentionPlan(Plan):
 
     `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
     merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
-    stride and last column. `fresh`: all keys are the step's own.
+    stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
+    prefill goes through at a time. `portable`: the plan for the other kernel, once tensors needed it.
+    `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is
+    over chosen pages, and needs no mask.
     """
 
     __slots__ = (
-        "config", "fresh", "grid", "inputs", "kept", "merge", "rows", "splits", "table", "variant", "way",
-        "work",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "portable",
+        "rows", "splits",
+        "table", "variant", "way", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
@@ -80,6 +89,10 @@ class AttentionPlan(Plan):
         self.variant: tuple[Any, ...]
         # By a layer's own inputs, where all that a variant's functions read lies.
         self.inputs: dict[Any, Tensor] = {}
+        self.lists: Tensor | None = None
+        self.chosen = False
+        self.at_once = 1
+        self.portable: AttentionPlan | None = None
 
 
 class PlannedAttention(AttentionBackend):
@@ -98,6 +111,7 @@ class PlannedAttention(AttentionBackend):
         )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
+        self.hopper = hopper_prefill(spec, arch, self.torch_device)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
         self.on_one = 0  # what a tuner sets instead of what is planned
@@ -105,22 +119,29 @@ class PlannedAttention(AttentionBackend):
         self.itself = merges_itself(spec, arch, self.rows)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self.workspace = Workspace(self.torch_device)
+        self.lister = Lister.of(spec, self.torch_device)
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(self, batch: Batch, reuse: Plan | None = None) -> AttentionPlan:
-        """Decide the way, and deal the step's tiles out."""
+    def plan_rows(
+        self, batch: Batch, reuse: Plan | None = None, portable: bool = False
+    ) -> AttentionPlan:
+        """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill."""
+        chosen = self._over_chosen(batch)
+        batch = chosen or batch
         plan = AttentionPlan(batch, self._none)
+        plan.chosen = chosen is not None
         before = reuse.work if isinstance(reuse, AttentionPlan) else None
+        lister = self.lister if reuse is None and self.lister and self.lister.takes(batch) else None
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         if table is not None and batch.all_decode:
             self._plan_decode(plan, before)
         elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
-            self._plan_few(plan, before)
+            self._plan_few(plan, before, lister)
         else:
-            self._plan_prefill(plan, before)
+            self._plan_prefill(plan, before, lister, portable)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = none if table is None else table
         if plan.way in ("prefill", "pieces"):
@@ -135,30 +156,49 @@ class PlannedAttention(AttentionBackend):
         config = plan.config
         plan.variant = (
             plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
-            batch.causal,
+            batch.causal, plan.lists is not None, plan.chosen,
         )  # fmt: skip
         return plan
+
+    def _over_chosen(self, batch: Batch) -> Batch | None:
+        """Return decodes over the pages that a block-sparse mask chooses: then there is none to ask.
+
+        Not where a score depends on the key's place.
+        """
+        spec = self.spec
+        placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
+        if spec.mask != "block_sparse" or placed or not batch.all_decode or self.cache is None:
+            return None
+        return over_chosen_pages(batch, self.cache.block_size)
 
     def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
-        lens = np.array(batch.lens, np.int32)
+        if spec.length_bounds:  # any lengths up to those: splits take the device's tiles in turn
+            self._plan_even(plan, self.splits(batch) if self.itself else 1)
+            return
+        lens = batch.host_lens
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self.splits(batch)
-            if self.itself or splits == 1:
-                programs = batch.num_seqs * spec.num_kv_heads * splits
-                if programs > FEW_ON_ONE * self.num_sms:
-                    plan.config = self.decode_config
-                plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
-                plan.way, plan.splits = "split" if splits > 1 else "decode", splits
-                self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
+            programs = batch.num_seqs * spec.num_kv_heads * splits
+            if (self.itself or splits == 1) and not leaves_tail(programs, self.num_sms):
+                self._plan_even(plan, splits)
                 return
         plan.way, plan.merge = "listed", not self.itself
         self._deal(plan, keys, None, before, (total, longest))
+
+    def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
+        """A program for each sequence, KV head and split; which keys are whose says the device."""
+        count, heads = plan.batch.num_seqs, self.spec.num_kv_heads
+        if count * heads * splits > FEW_ON_ONE * self.num_sms:
+            plan.config = self.decode_config
+        plan.grid = (count, heads, splits)
+        plan.way, plan.splits = "split" if splits > 1 else "decode", splits
+        self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
 
     def splits(self, batch: Batch) -> int:
         """Return into how many even splits keys are cut: until the chip is full."""
@@ -174,37 +214,63 @@ class PlannedAttention(AttentionBackend):
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
         return max(1, min(wanted, -(-longest // MIN_SPLIT_KEYS), MAX_SPLITS))
 
-    def _plan_few(self, plan: AttentionPlan, before: Tensor | None) -> None:
-        """Tiles as high as the longest query needs, by stretches."""
+    def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
+        """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
         spec = self.spec
         rows = plan.batch.max_query_len * spec.gqa_ratio
         plan.config = tile_config(spec, self.device.arch, "few", rows)
+        if lister is not None:
+            self._plan_tiles(plan, before, lister, cut=True)
+            return
         plan.way, plan.rows = "few", plan.config.block_m
         plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
         tiles = self._tiles(plan)
         self._deal(plan, tiles.keys, tiles, before)
 
-    def _plan_prefill(self, plan: AttentionPlan, before: Tensor | None) -> None:
-        """Whole tiles, the ones with most keys first, where they end together; else stretches."""
-        batch, heads = plan.batch, self.spec.num_kv_heads
+    def _plan_prefill(
+        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None, portable: bool
+    ) -> None:
+        batch = plan.batch
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
-        plan.way, plan.config = "prefill", self.prefill_config if plan.fresh else self.paged_config
+        plan.config = self.prefill_config if plan.fresh else self.paged_config
+        if self.hopper is not None and not portable:
+            plan.config = self.hopper.config
+            plan.at_once = self.hopper.heads_at_once(batch.lens)
+        self._plan_tiles(plan, before, lister)
+
+    def _plan_tiles(
+        self,
+        plan: AttentionPlan,
+        before: Tensor | None,
+        lister: Lister | None,
+        cut: bool = False,
+    ) -> None:
+        """Whole tiles, the ones with most keys first, where they end together; else stretches.
+
+        `cut`: stretches anyway.
+        """
+        heads = self.spec.num_kv_heads
+        plan.way = "prefill"
         tiles = self._tiles(plan)
         if not len(tiles.keys):
             return
-        order = whole(tiles.keys, max(1, self._resident(plan) * self.num_sms // heads), self.rates)
+        slots = max(1, self._resident(plan) * self.num_sms // heads)
+        order = None if cut else whole(tiles.keys, slots, self.rates)
         if order is None:
             plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
             self._deal(plan, tiles.keys, tiles, before)
-            return
-        plan.grid = (len(order), heads, 1)
-        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-        plan.work = to_device(work, self.torch_device, before)
+        else:
+            plan.grid = (len(order), heads, 1)
+            work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
+            plan.work = to_device(work, self.torch_device, before)
+        if lister is not None:
+            plan.lists = lister.listed(plan.batch, self.spec_of(plan.batch), plan.config, plan.work,
+                                       len(tiles.keys))  # fmt: skip
 
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""
         batch, group, config = plan.batch, self.spec.gqa_ratio, plan.config
-        queries, lens = np.array(batch.query_lens), np.array(batch.lens)
+        queries, lens = batch.host_query_lens, batch.host_lens
         seq, row = rows_of(queries, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
@@ -240,10 +306,19 @@ class PlannedAttention(AttentionBackend):
         if not len(keys):
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
+        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
+            programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
         work = stretches(keys, programs, self.rates, most).work(tiles)
         plan.work = to_device(work, self.torch_device, before)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
+
+    def _fewer(self, programs: int, total: int, longest: int) -> int:
+        """Return so many programs that whoever ends last has not too many parts to merge."""
+        each = max(1, self.num_sms // self.spec.num_kv_heads)
+        while programs >= 2 * each and longest * programs > MOST_PARTS * total:
+            programs -= each
+        return programs
 
     def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""

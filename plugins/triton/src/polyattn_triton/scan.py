@@ -18,6 +18,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.channels import CHUNK, TOKEN_OPTIONS, Channels, by_token, given_inputs
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.scan_kernels import (
@@ -31,6 +32,9 @@ from polyattn_triton.selective import Pieces, Selective, selective_constants
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS = 16, 128
+CHANNELS = (AttentionKind.KDA, AttentionKind.RWKV7)
+TILES = {AttentionKind.SHORT_CONV: CONV_TOKENS} | dict.fromkeys(CHANNELS, CHUNK)
+"""Tokens of a tile of a prefill, of the kinds that have tiles planned."""
 
 _conv, _mamba1 = Launcher(conv_kernel), Launcher(mamba1_kernel)
 _gated, _delta, _step = Launcher(gated_kernel), Launcher(delta_kernel), Launcher(step_kernel)
@@ -79,8 +83,8 @@ def scan_constants(
 
 
 class ScanPlan(Plan):
-    """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for
-    Mamba-1's the pieces of its sequences.
+    """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
+    RWKV-7's their chunks, for Mamba-1's the pieces of its sequences.
     """
 
     __slots__ = ("phase", "pieces", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
@@ -93,12 +97,12 @@ class ScanPlan(Plan):
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
         self.slots, self.pieces = batch.state_slots, None
 
-    def list_tiles(self, device: torch.device) -> None:
-        """List (sequence, first token) of every tile."""
+    def list_tiles(self, size: int, device: torch.device) -> None:
+        """List (sequence, first token) of every tile of `size` tokens."""
         tiles = [
             (seq, start)
             for seq, count in enumerate(self.batch.query_lens)
-            for start in range(0, count, CONV_TOKENS)
+            for start in range(0, count, size)
         ]
         packed = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).T.contiguous()
         if device.type == "cuda":
@@ -119,11 +123,14 @@ class TritonScan(RecurrentBackend):
         self._selective: Selective | None = None
         if spec.kind is AttentionKind.MAMBA1:
             self._selective = Selective(spec, device.arch, self.torch_device)
+        self._channels: Channels | None = None
+        if spec.kind in CHANNELS:
+            self._channels = Channels(spec, device.arch, self.torch_device)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
-        if self.spec.kind is AttentionKind.SHORT_CONV and plan.phase == "prefill":
-            plan.list_tiles(self.torch_device)
+        if plan.phase == "prefill" and self.spec.kind in TILES:
+            plan.list_tiles(TILES[self.spec.kind], self.torch_device)
         if self._selective is not None and plan.phase == "prefill":
             plan.pieces = self._selective.cut(batch.query_lens)
         return plan
@@ -132,6 +139,9 @@ class TritonScan(RecurrentBackend):
         self, plan: Plan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
         assert isinstance(plan, ScanPlan)
+        if self._channels is not None:
+            self._by_channel(plan, inputs, states, out)
+            return
         given, phase = frozenset(params), plan.phase
         constants = self._constants.get((phase, given))
         if constants is None:
@@ -144,6 +154,15 @@ class TritonScan(RecurrentBackend):
             self._mamba1(plan, inputs, params, states, out, constants)
         else:
             self._matrix(plan, inputs, params, states, out, constants)
+
+    def _by_channel(self, plan: ScanPlan, inputs: Tensors, states: Tensor, out: Tensor) -> None:
+        assert self._channels is not None
+        meta = (plan.starts, plan.seq_lens, plan.slots)
+        given = given_inputs(self.spec, inputs, self._none)
+        if plan.phase == "decode":
+            by_token(self.spec, given, out, states, meta, TOKEN_OPTIONS)
+        elif len(plan.tile_seq):
+            self._channels(given, out, states, meta, (plan.tile_seq, plan.tile_start))
 
     def _convolve(
         self, plan: ScanPlan, x: Tensor, params: Tensors, states: Tensor, out: Tensor,

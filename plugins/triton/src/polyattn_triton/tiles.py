@@ -47,6 +47,22 @@ def load_held_rows(pointers, held, columns, SIZE: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
+def row_places(start, rows, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The query tokens (within their sequence) and the heads of a tile's rows, from `start` on.
+
+    Where a tile holds whole tokens, what a row adds is known before `start` is: fewer registers
+    live through the loop over keys, whose loads ptxas then keeps out of the softmax's way.
+    """
+    if BLOCK_M % G == 0:
+        token = start // G + rows // G
+        head = kv_head * G + rows % G
+    else:
+        token = (start + rows) // G
+        head = kv_head * G + (start + rows) % G
+    return token, head
+
+
+@triton.jit
 def keys_seen(
     first_pos, last_pos, seq_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr
 ):
@@ -116,3 +132,9 @@ def piece_of(WORK, at, stop, low, high):
     last = (high - 1) // share
     program = tl.program_id(0)
     return begin, end, 2 * program + (first == program).to(tl.int32), first, last
+
+
+@triton.jit
+def part_at(part, kv_head):
+    """Where a part's rows lie in the workspace, in tiles: a KV head's parts follow one another."""
+    return kv_head * 2 * tl.num_programs(0) + part

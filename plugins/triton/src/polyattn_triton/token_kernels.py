@@ -1,7 +1,7 @@
-"""Recurrences a token at a time: KDA, RWKV-7, linear attention with a normaliser, and RG-LRU.
+"""Recurrences a token at a time: linear attention with a normaliser, RG-LRU, decodes of KDA and RWKV-7.
 
 A program keeps its part of a sequence's state in registers from the first token of the step to the
-last, for prefill and decode alike. A channel's own decay leaves no chunk of plain matrix products.
+last.
 """
 
 import triton

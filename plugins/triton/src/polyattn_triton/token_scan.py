@@ -1,4 +1,4 @@
-"""TRITON_TOKEN_SCAN: recurrences whose every channel has a decay of its own, a token at a time."""
+"""TRITON_TOKEN_SCAN: RG-LRU, and linear attention with a normaliser, a token at a time."""
 
 from __future__ import annotations
 
@@ -18,44 +18,29 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.launch import Launcher, power
+from polyattn_triton.channels import by_token, channel_constants, given_inputs
+from polyattn_triton.launch import Launcher
 from polyattn_triton.scan import ScanPlan, dense
-from polyattn_triton.token_kernels import channel_kernel, unit_kernel
+from polyattn_triton.token_kernels import unit_kernel
 
 Tensors = Mapping[str, Tensor]
 UNITS = 64
 """Channels of RG-LRU that a program holds."""
-VALUES = 32
-"""Value channels that a program holds, each with all keys."""
-INPUTS = {
-    AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
-    AttentionKind.RWKV7: ("r", "k", "v", "w", "", "a", "b"),
-    AttentionKind.PHI_LINEAR: ("q", "k", "v", "", "", "", ""),
-}
-"""The inputs of `channel_kernel`, in its order, of the kinds that it serves."""
-_channel, _unit = Launcher(channel_kernel), Launcher(unit_kernel)
+_unit = Launcher(unit_kernel)
 
 
 def token_constants(spec: LayerSpec) -> tuple[Any, ...]:
     """Return the constants of `spec`'s kernel, in its order."""
-    form = spec.recurrent
-    assert form is not None
     if spec.kind is AttentionKind.RG_LRU:
         return spec.num_heads, UNITS
-    phi = spec.kind is AttentionKind.PHI_LINEAR
-    values = spec.v_head_size + phi  # the normaliser's column is a program's with all values
-    block = power(values) if phi else min(VALUES, power(values))
-    return (
-        spec.num_heads // spec.num_kv_heads, spec.head_size, values, power(spec.head_size), block,
-        spec.kind is AttentionKind.KDA, phi, form.feature_map == "relu", form.qk_norm,
-    )  # fmt: skip
+    return channel_constants(spec)
 
 
 def token_options(spec: LayerSpec) -> dict[str, int]:
     """Return the launch options of `spec`'s kernel: a wider tile has more warps."""
     if spec.kind is AttentionKind.RG_LRU:
         return {"num_warps": 1}
-    return {"num_warps": 8 if spec.kind is AttentionKind.PHI_LINEAR else 4, "num_stages": 1}
+    return {"num_warps": 8, "num_stages": 1}
 
 
 class TritonTokenScan(RecurrentBackend):
@@ -78,7 +63,9 @@ class TritonTokenScan(RecurrentBackend):
         if self.spec.kind is AttentionKind.RG_LRU:
             self._units(plan, inputs, params, states, out)
         else:
-            self._channels(plan, inputs, states, out)
+            meta = (plan.starts, plan.seq_lens, plan.slots)
+            given = given_inputs(self.spec, inputs, self._none)
+            by_token(self.spec, given, out, states, meta, self._options)
 
     def _units(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
@@ -89,16 +76,4 @@ class TritonTokenScan(RecurrentBackend):
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, UNITS), 1),
             (*given, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots),
             (), strides, (), self._constants, self._options,
-        )  # fmt: skip
-
-    def _channels(self, plan: ScanPlan, inputs: Tensors, states: Tensor, out: Tensor) -> None:
-        spec, constants = self.spec, self._constants
-        given = [dense(inputs[n]) if n else self._none for n in INPUTS[spec.kind]]
-        q, k, v, g, beta, a, b = given
-        strides = [s for t in (q, k, v, g, a, b) for s in (*t.stride(), 0)[:2]]
-        strides += [beta.stride(0), *out.stride()[:2], *states.stride()[:2]]
-        _channel(
-            (plan.batch.num_seqs, spec.num_heads, triton.cdiv(constants[2], constants[4])),
-            (*given, out, states, plan.starts, plan.seq_lens, plan.slots),
-            (spec.scale,), tuple(strides), (), constants, self._options,
         )  # fmt: skip

@@ -8,8 +8,8 @@ from typing import Any
 import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 
-from polyattn_triton.configs import Config, pick
-from polyattn_triton.launch import launches_early, parts_at_once, power
+from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
+from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
 
 MIN_SPLIT_KEYS = 128
@@ -26,6 +26,11 @@ MAX_MERGED_BY_ONE = 2048
 """Outputs of a group above which one program would be too slow to merge their splits."""
 HIGH_ON_ONE = 2
 """And where its tiles are of more than 16 rows, 128 columns, or of 8-bit keys."""
+MOST_PARTS = 48
+"""Parts of one tile above which fewer programs are faster: eight of them take about a microsecond to
+merge, while one program a multiprocessor reads hardly slower than three (H200)."""
+LEAST_BUSY = 0.8
+"""Of the chip, while equal programs run that don't fit on it at once: else they are cut to stretches."""
 MOST_FEW_ROWS = 64
 """Rows of (token, head of group) up to which the decode kernel serves a sequence's queries."""
 
@@ -55,6 +60,12 @@ def even_splits(programs: int, num_sms: int) -> int:
     return splits
 
 
+def leaves_tail(programs: int, num_sms: int) -> bool:
+    """Whether equal programs end in a round that leaves much of the chip idle."""
+    rounds = programs / (MANY_ON_ONE * num_sms)
+    return rounds > 1 and rounds < LEAST_BUSY * -(-programs // (MANY_ON_ONE * num_sms))
+
+
 def _shape_constants(spec: LayerSpec, config: Config, block_size: int) -> tuple[Any, ...]:
     return (
         spec.head_size, spec.v_head_size, power(spec.head_size), power(spec.v_head_size),
@@ -71,13 +82,25 @@ def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> t
 
 def prefill_constants(
     spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
-    functions: tuple[Any, ...] = NOTHING,
+    functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`."""
+    """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`.
+
+    `where_seen`: `Generated`'s, where key tiles are listed.
+    """
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
     masks = _mask_constants(spec, lse, functions)
-    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales])
+    listed = (False, None, 0) if where_seen is None else (True, *where_seen)
+    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales], *listed)
+
+
+def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return `list_kernel`'s constants, in its order. `masks`: functions of the masks alone."""
+    return (
+        spec.gqa_ratio, config.block_m, config.block_n, spec.causal, spec.sliding_window or 0,
+        spec.chunk_size or 0, spec.sink_tokens, *masks[:2],
+    )  # fmt: skip
 
 
 def decode_constants(
@@ -160,3 +183,64 @@ def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
     stages = config.num_stages if way in ("prefill", "pieces") else config.num_stages - 1
     query = config.block_m * spec.head_size * STORAGE_DTYPES[spec.dtype].itemsize
     return max(1, stages) * keys + query
+
+
+UNTUNED_TALLEST = 64
+"""Rows of the highest tile of rows that share keys, where none was measured."""
+
+
+def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
+    """Return the configurations that `prefix_kernel` may run in, lowest tiles first.
+
+    Each tile holds one row's heads of a KV head at least.
+    """
+    width, least = power(max(spec.head_size, spec.v_head_size)), power(spec.gqa_ratio)
+    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
+    if known:
+        return tuple(known)
+    found: list[PrefixConfig] = []
+    height = least
+    while not found or height <= UNTUNED_TALLEST:
+        config = tile_config(spec, arch, "few", height)
+        on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
+        found.append(
+            PrefixConfig(
+                height, config.block_n, config.num_warps, config.num_stages, on_one, 10,
+                10 + height // 4, 40,
+            )
+        )  # fmt: skip
+        height *= 2
+    return tuple(found)
+
+
+def prefix_constants(
+    spec: LayerSpec, config: PrefixConfig, block_size: int, arch: str, alike: bool
+) -> tuple[Any, ...]:
+    """Return `prefix_kernel`'s constants, in its order."""
+    return (
+        spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
+        power(spec.v_head_size), power(spec.gqa_ratio), config.tall, config.block_n, block_size,
+        spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def rows_merged(spec: LayerSpec) -> int:
+    """Return how many of a token's heads of one KV head a program of `merge_parts_kernel` takes."""
+    return merge_rows(triton.next_power_of_2(spec.gqa_ratio), spec.v_head_size)
+
+
+def parts_constants(spec: LayerSpec, lse: bool, early: bool) -> tuple[Any, ...]:
+    """Return `merge_parts_kernel`'s constants, in its order."""
+    rows = rows_merged(spec)
+    return (
+        spec.gqa_ratio, spec.v_head_size, power(spec.v_head_size), rows,
+        parts_at_once(rows, spec.v_head_size),
+        spec.learned_sinks, lse, early, SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def prefix_bytes(spec: LayerSpec, config: PrefixConfig) -> int:
+    """Return about how much shared memory a program of `prefix_kernel` takes."""
+    tile = Config(config.tall, config.block_n, config.num_warps, config.num_stages)
+    return shared_bytes(spec, tile, "few")

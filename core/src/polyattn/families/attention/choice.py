@@ -12,7 +12,7 @@ from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup
-from polyattn.selection.step_choice import ALL, DECODES, StepChoice
+from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
 
 log = logging.getLogger("polyattn")
 
@@ -37,6 +37,8 @@ class Chooser:
 
     def __init__(self, group: LayerGroup):
         selection = group.selection
+        # Planned by bounds, decodes are a call of their own, and their lengths predict no time.
+        self.bounded = group.spec.length_bounds
         models = selection.timings
         known = {model.backend for model in models}
         self.phases: dict[str, dict[str, Candidate]] = {"prefill": {}, "decode": {}}
@@ -48,7 +50,7 @@ class Chooser:
                 continue
             for other in (info, *(c for c in candidates.get(phase, ()) if c.name in known)):
                 if other.name not in members:
-                    loaded = _loaded(group, phase, other, required=other is info)
+                    loaded = loaded_candidate(group, phase, other, required=other is info)
                     if loaded is not None:
                         members[other.name] = loaded
             self.chosen[phase] = members[info.name]
@@ -64,17 +66,19 @@ class Chooser:
 
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return who runs which part of a step over a cache."""
-        if self.by_time is None:
+        if self.by_time is None or self.bounded:
             return self._by_priority(batch)
         if batch.all_decode:
-            name = self.by_time.decode(batch.lens, batch.max_seq_len)
+            name = self.by_time.decode(batch.host_lens, batch.max_seq_len)
             return [("decode", self.phases["decode"][name].info, Part(batch, None))]
+        calls = self.by_time.calls(batch.host_query_lens, batch.host_lens)
+        parts: dict[str, Part | None] = {ALL: Part(batch, None)}
+        if len(calls) > 1:
+            phases = by_phase(batch)
+            parts = {DECODES: phases.decode, REST: phases.prefill}
         found: list[Assignment] = []
-        for call in self.by_time.calls(batch.query_lens, batch.lens):
-            part: Part | None = Part(batch, None)
-            if call.rows != ALL:
-                phases = by_phase(batch)
-                part = phases.decode if call.rows == DECODES else phases.prefill
+        for call in calls:
+            part = parts[call.rows]
             assert part is not None, f"{call.rows} of {batch}"
             found.append((call.phase, self.phases[call.phase][call.name].info, part))
         return found
@@ -82,12 +86,14 @@ class Chooser:
     def _by_priority(self, batch: Batch) -> list[Assignment]:
         prefill, decode = self.chosen["prefill"], self.chosen["decode"]
         mixes = "mixed" in prefill.info.capabilities.phases
-        if prefill.info == decode.info and mixes and not batch.all_decode:
+        if prefill.info == decode.info and mixes and not (batch.all_decode or self.bounded):
             return [("prefill", prefill.info, Part(batch, None))]
         return _parts(batch, decode, prefill)
 
 
-def _loaded(group: LayerGroup, phase: str, info: BackendInfo, required: bool) -> Candidate | None:
+def loaded_candidate(
+    group: LayerGroup, phase: str, info: BackendInfo, required: bool
+) -> Candidate | None:
     """Load a backend. One that only competes is left out, and named, where it can't be loaded."""
     try:
         form = group.kernel_format(info)

@@ -195,6 +195,20 @@ def qwen2_moe_types(cfg: Config, count: int) -> list[str]:
     return lower_even_layers(cfg, count) if optional_window(cfg) else [FULL] * count
 
 
+def qwen3_moe_types(cfg: Config, count: int) -> list[str]:
+    """All layers or none are windowed; where none is, `max_window_layers` says nothing."""
+    if optional_window(cfg) is None:
+        cfg.get("max_window_layers")
+    return [SLIDING] * count
+
+
+def minimax_m2_types(cfg: Config, count: int) -> list[str]:
+    """Every layer is softmax attention, which the publisher's files may list."""
+    if cfg.get("attn_type_list") is not None:
+        cfg.only("attn_type_list", [1] * count)
+    return [FULL] * count
+
+
 def exaone_types(cfg: Config, count: int) -> list[str]:
     """Three of four layers are windowed; a letter per layer in the publisher's own files."""
     pattern = cfg.get("sliding_window_pattern")
@@ -255,7 +269,7 @@ READERS: dict[str, Reader] = {
     "qwen2": QWEN2,
     "qwen3": QWEN2,
     "qwen2_moe": QWEN_MOE,
-    "qwen3_moe": Decoder(types=all_of(SLIDING), window=optional_window),
+    "qwen3_moe": Decoder(types=qwen3_moe_types, window=optional_window),
     "dots1": Decoder(types=upper_layers, listed=True, window=window),
     "gemma": Decoder(only={"use_bidirectional_attention": (False,)}),
     "gemma2": GEMMA2,
@@ -264,7 +278,7 @@ READERS: dict[str, Reader] = {
     "gemma3n_text": GEMMA3N,
     "phi3": Decoder(types=all_of(SLIDING), window=window, rope=phi3_rope),
     "phimoe": Decoder(types=all_of(SLIDING), window=window, rope=phimoe_rope),
-    "minimax_m2": Decoder(rope=minimax_m2_rope),
+    "minimax_m2": Decoder(types=minimax_m2_types, rope=minimax_m2_rope),
     "cohere2": Decoder(
         types=every(4, "sliding_window_pattern"), listed=True, window=needed_window,
         rope=sliding_alone(pairing="gptj"),

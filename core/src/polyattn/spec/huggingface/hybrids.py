@@ -168,6 +168,10 @@ def nemotron_h(cfg: Config) -> Towers:
         cfg, cfg.need("mamba_num_heads"), cfg.need("n_groups"), cfg.need("mamba_head_dim"),
         cfg.need("ssm_state_size"), cfg.need("conv_kernel"), activation="mamba_hidden_act",
     )  # fmt: skip
+    for name in ("rope_theta", "partial_rotary_factor"):
+        cfg.given(name)  # the publisher's files have them, and attention has no positions
+    if cfg.given("attention_head_dim"):
+        cfg.only("attention_head_dim", cfg.get("head_dim"))
     attention = Decoder(rope=no_rope)
     return stack(cfg, types, {
         FULL: lambda i: (attention.layer(cfg, i),), LINEAR: lambda i: (recurrent,),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
+from typing import Any
 
 from polyattn.errors import ConfigError
 from polyattn.spec.huggingface.config import Config
@@ -34,10 +35,25 @@ HARMLESS = re.compile(
     | pad_vocab_size_multiple | attention_softmax_in_fp32 | seq_length | n_ctx | n_positions
     | mamba_inner_layernorms | calc_logits_.* | block_(mlp|out|norm|use|auto|ff|ffn|multiple)_.*
     | conv_use_xavier_init | initial_context_length | swiglu_limit | .*layerdrop
-    | num_nextn_predict_layers    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
+    | num_nextn_predict_layers | mtp_.* | num_mtp_modules | use_mtp | .*routing.*
+    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
     re.VERBOSE,
 )
 """Fields that change no attention in any type: tokens, training, generation, MLPs, bookkeeping."""
+
+QWEN3_5 = {
+    "attn_output_gate": (True,), "output_gate_type": ("swish",), "mamba_ssm_dtype": ("float32",),
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "qwen3_moe": {"use_qk_norm": (True,)},
+    "minimax_m2": {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",)},
+    "glm_moe_dsa": {
+        "rope_interleave": (True,), "indexer_rope_interleave": (True,),
+        "index_share_for_mtp_iteration": (True, False),
+    },
+    "qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5,
+}  # fmt: skip
+"""Fields of publishers' files that a type's class lacks, and the values that say what the type does."""
 
 
 def check_fields(cfg: Config, assumed: bool, ignore: Collection[str] = ()) -> None:
@@ -58,6 +74,7 @@ def check_fields(cfg: Config, assumed: bool, ignore: Collection[str] = ()) -> No
 
 def _unknown(cfg: Config) -> Iterable[str]:
     for name, value in cfg.values.items():
-        known = name in cfg.read or name in cfg.cls.fields
+        said = PUBLISHED.get(cfg.model_type, {}).get(name, ())
+        known = name in cfg.read or name in cfg.cls.fields or value in said
         if not known and value is not None and not HARMLESS.fullmatch(name):
             yield name

@@ -87,10 +87,15 @@ def glm_sparse(cfg: Config) -> Towers:
     pattern = cfg.get("index_topk_pattern")
     if listed is None and pattern is not None:
         listed = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    every = cfg.integer("index_topk_freq") or 1
+    offset = cfg.get("index_skip_topk_offset", default=2)
+    if type(offset) is not int:
+        raise cfg.error("index_skip_topk_offset", offset, "must be an integer")
+    counted = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(count)]
     if listed is None:
-        every = max(cfg.get("index_topk_freq", default=1), 1)
-        offset = cfg.get("index_skip_topk_offset", default=2)
-        listed = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(count)]
+        listed = counted
+    elif cfg.given("index_topk_freq") and listed != counted:
+        raise cfg.error("index_topk_freq", every, f"contradicts indexer_types={listed}; drop one")
     kinds = named(cfg, "indexer_types", listed, ("full", "shared"))
     if len(kinds) != count:
         raise cfg.error("indexer_types", listed, f"must have an entry for each of {count} layers")

@@ -36,7 +36,7 @@ def mamba2(
     Raises `ConfigError` where the step size is clamped.
     """
     limit = cfg.get("time_step_limit")
-    if limit is not None and list(limit) not in ([0.0, math.inf], [0, "Infinity"]):
+    if limit is not None and list(limit) not in ([0.0, math.inf], [0, "Infinity"], [0.0, 1e308]):
         raise cfg.error("time_step_limit", limit, "can't be served; only [0, Infinity] is")
     if activation:
         silu(cfg, activation)

@@ -73,6 +73,8 @@ def read_rope(
     factor = params.get("partial_rotary_factor")
     if factor is None:
         factor = cfg.number("partial_rotary_factor", partial)
+    elif cfg.given("partial_rotary_factor"):
+        cfg.only("partial_rotary_factor", factor)
     kind = params.get("rope_type") or params.get("type") or "default"
     kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in SCALINGS:

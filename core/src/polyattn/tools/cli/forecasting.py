@@ -43,6 +43,8 @@ def _why(call: CallChoice) -> str:
     if not others:
         return f"{call.name} alone was measured at {call.kind} steps"
     us, name = others[0]
+    if us < call.times[call.name]:
+        return f"{call.name}, the fastest on the whole: {name} isn't faster by its margin"
     return f"{call.name}: {name} would take {us / call.times[call.name]:.2f} times as long"
 
 

@@ -152,6 +152,7 @@ def run(
     token_budget: Annotated[int, count("Most tokens in a step.")] = 2048,
     max_seqs: Annotated[int, count("Most sequences in flight.")] = 64,
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
+    snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
     kv_cache_dtype: Annotated[
         str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.")
@@ -185,7 +186,7 @@ def run(
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
-        context_parallel=context_parallel,
+        context_parallel=context_parallel, snapshots=snapshots,
     )  # fmt: skip
     _finish(lambda: show(options))
 

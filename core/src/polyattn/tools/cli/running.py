@@ -69,6 +69,7 @@ class RunOptions:
     sliding_window: int | None = None
     sink_tokens: int | None = None
     context_parallel: int = 1
+    snapshots: int = 16
 
     @property
     def running(self) -> int:
@@ -216,6 +217,7 @@ def _engine_options(options: RunOptions, ranks: ContextParallel | None) -> Optio
         layers=options.running,
         token_budget=options.token_budget,
         max_seqs=options.max_seqs,
+        snapshots=options.snapshots,
         cache_bytes=int(options.cache_gb * 2**30),
         check_tokens=options.check,
         seed=options.seed,
@@ -249,9 +251,7 @@ def _print_selection(
         if line:
             console.print(f"    {line}", markup=False)
     if any(g.spec.kind.is_recurrent for g in groups):
-        console.print(
-            "  prefixes are not shared: recurrent states are kept at sequences' ends alone"
-        )
+        console.print(f"  {options.snapshots} snapshots of recurrent states, for shared prefixes")
 
 
 def memory_line(group: SelectedLayers) -> str | None:
@@ -318,6 +318,8 @@ def cache_lines(report: Report) -> list[str]:
             f"{shared['shared_bytes'] / 2**20:.1f} MiB are the same; {shared['saved_bytes'] / 2**20:.1f} "
             f"MiB were read once for all; {shared['blocks_copied']} blocks copied on write"
         )
+    if shared["states_copied"]:
+        lines.append(f"states: {shared['states_copied']} times a sequence went on from a snapshot")
     for usage in report.usage:
         if usage.shared_bytes and usage.unshared:
             lines.append(f"each row reads shared blocks for itself: {usage.unshared}")

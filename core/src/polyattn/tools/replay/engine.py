@@ -11,16 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
-from polyattn.families.attention.prefix import why_not
+from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
-from polyattn.tools.replay.memory import block_table, pools_of, step_batch, taken_copies
+from polyattn.tools.replay.memory import (
+    block_table,
+    pools_of,
+    state_pool,
+    step_batch,
+    taken_copies,
+)
 from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.runner import ModelRunner
 from polyattn.tools.replay.model.step import GroupMemory
@@ -76,7 +81,6 @@ class Engine:
             RecurrentRunner(g, options) if model is None else GroupMemory(g, options)
             for g in recurrent
         ]
-        self.slots: dict[Running, int] = {}
         self.encoders = [
             AttentionRunner(g, options, 0)
             for g in (*by_role[Role.ENCODER], *by_role[Role.ENCODER_ONLY])
@@ -86,11 +90,10 @@ class Engine:
         self.sources: dict[Running, int] = {}
         if self.crosses:
             requests = [replace(r, prompt=DECODER_PROMPT, hash_ids=()) for r in requests]
-        # A shared prefix would need its state too, and states are kept at sequences' ends alone.
+        states = [state_pool(self.pools, options)] if self.recurrent else []
         self.scheduler = Scheduler(
-            requests, self.pools, options.token_budget, options.max_seqs,
-            share_prefixes=not self.recurrent,
-        )  # fmt: skip
+            requests, [*self.pools, *states], options.token_budget, options.max_seqs
+        )
         for index, running in enumerate(self.scheduler.waiting):
             self.sources[running] = sources[index]
         self.model: ModelRunner | None = None
@@ -178,34 +181,29 @@ class Engine:
             batch = step_batch(plan, index, self.pools[index], runner.spec, runner.device)
             batches.append((runner, batch))
             self.report.usage[index].count(plan, index)
-        slots = self._state_slots([item.sequence for item in plan]) if self.recurrent else None
         for runner in self.recurrent:
-            assert slots is not None
+            slots = torch.tensor([item.sequence.held[-1].blocks[0] for item in plan])
             batch = Batch.from_lens(counts, lens, state_slots=slots.to(runner.device))
             batches.append((runner, batch))
         return batches
 
     def _copy(self, plan: list[Scheduled]) -> float:
-        """Copy the blocks that sequences go on writing to while others use their beginning."""
+        """Copy what sequences go on writing to while others use their beginning: blocks, states."""
         seconds = 0.0
         for index, copies in taken_copies(plan).items():
-            runner, ends = self.decoders[index], (copies.values(), copies.keys())
-            sources, targets = (torch.tensor([*e], device=runner.device) for e in ends)
-            started = runner.clock()
-            runner.copy_blocks(sources, targets)
-            seconds += runner.clock() - started
-            self.report.usage[index].copied += len(copies)
+            if index < len(self.pools):
+                self.report.usage[index].copied += len(copies)
+                runners = self.decoders[index : index + 1]
+            else:
+                self.report.states_copied += len(copies)
+                runners = self.recurrent
+            for runner in runners:
+                ends = (copies.values(), copies.keys())
+                sources, targets = (torch.tensor([*e], device=runner.device) for e in ends)
+                started = runner.clock()
+                runner.copy_blocks(sources, targets)
+                seconds += runner.clock() - started
         return seconds
-
-    def _state_slots(self, sequences: Sequence[Running]) -> Tensor:
-        """Return each sequence's state slot; those that stopped running give theirs back."""
-        running = set(self.scheduler.running)
-        self.slots = {s: slot for s, slot in self.slots.items() if s in running}
-        free = set(range(self.options.max_seqs)) - set(self.slots.values())
-        for sequence in sequences:
-            if sequence not in self.slots:
-                self.slots[sequence] = free.pop()
-        return torch.tensor([self.slots[s] for s in sequences], dtype=torch.int64)
 
     def _encode(self, plan: list[Scheduled]) -> float:
         """Run the encoders over requests that start in this step, and fill the cross caches."""

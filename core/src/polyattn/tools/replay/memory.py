@@ -13,6 +13,7 @@ from polyattn.spec.cache_window import CacheWindow
 from polyattn.tools.replay.pool import Pool
 from polyattn.tools.replay.runners import Options
 from polyattn.tools.replay.scheduler import Scheduled
+from polyattn.tools.replay.state_pool import StatePool
 
 
 def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
@@ -49,6 +50,16 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
             )
     made = zip(sizes, counts, windows, strict=True)
     return [Pool(size * ranks, count, window) for size, count, window in made]
+
+
+SNAPSHOT_TOKENS = 16
+"""Tokens between the places where states may be kept, in a model that has no blocks."""
+
+
+def state_pool(pools: Sequence[Pool], options: Options) -> StatePool:
+    """Return the slots of all recurrent layers, beside the blocks of the others' pools."""
+    size = max((pool.block_size for pool in pools), default=SNAPSHOT_TOKENS)
+    return StatePool(size, options.state_slots)
 
 
 def _needed(window: CacheWindow, options: Options) -> int:

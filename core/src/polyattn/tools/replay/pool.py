@@ -84,6 +84,14 @@ class Pool:
     def _gone(self, position: int) -> range:
         return range(0) if self.window is None else self.window.gone(position)
 
+    def whole(self, computed: int, prompt: int) -> int:
+        """Return how many leading tokens of a prompt others may find: full blocks, at its end all."""
+        return prompt if computed >= prompt else computed - computed % self.block_size
+
+    def stops(self, match: Match, limit: int) -> set[int]:
+        """Return where chunks of a prompt's first `limit` tokens should end: keys are kept anywhere."""
+        return set()
+
     def trim(self, held: Held, position: int) -> None:
         """Give back what no query from `position` on sees."""
         count = len(self._gone(position)) - held.gone

@@ -40,6 +40,7 @@ class Report:
     between_tokens: list[float] = field(default_factory=list)
     usage: list[Usage] = field(default_factory=list)
     saved_bytes: int = 0
+    states_copied: int = 0
 
     def phase(self, decode: bool) -> dict[str, Any]:
         """Return counts, milliseconds a step and achieved rates of one kind of step.
@@ -75,7 +76,8 @@ class Report:
         """Return what sequences had in common: blocks and bytes, over all groups and steps.
 
         `shared_bytes` would be read once less where each distinct block of a step is read once;
-        `saved_bytes` were, by calls over shared blocks.
+        `saved_bytes` were, by calls over shared blocks. `states_copied`: snapshots of recurrences that
+        a sequence went on from.
         """
         return {
             "blocks_read": sum(u.read for u in self.usage),
@@ -83,6 +85,7 @@ class Report:
             "blocks_copied": sum(u.copied for u in self.usage),
             "shared_bytes": sum(u.shared_bytes for u in self.usage),
             "saved_bytes": self.saved_bytes,
+            "states_copied": self.states_copied,
         }
 
     def to_dict(self) -> dict[str, Any]:

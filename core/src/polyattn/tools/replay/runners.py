@@ -36,16 +36,23 @@ from polyattn.tools.replay.check import Checker
 class Options:
     """How to serve. `layers` counts the layers of each group that really run.
 
-    `context`: the ranks that share keys, of which `cache_bytes` are each one's.
+    `snapshots`: recurrent states kept of prefixes. `context`: the ranks that share keys, of which
+    `cache_bytes` are each one's.
     """
 
     layers: int = 1
     token_budget: int = 2048
     max_seqs: int = 64
+    snapshots: int = 16
     cache_bytes: int = 1 << 30
     check_tokens: int = 2
     seed: int = 0
     context: ContextParallel | None = None
+
+    @property
+    def state_slots(self) -> int:
+        """Slots of a recurrent layer: one a sequence, and the snapshots."""
+        return self.max_seqs + self.snapshots
 
 
 class Runner:
@@ -84,11 +91,11 @@ class Runner:
         return stock[at : at + need].view(tokens, *shape)
 
     def paged(self) -> list[Tensor]:
-        """Return all that is kept of tokens in blocks: tensors (num_blocks, block_size, ...)."""
+        """Return all that is kept: keys (num_blocks, block_size, ...), states (num_slots, ...)."""
         raise NotImplementedError
 
     def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy blocks within every layer's cache: int64 (copies,) each."""
+        """Copy blocks, or states, within every layer's cache: int64 (copies,) each."""
         for stored in map(raw, self.paged()):
             stored[targets] = stored[sources]
 
@@ -101,7 +108,7 @@ class Runner:
     def planned(self, batch: Batch) -> StepPlan:
         """Plan a step; `saved_bytes` counts what its calls over shared blocks don't read again."""
         plan = self.group.plan(batch)
-        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in plan.calls)
+        saved = sum(call.saved_bytes for call in plan.calls)
         self.saved_bytes += saved * self.count
         return plan
 
@@ -256,7 +263,7 @@ class ContextRunner(Runner):
 
 
 class RecurrentRunner(Runner):
-    """Recurrent layers and their states, a slot for each running sequence."""
+    """Recurrent layers and their states, a slot for each running sequence and each snapshot."""
 
     def __init__(self, layers: SelectedLayers, options: Options):
         super().__init__(layers, options)
@@ -264,7 +271,10 @@ class RecurrentRunner(Runner):
             Recurrent(self.group, checks=True, **recurrent_params(self.spec, self.generator))
             for _ in range(self.count)
         ]
-        self.states = [self.group.allocate_states(options.max_seqs) for _ in range(self.count)]
+        self.states = [self.group.allocate_states(options.state_slots) for _ in range(self.count)]
+
+    def paged(self) -> list[Tensor]:
+        return [states.data for states in self.states]
 
     def step(self, batch: Batch, checker: Checker) -> float:
         seconds, plan = self.plan(batch)

@@ -20,7 +20,7 @@ class Running:
     """A request in flight. `computed` tokens are in the cache, `held` is what it has of each pool.
 
     `names` stand for the prompt's tokens where others may share them; the first `published` can be
-    found.
+    found. Its chunks end at `stops`, so that a recurrence's state is kept there.
     """
 
     request: Request
@@ -30,6 +30,7 @@ class Running:
     held: list[Held] = field(default_factory=list)
     published: int = 0
     names: Tokens | None = None
+    stops: set[int] = field(default_factory=set)
 
     @property
     def known(self) -> int:
@@ -68,12 +69,12 @@ class Scheduler:
         pools: Sequence[Pool],
         budget: int,
         max_seqs: int,
-        share_prefixes: bool = True,
     ):
         self.pools, self.budget, self.max_seqs = list(pools), budget, max_seqs
         self.waiting = deque(Running(request) for request in requests)
         self.running: list[Running] = []
-        self.names = PromptNames() if share_prefixes and self.pools else None
+        self.names = PromptNames() if self.pools else None
+        self.boundary = max((pool.block_size for pool in self.pools), default=1)
         self.preemptions = 0
         for index, request in enumerate(requests):
             self._check_fits(index, request)
@@ -142,13 +143,22 @@ class Scheduler:
     def _chunk(
         self, sequence: Running, budget: int, plan: list[Scheduled], may_preempt: bool = True
     ) -> int:
-        count = min(budget, sequence.known - sequence.computed)
+        count = self._whole_chunk(sequence, min(budget, sequence.known - sequence.computed))
         if count <= 0 or sequence not in self.running:
             return 0
         if not self._grow(sequence, sequence.computed + count, may_preempt):
             return 0
         plan.append(Scheduled(sequence, sequence.computed, count))
         return count
+
+    def _whole_chunk(self, sequence: Running, count: int) -> int:
+        """Return how many of the next `count` tokens to compute: to a stop, else to a boundary."""
+        start, end = sequence.computed, sequence.computed + count
+        left = [stop for stop in sequence.stops if stop > start]
+        if left and min(left) > end:
+            floor = end - end % self.boundary
+            return (floor if floor > start else end) - start
+        return min(left, default=end) - start
 
     def _grow(self, sequence: Running, tokens: int, may_preempt: bool = True) -> bool:
         """Give a sequence the blocks for its first `tokens` tokens, all pools or none."""
@@ -178,7 +188,7 @@ class Scheduler:
     def _drop(self, sequence: Running) -> None:
         for pool, held in zip(self.pools, sequence.held, strict=False):
             pool.release(held)
-        sequence.held, sequence.published = [], 0
+        sequence.held, sequence.published, sequence.stops = [], 0, set()
         sequence.computed = sequence.shared = 0
 
     def _share_prefix(self, sequence: Running) -> bool:
@@ -209,17 +219,27 @@ class Scheduler:
                 return True
             held.append(taken)
         sequence.held, sequence.computed, sequence.shared = held, length, length
+        pairs = zip(self.pools, found, strict=True)
+        sequence.stops = {stop for pool, match in pairs for stop in pool.stops(match, limit)}
         return True
 
     def _comes(self, names: Tokens, length: int) -> bool:
-        """Whether a running prefill computes a block or more of what is not cached yet."""
-        least = length + max(pool.block_size for pool in self.pools)
-        return len(names) >= least and any(
-            other.names is not None
-            and other.computed < other.request.prompt
-            and count_alike(other.names, names) >= least
-            for other in self.running
-        )
+        """Whether a running prefill computes a block or more of what is not cached yet.
+
+        One whose states are kept stops where the two part; what lies behind it has no state there.
+        """
+        least = length + self.boundary
+        for other in self.running if len(names) >= least else ():
+            if other.names is None or other.computed >= other.request.prompt:
+                continue
+            alike = count_alike(other.names, names)
+            end = alike - alike % self.boundary
+            if alike < least or (other.stops and other.computed >= end):
+                continue
+            if other.stops:
+                other.stops.add(end)
+            return True
+        return False
 
     def _publish(self, sequence: Running) -> None:
         """Let later requests find what is now cached of a prompt: full blocks, at its end all of it."""
@@ -227,9 +247,7 @@ class Scheduler:
         if sequence.names is None or not self.pools or sequence.published == prompt:
             return
         for pool, held in zip(self.pools, sequence.held, strict=True):
-            count = min(sequence.computed, prompt)
-            if count < prompt:
-                count -= count % pool.block_size
+            count = pool.whole(sequence.computed, prompt)
             if count > sequence.published:
                 pool.publish(held, sequence.names[:count])
         sequence.published = min(sequence.computed, prompt)

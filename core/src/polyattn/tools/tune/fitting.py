@@ -20,6 +20,8 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import OVERLAPPING, TERMS, units
 
 FOLDS = 5
+LEAST_LAYERS = 3
+"""Layers from which on each is predicted by the others; of fewer, steps are."""
 LEAST_POINTS = 12
 """Twice as many as there are coefficients."""
 _BUSY = [TERMS.index(term) for term in OVERLAPPING]
@@ -64,11 +66,11 @@ def fit(points: Sequence[Point]) -> Fit | None:
     if len(points) < LEAST_POINTS:
         return None
     table, times = features(points), np.array([p.us for p in points])
-    folds = np.array([p.step % FOLDS for p in points])
+    folds = _folds(points)
     best: Fit | None = None
     for overlap in (False, True):
         held = np.zeros(len(points))
-        for fold in range(FOLDS):
+        for fold in set(folds.tolist()):
             out = folds == fold
             if out.any() and not out.all():
                 held[out] = predict(table[out], solve(table[~out], times[~out], overlap), overlap)
@@ -78,6 +80,15 @@ def fit(points: Sequence[Point]) -> Fit | None:
             found = solve(table, times, overlap)
             best = Fit(tuple(map(float, found)), overlap, tuple(map(float, held)), error)
     return best
+
+
+def _folds(points: Sequence[Point]) -> Array:
+    """Return each point's fold: layers in turn where there are enough, since others' are predicted."""
+    layers = list(dict.fromkeys(p.spec for p in points))
+    if len(layers) < LEAST_LAYERS:
+        return np.array([p.step % FOLDS for p in points])
+    index = {spec: i % FOLDS for i, spec in enumerate(layers)}
+    return np.array([index[p.spec] for p in points])
 
 
 def predict(table: Array, coefficients: Array, overlap: bool) -> Array:

@@ -16,7 +16,7 @@ from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
@@ -51,10 +51,12 @@ def size_for(spec: LayerSpec, device: Device, pool: int) -> Size:
 
 @dataclass(frozen=True)
 class Inputs:
-    """A step: its batch, its queries and where the output goes."""
+    """A step: its batch, its queries, its tokens' keys and values, and where the output goes."""
 
     batch: Batch
     query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     out: torch.Tensor
 
 
@@ -110,23 +112,29 @@ class Measured:
                 yield name, describe(error)
 
     def inputs(self, sample: StepSample) -> Inputs:
-        """Return a step's batch, random queries and room for the output."""
+        """Return a step's batch, random queries, what the cache holds of its tokens, and room."""
         batch, spec = self._batch(sample), self.spec
         query = torch.randn(
             batch.num_tokens, spec.num_heads, spec.head_size, device=self._device
         ).to(self._dtype)
-        return Inputs(
-            batch, query, query.new_empty(batch.num_tokens, spec.num_heads, spec.v_head_size)
+        slots = batch.tail_slots(self.size)
+        at = slots // self.size, slots % self.size
+        key, value = (
+            raw(stored)[at].view(stored.dtype).to(self._dtype)
+            for stored in (self.cache.key, self.cache.value)
         )
+        out = query.new_empty(batch.num_tokens, spec.num_heads, spec.v_head_size)
+        return Inputs(batch, query, key, value, out)
 
     def us(self, layer: Attention, inputs: Inputs) -> float:
         """Return a layer's microseconds for a step.
 
-        The new tokens are taken for stored: storing costs the same whoever attends.
+        The new tokens are given, as engines give them, and stored already: storing costs the same
+        whoever attends.
         """
-        plan = layer.plan(inputs.batch.copy())
-        query, out, cache = inputs.query, inputs.out, self.cache
-        return self.clock.us(lambda: layer(query, None, None, cache, plan, out=out))
+        plan, cache = layer.plan(inputs.batch.copy()), self.cache
+        query, key, value, out = inputs.query, inputs.key, inputs.value, inputs.out
+        return self.clock.us(lambda: layer(query, key, value, cache, plan, out=out))
 
     def _check(self, name: str, kind: str, inputs: Inputs) -> None:
         """Compare one token of the first step of each kind with the float64 reference."""

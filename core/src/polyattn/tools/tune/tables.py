@@ -22,9 +22,12 @@ from polyattn.tools.tune.points import Measurement
 
 Key = tuple[tuple[tuple[str, Any], ...], str, str]
 """A layer class, a kind of step, a backend."""
+MARGINS = (1.0, 0.5, 0.3, 0.2, 0.15, 0.1, 0.06, 0.03, 0.0)
+LOST = 2.0
+"""What a step counts to a backend that has no time of it, over the best."""
 
 
-def fits(measurements: Iterable[Measurement]) -> dict[Key, tuple[Fit, list[Measurement]]]:
+def fits(measurements: Iterable[Measurement]) -> Fits:
     """Return a fit for each (layer class, kind, backend) that has points enough."""
     groups: dict[Key, list[Measurement]] = defaultdict(list)
     for m in measurements:
@@ -38,18 +41,76 @@ def fits(measurements: Iterable[Measurement]) -> dict[Key, tuple[Fit, list[Measu
     return found
 
 
-def regrets(found: dict[Key, tuple[Fit, list[Measurement]]]) -> dict[str, list[float]]:
-    """Return, by kind, what choosing by held-out predictions costs: chosen over best, each step."""
-    times: dict[Any, list[tuple[float, float]]] = defaultdict(list)
-    for (_, kind, _), (made, members) in found.items():
+Fits = dict[Key, tuple[Fit, list[Measurement]]]
+Step = dict[str, tuple[float, float]]
+"""Of one step by backend: microseconds as predicted by others' points, and as measured."""
+
+
+def _steps(found: Fits) -> dict[tuple[Any, str], list[Step]]:
+    """Return, by layer class and kind, the steps that several backends were measured at."""
+    steps: dict[Any, Step] = defaultdict(dict)
+    for (layer, kind, backend), (made, members) in found.items():
         for m, predicted in zip(members, made.held_out, strict=True):
             assert m.us is not None
-            times[kind, m.spec, m.step].append((predicted, m.us))
+            steps[layer, kind, m.spec, m.step][backend] = predicted, m.us
+    grouped: dict[tuple[Any, str], list[Step]] = defaultdict(list)
+    for (layer, kind, _, _), step in steps.items():
+        if len(step) > 1:
+            grouped[layer, kind].append(step)
+    return grouped
+
+
+def _cost(step: Step, favourite: str, margin: float) -> float:
+    """Return chosen over best, chosen by predictions with a margin for the favourite."""
+    chosen = min(step, key=lambda name: step[name][0] * (1 + margin * (name != favourite)))
+    return step[chosen][1] / min(us for _, us in step.values())
+
+
+def _favourite(steps: Sequence[Step]) -> str:
+    """Return who was least over the best; one that wasn't measured lost the step."""
+    names = {name for step in steps for name in step}
+
+    def loss(name: str) -> float:
+        costs = [
+            step[name][1] / min(us for _, us in step.values()) for step in steps if name in step
+        ]
+        return mean([*costs, *[LOST] * (len(steps) - len(costs))])
+
+    return min(sorted(names), key=loss)
+
+
+def margins(found: Fits) -> dict[tuple[Any, str], tuple[str, float]]:
+    """Return, by layer class and kind, the favourite and the margin that costs least by held-out points.
+
+    Squares of logarithms: one step at 1.4 of the best is worse than four at 1.1. Of equals the larger.
+    """
+    made = {}
+    for key, steps in _steps(found).items():
+        favourite = _favourite(steps)
+
+        def loss(margin: float, steps: list[Step] = steps, favourite: str = favourite) -> float:
+            return sum(math.log(_cost(step, favourite, margin)) ** 2 for step in steps)
+
+        made[key] = favourite, min(MARGINS, key=loss)
+    return made
+
+
+def regrets(found: Fits) -> dict[str, list[float]]:
+    """Return, by kind, what choosing by held-out predictions costs: chosen over best, each step."""
     costs: dict[str, list[float]] = defaultdict(list)
-    for (kind, _, _), rows in times.items():
-        if len(rows) > 1:
-            costs[kind].append(min(rows)[1] / min(us for _, us in rows))
+    kept = margins(found)
+    for (layer, kind), steps in _steps(found).items():
+        costs[kind] += [_cost(step, *kept[layer, kind]) for step in steps]
     return costs
+
+
+def margin_of(key: Key, error: float, kept: dict[tuple[Any, str], tuple[str, float]]) -> float:
+    """Return a model's margin. One call for a mixed step is beside a pair: its own error."""
+    layer, kind, backend = key
+    if kind == "mixed":
+        return error
+    favourite, margin = kept.get((layer, kind), (backend, 0.0))
+    return 0.0 if backend == favourite else margin
 
 
 def mean(ratios: Sequence[float]) -> float:
@@ -57,10 +118,9 @@ def mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def table(
-    found: dict[Key, tuple[Fit, list[Measurement]]], device: Device, registry: Registry
-) -> dict[str, Any]:
+def table(found: Fits, device: Device, registry: Registry) -> dict[str, Any]:
     """Return the table as JSON values."""
+    kept = margins(found)
     backends = sorted({backend for _, _, backend in found})
     of = {name: packages_of(registry, name) for name in backends}
     return {
@@ -80,6 +140,7 @@ def table(
                     for term, value in zip(TERMS, made.coefficients, strict=True)
                 },
                 "error": round(made.error, 4),
+                "margin": round(margin_of((layer, kind, backend), made.error, kept), 4),
                 "points": len(members),
             }
             for (layer, kind, backend), (made, members) in sorted(

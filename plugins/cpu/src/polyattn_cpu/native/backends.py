@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn.kernel import (
+    Addressed,
     AttentionBackend,
     Batch,
     CacheFormat,
@@ -13,6 +14,7 @@ from polyattn.kernel import (
     KVCache,
     LayerParams,
     LayerSpec,
+    Lie,
     NewTokens,
     Plan,
     Rotation,
@@ -22,7 +24,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, attend, layer_bytes
+from polyattn_cpu.native.attention import StepPlan, addressed, attend, layer_bytes
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.store import Part, store
 
@@ -56,6 +58,10 @@ class NativeAttention(AttentionBackend):
         else:
             step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size)
         return NativePlan(batch, step)
+
+    def addressed(self, plan: Plan, lie: Lie) -> Addressed:
+        assert isinstance(plan, NativePlan) and self.cache is None
+        return addressed(plan.step, self.spec, lie)
 
     def run(
         self,

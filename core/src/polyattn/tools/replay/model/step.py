@@ -32,7 +32,7 @@ class GroupMemory(Runner):
         self.states: dict[int, StateCache] = {}
         for index in layers.layers:
             if self.spec.kind.is_recurrent:
-                self.states[index] = self.group.allocate_states(options.max_seqs)
+                self.states[index] = self.group.allocate_states(options.state_slots)
             else:
                 self.caches[index] = self.group.allocate_cache(num_blocks)
         self.first, self.rotates = layers.layers[0], self.spec.rope is not None
@@ -40,7 +40,8 @@ class GroupMemory(Runner):
     def paged(self) -> list[Tensor]:
         caches = self.caches.values()
         values = [cache.value for cache in caches if not cache.value_in_key]
-        return [*(cache.key for cache in caches), *values]
+        states = [kept.data for kept in self.states.values()]
+        return [*(cache.key for cache in caches), *values, *states]
 
     def checks(self, index: int) -> bool:
         """Whether a layer checks tables and slots on the device: a group's layers share them, and a

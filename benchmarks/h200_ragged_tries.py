@@ -1,0 +1,100 @@
+"""Which of TRITON_ATTN's schedules is faster where it is behind: few KV heads, a tail, few tokens?
+
+python benchmarks/h200_ragged_tries.py --seconds 100
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from h200_ragged import MHA, K, Step, measured, steps
+from polyattn import LayerSpec
+
+ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
+
+
+def stretched(on_one: int, **changes: Any) -> Callable[[Any], None]:
+    def tweak(backend: Any) -> None:
+        backend.spec = backend.spec.replace(graph_capture="single_token_decode")
+        backend.on_one = on_one
+        backend.few_config = replace(backend.few_config, **changes)
+
+    return tweak
+
+
+def decoding(least: int = 2, item: int = 1, on_one: int = 0, **changes: Any) -> Any:
+    def tweak(backend: Any) -> None:
+        backend.rates, backend.on_one = replace(backend.rates, least=least, item=item), on_one
+        backend.few_config = replace(backend.few_config, **changes)
+
+    return tweak
+
+
+def pieces(on_one: int, **changes: Any) -> Callable[[Any], None]:
+    def tweak(backend: Any) -> None:
+        backend.hopper = None  # the portable kernel
+        backend.prefill_config = replace(backend.prefill_config, **changes)
+        backend.paged_config = replace(backend.paged_config, **changes)
+        backend.on_one = on_one
+
+    return tweak
+
+
+FEW_HEADS = {
+    "1 on one": decoding(on_one=1), "2 on one": decoding(on_one=2), "4 on one": decoding(on_one=4),
+    "4 stages, 1 on one": decoding(num_stages=4, on_one=1),
+    "128 keys, 8 warps, 1": decoding(block_n=128, num_warps=8, num_stages=3, on_one=1),
+}  # fmt: skip
+TAIL = {"stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4)}
+HIGH = {
+    "64 rows, 4 warps, 2 stages, 3": pieces(3, block_m=64, num_warps=4, num_stages=2),
+    "64 rows, 4 warps, 3 stages, 2": pieces(2, block_m=64, num_warps=4, num_stages=3),
+    "64 rows, 4 warps, 2 stages, 2": pieces(2, block_m=64, num_warps=4, num_stages=2),
+    "64 rows, 128 keys, 4 warps": pieces(2, block_m=64, block_n=128, num_warps=4, num_stages=2),
+    "128 rows, 128 keys, 8 warps, 2 stages": pieces(1, block_n=128, num_stages=2),
+    "128 rows, 32 keys, 8 warps, 3 stages, 2": pieces(2, block_n=32, num_stages=3),
+    "128 rows, 64 keys, 8 warps, 2 stages, 2": pieces(2, num_stages=2),
+    "128 rows, 4 warps, 2 stages, 2": pieces(2, num_warps=4, num_stages=2),
+    "4 stages": pieces(1, num_stages=4),
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=100)
+    end = time.monotonic() + parser.parse_args().seconds
+    by_name = {step.name: step for step in steps(2)}
+    work: list[tuple[Step, dict[str, Any]]] = [
+        (by_name["16 new after 128k"], HIGH),
+        (by_name["16/2 heads: 1 x 128k + 63 x 1k"], FEW_HEADS),
+        (by_name["decode 1 x 128k + 63 x 1k"], FEW_HEADS),
+        (by_name["16/2 heads: 16 new after 128k"], HIGH),
+        (by_name["decode, 12 of mooncake"], FEW_HEADS),
+        (Step("16/1 heads: 5 x 20k + 1k", ONE, ((1, 20_000),) * 5 + ((1, K),)), FEW_HEADS),
+        (Step("16/16 heads: 45 x 2k", MHA, ((1, 2 * K),) * 45), TAIL),
+        (Step("16/16 heads: 52 x 2k", MHA, ((1, 2 * K),) * 52), TAIL),
+        (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
+    ]
+    for step, tries in work:
+        found: dict[str, float | str] = {}
+        for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
+            if time.monotonic() > end:
+                break
+            row = measured(step, "TRITON_ATTN", tweak)
+            found[name] = row.get("us", row.get("cannot"))
+            if row.get("repeats_bits") is False:
+                found[name] = f"{found[name]}, not the same bits"
+        if found:
+            other = measured(step, "FLASH_ATTN_V3").get("us")
+            print(f"{step.name}: FLASH_ATTN_V3 {other}", flush=True)
+            numbers = sorted((v, k) for k, v in found.items() if isinstance(v, float))
+            print("   ", "; ".join(f"{k} {v:.1f}" for v, k in numbers), flush=True)
+            print("   ", {k: v for k, v in found.items() if not isinstance(v, float)}, flush=True)
+
+
+if __name__ == "__main__":
+    main()

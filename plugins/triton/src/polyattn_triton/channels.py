@@ -1,0 +1,136 @@
+"""How does Triton run recurrences with a decay per channel? Prompts in chunks, decodes by the token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import triton
+from polyattn.kernel import AttentionKind, LayerSpec, at_least
+from torch import Tensor
+
+from polyattn_triton.channel_kernels import chunk_kernel, pair_kernel
+from polyattn_triton.configs import pick_scan
+from polyattn_triton.launch import Launcher, power
+from polyattn_triton.token_kernels import channel_kernel
+
+VALUES = 32
+"""Value channels that a program holds which takes a token at a time, each with all keys."""
+CHUNK = 16
+"""Tokens of a chunk: a matrix product's least."""
+PAIR_OPTIONS = {"num_warps": 1, "num_stages": 1}
+TOKEN_OPTIONS = {"num_warps": 4, "num_stages": 1}
+INPUTS = {
+    AttentionKind.KDA: ("q", "k", "v", "g", "beta", "", ""),
+    AttentionKind.RWKV7: ("r", "k", "v", "w", "", "a", "b"),
+    AttentionKind.PHI_LINEAR: ("q", "k", "v", "", "", "", ""),
+}
+"""The inputs of the kernels, in their order."""
+_channel, _pair, _chunk = Launcher(channel_kernel), Launcher(pair_kernel), Launcher(chunk_kernel)
+
+
+def channel_constants(spec: LayerSpec) -> tuple[Any, ...]:
+    """Return `channel_kernel`'s constants, in its order."""
+    form = spec.recurrent
+    assert form is not None
+    phi = spec.kind is AttentionKind.PHI_LINEAR
+    values = spec.v_head_size + phi  # the normaliser's column is a program's with all values
+    block = power(values) if phi else min(VALUES, power(values))
+    return (
+        spec.num_heads // spec.num_kv_heads, spec.head_size, values, power(spec.head_size), block,
+        spec.kind is AttentionKind.KDA, phi, form.feature_map == "relu", form.qk_norm,
+    )  # fmt: skip
+
+
+def pair_constants(spec: LayerSpec) -> tuple[Any, ...]:
+    """Return `pair_kernel`'s constants, in its order."""
+    assert spec.recurrent is not None
+    return (
+        spec.num_heads // spec.num_kv_heads, spec.head_size, power(spec.head_size), CHUNK,
+        spec.kind is AttentionKind.KDA, spec.recurrent.qk_norm,
+    )  # fmt: skip
+
+
+def chunk_constants(spec: LayerSpec, arch: str) -> tuple[Any, ...]:
+    """Return `chunk_kernel`'s constants, in its order."""
+    assert spec.recurrent is not None
+    block = min(pick_scan(arch, spec.kind, "prefill").block_v, power(spec.v_head_size))
+    return (
+        spec.num_heads // spec.num_kv_heads, spec.head_size, spec.v_head_size,
+        power(spec.head_size), block, CHUNK, spec.kind is AttentionKind.KDA,
+        spec.recurrent.qk_norm,
+    )  # fmt: skip
+
+
+def by_token(
+    spec: LayerSpec,
+    given: tuple[Tensor, ...],
+    out: Tensor,
+    states: Tensor,
+    meta: tuple[Tensor, Tensor, Tensor],
+    options: dict[str, int],
+) -> None:
+    """Run a step a token at a time. `given`: as `INPUTS`; `meta`: sequences' starts, lengths, slots."""
+    beta, constants = given[4], channel_constants(spec)
+    strides = (*_strides(given), beta.stride(0), *out.stride()[:2], *states.stride()[:2])
+    _channel(
+        (meta[2].numel(), spec.num_heads, triton.cdiv(constants[2], constants[4])),
+        (*given, out, states, *meta), (spec.scale,), strides, (), constants, options,
+    )  # fmt: skip
+
+
+def given_inputs(spec: LayerSpec, inputs: Mapping[str, Tensor], none: Tensor) -> tuple[Tensor, ...]:
+    """Return the inputs in the kernels' order, elements of a head as neighbours; `none` for none."""
+    found = [inputs[name] if name else none for name in INPUTS[spec.kind]]
+    return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in found)
+
+
+def _strides(given: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return token and head strides of all inputs but beta, 0 for one that isn't there."""
+    q, k, v, g, _, a, b = given
+    return tuple(s for t in (q, k, v, g, a, b) for s in (*t.stride(), 0)[:2])
+
+
+class Channels:
+    """Launches a prefill; holds the chunks' matrices. One stream uses it at a time."""
+
+    def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
+        self.spec, self.delta = spec, spec.kind is AttentionKind.KDA
+        self.config = pick_scan(arch, spec.kind, "prefill")
+        self.constants = chunk_constants(spec, arch)
+        self.matrices = 2 if self.delta else 4
+        self.work: Tensor | None = None
+        self._outgrown: list[Tensor] = []
+
+    def __call__(
+        self,
+        given: tuple[Tensor, ...],
+        out: Tensor,
+        states: Tensor,
+        meta: tuple[Tensor, Tensor, Tensor],
+        tiles: tuple[Tensor, Tensor],
+    ) -> None:
+        """Run a step. `given`, `meta`: as `by_token`; `tiles`: chunks' sequences and first tokens."""
+        spec = self.spec
+        q, k, v, g, beta, a, b = given
+        tokens, per_head = len(q), self.matrices * CHUNK
+        per_token = spec.num_heads * per_head
+        if self.work is None:
+            self.work = torch.empty(0, dtype=v.dtype, device=v.device)
+        self.work = work = at_least(self.work, tokens * per_token, self._outgrown)
+        strides = _strides(given)
+        along = (per_token, per_head)
+        starts, _, slots = meta
+        _pair(
+            (len(tiles[0]), spec.num_heads, 1),
+            (q, k, g, beta, a, b, work, starts, slots, *tiles), (),
+            (*strides[:4], *strides[6:], beta.stride(0), *along), (), pair_constants(spec),
+            PAIR_OPTIONS,
+        )  # fmt: skip
+        _chunk(
+            (slots.numel(), spec.num_heads, triton.cdiv(spec.v_head_size, self.constants[4])),
+            (q, k, v, g, a, b, work, out, states, *meta), (spec.scale,),
+            (*strides, *along, *out.stride()[:2], *states.stride()[:2]), (), self.constants,
+            {"num_warps": self.config.num_warps, "num_stages": self.config.num_stages},
+        )  # fmt: skip

@@ -1,0 +1,525 @@
+"""Prefill for Hopper, in Gluon: what does `prefill` compute, with copies and products dealt out by hand?
+
+As FlashAttention-3 (Shah et al., 2024): one warp asks the copy engine (TMA) for tiles of K and V, two
+groups of four warps have 64 rows of a tile each. A group issues the scores of its next keys before the
+product of these weights with V, and takes the exponentials of the former while the latter runs.
+Keys are gone through from the last to the first, so that those that need a mask come first. A program
+has several tiles or stretches of them: while the groups store one, the next one's copies arrive.
+
+Gluon has no interpreter: CI compiles this ahead of time, and the H200 checks its values.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from polyattn_triton.hopper_items import advance, begin, bounds
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _blocks(
+    BT, key, seq_len, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
+    LANES: gl.constexpr,
+):  # fmt: skip
+    """Which blocks hold the boxes of a tile's keys, one a lane; -1 past the length."""
+    at = key + gl.arange(0, 32, layout=LANES) * BOX
+    inside = at < seq_len
+    if PAGED:
+        blocks = gl.load(BT + at // BLOCK_SIZE, mask=inside & (at >= 0), other=-1)
+    else:
+        blocks = gl.where(inside, 0, -1)
+    return blocks
+
+
+@gluon.jit
+def _copy(
+    DESCRIPTOR, blocks, key, first_row, column, stride_b, to, full, empty, free,
+    D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr,
+    BOX: gl.constexpr, LANES: gl.constexpr,
+):  # fmt: skip
+    """Copy a tile's boxes once its stage is free; past the length, where no row is, come zeros."""
+    lane = gl.arange(0, 32, layout=LANES)
+    at = key + lane * BOX
+    if PAGED:
+        at = blocks * stride_b + at % BLOCK_SIZE
+    rows = gl.where(blocks >= 0, first_row + at, DESCRIPTOR.shape[0])
+    mbarrier.wait(empty, free)
+    mbarrier.expect(full, BLOCK_N * D * 2)
+    for box in gl.static_range(BLOCK_N // BOX):
+        row = gl.sum(gl.where(lane == box, rows, 0), 0)
+        tma.async_copy_global_to_shared(DESCRIPTOR, [row, column], full, to.slice(box * BOX, BOX))
+
+
+@gluon.jit
+def _produce(
+    K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles, at_once,
+    G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy the items' keys and values, the last first, into stages as these become free.
+
+    A tile's values come after the next one's keys, as they are used.
+    """
+    BOX: gl.constexpr = K.block_shape[0]
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
+    n = 0
+    while at < stop:
+        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = bounds(
+            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
+        )  # fmt: skip
+        k_first = head * k_row
+        v_first = head * v_row
+        k_at = head * k_col
+        v_at = head * v_col
+        if not PAGED:
+            key_start = gl.load(KEY_STARTS + seq)
+            k_first += key_start
+            v_first += key_start
+        TABLE = BT + seq.to(gl.int64) * bt_s
+        key = (first + count - 1) * BLOCK_N
+        blocks = _blocks(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
+        # Not `blocks`: Triton 3.6 carries no name round a loop that is given what it began as.
+        before = gl.full([32], -1, gl.int32, LANES)
+        at, low, high, tile, seq, start, head = advance(
+            WORK, tiles, at_once, low, high, tile, head, SPLIT
+        )
+        for i in range(count):
+            ahead = _blocks(TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
+            stage = n % STAGES
+            free = (n // STAGES + 1) & 1  # of a stage never used: at once
+            _copy(
+                K, blocks, key, k_first, k_at, k_b, k_smem.index(stage), k_full.index(stage),
+                k_empty.index(stage), free, D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
+            )  # fmt: skip
+            if i > 0:
+                stage = (n - 1) % STAGES
+                free = ((n - 1) // STAGES + 1) & 1
+                _copy(
+                    V, before, key + BLOCK_N, v_first, v_at, v_b, v_smem.index(stage),
+                    v_full.index(stage), v_empty.index(stage), free,
+                    D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
+                )  # fmt: skip
+            before = blocks
+            blocks = ahead
+            key -= BLOCK_N
+            n += 1
+        stage = (n - 1) % STAGES
+        free = ((n - 1) // STAGES + 1) & 1
+        _copy(
+            V, before, key + BLOCK_N, v_first, v_at, v_b, v_smem.index(stage),
+            v_full.index(stage), v_empty.index(stage), free,
+            D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Zero a tile's values from row `held` on: beyond the length there may be NaN."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    for first in gl.static_range(0, BLOCK_N, 16):
+        if first + 16 > held:
+            part = v.slice(first, 16)
+            row = first + gl.arange(0, 16, layout=gl.SliceLayout(1, LAYOUT))
+            kept = part.load(LAYOUT)
+            part.store(gl.where((row < held)[:, None], kept, gl.zeros_like(kept)))
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _softmax(
+    s, m, key, limit, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """From scores to weights: these, the new maximum (unscaled), and what older sums count."""
+    LAYOUT: gl.constexpr = s.type.layout
+    if MASK:
+        key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        seen = (key_pos < limit)[None, :]
+        if CAUSAL:
+            seen = seen & (key_pos[None, :] <= row_pos[:, None])
+        if WINDOW > 0:
+            seen = seen & (key_pos[None, :] > row_pos[:, None] - WINDOW)
+        s = gl.where(seen, s, float("-inf"))
+    m_new = gl.maximum(m, gl.max(s, 1))
+    base = m_new
+    if MASK:
+        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
+    alpha = gl.exp2((m - base) * by)
+    p = gl.exp2(s * by - (base * by)[:, None])
+    return p, m_new, alpha
+
+
+@gluon.jit
+def _sums(weights):
+    """Sums of a row's weights, one for each column that a thread holds of eight: no exchange yet."""
+    rows: gl.constexpr = weights.shape[0]
+    return gl.sum(weights.reshape([rows, weights.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def _sums(weights):
+    """Sums of a row's weights, one for each column that a thread holds of eight: no exchange yet."""
+    rows: gl.constexpr = weights.shape[0]
+    return gl.sum(weights.reshape([rows, weights.shape[1] // 8, 8]), 1)
+
+
+@gluon.jit
+def _step(
+    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
+    limit, row_pos, by,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = acc.type.layout
+    stage = n % STAGES
+    before = (n - 1) % STAGES
+    if TURNS:  # one group's products, then the next one's: each has its softmax meanwhile
+        mbarrier.wait(turns.index(GROUP), (turn + (GROUP == 0)) & 1)
+    s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
+    s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(before), ((n - 1) // STAGES) & 1)
+    acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+    if TURNS:
+        mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
+    s = warpgroup_mma_wait(1, deps=[s])
+    gl.thread_barrier()
+    mbarrier.arrive(k_empty.index(stage))
+    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, WINDOW, BLOCK_N)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
+    # The next keys are waited for here: ptxas moves the wait for the product before the softmax
+    # unless a branch lies between them.
+    n += 1
+    mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
+    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    gl.thread_barrier()
+    mbarrier.arrive(v_empty.index(before))
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    return acc * alpha[:, None], m, l, p
+
+
+@gluon.jit
+def _load_query(
+    q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Copy a group's 64 (token, head) rows into shared memory, without waiting."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+    at = (token0 + row // G).to(gl.int64) * q_t + (head * G + row % G) * q_h
+    async_copy.async_copy_global_to_shared(
+        q,
+        Q + at[:, None] + offs[None, :],
+        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _store(
+    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, start, head, o_t, o_h, lse_t,
+    G: gl.constexpr, D: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Store a group's rows, through the shared memory of its query: whole rows leave at once."""
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = m.type.layout
+    safe = gl.where(l == 0.0, 1.0, l)
+    out = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
+    q.store(out.to(q.dtype))
+    gl.thread_barrier()
+    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
+    at = (token0 + row // G).to(gl.int64) * o_t + (head * G + row % G) * o_h
+    gl.store(
+        OUT + at[:, None] + offs[None, :], q.load(WIDE),
+        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
+    )  # fmt: skip
+    if HAS_LSE:
+        row = start + gl.arange(0, 64, layout=ROW)
+        lse = gl.where(l == 0.0, float("-inf"), (m * by + gl.log2(safe)) * LN2)
+        at = (token0 + row // G).to(gl.int64) * lse_t + head * G + row % G
+        gl.store(LSE + at, lse, mask=row < query_len * G)
+
+
+@gluon.jit
+def _store_part(
+    acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr,
+):  # fmt: skip
+    """Store a group's rows of a piece, normalised, with their LSE in base 2; `at`: the first's place."""
+    OUTPUT: gl.constexpr = acc.type.layout
+    ROW: gl.constexpr = m.type.layout
+    safe = gl.where(l == 0.0, 1.0, l)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
+    to = (at + row).to(gl.int64) * D
+    gl.store(
+        PARTS + to[:, None] + offs[None, :], out, mask=(row < held)[:, None] & (offs < D)[None, :]
+    )
+    row = gl.arange(0, 64, layout=ROW)
+    lse = gl.where(l == 0.0, float("-inf"), m * by + gl.log2(safe))
+    gl.store(PART_LSE + at + row, lse, mask=row < held)
+
+
+@gluon.jit
+def _consume(
+    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
+    QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Attend with a group's 64 of the items' rows."""
+    DTYPE: gl.constexpr = Q.dtype.element_ty
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
+    n = 0
+    item = 0
+    if at < stop:
+        token0 = gl.load(STARTS + seq)
+        _load_query(
+            q_smem.index(GROUP), Q, token0, gl.load(STARTS + seq + 1) - token0, start + GROUP * 64, head,
+            q_t, q_h, G, D,
+        )  # fmt: skip
+    while at < stop:
+        token0, query_len, seq_len, first, count, full_low, full, limit = bounds(
+            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
+        )  # fmt: skip
+        my_low = low
+        my_high = high
+        my_start = start + GROUP * 64
+        my_head = head
+        at, low, high, tile, seq, start, head = advance(
+            WORK, tiles, at_once, low, high, tile, head, SPLIT
+        )
+        next_token0 = gl.load(STARTS + seq)
+        next_query_len = gl.load(STARTS + seq + 1) - next_token0
+        q = q_smem.index(GROUPS * (item % QUERIES) + GROUP)
+        row_pos = (
+            seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
+        )  # fmt: skip
+        async_copy.wait_group(0)
+        fence_async_shared()
+        gl.thread_barrier()
+
+        key = (first + count - 1) * BLOCK_N
+        mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1)
+        s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
+        k = k_smem.index(n % STAGES).permute((1, 0))
+        s = warpgroup_mma(q, k, s, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        gl.thread_barrier()
+        mbarrier.arrive(k_empty.index(n % STAGES))
+        m = gl.full([64], float("-inf"), gl.float32, ROW)
+        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, WINDOW, BLOCK_N)
+        l = _sums(weights)
+        p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+        acc = gl.zeros([64, D], gl.float32, OUTPUT)
+        if key + BLOCK_N > seq_len:
+            mbarrier.wait(v_full.index(n % STAGES), (n // STAGES) & 1)
+            _clear(v_smem.index(n % STAGES), seq_len - key, D, BLOCK_N)
+        mbarrier.wait(k_full.index((n + 1) % STAGES), ((n + 1) // STAGES) & 1, pred=count > 1)
+
+        # Key tiles from the last on: with a mask, without, and with one again where a window begins.
+        masked = first + count - full
+        kept = first + count - full_low
+        turn = n - item
+        for i in range(1, masked):
+            acc, m, l, p = _step(
+                acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+            )  # fmt: skip
+        for i in range(gl.maximum(masked, 1), kept):
+            acc, m, l, p = _step(
+                acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+            )  # fmt: skip
+        if WINDOW > 0:
+            for i in range(gl.maximum(kept, 1), count):
+                acc, m, l, p = _step(
+                    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                    GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                )  # fmt: skip
+        n += count
+        item += 1
+        last = (n - 1) % STAGES
+        mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
+        acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
+        if QUERIES > 1 and at < stop:  # while this item's last product runs and is stored
+            _load_query(
+                q_smem.index(GROUPS * (item % QUERIES) + GROUP), Q, next_token0, next_query_len,
+                start + GROUP * 64, head, q_t, q_h, G, D,
+            )  # fmt: skip
+        l = gl.convert_layout(gl.sum(l, 1), ROW)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        gl.thread_barrier()
+        mbarrier.arrive(v_empty.index(last))
+        if SPLIT:
+            share = gl.load(WORK)
+            program = gl.program_id(0)
+            begun = my_low // share
+            if (my_high - 1) // share > begun:
+                part = 2 * program + (begun == program).to(gl.int32)
+                place = (part * KV_HEADS + my_head) * BLOCK_M + GROUP * 64
+                held = query_len * G - my_start
+                _store_part(acc, m, l, by, PARTS, PART_LSE, place, held, D)
+            else:
+                _store(
+                    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
+                    o_t, o_h, lse_t, G, D, HAS_LSE,
+                )  # fmt: skip
+        else:
+            _store(
+                acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
+                o_t, o_h, lse_t, G, D, HAS_LSE,
+            )  # fmt: skip
+        if QUERIES == 1 and at < stop:
+            gl.thread_barrier()
+            _load_query(
+                q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D
+            )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles", "at_once"])
+def prefill_hopper_kernel(
+    Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
+    q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles, at_once,
+    G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, QUERIES: gl.constexpr,
+):  # fmt: skip
+    """Tiles of 128 or 192 (token, head of group) rows of one KV head, whole or in pieces.
+
+    Grid: (programs, 1), `tiles` of them, longest first, dealt out with all KV heads, `at_once` of these
+    at a time; `SPLIT`: (programs, KV heads), whose stretches WORK holds, and `merge_kernel` merges. `K`,
+    `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most `BLOCK_N`; a
+    block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns
+    (`descriptors`).
+    """
+    GROUPS: gl.constexpr = BLOCK_M // 64
+    gl.static_assert(gl.num_warps() == 4 and (GROUPS == 2 or GROUPS == 3))
+    gl.static_assert(CAUSAL or WINDOW == 0)
+    gl.static_assert(BLOCK_N // K.block_shape[0] <= 32)
+    DTYPE: gl.constexpr = Q.dtype.element_ty
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QUERIES, 64, D], SHARED)
+    k_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
+    v_smem = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, D], SHARED)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for group in gl.static_range(GROUPS):
+        mbarrier.init(turns.index(group), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(stage), count=1)
+        mbarrier.init(v_full.index(stage), count=1)
+        mbarrier.init(k_empty.index(stage), count=GROUPS)
+        mbarrier.init(v_empty.index(stage), count=GROUPS)
+    by = scale * LOG2E
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col,
+                        bt_s, tiles, at_once, G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED,
+                        CAUSAL, WINDOW, SPLIT, STAGES,
+                    ),
+                ),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _consume,
+                    (
+                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                        lse_t, tiles, at_once, 2, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
+                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    ),
+                ),
+                (
+                    _produce,
+                    (
+                        K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
+                        k_full, k_empty, v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col,
+                        bt_s, tiles, at_once, G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED,
+                        CAUSAL, WINDOW, SPLIT, STAGES,
+                    ),
+                ),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )  # fmt: skip

@@ -1,0 +1,70 @@
+"""Which way does a step of decodes run on a chip of 132 multiprocessors, and by how many programs?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from polyattn import Batch, Device, LayerSpec
+from polyattn.kernel import CacheFormat
+
+pytest.importorskip("triton")
+H200 = Device(platform="cuda", arch="sm_90", torch_device="cpu")
+SMS = 132
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Plan as on an H200; nothing runs."""
+    from polyattn_triton import planning
+    from polyattn_triton.attention import TritonAttention
+
+    monkeypatch.setattr(planning, "multiprocessors", lambda device: SMS)
+    monkeypatch.setattr(planning, "fitting", lambda device, needed, most: most)
+
+    def plan(heads: int, kv_heads: int, lens: list[int], **changes: Any) -> Any:
+        spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128, **changes)
+        form = CacheFormat(
+            block_size=64, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
+        )
+        table = torch.zeros(len(lens), -(-max(lens) // 64), dtype=torch.int32)
+        batch = Batch(list(range(len(lens) + 1)), lens, table)
+        return TritonAttention(spec, form, H200).plan(batch)
+
+    return plan
+
+
+LONG = [131_072, *[1024] * 63]
+
+
+def test_a_long_tile_is_not_cut_into_more_parts_than_pay(planned: Any) -> None:
+    assert planned(16, 2, LONG).grid == (SMS // 2, 2, 1)
+    assert planned(28, 4, LONG).grid == (2 * SMS // 4, 4, 1)
+    assert planned(32, 8, LONG).grid == (3 * SMS // 8, 8, 1)
+    # Nor are programs given up where no tile has many parts.
+    assert planned(16, 2, [100 * n for n in range(1, 200)]).grid == (3 * SMS // 2, 2, 1)
+
+
+def test_a_captured_step_s_grid_depends_on_no_length(planned: Any) -> None:
+    captured = {"graph_capture": "single_token_decode"}
+    grids = {planned(16, 2, lens, **captured).grid for lens in (LONG, [64] * 64, [4096] * 64)}
+    assert grids == {(3 * SMS // 2, 2, 1)}
+
+
+@pytest.mark.parametrize(
+    ("rows", "way"),
+    [
+        (33, "decode"),
+        (34, "listed"),
+        (40, "listed"),
+        (52, "listed"),
+        (53, "decode"),
+        (64, "decode"),
+    ],
+)
+def test_equal_programs_that_leave_a_tail_are_cut(rows: int, way: str, planned: Any) -> None:
+    """33 rows of 16 KV heads are 528 programs, as many as fit at once; 64 two rounds of them."""
+    plan = planned(16, 16, [2048] * rows)
+    assert plan.way == way
+    assert plan.grid[0] == (3 * SMS // 16 if way == "listed" else rows)
