@@ -1,10 +1,12 @@
-"""Variants and masks on an H200: generated functions beside built-in ones, and beside FLEX_ATTENTION.
+"""Variants and masks on an H200: generated functions beside built-in ones, FLEX_ATTENTION and FlashInfer.
 
 python benchmarks/h200_variants.py [--seconds 400] [--out variants.json]
 
 Each row: checked against the float64 reference over a few heads and rows (on the device), then timed.
-Prefill of 4 x 4,096 and decode of 64 x 4,096, 32/8 heads of 128, bf16, over pages of 16. Compile times
-are of each row's first call, in this process and again in a new one (`first call`). With
+Prefill of 4 x 4,096 and decode of 64 x 4,096, 32/8 heads of 128, bf16, over pages of 16; decodes that
+read 64 of 2,048 pages; blocks of 128 x 128 of which a quarter is seen. FlashInfer's JIT: FlashSigmoid as
+its documentation declares it, compiled while the rest is measured (`h200_flashinfer_sigmoid.py`). Compile
+times are of each row's build and first call, in this process and again in a new one. With
 `TRITON_INTERPRET=1` the same rows run small, on the CPU, without being timed: a rehearsal.
 """
 
@@ -25,6 +27,7 @@ from polyattn import (
     Attention,
     AttentionVariant,
     Batch,
+    BlockSparseMask,
     CustomMask,
     LayerGroup,
     LayerSpec,
@@ -44,6 +47,9 @@ DEVICE, LONG, DTYPE = ("cpu", 64, "float32") if REHEARSAL else ("cuda", 4096, "b
 BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=DTYPE, block_size=16)
 PREFILL, DECODE = [(LONG, LONG)] * (1 if REHEARSAL else 4), [(1, LONG)] * (2 if REHEARSAL else 64)
 FEW = [(16, LONG)] * len(DECODE)
+PAGES = 16 if REHEARSAL else 2048
+READ = 4 if REHEARSAL else 64
+BLOCK = 16 if REHEARSAL else 128
 ROWS: list[dict[str, Any]] = []
 DEADLINE = float("inf")
 
@@ -220,11 +226,109 @@ def cases(backend: str) -> dict[str, Callable[[], Case]]:
     return found
 
 
-def tree_case() -> Case:
+def tree_case(backend: str = "TRITON_ATTN") -> Case:
     """16 drafted tokens a sequence, in a tree, for 64 sequences of 4,096."""
     parents = [[-1, *[(i - 1) // 2 for i in range(1, 16)]]] * len(FEW)
     mask = CustomMask.tree(parents)
-    return Case(BASE.replace(mask="custom"), "TRITON_ATTN", FEW, mask=mask)
+    return Case(BASE.replace(mask="custom"), backend, FEW, mask=mask)
+
+
+def quest_case(chosen: bool, backend: str = "TRITON_ATTN") -> Case:
+    """64 decodes over 2,048 pages of 16 keys each, all or 64 of which are read."""
+    pairs = [(1, PAGES * 16)] * len(DECODE)
+    if not chosen:
+        return Case(BASE, backend, pairs)
+    generator = torch.Generator().manual_seed(0)
+    pages = [
+        sorted({PAGES - 1, *torch.randperm(PAGES - 1, generator=generator)[: READ - 1].tolist()})
+        for _ in pairs
+    ]
+    mask = BlockSparseMask.of_pages(pages, 16)
+    return Case(BASE.replace(mask="block_sparse"), backend, pairs, mask=mask)
+
+
+def blocks_case(backend: str) -> Case:
+    """A quarter of the blocks of keys for each block of queries, no other mask."""
+    generator = torch.Generator().manual_seed(0)
+    count = LONG // BLOCK
+    rows = [
+        sorted(torch.randperm(count, generator=generator)[: count // 4].tolist())
+        for _ in range(len(PREFILL) * count)
+    ]
+    indptr = [n * (count // 4) for n in range(len(rows) + 1)]
+    mask = BlockSparseMask(indptr, [block for each in rows for block in each], (BLOCK, BLOCK))
+    spec = BASE.replace(mask="block_sparse", causal=False)
+    return Case(spec, backend, PREFILL, mask=mask)
+
+
+def ours_on_flashinfer() -> dict[str, Callable[[], Case]]:
+    """The same functions by FlashInfer's JIT, its custom masks, its decode of chosen pages."""
+    functions = cases("FLASHINFER")
+    found = {
+        name: functions[name]
+        for name in ("prefill FlashSigmoid", "decode FlashSigmoid", "prefill documents")
+    }
+    return found | {
+        "speculation tree 64 x 16": lambda: tree_case("FLASHINFER"),
+        "decode 64 x 64 of 2,048 pages": lambda: quest_case(True, "FLASHINFER"),
+    }
+
+
+def second_processes() -> None:
+    """What another process waits for: nothing should be compiled."""
+    for name in ("prefill FlashSigmoid", "prefill documents"):
+        ran = subprocess.run(
+            [sys.executable, __file__, "--only", name], capture_output=True, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+        last = ran.stdout.strip().splitlines()[-1:] or [ran.stderr[-300:]]
+        ROWS.append({"row": f"a second process, {name}", "said": last[0]})
+        print(ROWS[-1], flush=True)
+
+
+def compiled_kernels() -> int:
+    """How many kernels Triton has compiled and kept, in all processes."""
+    root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")  # noqa: PTH111
+    return sum(name != "polyattn" for name in os.listdir(root)) if os.path.isdir(root) else 0  # noqa: PTH112, PTH208
+
+
+def started(words: list[str]) -> subprocess.Popen[str]:
+    """Start what compiles beside this, with as many compilers as there are cores."""
+    return subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "MAX_JOBS": str(os.cpu_count() or 16)},
+    )  # fmt: skip
+
+
+def finished(compiling: subprocess.Popen[str]) -> None:
+    """Wait for it, as long as there is time, and print the end of what it said."""
+    try:
+        said, _ = compiling.communicate(timeout=max(5.0, DEADLINE - time.time()))
+        print(said[-3000:], flush=True)
+    except subprocess.TimeoutExpired:
+        compiling.kill()
+        print("no time left to compile", compiling.args, flush=True)
+
+
+def flashinfer_sigmoid(compiling: subprocess.Popen[str] | None) -> None:
+    """FlashInfer's JIT beside ours, by a process of its own: what it compiles may fail."""
+    if compiling is None:
+        return
+    script = os.path.join(os.path.dirname(__file__), "h200_flashinfer_sigmoid.py")  # noqa: PTH118, PTH120
+    try:
+        finished(compiling)
+        ran = subprocess.run(
+            [sys.executable, script, "time"], capture_output=True, text=True, check=False,
+            timeout=120,
+        )  # fmt: skip
+        for line in ran.stdout.splitlines():
+            if line.startswith("{"):
+                ROWS.append(json.loads(line))
+                print(ROWS[-1], flush=True)
+        if ran.returncode:
+            ROWS.append({"row": "FlashInfer's JIT", "failed": ran.stderr[-300:]})
+    except subprocess.TimeoutExpired:
+        ROWS.append({"row": "FlashInfer's JIT", "failed": "no time left"})
 
 
 def main() -> None:
@@ -232,36 +336,55 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--out", default="variants.json")
+    parser.add_argument("--flashinfer", action="store_true", help="compile its modules, no more")
     parser.add_argument("--only", default="", help="one row of TRITON_ATTN's: its first call alone")
     args = parser.parse_args()
     DEADLINE = time.time() + args.seconds
     for variant in VARIANTS:
         register_variant(variant)
+    if args.flashinfer:
+        for name, build in ours_on_flashinfer().items():
+            try:
+                print("FLASHINFER", name, round(build().build_s, 1), "s", flush=True)
+            except Exception:
+                traceback.print_exc()
+        return
     triton = cases("TRITON_ATTN")
     if args.only:
+        before = compiled_kernels()
         case = triton[args.only]()
-        print(json.dumps({"build_s": case.build_s, "first_s": case.first_call_s()}))
+        found = {"build_s": round(case.build_s, 2), "first_s": round(case.first_call_s(), 3)}
+        print(json.dumps(found | {"compiled": compiled_kernels() - before}))
         return
-    for name, build in triton.items():
-        row(f"TRITON_ATTN {name}", build)
+    # These alone, since what is compiled beside them takes the cores that their own compiling takes.
+    alone = ("prefill plain", "prefill FlashSigmoid", "prefill documents", "prefill relative bias")
+    for name in alone:
+        row(f"TRITON_ATTN {name}", triton[name])
     row("TRITON_ATTN speculation tree 64 x 16", tree_case)
-    row(
-        "TRITON_ATTN the same, causal",
-        lambda: Case(BASE, "TRITON_ATTN", FEW),
-    )
-    for name in ("prefill soft cap generated", "prefill documents", "decode soft cap generated"):
-        found = subprocess.run(
-            [sys.executable, __file__, "--only", name], capture_output=True, text=True, check=False,
-            timeout=120,
-        )  # fmt: skip
-        last = found.stdout.strip().splitlines()[-1:] or [found.stderr[-300:]]
-        ROWS.append({"row": f"a second process, {name}", "said": last[0]})
-        print(ROWS[-1], flush=True)
+    row("TRITON_ATTN the same, causal", lambda: Case(BASE, "TRITON_ATTN", FEW))
+    second_processes()
+    compiling = ours = None
+    if not REHEARSAL:
+        script = os.path.join(os.path.dirname(__file__), "h200_flashinfer_sigmoid.py")  # noqa: PTH118, PTH120
+        compiling = started([script, "compile"])
+        ours = started([__file__, "--flashinfer"])
+    for name in triton:
+        if name not in alone:
+            row(f"TRITON_ATTN {name}", triton[name])
+    row("TRITON_ATTN decode 64 x 2,048 pages", lambda: quest_case(False))
+    row("TRITON_ATTN decode 64 x 64 of 2,048 pages", lambda: quest_case(True))
+    row("TRITON_ATTN prefill dense, no causal mask",
+        lambda: Case(BASE.replace(causal=False), "TRITON_ATTN", PREFILL))  # fmt: skip
+    row("TRITON_ATTN prefill a quarter of blocks", lambda: blocks_case("TRITON_ATTN"))
     flex = {} if REHEARSAL else cases("FLEX_ATTENTION")
-    for name in ("prefill plain", "prefill soft cap generated", "prefill documents",
-                 "prefill ALiBi generated"):  # fmt: skip
+    for name in ("prefill plain", "prefill documents", "prefill soft cap generated"):
         if name in flex:
             row(f"FLEX_ATTENTION {name}", flex[name])
+    flashinfer_sigmoid(compiling)
+    if ours is not None:
+        finished(ours)
+    for name, build in ({} if ours is None else ours_on_flashinfer()).items():
+        row(f"FLASHINFER {name}", build)
     with open(args.out, "w") as file:  # noqa: PTH123
         json.dump(ROWS, file, indent=1)
     print(f"\n{'row':<58}{'us':>10}{'error':>10}{'first call':>12}{'plan ms':>9}")

@@ -41,6 +41,7 @@ def bind(package: str, function: str, args: Any, kwargs: Any) -> dict[str, Any]:
             )
             for index, name in enumerate(names)
         ]
+        + [Parameter(name, Parameter.VAR_POSITIONAL) for name in [record["varargs"]] if name]
         + [
             Parameter(name, Parameter.KEYWORD_ONLY, default=None if optional else Parameter.empty)
             for name, optional in record["keyword"].items()

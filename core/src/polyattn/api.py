@@ -15,14 +15,14 @@ from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.machine import availability, running
 from polyattn.registry.policy import rerank
 from polyattn.registry.timings import Timings, timings
-from polyattn.registry.variants import variant_of
+from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
-from polyattn.selection.rotating import rotating
+from polyattn.selection.rotating import prepared_for
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
-from polyattn.spec.decompose import group_layers, unrotated
+from polyattn.spec.decompose import group_layers
 from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
@@ -57,10 +57,10 @@ def select(
     key = (spec, resolved, backend, verify, settings, generation())
     found = _remembered.get(key)
     if found is None:
-        asked = unrotated(spec)  # attention takes queries and keys that are rotated already
+        asked = kernel_spec(spec)  # queries and keys come rotated and transformed already
         if asked != spec:
             found = select(asked, resolved, backend=backend, settings=settings, verify=verify)
-            found = rotating(found, spec)
+            found = prepared_for(found, spec)
         else:
             strict = settings.with_backend(backend, "argument backend")
             verify = bool(settings.verify if verify is None else verify)

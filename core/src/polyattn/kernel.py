@@ -15,6 +15,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.chosen_pages import over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -31,6 +32,8 @@ from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
+from polyattn.runtime.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
@@ -50,7 +53,9 @@ __all__ = [
     "AttentionVariant",
     "Batch",
     "BatchError",
+    "BlockSparseMask",
     "CacheFormat",
+    "CustomMask",
     "Device",
     "Function",
     "GraphCapture",
@@ -58,6 +63,7 @@ __all__ = [
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
+    "Levels",
     "Lie",
     "MergeBackend",
     "NewTokens",
@@ -67,6 +73,7 @@ __all__ = [
     "RecurrentSpec",
     "Role",
     "Rotation",
+    "SharedRun",
     "SparseBackend",
     "StoreBackend",
     "StorePlan",
@@ -83,6 +90,7 @@ __all__ = [
     "decode_window_sizes",
     "empty_rows",
     "merge_states",
+    "over_chosen_pages",
     "prepared",
     "quantize",
     "raw",

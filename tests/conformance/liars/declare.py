@@ -7,7 +7,18 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from liars import functions, latents, masks, plain, recurrences, rotations, services, shapes, steps
+from liars import (
+    functions,
+    latents,
+    masks,
+    plain,
+    prefixes,
+    recurrences,
+    rotations,
+    services,
+    shapes,
+    steps,
+)  # fmt: skip
 from liars.plain import HonestBounds, HonestGraph, Plain
 from polyattn.plugin import (
     BackendInfo,
@@ -67,6 +78,7 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestBounds, BOUNDS),
     (HonestGraph, GRAPHS),
+    (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
     (Plain, ATTENTION),
     (functions.Functions, FUNCTIONS),
     (TorchMLA, TORCH_MLA.capabilities),
@@ -77,11 +89,12 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
+    prefixes,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
     recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
-    functions.Functions,
+    functions.Functions, prefixes.Forest,
 }  # fmt: skip
 
 

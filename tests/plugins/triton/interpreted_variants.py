@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import torch
+from polyattn import Attention, Batch, BlockSparseMask, LayerGroup, select
+from polyattn.families.attention import reference
+from polyattn.families.attention.trial import fill
 from test_variants import (
     BASE,
     LENS,
@@ -17,7 +20,36 @@ from test_variants import (
 DECODES = ([1] * 5, LENS[1])
 
 
+def check_left_out() -> None:
+    """What a mask hides is not read: it may be NaN, which a weight of 0 would let through."""
+    generator = torch.Generator().manual_seed(4)
+    spec = BASE.replace(mask="block_sparse")
+    group = LayerGroup(select(spec, backend="TRITON_ATTN", verify=False))
+    for lens, rows in (
+        # Prefill in tiles of 16 x 16, a few tokens, decodes; what each row of 16 x 32 blocks sees.
+        (([48, 16], [64, 96]), [[0], [0, 1], [1], [0, 2]]),
+        (([6, 4], [64, 96]), [[1], [0, 2]]),
+        (([1, 1], [64, 96]), [[1], [0, 2]]),
+    ):
+        cache = group.allocate_cache(12)
+        fill(cache, generator)
+        table = torch.randperm(12, generator=generator).int().view(2, 6)
+        indptr = [sum(map(len, rows[:i])) for i in range(len(rows) + 1)]
+        mask = BlockSparseMask(indptr, [block for row in rows for block in row], (16, 32))
+        batch = Batch(
+            [0, lens[0][0], sum(lens[0])], lens[1], table, None, mask=mask
+        )  # fmt: skip
+        query = torch.randn(batch.num_tokens, 4, 32, generator=generator)
+        expected, _ = reference.forward(spec, query, None, None, cache, batch)
+        for stored in (cache.key, cache.value):
+            stored[table[1, 2:4].long()] = torch.nan  # the second sequence's keys 32 to 63
+        found = Attention(group)(query, None, None, cache, batch)
+        assert isinstance(found, torch.Tensor)
+        assert_right(found, expected)
+
+
 def main() -> None:
+    check_left_out()
     for variant in VARIANTS:
         register_variant(variant)
     generator = torch.Generator().manual_seed(3)

@@ -53,6 +53,58 @@ def test_right_in_the_interpreter(tmp_path: Path) -> None:
     assert len(list((tmp_path / "polyattn").glob("polyattn_generated_*.py"))) >= 8
 
 
+def apart(script: str, *words: str, **variables: str) -> str:
+    """Run a script in a process of its own and return what it prints."""
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name(script), *words], env={**os.environ, **variables},
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return ran.stdout
+
+
+KEYS = """
+import sys
+from polyattn_triton.decode import decode_kernel
+from polyattn_triton.launch import settle
+from polyattn_triton.mla_kernels import mla_kernel
+from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.tile_lists import list_kernel
+kernels = [decode_kernel, list_kernel, mla_kernel, prefill_kernel]
+for kernel in kernels[::int(sys.argv[1])]:
+    settle(kernel)
+print([kernel.cache_key for kernel in kernels])
+"""
+
+
+def test_a_kernel_s_key_depends_on_no_order(tmp_path: Path) -> None:
+    """Else what one process has compiled, another that begins with another kernel compiles again."""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", KEYS, order], capture_output=True, text=True, check=True, timeout=120,
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        ).stdout
+        for order in ("1", "-1")
+    ]  # fmt: skip
+    assert told[0] == told[1] and len(told[0]) > 200
+
+
+@pytest.mark.slow
+def test_no_step_compiles_what_the_group_did_not(tmp_path: Path) -> None:
+    told = apart("interpreted_warm_up.py", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+    assert told == "none is late\n"
+
+
+@pytest.mark.slow
+def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
+    """For an sm_90 that is not here: decodes whole, by splits, by stretches, of many; few tokens."""
+    told = apart(
+        "compiled_warm_up.py", '{"variant": "flash_sigmoid"}', "decode", TRITON_CACHE_DIR=str(tmp_path)
+    )  # fmt: skip
+    kernels = dict(line.split() for line in told.splitlines())
+    assert int(kernels["decode_kernel"]) >= 4
+
+
 @pytest.mark.parametrize("phase", ["split", "prefill"])
 def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
     from polyattn_triton.aot import compile_phase
@@ -96,6 +148,6 @@ def test_equal_functions_are_one_module(spec: LayerSpec) -> None:
         first = Generated.of(spec)
         assert first is not None and again is not None
         assert first.change is again.change and first.rows_of is again.rows_of
-        assert first.captured(torch.device("cpu"))["captured_0"].tolist() == CAPTURED.tolist()
+        assert first.trace.captured(torch.device("cpu"))["captured_0"].tolist() == CAPTURED.tolist()
     finally:
         unregister_variant("capped_again")

@@ -18,7 +18,7 @@ SHIPPED = (
         name="relative_bias",
         score_mod=f"{_HOME}:relative_bias",
         inputs={"bias": "float32[*, num_heads]", "bucket_of_distance": "int32[*]"},
-        summary="a learned bias for each bucket of distances and head (T5, MPNet)",
+        summary="a learned bias for each bucket of distances and head (T5, MPNet, DeBERTa-style)",
     ),
     AttentionVariant(
         name="vision_local",

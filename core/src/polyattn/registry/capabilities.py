@@ -102,7 +102,7 @@ ANY_PLATFORM = "*"
 EXCLUDABLE = frozenset(
     {
         *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role), "cached",
-        "uncached",
+        "uncached", "captured",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
@@ -125,12 +125,14 @@ class Capabilities:
       `"merge"` are roles of their own, whose backends claim nothing else.
     - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
     - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
+    - `shared_prefix`: whether its decode reads blocks that `Batch.shared_prefix` names once for all
+      their rows, in its own launch.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
       and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
-      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"` or a size
-      (`"head_size 192"`): `{"alibi", "decode"}`.
+      also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`,
+      `"captured"` (graph capture is asked for) or a size (`"head_size 192"`): `{"alibi", "decode"}`.
     - `remedies`: for a feature or a dtype that isn't claimed here, what would bring it (another build,
       say), or why nothing does.
 
@@ -158,6 +160,7 @@ class Capabilities:
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
+    shared_prefix: bool = False
     rotates: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
@@ -187,6 +190,11 @@ class Capabilities:
             raise ValueError(
                 f"Capabilities.decode_query_lens={self.decode_query_lens} must be 1 or more, and more "
                 "than 1 needs phase 'decode'"
+            )
+        if self.shared_prefix and not ("decode" in self.phases and True in self.cached):
+            raise ValueError(
+                "Capabilities.shared_prefix: only what claims phase 'decode' over a cache reads blocks "
+                "that rows share"
             )
         if self.phases & {"store", "merge"} and len(self.phases) > 1:
             raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
@@ -308,6 +316,7 @@ def _check_excludes(
     asked = features(spec)
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
+    asked |= {"captured"} if spec.graph_capture else set()
     for together, why in caps.excludes:
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
 

@@ -10,6 +10,7 @@ from typing import Any
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, shown
 from polyattn.registry.capabilities import Capabilities
+from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
@@ -32,7 +33,8 @@ class Priority:
     """How much a backend should be preferred, where the conditions hold (None: anywhere).
 
     Scores compare across plugins: 0 is a fallback that always works, 50 a good general kernel,
-    100 the best known for the hardware. `why` is shown by `polyattn explain`.
+    100 the best known for the hardware. `needs`: a feature (`polyattn.spec.features`) that the layer
+    must ask for. `why` is shown by `polyattn explain`.
     """
 
     score: int
@@ -40,6 +42,7 @@ class Priority:
     archs: tuple[str, ...] = ()
     phase: str | None = None
     kind: AttentionKind | None = None
+    needs: str | None = None
     why: str = ""
 
     def applies(self, spec: LayerSpec, device: Device, phase: str) -> bool:
@@ -48,6 +51,7 @@ class Priority:
             self.platform in (None, device.platform)
             and self.phase in (None, phase)
             and self.kind in (None, spec.kind)
+            and (self.needs is None or self.needs in features(spec))
             and (not self.archs or any(arch_matches(p, device.arch) for p in self.archs))
         )
 

@@ -19,8 +19,9 @@ from polyattn.registry.claims import PLATFORM_NAME, is_arch_pattern
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, Priority, Variant
 from polyattn.registry.requirements import requirement_syntax_problem
+from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES
-from polyattn.spec.variant import AttentionVariant
+from polyattn.spec.variant import FUNCTIONS, AttentionVariant
 
 BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 PLUGIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -162,7 +163,7 @@ def _variant_problems(variant: Variant) -> Iterator[str]:
 
 
 def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
-    for field in ("score_mod", "mask_mod"):
+    for field in FUNCTIONS:
         given = getattr(variant, field)
         if given is not None and not isinstance(given, str):
             yield (
@@ -194,6 +195,8 @@ def _priority_problems(priority: Priority) -> Iterator[str]:
         yield f"Priority.platform={shown(priority.platform)} can't be a platform's name"
     if priority.phase is not None and priority.phase not in PHASES:
         yield f"Priority.phase={shown(priority.phase)} is unknown{nearest(priority.phase, PHASES)}"
+    if priority.needs is not None and priority.needs not in FEATURES:
+        yield f"Priority.needs={shown(priority.needs)} is unknown{nearest(priority.needs, FEATURES)}"
     for pattern in priority.archs:
         if not is_arch_pattern(pattern):
             yield (

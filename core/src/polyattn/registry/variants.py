@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from polyattn.errors import PluginError, SpecError, nearest
 from polyattn.registry.discovery import changed, discover
+from polyattn.spec.decompose import unrotated
+from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import AttentionVariant
 
@@ -58,4 +60,33 @@ def variant_of(spec: LayerSpec) -> AttentionVariant | None:
             f"{field}=True and variant={found.name!r}, which has no softmax, don't go together; leave "
             f"{field} out"
         )
+    if found.transforms:
+        _check_transforms(spec, found)
     return found
+
+
+def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
+    """Queries, keys and outputs are changed by torch's operators, at places that a plan computes."""
+    capture = "none" if spec.graph_capture is GraphCapture.NONE else str(spec.graph_capture)
+    for field, given, plain in (
+        ("graph_capture", capture, "none"),
+        ("qkv_dtype", spec.qkv_dtype, "auto"),
+        ("out_dtype", spec.out_dtype, "auto"),
+    ):
+        if given != plain:
+            raise SpecError(
+                f"{field}={given!r} and variant={variant.name!r}, which transforms queries, keys, values "
+                f"or outputs, don't go together; leave {field} out"
+            )
+
+
+def kernel_spec(spec: LayerSpec) -> LayerSpec:
+    """Return what attention's kernels are asked for: what is done before and after them is left out.
+
+    Queries and keys come rotated already, and transformed; a variant that does no more is none to them.
+    Raises `SpecError`.
+    """
+    variant = variant_of(spec)
+    if variant is not None and not variant.of_scores:
+        spec = spec.replace(variant=None)
+    return unrotated(spec)

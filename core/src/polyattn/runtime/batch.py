@@ -21,6 +21,14 @@ from polyattn.runtime.batch_checks import (
     integers,
     on_host,
 )
+from polyattn.runtime.shared_prefix import (
+    Levels,
+    check_forest,
+    check_own_tokens,
+    may_share,
+    restricted,
+    shared_prefixes,
+)
 from polyattn.runtime.step_mask import StepMask, step_inputs
 
 Ints = Sequence[int] | Tensor
@@ -50,6 +58,9 @@ class Batch:
       tokens stand at its end. A padding row's is 0, or whatever is given.
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
+    - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
+      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
+      rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
     - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
     - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
 
@@ -78,6 +89,7 @@ class Batch:
         positions: Tensor | None = None,
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
+        shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = integers("query_start_loc", query_start_loc)
@@ -109,6 +121,9 @@ class Batch:
                     f"be an ndarray of block_table's, {shape}"
                 )
             self.__dict__["host_block_table"] = host_block_table
+        if shared_prefix is not None:
+            check_forest(shared_prefix, self.lens)
+        self.shared_prefix = shared_prefix
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
             self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
@@ -129,6 +144,7 @@ class Batch:
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
+        shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -143,7 +159,7 @@ class Batch:
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
             state_targets=state_targets, key_starts=key_starts, positions=positions, mask=mask,
-            inputs=inputs,
+            inputs=inputs, shared_prefix=shared_prefix,
             host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
@@ -283,6 +299,11 @@ class Batch:
         return list(range(self.num_seqs))
 
     @cached_property
+    def step_query_lens(self) -> list[int]:
+        """Query tokens of each sequence of that step, in which `mask` counts its rows."""
+        return self.query_lens
+
+    @cached_property
     def seq_index(self) -> Tensor:
         """int32 (num_seqs,) on the device: `seq_ids`, by which `inputs` are read."""
         return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
@@ -302,7 +323,11 @@ class Batch:
         batch.lens = [self.lens[i] for i in chosen]
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         batch.mask, batch.inputs = self.mask, self.inputs
+        batch.shared_prefix = None
+        if self.shared_prefix is not None:
+            batch.shared_prefix = restricted(self.shared_prefix, chosen)
         batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
+        batch.__dict__["step_query_lens"] = self.step_query_lens
         batch.causal = self.causal
         index: Any = seqs
         if not isinstance(seqs, slice):
@@ -344,6 +369,25 @@ class Batch:
         """Return the same batch over another block table."""
         batch = self.copy()
         batch.block_table = block_table
+        return batch
+
+    def find_shared_prefix(self, block_size: int) -> Levels:
+        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+
+        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        """
+        if self.shared_prefix is not None:
+            check_own_tokens(self.shared_prefix, self.lens, block_size)
+            return self.shared_prefix
+        table = self.host_block_table
+        if table is None or not may_share(table):
+            return ()
+        return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
+
+    def with_shared_prefix(self, levels: Levels | None) -> Batch:
+        """Return the same batch, told which blocks its rows share."""
+        batch = self.copy()
+        batch.shared_prefix = levels
         return batch
 
     def over_context(self) -> Batch:

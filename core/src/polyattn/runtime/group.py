@@ -10,6 +10,7 @@ import torch
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe
 from polyattn.registry.info import BackendInfo, load_object
+from polyattn.registry.variants import kernel_spec
 from polyattn.runtime.backend import Backend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
@@ -17,7 +18,6 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
-from polyattn.spec.decompose import unrotated
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
@@ -123,9 +123,10 @@ class LayerGroup:
     ) -> BackendT:
         """Return this backend for `phase`, loaded once for each spec and cache format.
 
-        It is told of no rotary embedding that comes before it; a store finds that in its call.
+        It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
+        transforms.
         """
-        spec = unrotated(spec or self.spec)
+        spec = kernel_spec(spec or self.spec)
         key = (info.name, spec, cache)
         found = self._loaded.get(key)
         if found is None:

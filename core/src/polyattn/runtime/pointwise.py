@@ -115,6 +115,11 @@ class Pointwise:
         return seen
 
 
+def transform_of(variant: AttentionVariant, which: str) -> Function | None:
+    """Return a variant's `query_mod`, say, as a function to call, or None. Raises `SpecError`."""
+    return _function(variant, which)
+
+
 def _function(variant: AttentionVariant, which: str) -> Function | None:
     given = getattr(variant, which)
     if given is None:

@@ -7,14 +7,15 @@ its name, and so is control flow on what is traced.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from polyattn.errors import PolyattnError, describe
-from polyattn.runtime.pointwise import Function
+from polyattn.errors import BatchError, PolyattnError, describe
+from polyattn.runtime.pointwise import INPUT_DTYPES, Function
 from polyattn.spec.variant import VariantInput
 
 PLACES = ("score", "b", "h", "q_idx", "kv_idx")
@@ -93,6 +94,30 @@ class Trace:
         if op in ("floor", "ceil", "to_int"):
             return INT if op == "to_int" or found != FLOAT else FLOAT
         return INT if found == BOOL and op not in ("where", "minimum", "maximum") else found
+
+    def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
+        """Return where inputs lie: of each its address, then the size and stride of each dimension.
+
+        Raises `BatchError`.
+        """
+        rows = []
+        for name, declared in self.inputs.items():
+            tensor = given[name]
+            if not tensor.numel():
+                raise BatchError(
+                    f"input {name!r} ({declared}) is empty; it must have an element at least"
+                )
+            rows.append(tensor.data_ptr())
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                rows += [size, stride]
+        return rows
+
+    def captured(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors of the functions' own surroundings, as their inputs are declared."""
+        return {
+            name: tensor.detach().to(device, INPUT_DTYPES[self.inputs[name].dtype]).contiguous()
+            for name, tensor in self.constants.items()
+        }
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
         """Add a function, the last `places` of `PLACES` being its arguments; return its result."""

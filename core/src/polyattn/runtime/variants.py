@@ -50,6 +50,23 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
     return (buckets + torch.where(distance < exact, distance, far)).int()
 
 
+def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
+    """Return DeBERTa's bucket of each distance from -max_distance to max_distance, int32.
+
+    As in DeBERTa-v2 and v3 (He et al., 2021), counted from 0: 2 * num_buckets of them, those near 0 of
+    one distance each, the rest growing logarithmically. `relative_bias` counts key minus query, DeBERTa
+    query minus key, so the order is reversed.
+    """
+    distance = -torch.arange(-max_distance, max_distance + 1)
+    exact = num_buckets // 2
+    far = distance.abs().clamp(min=exact)
+    # In float32, as the models' own code takes the logarithm: it decides at a bucket's border.
+    grown = torch.log(far / exact) / torch.log(torch.tensor((max_distance - 1) / exact))
+    bucket = (torch.ceil(grown * (exact - 1)) + exact) * torch.sign(distance)
+    bucket = torch.where(distance.abs() <= exact, distance, bucket)
+    return (bucket + num_buckets).clamp(0, 2 * num_buckets - 1).int()
+
+
 def vision_local(
     b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, grid_width: Tensor, radius: Tensor
 ) -> Tensor:

@@ -10,12 +10,15 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 
-def rotating(found: Selection, spec: LayerSpec) -> Selection:
-    """Return the selection for `spec`, which is the one that was found but for its rotary embedding."""
-    assert spec.rope is not None
-    note = f"{_form(spec.rope)}, where a layer has rotate=True: {_who(found, spec.rope)}"
+def prepared_for(found: Selection, spec: LayerSpec) -> Selection:
+    """Return the selection for `spec`, which was found without its rotary embedding and transforms."""
+    notes = []
+    if spec.rope is not None and found.spec.rope is None:
+        notes.append(f"{_form(spec.rope)}, where a layer has rotate=True: {_who(found, spec.rope)}")
+    if spec.variant != found.spec.variant:
+        notes.append(f"variant {spec.variant}: core's torch operators, before and after attention")
     decision = found.decision
-    return replace(found, decision=replace(decision, spec=spec, notes=(*decision.notes, note)))
+    return replace(found, decision=replace(decision, spec=spec, notes=(*decision.notes, *notes)))
 
 
 def _form(rope: RopeSpec) -> str:

@@ -19,6 +19,9 @@ NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 INPUT_DTYPES = ("float32", "int32", "int64", "bool")
 SIZES = ("num_heads", "num_kv_heads", "num_seqs", "*")
 """What an input's dimension may be, beside a number; `*` is any."""
+TRANSFORMS = ("query_mod", "key_mod", "value_mod", "output_mod")
+"""Functions of elements that a variant may have, beside those of scores."""
+FUNCTIONS = ("score_mod", "mask_mod", *TRANSFORMS)
 MASKS = ("custom", "block_sparse")
 """Masks that a step brings: packed booleans, or rows of blocks."""
 _INPUT = re.compile(r"(?P<dtype>[a-z0-9]+)(?:\[(?P<dims>[^\[\]]*)\])?")
@@ -72,6 +75,11 @@ class AttentionVariant:
       the sequence's number in the batch, `h` the query head; `q_idx` and `kv_idx` are places in the
       sequence, its first key's being 0. A function, or `"package.module:function"`.
     - `mask_mod(b, h, q_idx, kv_idx)`: whether the query sees the key, beside the spec's own mask.
+    - `query_mod(query, b, h, q_idx, d)`, `key_mod(key, b, h, kv_idx, d)`, `value_mod(value, b, h,
+      kv_idx, d)`, `output_mod(output, b, h, q_idx, d)`: the new elements, in float32, of queries, keys
+      and values as the layer is given them, before they are biased, rotated or stored, and of outputs.
+      `h` is a key's or value's KV head, `d` the element's place in its head. `b` and the inputs are
+      those of the step, for cached keys of the step that stores them.
     - `softmax`: False takes what `score_mod` returns as the weights (FlashSigmoid).
     - `inputs`: tensors that the functions take as keyword arguments of these names: `"float32"` for a
       number, `"float32[num_heads]"`, `"bool[num_seqs, *]"`. Each is given to the layer or with the batch.
@@ -83,6 +91,10 @@ class AttentionVariant:
     name: str
     score_mod: Callable[..., Any] | str | None = None
     mask_mod: Callable[..., Any] | str | None = None
+    query_mod: Callable[..., Any] | str | None = None
+    key_mod: Callable[..., Any] | str | None = None
+    value_mod: Callable[..., Any] | str | None = None
+    output_mod: Callable[..., Any] | str | None = None
     softmax: bool = True
     inputs: Mapping[str, str] = field(default_factory=dict)
     summary: str = ""
@@ -93,7 +105,7 @@ class AttentionVariant:
                 f"AttentionVariant.name={shown(self.name)} can't be a variant's name; use letters, "
                 "digits, '_', '-' and '.', 64 at most"
             )
-        for field_name in ("score_mod", "mask_mod"):
+        for field_name in FUNCTIONS:
             given = getattr(self, field_name)
             path = isinstance(given, str) and all(part for part in given.split(":", 1))
             if not (given is None or callable(given) or (path and ":" in given)):
@@ -101,10 +113,11 @@ class AttentionVariant:
                     f"AttentionVariant.{field_name}={shown(given)} must be a function, its path "
                     "'package.module:function', or None"
                 )
-        if self.score_mod is None and (self.mask_mod is None or not self.softmax):
+        changes = any(getattr(self, name) is not None for name in FUNCTIONS)
+        if not changes or (self.score_mod is None and not self.softmax):
             raise SpecError(
-                f"variant {self.name!r} changes nothing: give score_mod or mask_mod, and score_mod where "
-                "softmax=False"
+                f"variant {self.name!r} changes nothing: give score_mod, mask_mod or a transform, and "
+                "score_mod where softmax=False"
             )
         if not isinstance(self.softmax, bool):
             raise SpecError(f"AttentionVariant.softmax={shown(self.softmax)} must be True or False")
@@ -115,13 +128,16 @@ class AttentionVariant:
             if not (isinstance(name, str) and name.isidentifier()):
                 raise SpecError(f"inputs: {shown(name)} can't be an argument's name")
         self.parsed  # noqa: B018
-        for field_name in ("score_mod", "mask_mod"):
+        for field_name in FUNCTIONS:
             if callable(given := getattr(self, field_name)):
                 self.names_of(field_name, given)
 
     def names_of(self, which: str, function: Callable[..., Any]) -> tuple[str, ...]:
-        """Return which inputs a `score_mod` or `mask_mod` takes by name. Raises `SpecError`."""
-        wanted = ("score", "b", "h", "q_idx", "kv_idx")[which == "mask_mod" :]
+        """Return which inputs a function, `score_mod` say, takes by name. Raises `SpecError`."""
+        wanted: tuple[str, ...] = ("score", "b", "h", "q_idx", "kv_idx")[which == "mask_mod" :]
+        if which in TRANSFORMS:
+            place = "kv_idx" if which in ("key_mod", "value_mod") else "q_idx"
+            wanted = (which.removesuffix("_mod"), "b", "h", place, "d")
         parameters = inspect.signature(function).parameters.values()
         names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
         places = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -137,6 +153,16 @@ class AttentionVariant:
                 f"{', '.join(self.inputs) or 'none'}; declare inputs={{{unknown[0]!r}: 'float32'}}"
             )
         return names
+
+    @property
+    def transforms(self) -> bool:
+        """Whether queries, keys, values or outputs are changed."""
+        return any(getattr(self, name) is not None for name in TRANSFORMS)
+
+    @property
+    def of_scores(self) -> bool:
+        """Whether scores are changed, or hidden: what attention's kernels must know of."""
+        return self.score_mod is not None or self.mask_mod is not None
 
     @property
     def parsed(self) -> dict[str, VariantInput]:

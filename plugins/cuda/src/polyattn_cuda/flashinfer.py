@@ -21,12 +21,14 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Plan,
+    arch_matches,
     blank,
     empty_rows,
     window_sizes,
 )
 from torch import Tensor
 
+from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
 from polyattn_cuda.paging import PackedKeys, page_lists
 from polyattn_cuda.workspaces import workspace
@@ -40,7 +42,7 @@ FA3_SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
 class FlashInferPlan(Plan):
     """`keys` is there where the ragged wrapper runs. `origin` is the plan whose wrapper is reused."""
 
-    __slots__ = ("__weakref__", "empty", "keys", "lease", "origin")
+    __slots__ = ("__weakref__", "empty", "given", "keys", "lease", "origin")
 
     lease: Lease
     keys: PackedKeys | None
@@ -49,6 +51,8 @@ class FlashInferPlan(Plan):
     def __init__(self, batch: Batch, causal: bool, origin: Plan | None = None):
         super().__init__(batch)
         self.empty, self.keys, self.origin = empty_rows(batch, causal), None, origin
+        # By a layer's own inputs, what its functions are given.
+        self.given: dict[Any, tuple[Any, ...]] = {}
 
 
 class FlashInferAttention(AttentionBackend):
@@ -66,7 +70,13 @@ class FlashInferAttention(AttentionBackend):
         # what keeps up with the memory. Without them there are kernels of few ratios and sizes.
         self.tensor_cores = spec.gqa_ratio >= 4 or spec.head_size not in (64, 128, 256)
         sizes = (spec.head_size, spec.v_head_size)
-        self.prefill_kernel = "auto" if sizes in FA3_SIZES and not self.quantized else "fa2"
+        self.functions = Functions.of(spec, self.torch_device)
+        self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
+        fa3 = sizes in FA3_SIZES and not self.quantized and self.masks is None
+        self.prefill_kernel = "auto" if fa3 else "fa2"
+        if self.functions is not None:  # what is compiled of them is for one kind of kernels
+            fa3 = fa3 and self.functions.by_fa3 and arch_matches("sm_90", device.arch)
+            self.prefill_kernel = "fa3" if fa3 else "fa2"
         self.pool = WrapperPool(self._make, self.torch_device)
         self.options = {
             "window_left": window_sizes(spec)[0],
@@ -86,13 +96,18 @@ class FlashInferAttention(AttentionBackend):
             self.plan(Batch(starts, keys, table, device=self.torch_device))
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashInferPlan:
+        chosen = None if self.masks is None else self.masks.over_chosen(batch)
+        batch = chosen or batch
         plan = FlashInferPlan(batch, self.spec_of(batch).causal, reuse)
         if not batch.num_tokens:
+            return plan
+        if self.masks is not None and batch.mask is not None:
+            self._plan_masked(plan, self.masks)
             return plan
         fresh = batch.lens == batch.query_lens and not self.quantized
         if self.cache is None or (fresh and batch.max_query_len > SHORT):
             self._plan_ragged(plan)
-        elif batch.all_decode:
+        elif batch.all_decode and self.functions is None:
             self._plan_decode(plan, reuse)
         else:
             self._plan_paged(plan)
@@ -102,13 +117,16 @@ class FlashInferAttention(AttentionBackend):
         import flashinfer
 
         buffer = workspace(self.torch_device)
+        kernel = "fa2" if kind == "short" else self.prefill_kernel
+        jit = {} if self.functions is None else {"jit_args": self.functions.jit_args(kernel)}
         if kind == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
-                buffer, "NHD", backend=self.prefill_kernel
+                buffer, "NHD", backend=kernel, **jit
             )
         if kind in ("short", "paged"):
-            kernel = "fa2" if kind == "short" else self.prefill_kernel
-            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, "NHD", backend=kernel)
+            return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                buffer, "NHD", backend=kernel, **jit
+            )
         make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
         if kind == "decode":
             return make(buffer, "NHD", use_tensor_cores=self.tensor_cores)
@@ -141,25 +159,41 @@ class FlashInferAttention(AttentionBackend):
             cache.block_size, **self.options,
         )  # fmt: skip
 
-    def _plan_paged(self, plan: FlashInferPlan) -> None:
+    def _plan_paged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch, cache = self.spec_of(plan.batch), plan.batch, self.cache
         assert cache is not None
         kind = "short" if batch.max_query_len <= SHORT else "paged"
         indptr, indices, last = page_lists(batch, cache.block_size)
+        starts = torch.tensor(batch.starts, dtype=torch.int32)
+        if masked:  # which it packs on the device
+            starts, indptr, last = (t.to(self.torch_device) for t in (starts, indptr, last))
         plan.lease = self.pool.lease(plan, kind)
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
-            spec.num_kv_heads, spec.head_size, cache.block_size, causal=spec.causal, **self.options,
+            starts, indptr, indices, last, spec.num_heads,
+            spec.num_kv_heads, spec.head_size, cache.block_size,
+            causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
-    def _plan_ragged(self, plan: FlashInferPlan) -> None:
+    def _plan_masked(self, plan: FlashInferPlan, masks: StepMasks) -> None:
+        """Plan with a custom mask, which holds the layer's own, too."""
+        spec = self.spec_of(plan.batch)
+        bits, plan.empty = masks.bits(plan.batch, spec)
+        if self.cache is None:
+            self._plan_ragged(plan, custom_mask=bits)
+        else:
+            self._plan_paged(plan, custom_mask=bits)
+
+    def _plan_ragged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.keys = PackedKeys(batch, self.cache)
         plan.lease = self.pool.lease(plan, "ragged")
+        place = self.torch_device if masked else torch.device("cpu")
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32),
-            torch.tensor(plan.keys.starts, dtype=torch.int32), spec.num_heads, spec.num_kv_heads,
-            spec.head_size, head_dim_vo=spec.v_head_size, causal=spec.causal, **self.options,
+            torch.tensor(batch.starts, dtype=torch.int32, device=place),
+            torch.tensor(plan.keys.starts, dtype=torch.int32, device=place),
+            spec.num_heads, spec.num_kv_heads,
+            spec.head_size, head_dim_vo=spec.v_head_size,
+            causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
     def run(
@@ -183,8 +217,22 @@ class FlashInferAttention(AttentionBackend):
             assert cache is not None
             keys = ((cache.key, cache.value),)
         plan.lease.wrapper.run(
-            query.contiguous(), *keys, out=out, lse=lse, return_lse=lse is not None, **scales
-        )
+            query.contiguous(), *keys, *self._given(plan, params), out=out, lse=lse,
+            return_lse=lse is not None, **scales,
+        )  # fmt: skip
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(plan.empty, out, lse)  # older releases say -5e4 where nothing was attended to
+
+    def _options(self, masked: dict[str, Tensor]) -> dict[str, Any]:
+        """Return what wrappers plan with; a custom mask has the window in it."""
+        return self.options | ({"window_left": -1} | masked if masked else {})
+
+    def _given(self, plan: FlashInferPlan, params: LayerParams) -> tuple[Any, ...]:
+        """Return what compiled functions are given, made once for a layer's tensors and a plan."""
+        if self.functions is None:
+            return ()
+        key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
+        if key not in plan.given:
+            plan.given[key] = self.functions.given(plan.batch, params)
+        return plan.given[key]

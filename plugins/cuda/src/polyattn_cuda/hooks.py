@@ -192,6 +192,7 @@ FLASHINFER = BackendInfo(
     name="FLASHINFER",
     summary="FlashInfer's planned wrappers: paged prefill (fa2, fa3) and decode",
     path="polyattn_cuda.flashinfer:FlashInferAttention",
+    variant_check="polyattn_cuda.flashinfer_variants:variant_problem",
     probe="polyattn_cuda.providers:flashinfer_ready",
     requires=("flashinfer-python>=0.6.13",),
     install="pip install flashinfer-python",
@@ -205,9 +206,19 @@ FLASHINFER = BackendInfo(
         head_sizes=one_of(64, 128, 192, 256),
         v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
-        features=MASKS | {"v_head_size", "logit_soft_cap", "lse"},
+        features=MASKS
+        | {"v_head_size", "logit_soft_cap", "lse", "variant", "custom_mask", "block_sparse"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
+            *(
+                (frozenset({"variant", other}), "what its JIT compiles scales no 8-bit keys")
+                for other in ("fp8_e4m3", "fp8_e5m2")
+            ),
+            (
+                frozenset({"variant", "captured"}),
+                "what its JIT compiles has no buffers of a graph's",
+            ),
+            (frozenset({"variant", "lse"}), "its JIT's LSE of a row that sees nothing is finite"),
             (frozenset({"sliding_window", "non_causal"}), "its window bounds the left side only"),
             (frozenset({"v_head_size", "cached"}), "its decode has one size for keys and values"),
             (frozenset({"head_size 192", "fp8_e4m3"}), "of one byte it takes multiples of 128"),
@@ -215,6 +226,9 @@ FLASHINFER = BackendInfo(
         ),
     ),
     priorities=(
+        Priority(score=40, needs="variant", why="functions are compiled by nvcc, for a minute"),
+        Priority(score=50, needs="custom_mask", why="every pair is masked, none left out"),
+        Priority(score=50, needs="block_sparse", why="every pair is masked, none left out"),
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),

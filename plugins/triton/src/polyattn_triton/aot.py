@@ -10,16 +10,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
+from polyattn_triton.tile_lists import list_kernel
 from polyattn_triton.variants import (
     SCALES,
     decode_constants,
+    list_constants,
+    parts_constants,
     prefill_constants,
+    prefix_constants,
+    prefix_tiles,
     tile_config,
     ways_of,
 )
@@ -28,6 +35,10 @@ ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
 OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
+SHARED = ("prefix low", "prefix high", "prefix merge")
+"""Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
+LISTED = ("paged listed", "paged pieces listed", "list")
+"""And where masks are asked which key tiles there are, which the last does."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -41,7 +52,9 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    return (*ways_of(spec, arch), *OTHERS)
+    alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
+    masked = LISTED if Generated.of_mask(spec) is not None else ()
+    return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
@@ -54,8 +67,13 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     cached = CACHE.get(spec.kv_cache_dtype, query)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
+    if phase in SHARED:
+        return _compile_shared(spec, arch, phase, query, cached, block_size)
+    if phase == "list":
+        return _compile_lists(spec, arch)
     if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
+    phase, listed = phase.removesuffix(" listed"), phase.endswith(" listed")
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
     eight = CACHE["fp8_e4m3"]
     given = query if spec.qkv_dtype == "auto" else eight
@@ -75,6 +93,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             spec.needs_lse,
             arch,
             functions,
+            generated.where_seen if generated is not None and listed else None,
         )
         kernel: Any = prefill_kernel
     else:
@@ -83,11 +102,48 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         pointers |= dict.fromkeys(("K", "V"), cached)
         alike = spec.head_size == spec.v_head_size
         constants = decode_constants(
-            spec, config, block_size, way, spec.needs_lse, arch, alike, functions
+            spec,
+            config,
+            block_size,
+            way,
+            spec.needs_lse,
+            arch,
+            alike,
+            cached in CACHE.values(),
+            functions,
         )
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
+
+
+def _compile_shared(
+    spec: LayerSpec, arch: str, phase: str, query: str, cached: str, block_size: int
+) -> Any:
+    if phase == "prefix merge":
+        constants = parts_constants(spec, spec.needs_lse, launches_early(arch))
+        return compile_kernel(merge_parts_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
+    config = prefix_tiles(spec, arch)[0 if phase == "prefix low" else -1]
+    return compile_prefix(spec, arch, config, query, cached, block_size)
+
+
+def compile_prefix(
+    spec: LayerSpec, arch: str, config: PrefixConfig, query: str, cached: str, block_size: int = 16
+) -> Any:
+    """Compile decodes over shared prefixes in one configuration; `query`, `cached`: element types."""
+    alike = spec.head_size == spec.v_head_size
+    constants = prefix_constants(spec, config, block_size, arch, alike)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    pointers = {"Q": query, "K": cached, "V": cached}
+    return compile_kernel(prefix_kernel, pointers, constants, arch, options)
+
+
+def _compile_lists(spec: LayerSpec, arch: str) -> Any:
+    masks = Generated.of_mask(spec)
+    assert masks is not None
+    constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
+    pointers = {"LISTS": "i32", "INPUTS": "i64"}
+    return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
@@ -156,7 +212,10 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
     return compile_kernel(rotate_store_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-FREE = {"lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "st_k", "st_v", "piece_tokens"}
+FREE = {
+    "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
+    "piece_tokens", "bounds", "part_rows", "parts", "listed",
+}  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}

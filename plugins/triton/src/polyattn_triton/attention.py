@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import CacheFormat, Device, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import Batch, CacheFormat, Device, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import Config
@@ -14,7 +14,9 @@ from polyattn_triton.launch import Site, merge_constants, merge_rows
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
-from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
+from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
+from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
+from polyattn_triton.warm_up import warm_up
 
 
 class TritonAttention(PlannedAttention):
@@ -28,11 +30,28 @@ class TritonAttention(PlannedAttention):
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
-            self._captured = self.generated.captured(self.torch_device)
+            self._captured = self.generated.trace.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.by_tensors = spec.scales != "number"
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
+        self.prefixes: PrefixLauncher | None = None
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        """Deal the step's tiles out; of decodes that share keys, those once for all."""
+        if batch.shared_prefix is not None and batch.all_decode:
+            if self.prefixes is None:
+                assert self.cache is not None
+                self.prefixes = PrefixLauncher(
+                    self.spec, self.cache.block_size, self.device, self.num_sms, self.workspace
+                )
+            return self.prefixes.plan(batch, reuse)
+        return self.plan_rows(batch, reuse)
+
+    def prepare(self, phase: str) -> None:
+        """Compile what a layer's functions are part of; others were when the backend was verified."""
+        if self.generated is not None and self.torch_device.type == "cuda":
+            warm_up(self, phase)
 
     def run(
         self,
@@ -46,6 +65,11 @@ class TritonAttention(PlannedAttention):
         lse: Tensor | None,
     ) -> None:
         """Attend as planned."""
+        if isinstance(plan, PrefixPlan):
+            assert cache is not None and self.prefixes is not None
+            scales, factors = self._scales(query, params), self._factors(query, cache.key, params)
+            self.prefixes.run(plan, PrefixStep(query, cache, params, out, lse, scales, factors))
+            return
         assert isinstance(plan, AttentionPlan)
         if not plan.grid[0]:
             return
@@ -88,17 +112,20 @@ class TritonAttention(PlannedAttention):
             return plan
         if self.hopper is not None:  # what can't be described has a plan of its own
             if plan.portable is None:
-                plan.portable = self.plan(plan.batch, portable=True)
+                plan.portable = self.plan_rows(plan.batch, portable=True)
             plan = plan.portable
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
-            config = self.prefill_config if packed else self.paged_config
+            config = self.paged_config if plan.fresh and not packed else plan.config
             block_size = 1 if cache is None else cache.block_size
+            where_seen = None
+            if plan.lists is not None and self.generated is not None:
+                where_seen = self.generated.where_seen
             constants = prefill_constants(
                 self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
-                lse is not None, self.device.arch, self._functions,
+                lse is not None, self.device.arch, self._functions, where_seen,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
@@ -135,7 +162,8 @@ class TritonAttention(PlannedAttention):
             key, value = cache.key, cache.value
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(), self._functions,
+                self.device.arch, key.stride() == value.stride(), in_pairs(value),
+                NOTHING if plan.chosen else self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 decode_kernel, query, key, value, out, constants, plan.config, False
@@ -156,13 +184,13 @@ class TritonAttention(PlannedAttention):
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, made once for a layer's tensors and a plan."""
         generated = self.generated
-        if generated is None or not generated.reads:
+        if generated is None or plan.chosen or not (generated.reads or plan.lists is not None):
             return self._none
         key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
         found = plan.inputs.get(key)
         if found is None:
             given = {**plan.batch.inputs, **params.inputs, **self._captured}
-            found = table(generated.trace, plan.batch.seq_index, given)
+            found = table(generated.trace, plan.batch.seq_index, given, plan.lists)
             plan.inputs[key] = found
         return found
 

@@ -54,6 +54,7 @@ TRITON_ATTN = BackendInfo(
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND", "contiguous"),
         decode_query_lens=16,
+        shared_prefix=True,
         features=frozenset(
             {
                 "causal",

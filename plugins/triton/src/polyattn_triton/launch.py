@@ -8,7 +8,10 @@ host time: that is left out while nobody listens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -135,6 +138,39 @@ class Kept:
 NONE = Kept()
 
 
+def settle(function: Any) -> None:
+    """Have Triton hash a kernel, or a function that one is given, after all that it calls.
+
+    Of what a function calls Triton 3.6 takes into its key the global constants that it happens to have
+    looked at before: in another order the key differs, and another process compiles everything again.
+    """
+    if getattr(function, "hash", "") is not None:  # looked at before, interpreted, or no function
+        return
+    known = function.fn.__globals__
+    for name in function.fn.__code__.co_names:
+        if name in known and known[name] is not function:
+            settle(known[name])
+    function.cache_key  # noqa: B018
+
+
+_compiling: ContextVar[bool] = ContextVar("polyattn_triton_compiling", default=False)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Have sites compile what they would launch for the first time, and launch nothing.
+
+    All at once, where this Triton knows how.
+    """
+    at_once = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
+    token = _compiling.set(True)
+    try:
+        with ThreadPoolExecutor() as threads, at_once(threads):
+            yield
+    finally:
+        _compiling.reset(token)
+
+
 class Site:
     """A kernel with all that it is specialised on but the pointers' alignments.
 
@@ -143,6 +179,8 @@ class Site:
     """
 
     def __init__(self, kernel: Any, ints: tuple[int, ...], constants: Key, options: dict[str, Any]):
+        for function in (kernel, *constants):
+            settle(function)
         self.kernel, self.options = kernel, options
         self.ints, self.constants = ints, constants
         self.variants: dict[Any, Any] = {}
@@ -173,9 +211,11 @@ class Site:
                 *pointers, *floats, *self.ints, *free, *self.constants,
             )  # fmt: skip
             return
-        variant = self.kernel[grid](
-            *tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants, **self.options
-        )
+        given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
+        if _compiling.get():
+            self.kernel.warmup(*given, grid=grid, **self.options)
+            return
+        variant = self.kernel[grid](*given, **self.options)
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing
             self.variants[which] = variant
             self.device = tensors[0].device.index

@@ -15,6 +15,7 @@ from polyattn.kernel import (
     Device,
     LayerSpec,
     Plan,
+    over_chosen_pages,
 )
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from polyattn_triton.launch import (
     multiprocessors,
     to_device,
 )
+from polyattn_triton.listing import Lister
 from polyattn_triton.schedule import (
     EVEN,
     Ints,
@@ -67,10 +69,13 @@ class AttentionPlan(Plan):
     merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
     stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
     prefill goes through at a time. `portable`: the plan for the other kernel, once tensors needed it.
+    `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is
+    over chosen pages, and needs no mask.
     """
 
     __slots__ = (
-        "at_once", "config", "fresh", "grid", "inputs", "kept", "merge", "portable", "rows", "splits",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "portable",
+        "rows", "splits",
         "table", "variant", "way", "work",
     )  # fmt: skip
 
@@ -84,6 +89,8 @@ class AttentionPlan(Plan):
         self.variant: tuple[Any, ...]
         # By a layer's own inputs, where all that a variant's functions read lies.
         self.inputs: dict[Any, Tensor] = {}
+        self.lists: Tensor | None = None
+        self.chosen = False
         self.at_once = 1
         self.portable: AttentionPlan | None = None
 
@@ -112,24 +119,29 @@ class PlannedAttention(AttentionBackend):
         self.itself = merges_itself(spec, arch, self.rows)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self.workspace = Workspace(self.torch_device)
+        self.lister = Lister.of(spec, self.torch_device)
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(
+    def plan_rows(
         self, batch: Batch, reuse: Plan | None = None, portable: bool = False
     ) -> AttentionPlan:
         """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill."""
+        chosen = self._over_chosen(batch)
+        batch = chosen or batch
         plan = AttentionPlan(batch, self._none)
+        plan.chosen = chosen is not None
         before = reuse.work if isinstance(reuse, AttentionPlan) else None
+        lister = self.lister if reuse is None and self.lister and self.lister.takes(batch) else None
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         if table is not None and batch.all_decode:
             self._plan_decode(plan, before)
         elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
-            self._plan_few(plan, before)
+            self._plan_few(plan, before, lister)
         else:
-            self._plan_prefill(plan, before, portable)
+            self._plan_prefill(plan, before, lister, portable)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = none if table is None else table
         if plan.way in ("prefill", "pieces"):
@@ -144,9 +156,20 @@ class PlannedAttention(AttentionBackend):
         config = plan.config
         plan.variant = (
             plan.way, config.block_m, config.block_n, config.num_warps, config.num_stages,
-            batch.causal,
+            batch.causal, plan.lists is not None, plan.chosen,
         )  # fmt: skip
         return plan
+
+    def _over_chosen(self, batch: Batch) -> Batch | None:
+        """Return decodes over the pages that a block-sparse mask chooses: then there is none to ask.
+
+        Not where a score depends on the key's place.
+        """
+        spec = self.spec
+        placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
+        if spec.mask != "block_sparse" or placed or not batch.all_decode or self.cache is None:
+            return None
+        return over_chosen_pages(batch, self.cache.block_size)
 
     def _plan_decode(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """One tile a sequence: even splits of even lengths, else stretches."""
@@ -191,35 +214,58 @@ class PlannedAttention(AttentionBackend):
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
         return max(1, min(wanted, -(-longest // MIN_SPLIT_KEYS), MAX_SPLITS))
 
-    def _plan_few(self, plan: AttentionPlan, before: Tensor | None) -> None:
-        """Tiles as high as the longest query needs, by stretches."""
+    def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
+        """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
         spec = self.spec
         rows = plan.batch.max_query_len * spec.gqa_ratio
         plan.config = tile_config(spec, self.device.arch, "few", rows)
+        if lister is not None:
+            self._plan_tiles(plan, before, lister, cut=True)
+            return
         plan.way, plan.rows = "few", plan.config.block_m
         plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
         tiles = self._tiles(plan)
         self._deal(plan, tiles.keys, tiles, before)
 
-    def _plan_prefill(self, plan: AttentionPlan, before: Tensor | None, portable: bool) -> None:
-        """Whole tiles, the ones with most keys first, where they end together; else stretches."""
-        batch, heads = plan.batch, self.spec.num_kv_heads
+    def _plan_prefill(
+        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None, portable: bool
+    ) -> None:
+        batch = plan.batch
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
-        plan.way, plan.config = "prefill", self.prefill_config if plan.fresh else self.paged_config
+        plan.config = self.prefill_config if plan.fresh else self.paged_config
         if self.hopper is not None and not portable:
             plan.config = self.hopper.config
             plan.at_once = self.hopper.heads_at_once(batch.lens)
+        self._plan_tiles(plan, before, lister)
+
+    def _plan_tiles(
+        self,
+        plan: AttentionPlan,
+        before: Tensor | None,
+        lister: Lister | None,
+        cut: bool = False,
+    ) -> None:
+        """Whole tiles, the ones with most keys first, where they end together; else stretches.
+
+        `cut`: stretches anyway.
+        """
+        heads = self.spec.num_kv_heads
+        plan.way = "prefill"
         tiles = self._tiles(plan)
         if not len(tiles.keys):
             return
-        order = whole(tiles.keys, max(1, self._resident(plan) * self.num_sms // heads), self.rates)
+        slots = max(1, self._resident(plan) * self.num_sms // heads)
+        order = None if cut else whole(tiles.keys, slots, self.rates)
         if order is None:
             plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
             self._deal(plan, tiles.keys, tiles, before)
-            return
-        plan.grid = (len(order), heads, 1)
-        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-        plan.work = to_device(work, self.torch_device, before)
+        else:
+            plan.grid = (len(order), heads, 1)
+            work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
+            plan.work = to_device(work, self.torch_device, before)
+        if lister is not None:
+            plan.lists = lister.listed(plan.batch, self.spec_of(plan.batch), plan.config, plan.work,
+                                       len(tiles.keys))  # fmt: skip
 
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""

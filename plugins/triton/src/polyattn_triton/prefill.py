@@ -12,6 +12,7 @@ import triton.language as tl
 
 from polyattn_triton.decode import store_part
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
+from polyattn_triton.tile_lists import list_of
 from polyattn_triton.tiles import (
     blocks_of,
     keys_seen,
@@ -28,24 +29,38 @@ from polyattn_triton.tiles import (
 
 @triton.jit
 def _tiles(
-    acc, m, l, q, K, V, BT, kv_start, first, last, skip_from, skip_by, row_pos, seq_len, slope,
+    acc, m, l, q, K, V, BT, LIST, kv_start, first, last, skip_from, skip_by, row_pos, seq_len, slope,
     scale, soft_cap, changed, k_b, k_t, v_b, v_t,
     MASK: tl.constexpr, PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
+    LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further."""
+    """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further.
+
+    `LISTED`: the tiles are those that LIST names there.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
-    tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
+    if LISTED:
+        tile = tl.load(LIST + first)
+        ahead = tl.load(LIST + first + 1)
+    else:
+        tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
     if PAGED:
         block = blocks_of(BT, tile * BLOCK_N + offs_n, seq_len, BLOCK_SIZE)
     for i in range(first, last):
         key_pos = tile * BLOCK_N + offs_n
         inside = key_pos < seq_len
-        tile = tile_at(i + 1, skip_from, skip_by, SINK_TOKENS)
+        if LISTED:
+            # Two steps ahead, for the same reason as blocks. What is handed on as it is would keep the
+            # loop from being pipelined (Triton 3.6).
+            tile = tl.maximum(ahead, 0)
+            ahead = tl.load(LIST + i + 2)
+        else:
+            tile = tile_at(i + 1, skip_from, skip_by, SINK_TOKENS)
         if PAGED:
             row = block.to(tl.int64)
             k_row = row * k_b + (key_pos % BLOCK_SIZE) * k_t
@@ -91,14 +106,19 @@ def _tiles(
 def _attend(
     Q, K, V, BT, SLOPES, INPUTS, scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
-    seq, kv_head, token0, query_len, kv_start, seq_len, start, begin, end,
+    seq, kv_head, token0, query_len, kv_start, seq_len, start, begin, end, listed_at,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, SPLIT: tl.constexpr,
+    LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`."""
+    """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`.
+
+    `LISTED`: to those alone that the list of tile `listed_at` names, which are first those whose keys are
+    all seen. `RESCORE`, `WHERE_SEEN`: what `CHANGE` and `WAY` are on these.
+    """
     rows = tl.arange(0, BLOCK_M)
     in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
     row_ok = in_query < query_len
@@ -132,11 +152,20 @@ def _attend(
         high_tile = high_tile - skip_by
         full_low = high_tile
         full_high = high_tile
-    if SPLIT:
-        high_tile = tl.minimum(high_tile, low_tile + end)
-        low_tile += begin
-    full_low = tl.minimum(tl.maximum(full_low, low_tile), high_tile)
-    full_high = tl.maximum(tl.minimum(full_high, high_tile), full_low)
+    if LISTED:
+        LIST, PARTLY, whole, count = list_of(INPUTS, listed_at, kv_head)
+        entry = 0
+        stop = count
+        if SPLIT:  # the same share of what is listed
+            counted = tl.maximum(high_tile - low_tile, 1)
+            entry = tl.minimum(begin, counted) * count // counted
+            stop = tl.minimum(end, counted) * count // counted
+    else:
+        if SPLIT:
+            high_tile = tl.minimum(high_tile, low_tile + end)
+            low_tile += begin
+        full_low = tl.minimum(tl.maximum(full_low, low_tile), high_tile)
+        full_high = tl.maximum(tl.minimum(full_high, high_tile), full_low)
 
     offs_d = tl.arange(0, BLOCK_D)
     q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
@@ -161,26 +190,41 @@ def _attend(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
-    if WINDOW > 0 or CHUNK > 0:
+    if LISTED:
         acc, m, l = _tiles(
-            acc, m, l, q, K, V, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
+            acc, m, l, q, K, V, BT, LIST, kv_start, tl.minimum(entry, whole), tl.minimum(stop, whole),
+            0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+            False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, RESCORE, WHERE_SEEN, True,
+        )  # fmt: skip
+        acc, m, l = _tiles(
+            acc, m, l, q, K, V, BT, PARTLY, kv_start, tl.maximum(entry - whole, 0),
+            tl.maximum(stop - whole, 0),
+            0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+            True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, True,
+        )  # fmt: skip
+    else:
+        if WINDOW > 0 or CHUNK > 0:
+            acc, m, l = _tiles(
+                acc, m, l, q, K, V, BT, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
+                seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+                True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
+            )  # fmt: skip
+        if SINK_TOKENS == 0:
+            acc, m, l = _tiles(
+                acc, m, l, q, K, V, BT, BT, kv_start, full_low, full_high, skip_from, skip_by, row_pos,
+                seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+                False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
+            )  # fmt: skip
+        acc, m, l = _tiles(
+            acc, m, l, q, K, V, BT, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
+            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
         )  # fmt: skip
-    if SINK_TOKENS == 0:
-        acc, m, l = _tiles(
-            acc, m, l, q, K, V, BT, kv_start, full_low, full_high, skip_from, skip_by, row_pos,
-            seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
-            False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-            CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
-        )  # fmt: skip
-    acc, m, l = _tiles(
-        acc, m, l, q, K, V, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
-        seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
-        True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
-        CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
-    )  # fmt: skip
     if WAY == 2:  # nothing is to be divided by
         m = tl.zeros([BLOCK_M], tl.float32)
         l = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -200,6 +244,7 @@ def prefill_kernel(
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
+    LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
 
@@ -227,9 +272,10 @@ def prefill_kernel(
                 Q, K, V, BT, SLOPES, INPUTS, scale, soft_cap,
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
                 seq, kv_head, token0, query_len, kv_start, seq_len,
-                start, begin, end,
+                start, begin, end, tile,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
                 CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
+                LISTED, RESCORE, WHERE_SEEN,
             )  # fmt: skip
             in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
             row_ok = in_query < query_len
@@ -258,9 +304,10 @@ def prefill_kernel(
             Q, K, V, BT, SLOPES, INPUTS, scale, soft_cap,
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s,
             seq, kv_head, token0, query_len, kv_start, seq_len,
-            start, 0, 0,
+            start, 0, 0, tl.program_id(0),
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
+            LISTED, RESCORE, WHERE_SEEN,
         )  # fmt: skip
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         finish(

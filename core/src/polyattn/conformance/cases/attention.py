@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import functions
+from polyattn.conformance.cases import forests, functions
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -110,6 +110,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
+            cases += forests.derive(caps, base, device)
             cases.append(Case("search", "", base, "drawn"))
     can = [c for c in cases if served_phases(caps, c.spec, device)]
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]

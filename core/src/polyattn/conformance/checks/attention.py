@@ -18,6 +18,7 @@ from polyattn.runtime.block_tables import without_first
 from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
 from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.scales import used_scales
+from polyattn.runtime.shared_prefix import SharedRun
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:
@@ -60,7 +61,8 @@ def shared(case: Case, harness: AttentionHarness) -> None:
     lengths = batches("shared", form.block_size)
     if case.batch == "decode":
         lengths = [(1, length) for _, length in lengths]
-    harness.check(layer, harness.inputs(layer, lengths, shared=2))
+    everybody = SharedRun(tuple(range(len(lengths))), 0, 2)
+    harness.check(layer, harness.inputs(layer, lengths, shared=((everybody,),)))
 
 
 def skipped(case: Case, harness: AttentionHarness) -> None:

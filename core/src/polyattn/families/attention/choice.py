@@ -50,7 +50,7 @@ class Chooser:
                 continue
             for other in (info, *(c for c in candidates.get(phase, ()) if c.name in known)):
                 if other.name not in members:
-                    loaded = _loaded(group, phase, other, required=other is info)
+                    loaded = loaded_candidate(group, phase, other, required=other is info)
                     if loaded is not None:
                         members[other.name] = loaded
             self.chosen[phase] = members[info.name]
@@ -91,7 +91,9 @@ class Chooser:
         return _parts(batch, decode, prefill)
 
 
-def _loaded(group: LayerGroup, phase: str, info: BackendInfo, required: bool) -> Candidate | None:
+def loaded_candidate(
+    group: LayerGroup, phase: str, info: BackendInfo, required: bool
+) -> Candidate | None:
     """Load a backend. One that only competes is left out, and named, where it can't be loaded."""
     try:
         form = group.kernel_format(info)

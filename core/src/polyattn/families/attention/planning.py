@@ -11,8 +11,9 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.choice import Chooser
 from polyattn.families.attention.fused import in_heads, out_in_heads
-from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
+from polyattn.families.attention.sharing import Sharing
+from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import Addressed, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
@@ -57,6 +58,7 @@ class AttentionStep(StepPlan):
         # Of keys that are given whole, as many as the sequences reach must be there.
         ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
         self.keys_reach = max(ends, default=0)
+        self.transforms = Transforms.of(spec)
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -200,6 +202,8 @@ class AttentionStep(StepPlan):
         lse: Tensor | None,
     ) -> None:
         """Store the new keys and values and attend. Writes `out` (and `lse`)."""
+        if self.transforms is not None:
+            query, key, value = self._transformed(self.transforms, query, key, value, params)
         if params.rotate or params.qkv_bias is not None:
             query, key, value = self._prepare(query, key, value, cache, params)
         elif self.store is not None and key is not None:
@@ -220,6 +224,35 @@ class AttentionStep(StepPlan):
                 )  # fmt: skip
             else:
                 _run_gathered(call, rows, query, key, value, view, params, out, lse)
+        if self.transforms is not None:
+            inputs = {**self.batch.inputs, **params.inputs}
+            out.copy_(self.transforms.changed("output", out, self.query_places, inputs))
+
+    def _transformed(
+        self,
+        transforms: Transforms,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        params: LayerParams,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return queries, keys and values as the layer's variant changes them."""
+        inputs, places = {**self.batch.inputs, **params.inputs}, self.query_places
+        query = transforms.changed("query", query, places, inputs)
+        if key is None or value is None:
+            return query, key, value
+        if not self.group.spec.cached:
+            places = Places.of_keys(self.batch, self.keys_reach)
+            key, value = key[: self.keys_reach], value[: self.keys_reach]
+        return (
+            query, transforms.changed("key", key, places, inputs),
+            transforms.changed("value", value, places, inputs),
+        )  # fmt: skip
+
+    @cached_property
+    def query_places(self) -> Places:
+        """Where the step's tokens stand, for transforms."""
+        return Places.of_queries(self.batch)
 
 
 def _rows(tensor: Tensor | None, rows: Rows) -> Tensor | None:
@@ -258,7 +291,7 @@ class Planner(StepPlanner):
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
-        self.prefix = PrefixDecode.of(group)
+        self.sharing = Sharing.of(group)
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
             self.rotated_by = claimed_rotation(group, self.store)
@@ -282,7 +315,8 @@ class Planner(StepPlanner):
                 "capture a graph for each kind of step"
             )
         calls = tuple(
-            self._shared(*assignment) or self._call(*assignment, before) for assignment in assigned
+            self._shared(phase, part, before) or self._call(phase, info, part, before)
+            for phase, info, part in assigned
         )
         step = AttentionStep(self.group, batch, calls)
         if self.spec.cached and batch.slot_mapping is not None:
@@ -299,7 +333,9 @@ class Planner(StepPlanner):
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
         backend = self.chooser.find(phase, name).backend
-        batch, block_size = part.batch, None
+        batch, block_size, expanded = part.batch, None, False
+        if batch.shared_prefix is not None:  # nobody reads blocks once whom `sharing` didn't ask to
+            batch = batch.with_shared_prefix(None)
         if self.spec.cached:
             whole, walked = self.group.cache_format, backend.cache
             assert whole is not None and walked is not None
@@ -307,19 +343,15 @@ class Planner(StepPlanner):
             if block_size != whole.block_size:
                 into = None if earlier is None else earlier.plan.batch.block_table
                 batch = expand(batch, whole, block_size, into)
+                expanded = True
         plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, name, backend, plan, part.rows, block_size, batch is not part.batch)
+        return Call(phase, name, backend, plan, part.rows, block_size, expanded)
 
-    def _shared(self, phase: str, info: BackendInfo, part: Part) -> Call | None:
-        """Return decodes that share blocks as one call over the prefix, where that is worth it."""
-        if self.prefix is None or phase != "decode" or not part.batch.all_decode:
+    def _shared(self, phase: str, part: Part, before: dict[str, Call]) -> Call | None:
+        """Return decodes that share blocks as one call that reads those once, where that is worth it."""
+        if self.sharing is None or phase != "decode" or not part.batch.all_decode:
             return None
-        plan = self.prefix.plan(part.batch)
-        if plan is None:
-            return None
-        name = f"{self.prefix.shared.name} over shared blocks, {self.prefix.own.name} over own ones"
-        size = self.group.cache_format.block_size if self.group.cache_format else None
-        return Call(phase, name, self.prefix, plan, part.rows, size)
+        return self.sharing.call(part.batch, part.rows, before.get(phase))
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:

@@ -6,13 +6,14 @@ and sharing no code with any backend.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import query_temperature, rotate
+from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
@@ -187,6 +188,25 @@ def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     return wide * each.repeat_interleave(wide.shape[1] // len(each))[:, None]
 
 
+def _transformed(
+    transforms: Transforms, query: Tensor, keys: Tensor, values: Tensor, inputs: Mapping[str, Tensor],
+    seq: int, given: bool,
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:  # fmt: skip
+    """Transform a sequence's queries, and keys and values where they are given and not cached.
+
+    Cached ones were before they were stored. Returns them, and what transforms the output.
+    """
+    named = {name: tensor.cpu() for name, tensor in inputs.items()}
+    count = len(keys)
+    every = Places(torch.tensor(seq), torch.arange(count)[:, None, None])
+    own = Places(every.seq, torch.arange(count - len(query), count)[:, None, None])
+    query = transforms.changed("query", query, own, named)
+    if given:
+        keys = transforms.changed("key", keys, every, named)
+        values = transforms.changed("value", values, every, named)
+    return query, keys, values, lambda output: transforms.changed("output", output, own, named)
+
+
 def forward(
     spec: LayerSpec,
     query: Tensor,
@@ -196,14 +216,17 @@ def forward(
     batch: Batch,
     params: LayerParams | None = None,
     dtype: torch.dtype = torch.float64,
+    transformed: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Run a layer over a batch whose new tokens are already in `cache` (or over key and value).
 
-    What comes quantised counts as what it stands for. Returns the output (num_tokens, num_heads,
+    What comes quantised counts as what it stands for. `transformed`: a variant's transforms are done by
+    who calls. Returns the output (num_tokens, num_heads,
     v_head_size), never quantised, and the LSE (num_tokens, num_heads).
     """
     params = params or LayerParams()
     query = exact(query, params.q_scale, dtype)
+    transforms = None if transformed else Transforms.of(spec)
     output = torch.zeros(batch.num_tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
     lse = torch.full((batch.num_tokens, spec.num_heads), -torch.inf, dtype=dtype)
     for index in range(batch.num_seqs):
@@ -218,7 +241,13 @@ def forward(
             given = slice(first, first + batch.lens[index])
             keys = exact(key[given], params.k_scale, dtype)
             values = exact(value[given], params.v_scale, dtype)
-        output[rows], lse[rows] = attend(
-            spec, query[rows], keys, values, params, dtype, batch.inputs, batch.seq_ids[index]
-        )
+        inputs, seq = batch.inputs, batch.seq_ids[index]
+        mine = query[rows]
+        if transforms is not None:
+            mine, keys, values, after = _transformed(
+                transforms, mine, keys, values, {**inputs, **params.inputs}, seq, cache is None
+            )
+        output[rows], lse[rows] = attend(spec, mine, keys, values, params, dtype, inputs, seq)
+        if transforms is not None:
+            output[rows] = after(output[rows])
     return output, lse

@@ -25,6 +25,7 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cpu.native.attention import StepPlan, addressed, attend, layer_bytes
+from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.store import Part, store
 
 
@@ -98,13 +99,17 @@ class NativeStore(StoreBackend):
 
     name: ClassVar[str] = "NATIVE_STORE"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.by = isa()
+
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
         parts = [Part(key, cache.key, params.k_scale)]
         if not cache.value_in_key:
             parts.append(Part(value, cache.value, params.v_scale))
-        store(parts, plan.slots)
+        store(parts, plan.slots, by=self.by)
 
     def run_rotated(
         self,
@@ -131,7 +136,7 @@ class NativeStore(StoreBackend):
         ]
         if not cache.value_in_key:
             parts.append(Part(value, cache.value, params.v_scale, out=value_out, bias=biases[2]))
-        store(parts, plan.slots)
+        store(parts, plan.slots, by=self.by)
         return out, key_out, value if keep and value_out is None else value_out
 
 

@@ -1,0 +1,83 @@
+"""What changes queries, keys, values and outputs? A variant's transforms, by torch's operators.
+
+They come before attention and after it, so that every backend serves them: keys and values are cached as
+they leave their transforms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from polyattn.registry.discovery import generation
+from polyattn.registry.variants import variant_of
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.pointwise import Function, transform_of
+from polyattn.spec.layer import LayerSpec
+
+NAMES = ("query", "key", "value", "output")
+
+
+@dataclass(frozen=True)
+class Transforms:
+    """A variant's functions of elements, by what they change."""
+
+    functions: dict[str, Function]
+
+    @classmethod
+    def of(cls, spec: LayerSpec) -> Transforms | None:
+        """Return a layer's, None where it has none. Raises `SpecError`."""
+        return _transforms(spec, generation())
+
+    def changed(
+        self, name: str, given: Tensor, places: Places, inputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return what the `name`d tensor (tokens, heads, size) becomes, in its dtype."""
+        function = self.functions.get(name)
+        if function is None:
+            return given
+        device = given.device
+        heads = torch.arange(given.shape[1], device=device)[:, None]
+        at = (places.seq, heads, places.place, torch.arange(given.shape[2], device=device))
+        wide = given if given.dtype == torch.float64 else given.float()
+        found = torch.as_tensor(function(wide, *at, inputs=inputs))
+        return found.to(given.dtype).expand_as(given)
+
+
+@lru_cache(maxsize=256)
+def _transforms(spec: LayerSpec, generation: int) -> Transforms | None:
+    variant = variant_of(spec)
+    if variant is None or not variant.transforms:
+        return None
+    found = {name: transform_of(variant, f"{name}_mod") for name in NAMES}
+    return Transforms({name: function for name, function in found.items() if function is not None})
+
+
+@dataclass(frozen=True)
+class Places:
+    """Each token's sequence in the step, and its place in that: int64 (tokens, 1, 1)."""
+
+    seq: Tensor
+    place: Tensor
+
+    @classmethod
+    def of_queries(cls, batch: Batch) -> Places:
+        """Those of the step's new tokens."""
+        counts = torch.tensor(batch.query_lens, dtype=torch.int64)
+        seq = torch.tensor(batch.seq_ids, dtype=torch.int64).repeat_interleave(counts)
+        place = torch.from_numpy(batch.host_positions).long()
+        return cls(*(t.to(batch.device)[:, None, None] for t in (seq, place)))
+
+    @classmethod
+    def of_keys(cls, batch: Batch, count: int) -> Places:
+        """Those of `count` keys that are given whole; what lies between sequences' has the first's."""
+        seq, place = torch.zeros(2, count, dtype=torch.int64)
+        ranges = zip(batch.seq_ids, batch.key_starts, batch.lens, strict=True)
+        for number, start, length in ranges:
+            seq[start : start + length] = number
+            place[start : start + length] = torch.arange(length)
+        return cls(*(t.to(batch.device)[:, None, None] for t in (seq, place)))

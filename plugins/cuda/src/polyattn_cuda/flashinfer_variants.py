@@ -1,0 +1,129 @@
+"""How does FLASHINFER serve functions and masks? By its JIT, by its custom masks, over chosen pages."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from polyattn.kernel import (
+    STORAGE_DTYPES,
+    AttentionVariant,
+    Batch,
+    BatchError,
+    LayerParams,
+    LayerSpec,
+    Pointwise,
+    UntraceableError,
+    over_chosen_pages,
+    trace,
+    window_sizes,
+)
+from torch import Tensor
+
+from polyattn_cuda.flashinfer_source import NAME, SCALARS, TABLE, declaration
+
+MOST_BITS = 1 << 32
+"""Pairs of a step's queries and keys that are made a custom mask of."""
+
+
+def variant_problem(variant: AttentionVariant) -> str | None:
+    """Say why a variant's functions can't be generated, or None."""
+    pointwise = Pointwise.of_variant(variant)
+    try:
+        trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
+    except UntraceableError as error:
+        return f"{error}, which isn't generated for FlashInfer's JIT"
+    return None
+
+
+class Functions:
+    """A layer's variant, and its step's mask beside it, as FlashInfer's JIT compiles them."""
+
+    def __init__(self, spec: LayerSpec, pointwise: Pointwise, device: torch.device):
+        self.spec = spec
+        self.trace = trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
+        self.softmax = pointwise.softmax
+        self.captured = self.trace.captured(device)
+
+    @classmethod
+    def of(cls, spec: LayerSpec, device: torch.device) -> Functions | None:
+        """Return a layer's; None where it has no variant."""
+        pointwise = Pointwise.of(spec) if spec.variant else None
+        return None if pointwise is None else cls(spec, pointwise, device)
+
+    @property
+    def by_fa3(self) -> bool:
+        """Whether its FA3 kernels serve them, which hide no score but by a causal mask."""
+        return self.trace.mask is None and self.spec.sliding_window is None
+
+    def jit_args(self, kernels: str) -> list[Any]:
+        """Return what wrappers take: the module's name, by its content, its types and its source."""
+        spec, kind = self.spec, STORAGE_DTYPES[self.spec.dtype]
+        source = declaration(self.trace, self.softmax, kernels)
+        said = f"{source}{spec.dtype}{spec.head_size}{spec.v_head_size}"
+        name = f"polyattn_{hashlib.sha256(said.encode()).hexdigest()[:20]}"
+        return [
+            name, kind, kind, kind, torch.int32, spec.head_size, spec.v_head_size, [TABLE], ["int64_t"],
+            list(SCALARS), ["double", "double"], NAME, source,
+        ]  # fmt: skip
+
+    def given(self, batch: Batch, params: LayerParams) -> tuple[Tensor, float, float]:
+        """Return what a wrapper's `run` hands on: the table of inputs, scale and soft cap."""
+        inputs = {**batch.inputs, **params.inputs, **self.captured}
+        rows = [batch.seq_index.data_ptr(), *self.trace.addresses(inputs)]
+        table = torch.tensor(rows, dtype=torch.int64).to(batch.device)
+        return table, self.spec.scale, self.spec.logit_soft_cap or 0.0
+
+
+class StepMasks:
+    """What a layer's step mask shows, beside its own: as bits, or as the pages there are."""
+
+    def __init__(self, spec: LayerSpec, pointwise: Pointwise, block_size: int | None):
+        self.spec, self.pointwise, self.block_size = spec, pointwise, block_size
+
+    @classmethod
+    def of(cls, spec: LayerSpec, block_size: int | None) -> StepMasks | None:
+        """Return a layer's; None where it has no mask, or a variant, which is compiled with it."""
+        pointwise = None if spec.mask is None or spec.variant else Pointwise.of(spec)
+        return None if pointwise is None else cls(spec, pointwise, block_size)
+
+    def over_chosen(self, batch: Batch) -> Batch | None:
+        """Return decodes over the pages that blocks choose, None where a window counts places."""
+        spec = self.spec
+        if spec.mask != "block_sparse" or spec.sliding_window or not batch.all_decode:
+            return None
+        return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
+
+    def bits(self, batch: Batch, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Return what the step's queries see, bool (pairs,), and who sees nothing (tokens,).
+
+        Raises `BatchError`.
+        """
+        pairs = sum(q * n for q, n in zip(batch.query_lens, batch.lens, strict=True))
+        if pairs > MOST_BITS:
+            raise BatchError(
+                f"a mask of {pairs} pairs of queries and keys: FLASHINFER takes {MOST_BITS} at most; "
+                "give the step fewer tokens, or name TRITON_ATTN"
+            )
+        left, right = window_sizes(spec)
+        found, blind = [], []
+        for number, queries, keys in zip(batch.seq_ids, batch.query_lens, batch.lens, strict=True):
+            device = batch.device
+            query = torch.arange(keys - queries, keys, device=device)[:, None]
+            key = torch.arange(keys, device=device)
+            head = torch.zeros((), dtype=torch.int64, device=device)
+            seen = self.pointwise.visible(
+                (torch.tensor(number, device=device), head, query, key), batch.inputs
+            )
+            assert seen is not None
+            seen = seen.expand(queries, keys)
+            if spec.causal:
+                seen = seen & (key <= query)
+            if left >= 0:
+                seen = seen & (key >= query - left)
+            if right >= 0:
+                seen = seen & (key <= query + right)
+            found.append(seen.flatten())
+            blind.append(~seen.any(1))
+        return torch.cat(found), torch.cat(blind)

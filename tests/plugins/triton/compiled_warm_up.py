@@ -1,0 +1,44 @@
+"""Compiles for real, for an sm_90 that is not here, what a group with functions of its own warms up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import triton
+from polyattn import LayerSpec
+from polyattn.selection.cache_format import CacheFormat
+from polyattn_triton.attention import TritonAttention
+from polyattn_triton.decode import decode_kernel
+from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.tile_lists import list_kernel
+from polyattn_triton.warm_up import warm_up
+from triton.backends.compiler import GPUTarget
+
+DRIVER = SimpleNamespace(
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device: 0,
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(DRIVER)  # type: ignore[arg-type]
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, block_size=16)
+    spec = spec.replace(**json.loads(sys.argv[1]))
+    form = CacheFormat(
+        block_size=16, num_kv_heads=2, head_size=64, v_head_size=64, dtype="bfloat16"
+    )
+    device: Any = SimpleNamespace(arch="sm_90", torch_device="cpu")
+    backend = TritonAttention(spec, form, device)
+    for phase in sys.argv[2:]:
+        warm_up(backend, phase)
+    for kernel in (prefill_kernel, decode_kernel, list_kernel):
+        found = list(kernel.device_caches[0][0].values())
+        assert all(compiled.asm["cubin"] for compiled in found)
+        print(kernel.__name__, len(found))
+
+
+main()
