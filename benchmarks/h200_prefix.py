@@ -1,6 +1,6 @@
 """Decodes that share leading blocks on one GPU: read once for all rows, beside every row by itself.
 
-    python benchmarks/h200_prefix.py [--out FILE.json] [--device cpu] [--small]
+    python benchmarks/h200_prefix.py [--out FILE.json] [--device cpu] [--small] [--sweep]
 
 Bars: 64 sequences over 32,768 shared tokens with 512 of their own in at most 200 us; two levels
 (8 groups of 8 over 16k + 8k + 512) three times as fast as plain; nothing shared at most 1.01 times
@@ -8,6 +8,9 @@ plain, and 20 us of host for 256 sequences of 2,048 blocks; n = 4 to 64 over a 4
 Device times with a cold L2 (see `timing.py`), and in a replayed graph. Three rows of one KV head's
 group are checked against float64 on the device, and all rows against plain. Beside it FlashInfer's
 own `MultiLevelCascadeAttentionWrapper`, where it imports. `--small` divides lengths by 64.
+
+Each way is forced: TRITON_ATTN's own launch, calls and merges, plain; and the group's own choice is
+named. `--sweep` times heights and tiles of the own launch instead.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import json
 import statistics
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,8 @@ import numpy as np
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
 from polyattn.checking.tolerance import tolerance_of
+from polyattn.families.attention import sharing
+from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.runtime.shared_prefix import shared_prefixes
 from timing import graph_us, kernel_us
 
@@ -69,6 +75,9 @@ class Shape:
 ONE = Shape("64 over 32k + 512", 64, ((64, 32 * K),), 512)
 TWO = Shape("8 x 8 over 16k + 8k + 512", 64, ((64, 16 * K), (8, 8 * K)), 512)
 NONE = Shape("64 x 4k, nothing shared", 64, (), 4 * K)
+FOUR = Shape(
+    "4 levels, 64 over 8k + 4k + 2k + 1k", 64, ((64, 8 * K), (16, 4 * K), (4, 2 * K), (2, K)), 128
+)
 CURVE = [Shape(f"{n} over 4k + 128", n, ((n, 4 * K),), 128) for n in (4, 8, 16, 32, 64)]
 
 
@@ -143,28 +152,104 @@ def host_us(call: Callable[[], object], repeats: int = 30) -> float:
     return best * 1e6
 
 
+WAYS = ("own launch", "calls")
+
+
+@contextmanager
+def forced(group: LayerGroup, way: str) -> Iterator[bool]:
+    """Let a group share by this way alone, whatever is predicted; yields whether it can."""
+    found: Any = group.planner.sharing  # type: ignore[attr-defined]
+    before = found.native, found.calls
+    costs = dict(sharing.CALL_US), dict(sharing.LAUNCH_US)
+    kinds = dict.fromkeys(("cuda", "cpu"), 0.0)
+    try:
+        sharing.CALL_US.update(kinds), sharing.LAUNCH_US.update(kinds)
+        if way == "own launch":
+            found.calls = None
+        else:
+            found.native, found.calls = None, found.calls or PrefixDecode.of(group)
+        yield (found.native or found.calls) is not None
+    finally:
+        found.native, found.calls = before
+        for kept, cost in zip((sharing.CALL_US, sharing.LAUNCH_US), costs, strict=True):
+            kept.clear(), kept.update(cost)
+
+
 def compared(shape: Shape, name: str, device: torch.device, **changes: Any) -> dict[str, Any]:
-    """Time a shape with its blocks shared and plain; check both."""
+    """Time a shape by each way and plain; check all of them."""
     spec = LLAMA.replace(dtype="float32" if device.type == "cpu" else "bfloat16", **changes)
     run = Run(spec, shape, name, device)
-    shared, shared_out, plan = run.call(run.shared)
-    plain, plain_out, _ = run.call(run.plain)
-    shared()
-    plain()
-    limit, error = tolerance_of(spec).output, run.error(shared_out)
-    apart = float((shared_out - plain_out).float().norm() / plain_out.float().norm())
-    if not (error <= limit and apart <= limit):
-        raise AssertionError(f"wrong: {error:.2g} of float64, {apart:.2g} of plain")
-    taken = plan.calls[0].plan
-    return {
-        "shape": shape.name, "backend": name, **changes, "error": error, "apart": apart,
-        "levels": len(getattr(taken, "levels", ())),
-        "saved_mb": getattr(taken, "saved_bytes", 0) / 1e6,
-        "shared_us": timed(shared, device), "plain_us": timed(plain, device),
-        "shared_graph_us": replayed(shared, device), "plain_graph_us": replayed(plain, device),
-        "shared_plan_us": host_us(lambda: run.group.plan(run.shared)),
-        "plain_plan_us": host_us(lambda: run.group.plan(run.plain)),
+    chosen = run.group.plan(run.shared).calls[0]
+    ways = {"plain": (run.plain, run.call(run.plain)), "chosen": (run.shared, run.call(run.shared))}
+    row: dict[str, Any] = {
+        "shape": shape.name, "backend": name, **changes, "chosen": chosen.name,
+        "saved_mb": chosen.saved_bytes / 1e6, "levels": len(shape.levels),
     }  # fmt: skip
+    for way in WAYS if shape.levels else ():
+        with forced(run.group, way) as able:
+            if able:
+                ways[way] = (run.shared, run.call(run.shared))
+    limit, wanted = tolerance_of(spec).output, None
+    for way, (batch, (call, out, _)) in ways.items():
+        call()
+        wanted = out.clone() if wanted is None else wanted
+        error = run.error(out)
+        apart = float((out - wanted).float().norm() / wanted.float().norm())
+        if not (error <= limit and apart <= limit):
+            raise AssertionError(f"{way} is wrong: {error:.2g} of float64, {apart:.2g} of plain")
+        row |= {f"{way} us": timed(call, device), f"{way} in a graph us": replayed(call, device)}
+        row[f"{way} error"] = error
+        if way in WAYS:
+            with forced(run.group, way):
+                row[f"{way} plan us"] = host_us(lambda b=batch: run.group.plan(b))
+        else:
+            row[f"{way} plan us"] = host_us(lambda b=batch: run.group.plan(b))
+    return row
+
+
+TILES = (
+    (16, 64, 4, 3, 3), (32, 64, 4, 3, 2), (64, 64, 4, 3, 2), (64, 64, 8, 3, 1), (64, 128, 4, 3, 1),
+    (64, 128, 8, 3, 1), (128, 64, 8, 3, 1), (128, 128, 8, 3, 1),
+)  # fmt: skip
+"""Rows, keys, warps, stages, programs on one multiprocessor."""
+COSTS = (
+    (10, 20, 20),
+    (10, 20, 40),
+    (10, 20, 80),
+    (15, 20, 40),
+    (20, 20, 40),
+    (20, 20, 80),
+    (7, 20, 20),
+)
+"""Of a key tile of the lower and the higher tile of rows, and of a tile beside: what the cuts go by."""
+
+
+def swept(shape: Shape, device: torch.device, **changes: Any) -> dict[str, Any]:
+    """Time the own launch in some tiles, each cut by some costs."""
+    from polyattn_triton import prefix
+    from polyattn_triton.configs import PrefixConfig
+
+    spec = LLAMA.replace(dtype="bfloat16", **changes)
+    run = Run(spec, shape, "TRITON_ATTN", device)
+    before, times = prefix.fastest, {}
+    try:
+        for tile in TILES:
+            for costs in COSTS:
+                config = PrefixConfig(*tile, *costs)
+                prefix.fastest = lambda *_, c=config: c
+                label = f"{tile} {costs}"
+                try:
+                    with forced(run.group, "own launch"):
+                        call, out, _ = run.call(run.shared)
+                    call()
+                    times[label] = timed(call, device) if run.error(out) < 0.02 else float("nan")
+                except Exception as problem:
+                    print(label, type(problem).__name__, str(problem)[:200], flush=True)
+                    break
+    finally:
+        prefix.fastest = before
+    best = ", ".join(f"{label} {us:.1f}" for label, us in sorted(times.items(), key=lambda x: x[1]))
+    return {"shape": shape.name, **changes, "cannot": best, "swept": times}
 
 
 def cascade(shape: Shape, device: torch.device) -> dict[str, Any]:
@@ -201,23 +286,33 @@ def host_of_none(rows: int = 256, blocks: int = 2048) -> dict[str, Any]:
     return {"shape": f"looking over {rows} x {blocks} blocks", "backend": "host", "look_us": us}
 
 
-def sections(device: torch.device, divisor: int) -> list[tuple[str, Callable[[], dict[str, Any]]]]:
+Row = tuple[str, Callable[[], dict[str, Any]]]
+
+
+def sections(device: torch.device, divisor: int, sweep: bool) -> list[Row]:
     """Every row of the table, the bars' own first."""
     names = BACKENDS if device.type == "cuda" else ("NATIVE_ATTN", "TORCH_SDPA")
-    shapes = {shape: shape.divided(divisor) for shape in (ONE, TWO, NONE, *CURVE)}
-    rows: list[tuple[str, Callable[[], dict[str, Any]]]] = [("host", host_of_none)]
+    shapes = {shape: shape.divided(divisor) for shape in (ONE, TWO, FOUR, NONE, *CURVE)}
+    if sweep:
+        eight = {"kv_cache_dtype": "fp8_e4m3"}
+        found: list[Row] = [
+            (f"{s.name}, swept", lambda s=s: swept(shapes[s], device))
+            for s in (ONE, TWO, FOUR, *CURVE)
+        ]
+        return [*found, (f"{ONE.name}, e4m3", lambda: swept(shapes[ONE], device, **eight))]
+    rows: list[Row] = [("host", host_of_none)]
 
     def add(shape: Shape, name: str, **changes: Any) -> None:
         rows.append(
             (f"{shape.name}, {name}", lambda: compared(shapes[shape], name, device, **changes))
         )
 
-    for shape in (ONE, TWO, NONE, *CURVE):
+    for shape in (ONE, TWO, NONE, *CURVE, FOUR):
         add(shape, names[0])
     add(ONE, names[0], kv_cache_dtype="fp8_e4m3")
     if device.type == "cuda":
         rows += [(f"{s.name}, cascade", lambda s=s: cascade(shapes[s], device)) for s in (ONE, TWO)]
-    for shape in (ONE, TWO, NONE):
+    for shape in (ONE, TWO):
         for name in names[1:]:
             add(shape, name)
     return rows
@@ -227,18 +322,18 @@ def line(row: dict[str, Any]) -> str:
     """Return a row of the table that is printed last."""
     if "cannot" in row or "look_us" in row:
         return f"{row['shape']:42} {row.get('cannot', '') or format(row['look_us'], '.1f') + ' us'}"
-    plain = row.get("plain_us")
-    over = f"{plain / row['shared_us']:7.2f}x" if plain else " " * 8
-    cache = row.get("kv_cache_dtype", "")
-    text = f"{row['shape']:28}{row['backend']:30}{cache:9}{row['shared_us']:9.1f} us{over}"
+    text = f"{row['shape']:36}{row['backend']:14}{row.get('kv_cache_dtype', ''):9}"
+    plain = row.get("plain us")
     if plain is None:
-        return text
-    graphs = [row[key] for key in ("shared_graph_us", "plain_graph_us") if row[key]]
-    text += f"  in a graph {graphs[0]:.1f}, plain {graphs[1]:.1f};" if len(graphs) == 2 else ""
-    return (
-        f"{text}  plain {plain:9.1f}, levels {row['levels']}, saved {row['saved_mb']:.0f} MB, plan "
-        f"{row['shared_plan_us']:.0f} us (plain {row['plain_plan_us']:.0f}), error {row['error']:.1e}"
-    )
+        return f"{text}{row['shared_us']:9.1f} us"
+    for way in ("plain", "chosen", *WAYS):
+        if f"{way} us" in row:
+            graph = row[f"{way} in a graph us"] or 0.0
+            text += (
+                f" | {way} {row[f'{way} us']:.1f} us ({plain / row[f'{way} us']:.2f}x, in a graph "
+                f"{graph:.1f}, plan {row[f'{way} plan us']:.0f}, error {row[f'{way} error']:.1e})"
+            )
+    return f"{text} | saved {row['saved_mb']:.0f} MB, chosen: {row['chosen']}"
 
 
 def main() -> None:
@@ -246,11 +341,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=420, help="No new row starts after these.")
     args = parser.parse_args()
     device, started = torch.device(args.device), time.perf_counter()
     rows: list[dict[str, Any]] = []
-    for title, measure in sections(device, 64 if args.small else 1):
+    for title, measure in sections(device, 64 if args.small else 1, args.sweep):
         if time.perf_counter() - started > args.seconds:
             rows.append({"shape": title, "cannot": "no time was left"})
             continue

@@ -122,6 +122,19 @@ def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path
         assert held[way] >= on_one(MANY[layer], config, way)
 
 
+@pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
+def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: Path) -> None:
+    """Of each tile that was measured; nothing of a thread lies in memory."""
+    from polyattn_triton.aot import compile_prefix
+    from polyattn_triton.configs import prefix_configs
+
+    configs = prefix_configs("sm_90", 128, 2)
+    assert len(configs) > 2
+    for config in configs:
+        kernel = compile_prefix(BASE, "sm_90", config, "bf16", cached)
+        assert programs_on_one(kernel, tmp_path) >= config.on_one, config
+
+
 @pytest.mark.parametrize("arch", FP8_TARGETS)
 def test_compiles_fp8_caches(arch: str) -> None:
     """In a process of its own: Triton keeps the fp8 conversions of the first AMD target for all."""

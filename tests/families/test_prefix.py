@@ -1,4 +1,4 @@
-"""Decodes that share blocks, as calls over prefixes and rests, against the whole in float64."""
+"""Decodes that share blocks, by each way to read those once, against the whole in float64."""
 
 from __future__ import annotations
 
@@ -6,17 +6,38 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, Role, select
+from polyattn import (
+    Attention,
+    BackendInfo,
+    Batch,
+    GraphCapture,
+    LayerGroup,
+    LayerSpec,
+    Role,
+    SharedRun,
+    discover,
+    register,
+    select,
+    unregister,
+)
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.harness.base import put
-from polyattn.families.attention import prefix, reference
-from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan, why_not
+from polyattn.errors import BatchError
+from polyattn.families.attention import reference, sharing
+from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan
+from polyattn.families.attention.sharing import Sharing, why_not
+from polyattn.kernel import Levels, Plan
+from polyattn.registry.hooks import hookimpl
+from polyattn.runtime.cuda_graph import StepBuffers
 from polyattn.spec.rope import RopeSpec
+from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16)
 LENS = [100, 70, 68, 90, 33]
@@ -35,7 +56,7 @@ def step(group: LayerGroup) -> tuple[Any, Batch]:
     cache.key.zero_(), cache.value.zero_()
     slots = Batch.from_lens(LENS, LENS, table, 16).slot_mapping
     assert slots is not None
-    shape = (len(slots), 2, 16)
+    shape = (len(slots), 2, group.spec.head_size)
     key, value = (torch.randn(shape, generator=generator) for _ in range(2))
     put(cache, key, value, slots, (0.05, 0.05))
     return cache, Batch(list(range(len(LENS) + 1)), LENS, table)
@@ -52,29 +73,33 @@ INCLUDED = [
 def test_shared_prefixes_are_attended_to_once(
     backend: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polyattn.families.attention.prefix.CALL_US", {"cpu": 0.0})
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
     compare(backend, changes)
 
 
-def compare(backend: str, changes: dict[str, Any]) -> None:
-    """Two levels of shared blocks and a row of its own, taken apart, against the whole."""
+def compare(backend: str, changes: dict[str, Any], way: str = "calls") -> None:
+    """Two levels of shared blocks and a row of its own, read once, against the whole."""
     spec = SPEC.replace(needs_lse=True, **changes)
     group = LayerGroup(select(spec, "cpu", backend=backend))
     scale = 0.05 if "kv_cache_dtype" in changes else 1.0
     sinks = torch.randn(4) if spec.learned_sinks else None
     layer = Attention(group, sinks=sinks, k_scale=scale, v_scale=scale)
     cache, batch = step(group)
+    if way == "calls":
+        group.planner.sharing = Sharing(group, None, PrefixDecode.of(group))  # type: ignore[attr-defined]
     plan = group.plan(batch)
     (call,) = plan.calls
-    assert isinstance(call.plan, PrefixPlan) and len(call.plan.levels) == 2
-    query = torch.randn(len(LENS), 4, 16)
+    assert call.saved_bytes == (3 * 2 + 2) * 16 * group.cache_format.bytes_per_token
+    assert isinstance(call.plan, PrefixPlan) == (way == "calls")
+    assert call.plan.batch.shared_prefix is not None or way == "calls"
+    query = torch.randn(len(LENS), 4, spec.head_size)
     out, lse = layer(query, None, None, cache, plan)
     expected, expected_lse = reference.forward(spec, query, None, None, cache, batch, layer.params)
     assert output_error(out, expected) <= tolerance_of(spec).output
     assert lse_error(lse, expected_lse) <= tolerance_of(spec).lse
 
 
-def test_the_interpreted_kernel_serves_both_parts() -> None:
+def test_the_interpreted_kernels_serve_both_ways() -> None:
     pytest.importorskip("triton")
     environ = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, __file__], env=environ, check=True, capture_output=True)
@@ -93,7 +118,7 @@ def test_what_is_refused_by_name_is_served_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows over shared blocks that aren't taken apart are right all the same."""
-    monkeypatch.setattr("polyattn.families.attention.prefix.CALL_US", {"cpu": 0.0})
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
     spec = SPEC.replace(**REFUSED[name])
     reason = why_not(spec)
     assert reason is not None and (name in reason or spec.rope is not None)
@@ -122,12 +147,12 @@ def test_looking_costs_next_to_nothing_where_nothing_is_shared() -> None:
     """256 sequences of 2,048 blocks, within a plan. The bar is 20 us; the best of many is taken."""
     group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
     table = torch.randperm(256 * 2048).int().view(256, 2048)
-    batch, runner = Batch(list(range(257)), [2048 * 16] * 256, table), PrefixDecode.of(group)
-    assert runner is not None
+    batch, sharing = Batch(list(range(257)), [2048 * 16] * 256, table), Sharing.of(group)
+    assert sharing is not None
     best = float("inf")
     for _ in range(300):
         started = time.perf_counter()
-        assert runner.plan(batch) is None
+        assert sharing.call(batch, None) is None
         best = min(best, time.perf_counter() - started)
     assert best < 20e-6, f"{best * 1e6:.1f} us"
 
@@ -139,11 +164,135 @@ def test_prefixes_and_rests_are_one_object() -> None:
     assert runner is not None and runner.shared is runner.own
 
 
+GIVEN: Levels = (
+    (SharedRun((0, 1, 2, 3), 0, 2),),
+    (SharedRun((0, 3), 2, 2),),
+)
+
+
+def given(batch: Batch, levels: Levels | None) -> Batch:
+    """The same step as an engine gives it that has no table on the host."""
+    told = Batch(batch.starts, batch.lens, batch.block_table, shared_prefix=levels)
+    told.__dict__["host_block_table"] = None
+    return told
+
+
+def test_what_an_engine_knows_is_taken_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Batch(shared_prefix=)` says the same as the table on the host; without either nobody looks."""
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    layer, (cache, batch) = Attention(group), step(group)
+    query = torch.randn(len(LENS), 4, 16)
+    found = {name: given(batch, levels) for name, levels in (("told", GIVEN), ("not", None))}
+    calls = {name: group.plan(one).calls[0] for name, one in found.items()}
+    assert calls["told"].saved_bytes == group.plan(batch).calls[0].saved_bytes > 0
+    assert calls["not"].saved_bytes == 0 and not isinstance(calls["not"].plan, PrefixPlan)
+    outs = [layer(query, None, None, cache, one) for one in (batch, found["told"])]
+    assert torch.equal(*outs)
+
+
+def test_a_step_of_both_phases_shares_among_its_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of one token, wherever they stand, share what is left of the runs that were given."""
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    layer, (cache, batch) = Attention(group), step(group)
+    starts = [0, 1, 6, 7, 8, 9]  # row 1 brings five tokens
+    both = Batch(starts, LENS, batch.block_table, shared_prefix=GIVEN)
+    plan = group.plan(both)
+    decode = next(call for call in plan.calls if call.phase == "decode")
+    assert decode.saved_bytes == (2 * 2 + 2) * 16 * group.cache_format.bytes_per_token
+    query = torch.randn(9, 4, 16)
+    out = layer(query, None, None, cache, plan)
+    expected, _ = reference.forward(SPEC, query, None, None, cache, both, layer.params)
+    assert output_error(out, expected) <= tolerance_of(SPEC).output
+
+
+def test_a_run_may_not_hold_a_rows_last_token() -> None:
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    _, batch = step(group)
+    with pytest.raises(BatchError, match=r"64 tokens of row 1, whose length is 64; .* own"):
+        group.plan(
+            Batch(
+                batch.starts, [100, 64, 68, 90, 33], batch.block_table,
+                shared_prefix=((SharedRun((0, 1), 0, 4),),),
+            )
+        )  # fmt: skip
+
+
+class Once(TorchSDPA):
+    """Claims to read shared blocks in its own launch, and writes down what it was told."""
+
+    name = "ONCE"
+    told: ClassVar[list[Levels | None]] = []
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        self.told.append(batch.shared_prefix)
+        return super().plan(batch, reuse)
+
+
+@pytest.fixture
+def once() -> Iterator[type[Once]]:
+    """ONCE beside the others, for one test."""
+    info = discover().backends["TORCH_SDPA"]
+    caps = replace(
+        info.capabilities, shared_prefix=True, graph_capture=GraphCapture.SINGLE_TOKEN_DECODE
+    )
+    mine = replace(info, name="ONCE", path="test_prefix:Once", capabilities=caps)
+
+    class Plugin:
+        @hookimpl
+        def polyattn_api_versions(self) -> tuple[int, int]:
+            return (1, 1)
+
+        @hookimpl
+        def polyattn_backends(self) -> list[BackendInfo]:
+            return [mine]
+
+    Once.told = []
+    register(Plugin(), "once")
+    yield Once
+    unregister("once")
+
+
+def test_a_backend_is_told_only_where_it_shall_read_once(
+    once: type[Once], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own launch before calls and merges; nothing where too little is saved, or it is refused."""
+    for changes, launch_us, told in (
+        ({}, 0.0, GIVEN), ({}, 1e9, None), ({"sliding_window": 40}, 0.0, None),
+        ({"alibi": True}, 0.0, None),
+    ):  # fmt: skip
+        monkeypatch.setattr("polyattn.families.attention.sharing.LAUNCH_US", {"cpu": launch_us})
+        group = LayerGroup(select(SPEC.replace(**changes), "cpu", backend="ONCE"))
+        _, batch = step(group)
+        for one in (batch, given(batch, GIVEN)):
+            group.plan(one)
+            assert once.told.pop() == told, (changes, launch_us)
+
+
+def test_captured_steps_share_where_they_were_captured_to(once: type[Once]) -> None:
+    """A plan that was captured without stays without; one with gets each step's forest, deep or none."""
+    spec = SPEC.replace(graph_capture="single_token_decode")
+    group = LayerGroup(select(spec, "cpu", backend="ONCE"))
+    _, batch = step(group)
+    for shares, told in ((False, None), (True, GIVEN)):
+        buffers = StepBuffers(8, 1, 112, 16, "cpu", sharing=shares)
+        captured = group.plan(buffers.batch([112] * 8))
+        assert once.told.pop() == (() if shares else None)
+        for one in (batch, given(batch, GIVEN)):
+            plan = group.plan(buffers.fill(one), reuse=captured)
+            assert once.told.pop() == told and plan.calls[0].backend is captured.calls[0].backend
+        group.plan(buffers.fill(given(batch, None)), reuse=captured)
+        assert once.told.pop() == (() if shares else None)
+
+
 if __name__ == "__main__":
-    prefix.CALL_US = {"cpu": 0.0}
+    sharing.CALL_US = sharing.LAUNCH_US = {"cpu": 0.0}
+    SPEC = SPEC.replace(head_size=32)
     for features in (
         {},
         {"learned_sinks": True, "logit_soft_cap": 3.0},
         {"kv_cache_dtype": "int8"},
     ):
-        compare("TRITON_ATTN", features)
+        for chosen in ("calls", "own launch"):
+            compare("TRITON_ATTN", features, chosen)

@@ -62,7 +62,7 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("no table", {"block_table": None}, "has no block_table"),
     ("outside", {"block_table": TABLE + 4}, "block_table[1, 1]=8 points outside"),
     ("below", {"block_table": TABLE - 1}, "block_table[0, 0]=-1 points outside"),
-    ("slots dtype", {"slot_mapping": torch.zeros(6, dtype=torch.int32)}, "slot_mapping is"),
+    ("slots dtype", {"slot_mapping": torch.zeros(6, dtype=torch.int16)}, "slot_mapping is"),
     ("slots count", {"slot_mapping": torch.arange(5)}, "slot_mapping is torch.int64 of shape (5,)"),
     ("slot range", {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, 128])}, "slot_mapping[5]=128"),
     ("slot -2", {"slot_mapping": torch.tensor([0, 1, 2, 3, 4, -2])}, "slot_mapping[5]=-2"),
@@ -201,3 +201,14 @@ def test_a_failed_plan_is_not_kept() -> None:
     with pytest.raises(BatchError):
         step.layer(torch.randn(1, 4, 32), None, None, step.cache, bad)
     assert step.run().isfinite().all()
+
+
+def test_slots_of_32_bits_are_widened() -> None:
+    slots = torch.tensor([3, -1, 5], dtype=torch.int32)
+    batch = Batch([0, 3], [3], torch.zeros(1, 1, dtype=torch.int32), slots)
+    assert batch.slot_mapping is not None and batch.slot_mapping.dtype == torch.int64
+    assert batch.slot_mapping.tolist() == [3, -1, 5]
+    starts, lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(BatchError, match="slot_mapping is torch.int32"):
+        Batch.on_buffers([0, 3], [3], starts, lens, table, slots)

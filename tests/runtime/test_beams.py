@@ -80,14 +80,14 @@ def test_the_interpreted_kernel_takes_beams() -> None:
 
 def test_a_context_is_read_once_for_all_beams(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one sequence have its context in common: found from the table of single tokens."""
-    monkeypatch.setattr("polyattn.families.attention.prefix.CALL_US", {"cpu": 0.0})
+    monkeypatch.setattr("polyattn.families.attention.sharing.CALL_US", {"cpu": 0.0})
     group = LayerGroup(select(SPEC.replace(block_size=1), "cpu", backend="TORCH_SDPA"))
     table = torch.arange(8, dtype=torch.int32).view(1, 1, 8).repeat(1, 4, 1)
     table[0, :, 5:] += torch.arange(4, dtype=torch.int32)[:, None] * 3
     batch = beam_batch([60], table, torch.zeros(1, 4, 64, dtype=torch.int32), SIZE)
     (call,) = group.plan(batch).calls
     assert call.phase == "decode" and isinstance(call.plan, PrefixPlan)
-    assert call.plan.saved_bytes == 3 * 59 * 2 * 2 * 16 * 4
+    assert call.saved_bytes == 3 * 59 * 2 * 2 * 16 * 4
 
 
 def test_bad_input() -> None:

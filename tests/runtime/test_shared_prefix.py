@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from polyattn.errors import BatchError
-from polyattn.runtime.shared_prefix import Levels, SharedRun, shared_prefixes
+from polyattn.runtime.shared_prefix import (
+    Levels,
+    SharedRun,
+    check_forest,
+    check_shared_blocks,
+    restricted,
+    shared_prefixes,
+)
 
 Table = NDArray[np.int32]
 
@@ -112,6 +119,50 @@ def test_bad_input() -> None:
         shared_prefixes(table, [4], 16)
     with pytest.raises(BatchError, match="block_size=0"):
         shared_prefixes(table, [4, 4], 0)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(case=tables(), chosen=st.sets(st.integers(0, 8)))
+def test_what_is_found_may_be_given_whole_or_in_part(
+    case: tuple[Table, list[int], int], chosen: set[int]
+) -> None:
+    """A forest that was found passes every check; of some rows it is what those rows' table shows."""
+    table, lens, size = case
+    levels = shared_prefixes(table, lens, size)
+    check_forest(levels, lens)
+    check_shared_blocks(levels, table)
+    rows = sorted(row for row in chosen if row < len(lens))
+    fewer = spread(restricted(levels, rows))
+    whole = spread(shared_prefixes(table[rows], [lens[row] for row in rows], size))
+    assert fewer == whole
+
+
+def test_what_is_given_wrong_is_refused_by_name() -> None:
+    run = SharedRun((0, 1, 2), 0, 2)
+    for levels, words in (
+        ([[run]], "must be a tuple of levels"),
+        (((run, "x"),), r"shared_prefix\[0\]\[1\]='x' must be a SharedRun"),
+        (((SharedRun((0, 1.5), 0, 2),),), "tuple of integers"),  # type: ignore[arg-type]
+        (((SharedRun((1,), 0, 2),),), r"rows=\[1\] must be two or more of the rows 0 to 3"),
+        (((SharedRun((2, 1), 0, 2),),), "ascending"),
+        (((SharedRun((2, 4), 0, 2),),), "0 to 3"),
+        (((SharedRun((1, 2), 0, 0),),), "count=0"),
+        (((SharedRun((1, 2), 1, 1),),), "begins with block 1"),
+        (((run,), (SharedRun((0, 1), 3, 1),)), "begins with block 3"),
+        (((run, SharedRun((2, 3), 0, 2)),), "begins with block 0"),
+        (
+            ((SharedRun((0, 1), 0, 1), SharedRun((2, 3), 0, 1)), (SharedRun((1, 2), 1, 1),)),
+            "one run",
+        ),
+    ):
+        with pytest.raises(BatchError, match=words):
+            check_forest(levels, [64] * 4)  # type: ignore[arg-type]
+    table = np.arange(12, dtype=np.int32).reshape(4, 3)
+    table[1:, 0] = 0
+    with pytest.raises(
+        BatchError, match="rows 0 and 1 share block 1, where block_table has 1 and 4"
+    ):
+        check_shared_blocks(((run,),), table)
 
 
 def test_costs_next_to_nothing_where_nothing_is_shared() -> None:

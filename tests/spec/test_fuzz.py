@@ -131,7 +131,7 @@ BATCH: dict[str, Any] = {
     "query_start_loc": [0, 1, 6], "seq_lens": [20, 33],
     "block_table": torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32),
     "slot_mapping": torch.tensor([19, 76, 77, 78, 79, 80]), "state_slots": torch.tensor([1, 0]),
-    "key_starts": [0, 20], "host_block_table": None, "device": "cpu",
+    "key_starts": [0, 20], "host_block_table": None, "shared_prefix": None, "device": "cpu",
 }  # fmt: skip
 LENS: dict[str, Any] = {
     "query_lens": [1, 5], "seq_lens": [20, 33], "block_table": BATCH["block_table"],

@@ -173,7 +173,7 @@ def test_features_are_complete() -> None:
     spec = LayerSpec(
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
-        deterministic=True, batch_invariant=True,
+        length_bounds=True, deterministic=True, batch_invariant=True,
         rope=RopeSpec(rotary_size=64, positions="cache"), variant="capped", mask="custom",
     )  # fmt: skip
     from polyattn.spec.features import FEATURES

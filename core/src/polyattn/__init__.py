@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.merge import AttentionState, merge_states
     from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
+    from polyattn.runtime.shared_prefix import SharedRun, shared_prefixes
     from polyattn.runtime.state_cache import StateCache
     from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
     from polyattn.selection.cache_format import CacheFormat
@@ -84,6 +85,7 @@ _HOME = {
     "SelectedLayers": "selection.selection",
     "Selection": "selection.selection",
     "Settings": "settings",
+    "SharedRun": "runtime.shared_prefix",
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
     "StepPlan": "runtime.plan",
@@ -99,6 +101,7 @@ _HOME = {
     "resolve_device": "registry.devices",
     "select": "api",
     "select_layers": "api",
+    "shared_prefixes": "runtime.shared_prefix",
     "unregister": "registry.discovery",
     "unregister_variant": "registry.variants",
     "variants": "registry.variants",
@@ -134,6 +137,7 @@ __all__ = [
     "SelectedLayers",
     "Selection",
     "Settings",
+    "SharedRun",
     "StateCache",
     "StepGraphs",
     "StepPlan",
@@ -150,6 +154,7 @@ __all__ = [
     "resolve_device",
     "select",
     "select_layers",
+    "shared_prefixes",
     "unregister",
     "unregister_variant",
     "variants",

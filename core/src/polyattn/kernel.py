@@ -5,8 +5,10 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
+    Addressed,
     AttentionBackend,
     LayerParams,
+    Lie,
     MergeBackend,
     RecurrentBackend,
     SparseBackend,
@@ -30,6 +32,7 @@ from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
+from polyattn.runtime.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace
 from polyattn.runtime.uniform_rows import UniformRows
@@ -43,6 +46,7 @@ __all__ = [
     "ALLOCATORS",
     "INPUT_DTYPES",
     "STORAGE_DTYPES",
+    "Addressed",
     "AttentionBackend",
     "AttentionKind",
     "AttentionState",
@@ -59,6 +63,8 @@ __all__ = [
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
+    "Levels",
+    "Lie",
     "MergeBackend",
     "NewTokens",
     "Plan",
@@ -67,6 +73,7 @@ __all__ = [
     "RecurrentSpec",
     "Role",
     "Rotation",
+    "SharedRun",
     "SparseBackend",
     "StoreBackend",
     "StorePlan",

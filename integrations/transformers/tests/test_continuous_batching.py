@@ -8,6 +8,7 @@ from pathlib import Path
 import polyattn_transformers
 import pytest
 import torch
+from polyattn import PolyattnError
 from tiny_models import decoder
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
@@ -47,6 +48,15 @@ def test_tokens_equal_generate(name: str) -> None:
     report = polyattn_transformers.report()
     assert report.served and not report.fallbacks, str(report)
     assert any("block 16" in spec for spec in report.served), str(report)
+
+
+def test_cuda_graphs_are_refused() -> None:
+    for asked in (True, (False, True)):
+        config = ContinuousBatchingConfig(page_size=16, num_blocks=64, use_cuda_graph=asked)
+        with pytest.raises(PolyattnError, match="use_cuda_graph"):
+            polyattn_transformers.continuous_batching_manager(
+                decoder("llama"), continuous_batching_config=config
+            )
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:

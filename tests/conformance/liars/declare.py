@@ -7,8 +7,19 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from liars import functions, latents, masks, plain, recurrences, rotations, services, shapes, steps
-from liars.plain import HonestGraph, Plain
+from liars import (
+    functions,
+    latents,
+    masks,
+    plain,
+    prefixes,
+    recurrences,
+    rotations,
+    services,
+    shapes,
+    steps,
+)  # fmt: skip
+from liars.plain import HonestBounds, HonestGraph, Plain
 from polyattn.plugin import (
     BackendInfo,
     Capabilities,
@@ -56,13 +67,18 @@ GRAPHS = replace(
     ATTENTION, roles=frozenset({Role.DECODER}), cached=frozenset({True}),
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )  # fmt: skip
+BOUNDS = replace(
+    GRAPHS, graph_capture=GraphCapture.NONE, features=ATTENTION.features | {"length_bounds"}
+)
 FUNCTIONS = replace(
     TORCH_SDPA.capabilities, roles=frozenset({Role.DECODER}), dtypes=frozenset({"float32"}),
     kv_cache_dtypes=frozenset({"auto"}), platforms={"cpu": ()},
 )  # fmt: skip
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
+    (HonestBounds, BOUNDS),
     (HonestGraph, GRAPHS),
+    (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
     (Plain, ATTENTION),
     (functions.Functions, FUNCTIONS),
     (TorchMLA, TORCH_MLA.capabilities),
@@ -73,11 +89,12 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
+    prefixes,
 )  # fmt: skip
 BASES = {
-    plain.Plain, masks.Numeric, masks.OtherMask, recurrences.Scan, recurrences.Without,
-    recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
-    functions.Functions,
+    plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
+    recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
+    functions.Functions, prefixes.Forest,
 }  # fmt: skip
 
 

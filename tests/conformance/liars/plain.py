@@ -183,6 +183,16 @@ class HonestGraph(Plain):
         super().run(Plan(held), *args)  # type: ignore[arg-type]
 
 
+class HonestBounds(HonestGraph):
+    """Reads the batch's own tensors, whatever they hold by then."""
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        plan = GraphPlan(batch)
+        assert batch.block_table is not None
+        plan.lens, plan.table = batch.seq_lens, batch.block_table
+        return plan
+
+
 def window(spec: LayerSpec) -> int:
     """A window, or more tokens than any sequence has."""
     return spec.sliding_window or 1 << 30

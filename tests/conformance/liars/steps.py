@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from liars.plain import GraphPlan, HonestGraph, Plain
+from liars.plain import GraphPlan, HonestBounds, HonestGraph, Plain
 from polyattn.kernel import Batch, KVCache, LayerParams, Plan
 from torch import Tensor
 
@@ -317,6 +317,19 @@ class HostLengths(HonestGraph):
         assert isinstance(plan, GraphPlan)
         held = Batch(plan.batch.starts, plan.batch.lens, plan.table)
         Plain.run(self, Plan(held), *args)
+
+
+class BoundsAreLengths(HonestBounds):
+    """A step planned by bounds attends to as many keys: right where a plan has the lengths."""
+
+    by = ("bounds",)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        assert isinstance(plan, GraphPlan)
+        lens = plan.lens
+        if self.spec.length_bounds:
+            lens = torch.tensor(plan.batch.lens, dtype=torch.int32)
+        Plain.run(self, Plan(Batch(plan.batch.starts, lens, plan.table)), *args)
 
 
 class RefillsTheFirstRows(HonestGraph):

@@ -115,11 +115,13 @@ def host(tensor: Tensor) -> Tensor:
 
 def moved(batch: Batch) -> Batch:
     """Return a batch whose tables are in JAX."""
-    tables = (batch.block_table, batch.slot_mapping, batch.state_slots)
-    table, slots, states = (t if t is None else environment.j2t_iso(array_of(t)) for t in tables)
+    tables = (batch.block_table, batch.slot_mapping, batch.state_slots, batch.state_targets)
+    table, slots, states, targets = (
+        t if t is None else environment.j2t_iso(array_of(t)) for t in tables
+    )
     found = Batch(
-        batch.starts, batch.lens, table, slots, state_slots=states, key_starts=batch.key_starts,
-        device="jax",
+        batch.starts, batch.lens, table, slots, state_slots=states, state_targets=targets,
+        key_starts=batch.key_starts, device="jax",
     )  # fmt: skip
     return found if batch.causal else found.over_context()
 

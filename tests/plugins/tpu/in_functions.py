@@ -19,8 +19,10 @@ from polyattn.conformance.harness import attention, base, mla, recurrent
 from polyattn.families.attention.layer import Attention
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent.layer import Recurrent
+from polyattn.families.recurrent.targets import token_by_token, whole_sequences
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.batch import Batch
+from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.spec.decompose import absorbed
@@ -200,12 +202,27 @@ recur = jax.jit(pt.recur, static_argnames="spec", donate_argnames="states")
 
 
 class FunctionsRecurrent(Recurrent):
-    """`recur`."""
+    """`recur`; where states end elsewhere, on copies that its caller makes, as a layer does."""
 
     def run(self, step, inputs, states, out) -> None:  # type: ignore[no-untyped-def]
         if not len(out):
             return
-        plan = self.group.pytree(step)
+        batch = step.batch
+        if batch.state_targets is None:
+            out.copy_(self._recur(self.group.pytree(step), inputs, states, out))
+            return
+        if batch.state_targets.dim() == 1:
+            copy, inner = whole_sequences(batch)
+            moves = [(copy, Part(inner, slice(None)))]
+        else:
+            moves = list(token_by_token(batch))
+        for copy, part in moves:
+            copy.run(states.data)
+            plan = pt.plan(part.batch, self.spec, block_size=None, buckets=buckets())
+            given = [tensor[part.rows] for tensor in inputs]
+            out[part.rows] = self._recur(plan, given, states, out[part.rows])
+
+    def _recur(self, plan, inputs, states, like) -> Tensor:  # type: ignore[no-untyped-def]
         rows = {
             name: pt.pad(plan, array_of(tensor))
             for name, tensor in zip(self.form.inputs, inputs, strict=True)
@@ -213,7 +230,7 @@ class FunctionsRecurrent(Recurrent):
         weights = {name: array_of(tensor) for name, tensor in self.params.items()}
         found, after = recur(plan, self.spec, rows, weights, array_of(states.data))
         states.data.copy_(to_torch(after, states.data))
-        out.copy_(to_torch(found, out)[: len(out)])
+        return to_torch(found, like)[: len(like)]
 
 
 def pytest_configure() -> None:

@@ -23,6 +23,7 @@ from polyattn_triton.configs import HOPPER
 from polyattn_triton.descriptors import described
 from polyattn_triton.hopper import HopperPrefill, box_rows, hopper_config
 from polyattn_triton.schedule import Rates, Tiles, key_tiles, max_parts, rows_of, stretches
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 ODD: dict[str, dict[str, Any]] = {
@@ -94,7 +95,8 @@ def test_a_descriptor_finds_every_element(name: str) -> None:
     kept = layouts()[name].view(torch.bfloat16)
     found = described(kept, 16)
     assert found is not None
-    descriptor, block, row, column = found
+    descriptor, (block, row, column) = found
+    TensorDescriptor.__post_init__(descriptor)  # its own checks, left out where it is made
     rows, columns = descriptor.shape
     matrix = kept.as_strided((rows, columns), descriptor.strides).view(torch.int16)
     whole = kept.view(torch.int16)
@@ -377,8 +379,12 @@ def test_compiles_for_hopper(
     """Its program fits on a multiprocessor, and no register of the loops over keys lies in memory."""
     from triton import knobs
 
-    kernel = compile_hopper(PLAIN.replace(**changes), block_size, split)
+    spec = PLAIN.replace(**changes)
+    kernel, config = compile_hopper(spec, block_size, split), HOPPER[spec.head_size]
     assert kernel.metadata.shared <= 227 << 10
+    # Blocks looked up ahead and those of the tile before: Triton 3.6 can lose one of them.
+    carried = [line for line in kernel.asm["ttgir"].splitlines() if "iter_args" in line]
+    assert max(line.count("tensor<32xi32") for line in carried) == 2
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(kernel.asm["cubin"])
     told = [
@@ -389,7 +395,7 @@ def test_compiles_for_hopper(
         )
     ]
     found = CUOBJDUMP.search(told[0])
-    assert found is not None and int(found[1]) * 32 * 12 <= 65536
+    assert found is not None and int(found[1]) * 32 * config.num_warps <= 65536
     lines = told[1].splitlines()
     labels = {line.strip()[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
     loops = 0
@@ -406,5 +412,5 @@ def test_compiles_for_hopper(
             waits = [i for i, text in enumerate(body) if "WARPGROUP.DEPBAR" in text]
             assert len(waits) == 2
             assert all(waits[0] < i < waits[1] for i, t in enumerate(body) if "MUFU.EX2" in t)
-    # Of two groups, with a mask and without, and with one where a window begins.
-    assert loops == (6 if "sliding_window" in changes else 4)
+    # Of each group, with a mask and without, and with one where a window begins.
+    assert loops == config.block_m // 64 * (3 if spec.sliding_window else 2)

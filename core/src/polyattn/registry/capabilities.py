@@ -125,6 +125,8 @@ class Capabilities:
       `"merge"` are roles of their own, whose backends claim nothing else.
     - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
     - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
+    - `shared_prefix`: whether its decode reads blocks that `Batch.shared_prefix` names once for all
+      their rows, in its own launch.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
       and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
@@ -158,6 +160,7 @@ class Capabilities:
     phases: frozenset[str] = frozenset({"prefill", "decode"})
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
+    shared_prefix: bool = False
     rotates: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
@@ -187,6 +190,11 @@ class Capabilities:
             raise ValueError(
                 f"Capabilities.decode_query_lens={self.decode_query_lens} must be 1 or more, and more "
                 "than 1 needs phase 'decode'"
+            )
+        if self.shared_prefix and not ("decode" in self.phases and True in self.cached):
+            raise ValueError(
+                "Capabilities.shared_prefix: only what claims phase 'decode' over a cache reads blocks "
+                "that rows share"
             )
         if self.phases & {"store", "merge"} and len(self.phases) > 1:
             raise ValueError("Capabilities.phases: 'store' and 'merge' stand alone")
@@ -283,7 +291,8 @@ def _check_computation(
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
-    _check_features(caps, asked, need)
+    # Bounds are of rows of one token: prefills go by what the host knows.
+    _check_features(caps, asked - ({"length_bounds"} if phase != "decode" else set()), need)
     if asked & {"fp8_inputs", "fp8_output"}:
         need(
             device.fp8 != "fnuz",
@@ -331,6 +340,7 @@ def _check_features(caps: Capabilities, asked: frozenset[str], need: _Need) -> N
 
 _FEATURE_REMEDIES = {
     "lse": "ask without needs_lse",
+    "length_bounds": "give each step its lengths on the host, and plan it",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
     "tensor_scales": "give the scales as numbers: scales='number'",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from polyattn.device import Device
 from polyattn.runtime.plan import Plan, StorePlan
@@ -13,6 +13,9 @@ from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import over_context
 from polyattn.spec.layer import LayerSpec
+
+Addressed = Callable[..., None]
+"""Takes (query, key, value, params, out, lse): `AttentionBackend.addressed`."""
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,6 +48,18 @@ class LayerParams:
     q_scale: Any = 1.0
     out_scale: Any = 1.0
     inputs: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Lie(NamedTuple):
+    """How tensors of (tokens, heads, size) lie in memory: strides from token to token, head to head.
+
+    `keys`: how many tokens keys and values have.
+    """
+
+    query: tuple[int, int]
+    key: tuple[int, int]
+    value: tuple[int, int]
+    keys: int
 
 
 class Backend:
@@ -112,6 +127,16 @@ class AttentionBackend(Backend, ABC):
         is not cached has no `cache`, and they are all its keys, where `batch.key_starts` says. `lse`
         (num_tokens, num_heads) float32, natural logarithm, is written where given.
         """
+
+    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
+        """Return `run` for tensors as they are, of a layer without a cache; None: they must be viewed.
+
+        A kernel that goes by addresses and strides alone spares its caller the views (tokens, heads,
+        size), which cost the host as much as a tiny kernel. What is returned takes (query, key, value,
+        params, out, lse), tensors of any shape whose elements lie as `lie` says; `out` and `lse` are
+        contiguous.
+        """
+        return None
 
 
 class SparseBackend(Backend, ABC):

@@ -21,6 +21,14 @@ from polyattn.runtime.batch_checks import (
     integers,
     on_host,
 )
+from polyattn.runtime.shared_prefix import (
+    Levels,
+    check_forest,
+    check_own_tokens,
+    may_share,
+    restricted,
+    shared_prefixes,
+)
 from polyattn.runtime.step_mask import StepMask, step_inputs
 
 Ints = Sequence[int] | Tensor
@@ -35,8 +43,8 @@ class Batch:
       not cached: the number of its keys.
     - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
       length are never read. None where there is no cache.
-    - `slot_mapping` int64 (num_tokens,): where each new token is stored,
-      `block * block_size + offset`; -1 skips. None stores nothing.
+    - `slot_mapping` int64 or int32 (num_tokens,): where each new token is stored,
+      `block * block_size + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
     - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
       -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
     - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
@@ -50,6 +58,9 @@ class Batch:
       tokens stand at its end. A padding row's is 0, or whatever is given.
     - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
       blocks that sequences share are read without waiting for the device. On the CPU it follows.
+    - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
+      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
+      rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
     - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
     - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
 
@@ -78,6 +89,7 @@ class Batch:
         positions: Tensor | None = None,
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
+        shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ):
         self.starts = integers("query_start_loc", query_start_loc)
@@ -90,6 +102,8 @@ class Batch:
             given = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
         self.device = _device(device)
+        if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
+            slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
         self.block_table, self.slot_mapping = block_table, slot_mapping
         self.state_slots, self.positions = state_slots, positions
         self.state_targets = state_targets
@@ -107,6 +121,9 @@ class Batch:
                     f"be an ndarray of block_table's, {shape}"
                 )
             self.__dict__["host_block_table"] = host_block_table
+        if shared_prefix is not None:
+            check_forest(shared_prefix, self.lens)
+        self.shared_prefix = shared_prefix
         if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
             self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
         if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
@@ -127,6 +144,7 @@ class Batch:
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
+        shared_prefix: Levels | None = None,
         device: torch.device | str | None = None,
     ) -> Batch:
         """Build a batch whose new tokens are stored at the end of their sequences.
@@ -141,7 +159,7 @@ class Batch:
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
             state_targets=state_targets, key_starts=key_starts, positions=positions, mask=mask,
-            inputs=inputs,
+            inputs=inputs, shared_prefix=shared_prefix,
             host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
@@ -167,10 +185,14 @@ class Batch:
         """A batch over device buffers that a captured graph reads; copies nothing.
 
         `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
-        that they will ever hold.
+        that they will ever hold. Raises `BatchError` where `slot_mapping` would be copied (int32).
         """
         device = query_start_loc.device
         batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
+        if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
+            raise BatchError(
+                f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
+            )
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
@@ -301,6 +323,9 @@ class Batch:
         batch.lens = [self.lens[i] for i in chosen]
         batch.device, batch.slot_mapping, batch.positions = self.device, None, None
         batch.mask, batch.inputs = self.mask, self.inputs
+        batch.shared_prefix = None
+        if self.shared_prefix is not None:
+            batch.shared_prefix = restricted(self.shared_prefix, chosen)
         batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
         batch.__dict__["step_query_lens"] = self.step_query_lens
         batch.causal = self.causal
@@ -332,10 +357,37 @@ class Batch:
         """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
         return {name: value for name, value in self.__dict__.items() if name != "plans"}
 
+    def measured(self) -> Batch:
+        """Return the same batch by the lengths that its device holds now, copied to the host."""
+        batch = self.copy()
+        batch.lens = self.seq_lens.tolist()
+        for name in ("max_seq_len", "host_lens"):
+            batch.__dict__.pop(name, None)
+        return batch
+
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
         batch = self.copy()
         batch.block_table = block_table
+        return batch
+
+    def find_shared_prefix(self, block_size: int) -> Levels:
+        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+
+        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        """
+        if self.shared_prefix is not None:
+            check_own_tokens(self.shared_prefix, self.lens, block_size)
+            return self.shared_prefix
+        table = self.host_block_table
+        if table is None or not may_share(table):
+            return ()
+        return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
+
+    def with_shared_prefix(self, levels: Levels | None) -> Batch:
+        """Return the same batch, told which blocks its rows share."""
+        batch = self.copy()
+        batch.shared_prefix = levels
         return batch
 
     def over_context(self) -> Batch:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from polyattn.errors import BatchError, shown
+from polyattn.runtime.shared_prefix import check_shared_blocks
 
 if TYPE_CHECKING:
     from polyattn.runtime.batch import Batch
@@ -190,6 +191,8 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
                     f"block_table[{index}, {at}]={int(row[at])} points outside the cache's "
                     f"{num_blocks} blocks"
                 )
+        if batch.shared_prefix is not None:
+            check_shared_blocks(batch.shared_prefix, table.numpy())
     if batch.slot_mapping is None:
         return
     slots = batch.slot_mapping.cpu()

@@ -22,18 +22,21 @@ class StepBuffers:
 
     `axes`: those of the tokens' positions, 0 where no layer rotates.
 
+    `sharing`: whether steps are told which blocks their rows share.
+
     Missing sequences are padding: of one token, rows of length 0; of several, rows whose keys are
     whatever block 0 holds. Neither stores anything, and nobody reads their output.
     """
 
     def __init__(
         self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any,
-        axes: int = 0,
+        axes: int = 0, sharing: bool = False,
     ):  # fmt: skip
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.num_seqs, self.query_len, self.max_len = num_seqs, query_len, max_len
+        self.block_size, self.sharing = block_size, sharing and block_size is not None
         tokens = num_seqs * query_len
         self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
         self.seq_lens = ints(num_seqs)
@@ -56,7 +59,7 @@ class StepBuffers:
             self.positions,
         )  # fmt: skip
         batch.state_slots = self.state_slots
-        return batch
+        return batch.with_shared_prefix(()) if self.sharing else batch
 
     def fits(self, batch: Batch) -> bool:
         """Whether a step is of this shape, or smaller."""
@@ -86,7 +89,11 @@ class StepBuffers:
         self.state_slots.fill_(-1)
         if batch.state_slots is not None:
             self.state_slots[:count] = batch.state_slots
-        return self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
+        filled = self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
+        if self.sharing:  # padding comes last, so rows keep their numbers
+            assert self.block_size is not None
+            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
+        return filled
 
 
 class StepGraph:
@@ -144,6 +151,8 @@ class StepGraphs:
 
     - `groups`: whose layers the step runs; `step(plans, **inputs)` runs them.
     - `num_seqs`: the batch sizes; `query_len`: tokens of each row; `max_len`: the most keys of a row.
+    - `shared_prefix`: whether layers shall read blocks that rows share once for all, where their backend
+      does that in its own launch. That launch is captured then, whatever later steps share.
 
     The graphs share one pool of memory: their results are valid until the next replay of any.
     """
@@ -155,6 +164,7 @@ class StepGraphs:
         num_seqs: Sequence[int],
         max_len: int,
         query_len: int = 1,
+        shared_prefix: bool = False,
     ):
         sizes = {g.cache_format.block_size for g in groups if g.cache_format is not None}
         if not groups or len(sizes) > 1:
@@ -166,7 +176,11 @@ class StepGraphs:
         device, block_size = groups[0].torch_device, next(iter(sizes), None)
         axes = max(_axes(group) for group in groups)
         self.graphs = [
-            StepGraph(groups, step, StepBuffers(n, query_len, max_len, block_size, device, axes))
+            StepGraph(
+                groups,
+                step,
+                StepBuffers(n, query_len, max_len, block_size, device, axes, shared_prefix),
+            )
             for n in sorted(num_seqs)
         ]
 

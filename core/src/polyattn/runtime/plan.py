@@ -39,7 +39,9 @@ class StorePlan:
 class Call:
     """One backend's part of a step: which tokens, in which blocks, and its own plan."""
 
-    __slots__ = ("backend", "block_size", "expanded", "name", "phase", "plan", "rows")
+    __slots__ = (
+        "backend", "block_size", "expanded", "name", "phase", "plan", "rows", "saved_bytes"
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -50,11 +52,14 @@ class Call:
         rows: Rows,
         block_size: int | None,
         expanded: bool = False,
+        saved_bytes: int = 0,
     ):
         self.phase, self.name, self.backend = phase, name, backend
         self.plan, self.rows = plan, rows
         # The blocks that it walks, and whether they are smaller than the cache's.
         self.block_size, self.expanded = block_size, expanded
+        # Of the cache, by reading once what rows share.
+        self.saved_bytes = saved_bytes
 
     def __repr__(self) -> str:
         return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"

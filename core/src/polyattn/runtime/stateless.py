@@ -25,10 +25,22 @@ def group_for(device: torch.device, backend: str | None = None, **fields: Any) -
 
 
 def place_of(device: torch.device) -> Any:
-    """Return what may share workspaces here: a thread, and on CUDA its stream."""
-    if device.type == "cuda":
-        return threading.get_ident(), torch.cuda.current_stream(device).cuda_stream
-    return threading.get_ident()
+    """Return what may share workspaces here: a thread, and on CUDA its stream.
+
+    What is captured shares those of the thread's last call before: a graph's own memory is written
+    when it is replayed, too late for what a kernel expects to find there.
+    """
+    thread = threading.get_ident()
+    if device.type != "cuda":
+        return thread
+    place = thread, torch.cuda.current_stream(device).cuda_stream
+    if torch.cuda.is_current_stream_capturing():
+        return _before_capture.get((thread, device), place)
+    _before_capture[thread, device] = place
+    return place
+
+
+_before_capture: dict[Any, Any] = {}
 
 
 @lru_cache(maxsize=1024)

@@ -94,8 +94,8 @@ def check_fields(spec: LayerSpec) -> None:
 
 
 _FLAGS = (
-    "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "deterministic",
-    "batch_invariant",
+    "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "length_bounds",
+    "deterministic", "batch_invariant",
 )  # fmt: skip
 
 
@@ -126,6 +126,10 @@ def check_relations(spec: LayerSpec) -> None:
         spec.sliding_window or spec.window_right is not None or spec.chunk_size or spec.alibi
     ):
         raise SpecError("role='cross' has no positions to window, chunk or bias; drop those fields")
+    if spec.length_bounds and not spec.cached:
+        raise SpecError(
+            "length_bounds=True speaks of a cache whose lengths the device has; leave it out"
+        )
     if not spec.cached:
         _check_uncached(spec)
     _check_family(spec)
@@ -187,6 +191,11 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
 
 def _check_pointwise(spec: LayerSpec) -> None:
     """A variant's functions and a step's mask speak of places in one sequence, and of its keys."""
+    if spec.mask is not None and spec.length_bounds:
+        raise SpecError(
+            f"mask={spec.mask!r} counts a sequence's keys, and length_bounds=True says that the host only "
+            "knows bounds of them; drop one"
+        )
     for name in ("variant", "mask"):
         value = getattr(spec, name)
         if value is None:

@@ -28,6 +28,7 @@ FEATURES = {
     "fp8_inputs": "queries, keys and values that come in e4m3",
     "fp8_output": "an output in e4m3",
     "lse": "returning the log-sum-exp",
+    "length_bounds": "decode planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
 }
@@ -57,6 +58,7 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "fp8_inputs": spec.qkv_dtype != "auto",
         "fp8_output": spec.out_dtype != "auto",
         "lse": spec.needs_lse,
+        "length_bounds": spec.length_bounds,
         "deterministic": spec.deterministic,
         "batch_invariant": spec.batch_invariant,
     }

@@ -90,13 +90,13 @@ def _serve(
         mask = mask[:, None, None]
     elif mask is not None and mask.dim() in (2, 3):
         mask = mask[(None,) * (4 - mask.dim())]
-    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     if torch.compiler.is_compiling() and not return_lse:
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         return torch.ops.polyattn.sdpa(
             query, key, value, mask, None, is_causal, scale, None, "diffusers"
         )  # type: ignore[no-any-return]
     out, lse = sdpa(
         query, key, value, mask, is_causal=is_causal, scale=scale, needs_lse=return_lse,
-        count=LEDGER.count,
+        heads_first=False, count=LEDGER.count,
     )  # fmt: skip
     return out if lse is None else (out, lse)

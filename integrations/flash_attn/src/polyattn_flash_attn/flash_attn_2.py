@@ -10,8 +10,17 @@ from typing import Any
 from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, lens_of, refuse
-from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
+from polyattn_flash_attn.calls import (
+    FlashAsked,
+    Rotary,
+    Window,
+    attend,
+    by_rows,
+    dense,
+    lens_of,
+    refuse,
+)
+from polyattn_flash_attn.kv_cache import with_kvcache
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
@@ -35,7 +44,9 @@ def flash_attn_func(
 ) -> Any:
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE, None)."""
     refuse(dropout_p=dropout_p)
-    asked = FlashAsked(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    asked = FlashAsked(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, needs_lse=return_attn_probs
+    )
     out, lse = dense(q, k, v, asked)
     return (out, lse, None) if return_attn_probs else out
 
@@ -60,7 +71,9 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attend for packed (total, heads, size), or over pages. Returns as `flash_attn_func`."""
     refuse(dropout_p=dropout_p)
-    asked = FlashAsked(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    asked = FlashAsked(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, needs_lse=return_attn_probs
+    )
     keys = Keys(k, v, lens_of(cu_seqlens_k), None, block_table)
     out, lse = attend(q, lens_of(cu_seqlens_q), keys, asked)
     return (out, lse, None) if return_attn_probs else out
@@ -117,7 +130,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
     rows, count = q.shape[:2]
-    asked = FlashAsked(softmax_scale, causal, tuple(window_size), softcap, alibi_slopes)  # type: ignore[arg-type]
+    asked = FlashAsked(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, needs_lse=return_softmax_lse
+    )
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
@@ -128,5 +143,5 @@ def flash_attn_with_kvcache(
         q.reshape(rows * count, *q.shape[2:]), [count] * rows, k_cache, v_cache, new, cache_seqlens,
         cache_batch_idx, cache_leftpad, block_table, rotary, asked,
     )  # fmt: skip
-    out, lse = out.view(rows, count, *out.shape[1:]), lse.view(-1, rows, count).transpose(0, 1)
-    return (out, lse) if return_softmax_lse else out
+    out = out.view(rows, count, *out.shape[1:])
+    return (out, by_rows(lse, rows, count)) if return_softmax_lse else out

@@ -11,8 +11,18 @@ import torch
 from polyattn.families.attention.packed import Keys
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Window, attend, dense, host, lens_of, refuse
-from polyattn_flash_attn.kv_cache import Rotary, with_kvcache
+from polyattn_flash_attn.calls import (
+    FlashAsked,
+    Rotary,
+    Window,
+    attend,
+    by_rows,
+    dense,
+    host,
+    lens_of,
+    refuse,
+)
+from polyattn_flash_attn.kv_cache import with_kvcache
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -41,7 +51,9 @@ def flash_attn_func(
 ) -> Any:
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    asked = FlashAsked(softmax_scale, causal, window_size, softcap, None, attention_chunk)
+    asked = FlashAsked(
+        softmax_scale, causal, window_size, softcap, None, attention_chunk, return_attn_probs
+    )
     found = dense(q, k, v, asked)
     return found if return_attn_probs else found[0]
 
@@ -73,7 +85,9 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attend for packed (total, heads, size). Queries beyond `seqused_q` give 0."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    asked = FlashAsked(softmax_scale, causal, window_size, softcap, None, attention_chunk)
+    asked = FlashAsked(
+        softmax_scale, causal, window_size, softcap, None, attention_chunk, return_attn_probs
+    )
     queries, keys = lens_of(cu_seqlens_q), lens_of(cu_seqlens_k)
     starts = tuple(host(cu_seqlens_k)[:-1])
     if seqused_k is not None:
@@ -137,7 +151,9 @@ def flash_attn_with_kvcache(
         qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
         rotary_seqlens=rotary_seqlens,
     )  # fmt: skip
-    asked = FlashAsked(softmax_scale, causal, tuple(window_size), softcap, None, attention_chunk)  # type: ignore[arg-type]
+    asked = FlashAsked(
+        softmax_scale, causal, window_size, softcap, None, attention_chunk, return_softmax_lse
+    )
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)
@@ -151,7 +167,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if cu_seqlens_q is None:
         rows, count = q.shape[:2]
-        out, lse = out.view(rows, count, *out.shape[1:]), lse.view(-1, rows, count).transpose(0, 1)
+        out, lse = out.view(rows, count, *out.shape[1:]), by_rows(lse, rows, count)
     return (out, lse) if return_softmax_lse else out
 
 

@@ -2,54 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from polyattn import PolyattnError
 from polyattn.families.attention.packed import Keys
 from polyattn.families.attention.views import keys_as_tokens
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, attend, host
-
-
-class Rotary:
-    """The rotary embedding of new queries and keys: cos, sin (positions, rotary size / 2)."""
-
-    def __init__(self, cos: Tensor, sin: Tensor, interleaved: bool):
-        self.cos, self.sin, self.interleaved = cos, sin, interleaved
-
-    def __call__(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """Rotate packed tokens (tokens, heads, size)."""
-        half = self.cos.shape[1]
-        cos, sin = self.cos[position, None].float(), self.sin[position, None].float()
-        turned, rest = tokens[..., : 2 * half].float(), tokens[..., 2 * half :]
-        if self.interleaved:
-            a, b = turned[..., ::2], turned[..., 1::2]
-        else:
-            a, b = turned[..., :half], turned[..., half:]
-        pair = a * cos - b * sin, a * sin + b * cos
-        whole = torch.stack(pair, -1).flatten(-2) if self.interleaved else torch.cat(pair, -1)
-        return torch.cat([whole.to(tokens.dtype), rest], -1)
+from polyattn_flash_attn.calls import FlashAsked, Rotary, attend, host
+from polyattn_flash_attn.device_lens import Cache, decode_on_device
 
 
 def with_kvcache(
     query: Tensor,
-    query_lens: list[int],
+    query_lens: Sequence[int],
     k_cache: Tensor,
     v_cache: Tensor,
-    new: tuple[Tensor, Tensor, list[int]] | None,
+    new: tuple[Tensor, Tensor, Sequence[int]] | None,
     cache_seqlens: int | Tensor | None,
     cache_batch_idx: Tensor | None,
     cache_leftpad: Tensor | None,
     block_table: Tensor | None,
     rotary: Rotary | None,
     asked: FlashAsked,
-) -> tuple[Tensor, Tensor]:
-    """Packed `query` and new keys. Returns the output and the LSE (heads, tokens)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Packed `query` and new keys. Returns the output and, where asked, the LSE (heads, tokens)."""
     count, device = len(query_lens), query.device
     if cache_seqlens is None:
         if block_table is not None or new is not None:
             raise PolyattnError("cache_seqlens is missing; a cache with room needs it")
         cache_seqlens = k_cache.shape[1]
+    if _stays_on_device(query_lens, new, cache_seqlens, cache_leftpad, asked):
+        cache = Cache(k_cache, v_cache, block_table, cache_batch_idx)
+        token = None if new is None else (new[0], new[1])
+        found = decode_on_device(query, cache, token, cache_seqlens, rotary, asked)  # type: ignore[arg-type]
+        if found is not None:
+            return found
     lens = [cache_seqlens] * count if isinstance(cache_seqlens, int) else host(cache_seqlens)
     pads = [0] * count if cache_leftpad is None else host(cache_leftpad)
     rows = list(range(count)) if cache_batch_idx is None else host(cache_batch_idx)
@@ -80,8 +69,31 @@ def with_kvcache(
     return attend(query, query_lens, Keys(keys, values, used, starts), asked)
 
 
+def _stays_on_device(
+    query_lens: Sequence[int],
+    new: tuple[Tensor, Tensor, Sequence[int]] | None,
+    cache_seqlens: int | Tensor,
+    cache_leftpad: Tensor | None,
+    asked: FlashAsked,
+) -> bool:
+    """Whether a call can go by lengths that aren't copied to the host."""
+    slopes = asked.alibi_slopes
+    return (
+        isinstance(cache_seqlens, Tensor)
+        and cache_seqlens.device.type in BY_DEVICE
+        and cache_seqlens.dtype == torch.int32
+        and all(n == 1 for n in (*query_lens, *([] if new is None else new[2])))
+        and cache_leftpad is None
+        and (slopes is None or slopes.dim() == 1)
+    )
+
+
+BY_DEVICE = frozenset({"cuda"})
+"""Devices whose lengths are left where they are; a CPU's cost nothing to read."""
+
+
 def _check_room(
-    k_cache: Tensor, block_table: Tensor | None, lens: list[int], new_lens: list[int]
+    k_cache: Tensor, block_table: Tensor | None, lens: list[int], new_lens: Sequence[int]
 ) -> None:
     """Check, before anything changes, that each sequence fits. Raises `RuntimeError`, as flash-attn."""
     pages = 1 if block_table is None else block_table.shape[1]
@@ -94,7 +106,9 @@ def _check_room(
             )
 
 
-def _positions(lens: list[int], counts: list[int], device: torch.device, step: int = 1) -> Tensor:
+def _positions(
+    lens: list[int], counts: Sequence[int], device: torch.device, step: int = 1
+) -> Tensor:
     """Return each new token's position, int64: its sequence's length and, by `step`, on from there."""
     parts = [torch.arange(n) * step + first for first, n in zip(lens, counts, strict=True)]
     return torch.cat(parts or [torch.empty(0, dtype=torch.int64)]).to(device)

@@ -76,21 +76,23 @@ def scaled_dot_product_attention(
         )
     if attn_mask is not None and is_causal:
         raise Unserved("attn_mask and is_causal together")
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    device = "cpu" if query.is_cpu else query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
         query, key, value = (
             t.to(dtype) if t.is_floating_point() else t for t in (query, key, value)
         )
-    leading = query.shape[:-2]
-    if query.dim() != 4:
-        if not key.dim() == value.dim() == query.dim() in (2, 3):
-            raise Unserved(f"tensors of {query.dim()}, {key.dim()} and {value.dim()} sizes")
+    dims = query.dim()
+    if dims != 4:
+        leading = query.shape[:-2]
+        if not key.dim() == value.dim() == dims in (2, 3):
+            raise Unserved(f"tensors of {dims}, {key.dim()} and {value.dim()} sizes")
         query, key, value = (
             t[None, None] if t.dim() == 2 else t[:, None] for t in (query, key, value)
         )
     elif not enable_gqa and query.shape[1] != key.shape[1]:
         raise Unserved("other KV heads than heads without enable_gqa")
-    mask = None if attn_mask is None else _four_sizes(attn_mask, len(leading), key.shape[2])
+    mask = None if attn_mask is None else _four_sizes(attn_mask, dims - 2, key.shape[2])
     if torch.compiler.is_compiling():
         out = torch.ops.polyattn.sdpa(
             query, key, value, mask, None, is_causal, scale, None, "torch"
@@ -100,7 +102,7 @@ def scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=scale, count=LEDGER.count
         )  # fmt: skip
     out = out.transpose(1, 2)
-    return out if len(leading) == 2 else out.reshape(*leading, *out.shape[2:])
+    return out if dims == 4 else out.reshape(*leading, *out.shape[2:])
 
 
 def _four_sizes(mask: Tensor, leading: int, keys: int) -> Tensor:

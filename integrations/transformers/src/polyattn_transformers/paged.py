@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from polyattn import Batch, KVCache, LayerGroup
+from polyattn import Batch, KVCache, LayerGroup, PolyattnError
 from polyattn.families.attention.dense import plan_for, run
 from polyattn.runtime.stateless import group_for
 from torch import Tensor, nn
@@ -21,8 +21,15 @@ def continuous_batching_manager(
     """Return a manager as `model.init_continuous_batching` does, with attention by polyattn.
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
-    one of those and the model's name set afterwards.
+    one of those and the model's name set afterwards. Raises `PolyattnError` where CUDA graphs are asked
+    for: a step's lengths are read on the host.
     """
+    config = kwargs.get("continuous_batching_config")
+    asked = getattr(config, "use_cuda_graph", None)
+    if any(asked) if isinstance(asked, tuple) else asked:
+        raise PolyattnError(
+            f"use_cuda_graph={asked}: continuous batching here plans each step on the host; leave it out"
+        )
     host: Any = model
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)

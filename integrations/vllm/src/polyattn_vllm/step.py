@@ -4,21 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select, settings
+from polyattn import (
+    Batch,
+    KVCache,
+    LayerGroup,
+    LayerSpec,
+    StepPlan,
+    select,
+    settings,
+)
+from polyattn.errors import SelectionError
 from polyattn.kernel import STORAGE_DTYPES
 from torch import Tensor
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
+    AttentionCGSupport,
     AttentionMetadata,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, EncoderOnlyAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 log = init_logger("vllm.polyattn")
@@ -48,7 +59,22 @@ class Step(AttentionMetadata):
 
 
 class Builder(AttentionMetadataBuilder[Step]):
-    """Selects at start-up and plans each step. Layers of one spec share a group, no other builder's."""
+    """Selects at start-up and plans each step. Layers of one spec share a group, no other builder's.
+
+    A captured graph of one token a request reads the plans of its capture, by number of requests;
+    `build` plans into their buffers before each replay.
+    """
+
+    reorder_batch_threshold = 1  # decodes come first, so that both phases' rows are views
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: Any
+    ) -> AttentionCGSupport:
+        """Return what a graph may hold: steps of one token a request, where there are graphs."""
+        if current_platform.is_cpu() or isinstance(kv_cache_spec, EncoderOnlyAttentionSpec):
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig,
@@ -56,6 +82,7 @@ class Builder(AttentionMetadataBuilder[Step]):
     ):  # fmt: skip
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
+        self.captured: dict[int, dict[LayerGroup, StepPlan]] = {}
         known = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
         specs = [self._spec(layer) for layer in known]
         groups = {spec: self._group(spec) for spec in dict.fromkeys(specs)}
@@ -77,6 +104,9 @@ class Builder(AttentionMetadataBuilder[Step]):
             stored = layer.impl.kv_cache_dtype
             fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
             fields["block_size"] = self.kv_cache_spec.block_size
+            mode = self.vllm_config.compilation_config.cudagraph_mode
+            if mode is not None and mode.decode_mode() == CUDAGraphMode.FULL:
+                fields["graph_capture"] = "single_token_decode"
         return LayerSpec(**fields)
 
     def _group(self, spec: LayerSpec) -> LayerGroup:
@@ -87,7 +117,15 @@ class Builder(AttentionMetadataBuilder[Step]):
             layout = "NHD"  # of one head, both are
         ours = replace(settings.current(), layout=layout)
         verify = self.device.type != "cpu" if ours.verify is None else ours.verify
-        return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
+        try:
+            return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
+        except SelectionError as error:
+            if not spec.graph_capture:
+                raise
+            raise SelectionError(
+                f"{error}\nwithout full CUDA graphs others may serve: --compilation-config "
+                '\'{"cudagraph_mode": "PIECEWISE"}\''
+            ) from error
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata,
@@ -95,17 +133,44 @@ class Builder(AttentionMetadataBuilder[Step]):
     ) -> Step:  # fmt: skip
         """Plan a step by the host's lengths; kernels read the device's."""
         common = common_attn_metadata
+        cpu = self.device.type == "cpu"
+        given = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
+        assert given is not None
+        starts, lens = common.query_start_loc_cpu.tolist(), given.tolist()
+        captured = self.captured.get(common.num_reqs, {}) if _one_each(common) else {}
+        if captured:  # a graph runs what is padding, too: rows of one token, and no keys
+            lens = [n if b > a else 0 for n, (a, b) in zip(lens, pairwise(starts), strict=True)]
+            starts = list(range(common.num_reqs + 1))
+        return self._plan(common, starts, lens, captured)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Step:
+        """Plan for the longest sequences that there can be, so that no later step needs more."""
+        common = common_attn_metadata
+        if not _one_each(common):
+            return self.build(0, common)
+        count, longest = common.num_reqs, self.vllm_config.model_config.max_model_len
+        starts, before = list(range(count + 1)), self.captured.get(count, {})
+        step = self._plan(common, starts, [longest] * count, before)
+        self.captured.setdefault(count, step.plans)
+        return step
+
+    def _plan(
+        self, common: CommonAttentionMetadata, starts: list[int], lens: list[int],
+        captured: dict[LayerGroup, StepPlan],
+    ) -> Step:  # fmt: skip
         _refuse(common)
-        lens = common.seq_lens if self.device.type == "cpu" else common.seq_lens_cpu_upper_bound
-        assert lens is not None
         table = common.block_table_tensor if any(g.spec.cached for g in self.groups) else None
         batch = Batch.on_buffers(
-            common.query_start_loc_cpu.tolist(), lens.tolist(), common.query_start_loc,
-            common.seq_lens, table, None,
+            starts, lens, common.query_start_loc, common.seq_lens, table, None
         )  # fmt: skip
-        plans = {group: group.plan(batch) for group in self.groups}
+        plans = {group: group.plan(batch, captured.get(group)) for group in self.groups}
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
+
+
+def _one_each(common: CommonAttentionMetadata) -> bool:
+    """Whether a step has a query token for each request, as vLLM pads it: what a graph may replay."""
+    return common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs
 
 
 def _check_engine(config: VllmConfig, device: torch.device) -> None:

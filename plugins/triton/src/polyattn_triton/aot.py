@@ -10,10 +10,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.decode import decode_kernel, merge_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
 from polyattn_triton.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.store import write_kernel
 from polyattn_triton.tile_lists import list_kernel
@@ -21,7 +23,10 @@ from polyattn_triton.variants import (
     SCALES,
     decode_constants,
     list_constants,
+    parts_constants,
     prefill_constants,
+    prefix_constants,
+    prefix_tiles,
     tile_config,
     ways_of,
 )
@@ -32,6 +37,8 @@ OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 LISTED = ("paged listed", "paged pieces listed", "list")
 """And where masks are asked which key tiles there are, which the last does."""
+SHARED = ("prefix low", "prefix high", "prefix merge")
+"""Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -46,7 +53,9 @@ def target_of(arch: str) -> GPUTarget:
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
     masked = Generated.of_mask(spec) is not None
-    return (*ways_of(spec, arch), *OTHERS, *(LISTED if masked else ()))
+    alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
+    listed = LISTED if masked else ()
+    return (*ways_of(spec, arch), *OTHERS, *(() if alone else SHARED), *listed)
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
@@ -61,6 +70,8 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
     if phase == "list":
         return _compile_lists(spec, arch)
+    if phase in SHARED:
+        return _compile_shared(spec, arch, phase, query, cached, block_size)
     if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
     phase, listed = phase.removesuffix(" listed"), phase.endswith(" listed")
@@ -105,6 +116,27 @@ def _compile_lists(spec: LayerSpec, arch: str) -> Any:
     constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
     pointers = {"LISTS": "i32", "INPUTS": "i64"}
     return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
+
+
+def _compile_shared(
+    spec: LayerSpec, arch: str, phase: str, query: str, cached: str, block_size: int
+) -> Any:
+    if phase == "prefix merge":
+        constants = parts_constants(spec, spec.needs_lse, launches_early(arch))
+        return compile_kernel(merge_parts_kernel, {"OUT": query}, constants, arch, {"num_warps": 4})
+    config = prefix_tiles(spec, arch)[0 if phase == "prefix low" else -1]
+    return compile_prefix(spec, arch, config, query, cached, block_size)
+
+
+def compile_prefix(
+    spec: LayerSpec, arch: str, config: PrefixConfig, query: str, cached: str, block_size: int = 16
+) -> Any:
+    """Compile decodes over shared prefixes in one configuration; `query`, `cached`: element types."""
+    alike = spec.head_size == spec.v_head_size
+    constants = prefix_constants(spec, config, block_size, arch, alike)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    pointers = {"Q": query, "K": cached, "V": cached}
+    return compile_kernel(prefix_kernel, pointers, constants, arch, options)
 
 
 def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
@@ -175,7 +207,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 FREE = {
     "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
-    "piece_tokens",
+    "piece_tokens", "bounds", "part_rows", "parts", "listed",
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}

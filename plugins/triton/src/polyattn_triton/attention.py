@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import CacheFormat, Device, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import Batch, CacheFormat, Device, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import Config
@@ -14,6 +14,7 @@ from polyattn_triton.launch import Site, merge_constants, merge_rows
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
+from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
 from polyattn_triton.warm_up import warm_up
 
@@ -34,6 +35,18 @@ class TritonAttention(PlannedAttention):
         self.by_tensors = spec.scales != "number"
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
+        self.prefixes: PrefixLauncher | None = None
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        """Deal the step's tiles out; of decodes that share keys, those once for all."""
+        if batch.shared_prefix is not None and batch.all_decode:
+            if self.prefixes is None:
+                assert self.cache is not None
+                self.prefixes = PrefixLauncher(
+                    self.spec, self.cache.block_size, self.device, self.num_sms, self.workspace
+                )
+            return self.prefixes.plan(batch, reuse)
+        return self.plan_rows(batch, reuse)
 
     def prepare(self, phase: str) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
@@ -52,6 +65,11 @@ class TritonAttention(PlannedAttention):
         lse: Tensor | None,
     ) -> None:
         """Attend as planned."""
+        if isinstance(plan, PrefixPlan):
+            assert cache is not None and self.prefixes is not None
+            scales, factors = self._scales(query, params), self._factors(query, cache.key, params)
+            self.prefixes.run(plan, PrefixStep(query, cache, params, out, lse, scales, factors))
+            return
         assert isinstance(plan, AttentionPlan)
         if not plan.grid[0]:
             return
@@ -94,7 +112,7 @@ class TritonAttention(PlannedAttention):
             return plan
         if self.hopper is not None:  # what can't be described has a plan of its own
             if plan.portable is None:
-                plan.portable = self.plan(plan.batch, portable=True)
+                plan.portable = self.plan_rows(plan.batch, portable=True)
             plan = plan.portable
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  query.dtype, packed, lse is None)  # fmt: skip

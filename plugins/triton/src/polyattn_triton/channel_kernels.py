@@ -33,7 +33,8 @@ def pair_kernel(
 
     WORK (tokens, heads, matrices, CHUNK): KDA's are (1 + L)^-1 diag(beta) and q k'; RWKV-7's are
     (1 - L)^-1 for L = a b', (1 - L)^-1 a k', r b' and r k'; each product with its decays, below the
-    diagonal, the last ones on it, too. Keys in `kept` decay as t goes on.
+    diagonal, the last ones on it, too. Keys in `kept` (keys' channels, tokens) decay as t goes on; a
+    thread has a token's channels, so that sums over them stay within it.
     """
     tile = tl.program_id(0)
     head = tl.program_id(1)
@@ -46,50 +47,51 @@ def pair_kernel(
     group = head // EACH
     kk = tl.arange(0, BLOCK_K)
     rows = tl.arange(0, CHUNK)
-    kept = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+    kept = tl.zeros([BLOCK_K, CHUNK], tl.float32)
     solved = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
     if DELTA:
         beta = tl.load(BETA + (base + rows) * beta_t + head, mask=rows < left, other=0.0)
         beta = beta.to(tl.float32)
     else:
-        kept_b = tl.zeros([CHUNK, BLOCK_K], tl.float32)
+        kept_b = tl.zeros([BLOCK_K, CHUNK], tl.float32)
         solved_k = tl.zeros([CHUNK, CHUNK], tl.float32)
     for t in range(CHUNK):
         row = base + t
         ok = (kk < KS) & (t < left)
         q = _row(Q, row, q_t, ok, group * q_g + kk)
         k = _row(K, row, k_t, ok, group * k_g + kk)
-        decay = tl.exp(_row(G, row, g_t, ok, head * g_h + kk))[None, :]
+        decay = tl.exp(_row(G, row, g_t, ok, head * g_h + kk))[:, None]
         here = (rows == t)[:, None]
+        put = (rows == t)[None, :]
         work = WORK + row * w_t + head * w_h + rows
         if DELTA:
             if NORM:
                 q = _unit_row(q)
                 k = _unit_row(k)
             kept = kept * decay
-            low = tl.sum(kept * k[None, :], 1) * -tl.sum(tl.where(rows == t, beta, 0.0), 0)
+            low = tl.sum(kept * k[:, None], 0) * -tl.sum(tl.where(rows == t, beta, 0.0), 0)
             line = tl.where(rows == t, 1.0, 0.0) + tl.sum(low[:, None] * solved, 0)
             solved = tl.where(here, line[None, :], solved)
-            kept = tl.where(here, k[None, :], kept)
+            kept = tl.where(put, k[:, None], kept)
             tl.store(work, (line * beta).to(WORK.dtype.element_ty), mask=t < left)
-            pairs = tl.sum(kept * q[None, :], 1).to(WORK.dtype.element_ty)
+            pairs = tl.sum(kept * q[:, None], 0).to(WORK.dtype.element_ty)
             tl.store(work + CHUNK, pairs, mask=t < left)
         else:
             a = _row(A, row, a_t, ok, head * a_h + kk)
             b = _row(B, row, b_t, ok, head * b_h + kk)
-            low = tl.sum(kept_b * a[None, :], 1)
-            low_k = tl.sum(kept * a[None, :], 1)
+            low = tl.sum(kept_b * a[:, None], 0)
+            low_k = tl.sum(kept * a[:, None], 0)
             line = tl.where(rows == t, 1.0, 0.0) + tl.sum(low[:, None] * solved, 0)
             line_k = low_k + tl.sum(low[:, None] * solved_k, 0)
             solved = tl.where(here, line[None, :], solved)
             solved_k = tl.where(here, line_k[None, :], solved_k)
-            kept = tl.where(here, k[None, :], kept * decay)
-            kept_b = tl.where(here, b[None, :], kept_b * decay)
+            kept = tl.where(put, k[:, None], kept * decay)
+            kept_b = tl.where(put, b[:, None], kept_b * decay)
             tl.store(work, line.to(WORK.dtype.element_ty), mask=t < left)
             tl.store(work + CHUNK, line_k.to(WORK.dtype.element_ty), mask=t < left)
-            pairs = tl.sum(kept_b * q[None, :], 1).to(WORK.dtype.element_ty)
+            pairs = tl.sum(kept_b * q[:, None], 0).to(WORK.dtype.element_ty)
             tl.store(work + 2 * CHUNK, pairs, mask=t < left)
-            pairs = tl.sum(kept * q[None, :], 1).to(WORK.dtype.element_ty)
+            pairs = tl.sum(kept * q[:, None], 0).to(WORK.dtype.element_ty)
             tl.store(work + 3 * CHUNK, pairs, mask=t < left)
 
 

@@ -75,7 +75,7 @@ TABLE: tuple[Row, ...] = (
 
 
 HOPPER: dict[int, Config] = {
-    64: Config(192, 128, 16, 3),
+    64: Config(128, 128, 12, 3),
     128: Config(128, 128, 12, 2),
     256: Config(128, 64, 12, 2),
 }
@@ -96,6 +96,53 @@ def pick(arch: str, phase: str, head: int, element_bytes: int, plain: bool) -> C
     if phase in UNTUNED_APART:
         return pick(arch, UNTUNED_APART[phase], head, element_bytes, plain)
     raise LookupError(f"no configuration for {arch}, {phase}, head size {head}")
+
+
+@dataclass(frozen=True)
+class PrefixConfig:
+    """Tiles of rows that share keys, and what they take a program, in tenths of a microsecond.
+
+    A launch has tiles of `tall` rows, and of as few as one row of the batch needs. `on_one`: programs
+    that a multiprocessor holds. `small_us`, `tall_us`: a key tile of either; `item_us`: a tile beside its
+    keys, from its first load to its part.
+    """
+
+    tall: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    on_one: int
+    small_us: int
+    tall_us: int
+    item_us: int
+
+
+@dataclass(frozen=True)
+class PrefixRow:
+    """A configuration and where it applies: padded head sizes up to `head`, bytes of a key's element."""
+
+    arch: str
+    head: int
+    bytes: int
+    config: PrefixConfig
+
+
+PREFIX_TABLE: tuple[PrefixRow, ...] = (
+    PrefixRow("sm_90", 128, 2, PrefixConfig(16, 64, 4, 3, 3, 22, 22, 40)),
+    PrefixRow("sm_90", 128, 2, PrefixConfig(32, 64, 4, 3, 2, 18, 22, 40)),
+    PrefixRow("sm_90", 128, 2, PrefixConfig(64, 64, 4, 3, 2, 18, 24, 40)),
+    PrefixRow("sm_90", 128, 2, PrefixConfig(128, 128, 8, 3, 1, 16, 30, 45)),
+)
+"""Of every chip and size that has none, tiles of up to 64 rows by the decode kernel's configuration."""
+
+
+def prefix_configs(arch: str, head: int, element_bytes: int) -> tuple[PrefixConfig, ...]:
+    """Return the configurations that were measured, the lowest tiles first."""
+    return tuple(
+        row.config
+        for row in PREFIX_TABLE
+        if arch_matches(row.arch, arch) and head <= row.head and element_bytes <= row.bytes
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ columns (NHD). What can't be said so has no descriptor.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,37 +14,48 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 SHARED = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+MOST_ROWS = (1 << 31) - 1
+"""What the engine's coordinates can say."""
 
 
-class Described(NamedTuple):
-    """A descriptor, and how many rows a block, and rows and columns a head, lie apart."""
+class Steps(NamedTuple):
+    """How many rows a block, and rows and columns a head, lie apart."""
 
-    descriptor: Any
     block: int
     row: int
     column: int
 
 
-def described(kept: Tensor, box: int) -> Described | None:
+@lru_cache(maxsize=256)
+def _matrix(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[list[int], Steps] | None:
+    """Return a tensor's rows and columns as a matrix, and its steps; None: it is none."""
+    slots, heads, size = shape[-3:]
+    token, head, element = strides[-3:]
+    blocks, block = (shape[0], strides[0]) if len(shape) == 4 else (1, 0)
+    if element != 1 or token % 8 or token < size or block % token or 0 in shape:
+        return None
+    if head > token and head % token:
+        return None
+    row, column = (head // token, 0) if head >= token else (0, head)
+    columns = (heads - 1) * column + size
+    rows = (blocks - 1) * (block // token) + (heads - 1) * row + slots
+    if column % 8 or columns > token or rows > MOST_ROWS:
+        return None
+    return [rows, columns], Steps(block // token, row, column)
+
+
+def described(kept: Tensor, box: int) -> tuple[Any, Steps] | None:
     """Describe keys or values, (blocks, block size, heads, size) or (tokens, heads, size), 16 bits.
 
     `box`: rows that are copied at once. None: these strides or this address can't be described.
     """
-    token, head, size = kept.stride()[-3], kept.stride()[-2], kept.shape[-1]
-    heads, slots = kept.shape[-2], kept.shape[-3]
-    block = kept.stride(0) if kept.dim() == 4 else 0
-    blocks = kept.shape[0] if kept.dim() == 4 else 1
-    if kept.stride()[-1] != 1 or kept.data_ptr() % 16 or token % 8 or not kept.numel():
+    found = _matrix(tuple(kept.shape), kept.stride())
+    if found is None or kept.data_ptr() % 16:
         return None
-    if token < size or block % token or (head > token and head % token):
-        return None
-    row, column = (head // token, 0) if head >= token else (0, head)
-    if column % 8 or (heads - 1) * column + size > token:
-        return None
-    rows = (blocks - 1) * (block // token) + (heads - 1) * row + slots
-    if rows >= 1 << 31:
-        return None
-    descriptor = TensorDescriptor(
-        kept, [rows, (heads - 1) * column + size], [token, 1], [box, size], SHARED
-    )
-    return Described(descriptor, block // token, row, column)
+    shape, steps = found
+    # Without its own checks, which ask the same again for longer than a launch takes.
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = kept, shape, [kept.stride(-3), 1]
+    descriptor.block_shape = [box, kept.shape[-1]]
+    descriptor.layout, descriptor.padding = SHARED, "zero"
+    return descriptor, steps

@@ -54,6 +54,7 @@ TRITON_ATTN = BackendInfo(
         gqa_ratios=multiples(1, high=128),
         layouts=("NHD", "HND", "contiguous"),
         decode_query_lens=16,
+        shared_prefix=True,
         features=frozenset(
             {
                 "causal",
@@ -72,6 +73,7 @@ TRITON_ATTN = BackendInfo(
                 "tensor_scales",
                 "head_scales",
                 "lse",
+                "length_bounds",
                 "deterministic",
             }
             # The interpreter is not held to 8-bit floats.

@@ -134,7 +134,7 @@ class HopperPrefill:
         if k is None or v is None:
             return False
         split = plan.way == "pieces"
-        strides = (q[0], q[1], *k[1:], *v[1:], *out.stride()[:2])
+        strides = (q[0], q[1], *k[1], *v[1], *out.stride()[:2])
         which = (strides, query.dtype, block_size, split, lse is None, spec.causal)
         site = self._sites.get(which)
         if site is None:
@@ -144,13 +144,16 @@ class HopperPrefill:
                 {"num_warps": DEFAULT_WARPS},
             )  # fmt: skip
         tiles, heads, _ = plan.grid
-        programs = plan.grid if split else (min(self.programs, tiles * heads), 1, 1)
+        # Dealt out beforehand where all heads go at once, else by the device: each few heads' tiles
+        # begin with long ones again, and what is dealt doesn't end together.
+        jobs = tiles * heads
+        programs = (min(self.programs, jobs) if plan.at_once == heads else jobs, 1, 1)
         site(
-            programs,
+            plan.grid if split else programs,
             (query, out, out if lse is None else lse),
             factors,
             (
-                k.descriptor, v.descriptor, 0 if lse is None else lse.stride(0), plan.table[0], tiles,
+                k[0], v[0], 0 if lse is None else lse.stride(0), plan.table[0], tiles,
                 plan.at_once,
             ),
             plan.kept,

@@ -123,7 +123,7 @@ class PlannedAttention(AttentionBackend):
         self._residents: dict[tuple[Any, ...], int] = {}
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
-    def plan(
+    def plan_rows(
         self, batch: Batch, reuse: Plan | None = None, portable: bool = False
     ) -> AttentionPlan:
         """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill."""
@@ -167,7 +167,9 @@ class PlannedAttention(AttentionBackend):
         """
         spec = self.spec
         placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
-        if spec.mask != "block_sparse" or placed or not batch.all_decode or self.cache is None:
+        if spec.mask != "block_sparse" or placed or spec.length_bounds or self.cache is None:
+            return None
+        if not batch.all_decode:
             return None
         return over_chosen_pages(batch, self.cache.block_size)
 
@@ -175,6 +177,9 @@ class PlannedAttention(AttentionBackend):
         """One tile a sequence: even splits of even lengths, else stretches."""
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
+        if spec.length_bounds:  # any lengths up to those: splits take the device's tiles in turn
+            self._plan_even(plan, self.splits(batch) if self.itself else 1)
+            return
         lens = batch.host_lens
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
@@ -183,14 +188,19 @@ class PlannedAttention(AttentionBackend):
             splits = self.splits(batch)
             programs = batch.num_seqs * spec.num_kv_heads * splits
             if (self.itself or splits == 1) and not leaves_tail(programs, self.num_sms):
-                if programs > FEW_ON_ONE * self.num_sms:
-                    plan.config = self.decode_config
-                plan.grid = (batch.num_seqs, spec.num_kv_heads, splits)
-                plan.way, plan.splits = "split" if splits > 1 else "decode", splits
-                self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
+                self._plan_even(plan, splits)
                 return
         plan.way, plan.merge = "listed", not self.itself
         self._deal(plan, keys, None, before, (total, longest))
+
+    def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
+        """A program for each sequence, KV head and split; which keys are whose says the device."""
+        count, heads = plan.batch.num_seqs, self.spec.num_kv_heads
+        if count * heads * splits > FEW_ON_ONE * self.num_sms:
+            plan.config = self.decode_config
+        plan.grid = (count, heads, splits)
+        plan.way, plan.splits = "split" if splits > 1 else "decode", splits
+        self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
 
     def splits(self, batch: Batch) -> int:
         """Return into how many even splits keys are cut: until the chip is full."""

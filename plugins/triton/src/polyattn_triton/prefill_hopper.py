@@ -94,7 +94,8 @@ def _produce(
         TABLE = BT + seq.to(gl.int64) * bt_s
         key = (first + count - 1) * BLOCK_N
         blocks = _blocks(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
-        before = blocks
+        # Not `blocks`: Triton 3.6 carries no name round a loop that is given what it began as.
+        before = gl.full([32], -1, gl.int32, LANES)
         at, low, high, tile, seq, start, head = advance(
             WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
@@ -205,7 +206,6 @@ def _step(
     weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, WINDOW, BLOCK_N)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
-    weights = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     # The next keys are waited for here: ptxas moves the wait for the product before the softmax
     # unless a branch lies between them.
     n += 1
@@ -213,7 +213,8 @@ def _step(
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(before))
-    return acc * alpha[:, None], m, l, weights
+    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
+    return acc * alpha[:, None], m, l, p
 
 
 @gluon.jit

@@ -8,8 +8,8 @@ from typing import Any
 import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 
-from polyattn_triton.configs import Config, pick
-from polyattn_triton.launch import launches_early, parts_at_once, power
+from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
+from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
 
 MIN_SPLIT_KEYS = 128
@@ -183,3 +183,64 @@ def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
     stages = config.num_stages if way in ("prefill", "pieces") else config.num_stages - 1
     query = config.block_m * spec.head_size * STORAGE_DTYPES[spec.dtype].itemsize
     return max(1, stages) * keys + query
+
+
+UNTUNED_TALLEST = 64
+"""Rows of the highest tile of rows that share keys, where none was measured."""
+
+
+def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
+    """Return the configurations that `prefix_kernel` may run in, lowest tiles first.
+
+    Each tile holds one row's heads of a KV head at least.
+    """
+    width, least = power(max(spec.head_size, spec.v_head_size)), power(spec.gqa_ratio)
+    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
+    if known:
+        return tuple(known)
+    found: list[PrefixConfig] = []
+    height = least
+    while not found or height <= UNTUNED_TALLEST:
+        config = tile_config(spec, arch, "few", height)
+        on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
+        found.append(
+            PrefixConfig(
+                height, config.block_n, config.num_warps, config.num_stages, on_one, 10,
+                10 + height // 4, 40,
+            )
+        )  # fmt: skip
+        height *= 2
+    return tuple(found)
+
+
+def prefix_constants(
+    spec: LayerSpec, config: PrefixConfig, block_size: int, arch: str, alike: bool
+) -> tuple[Any, ...]:
+    """Return `prefix_kernel`'s constants, in its order."""
+    return (
+        spec.gqa_ratio, spec.head_size, spec.v_head_size, power(spec.head_size),
+        power(spec.v_head_size), power(spec.gqa_ratio), config.tall, config.block_n, block_size,
+        spec.logit_soft_cap is not None, alike, launches_early(arch), SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def rows_merged(spec: LayerSpec) -> int:
+    """Return how many of a token's heads of one KV head a program of `merge_parts_kernel` takes."""
+    return merge_rows(triton.next_power_of_2(spec.gqa_ratio), spec.v_head_size)
+
+
+def parts_constants(spec: LayerSpec, lse: bool, early: bool) -> tuple[Any, ...]:
+    """Return `merge_parts_kernel`'s constants, in its order."""
+    rows = rows_merged(spec)
+    return (
+        spec.gqa_ratio, spec.v_head_size, power(spec.v_head_size), rows,
+        parts_at_once(rows, spec.v_head_size),
+        spec.learned_sinks, lse, early, SCALES[spec.scales],
+    )  # fmt: skip
+
+
+def prefix_bytes(spec: LayerSpec, config: PrefixConfig) -> int:
+    """Return about how much shared memory a program of `prefix_kernel` takes."""
+    tile = Config(config.tall, config.block_n, config.num_warps, config.num_stages)
+    return shared_bytes(spec, tile, "few")

@@ -7,7 +7,7 @@ from itertools import combinations
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import functions
+from polyattn.conformance.cases import forests, functions
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -110,6 +110,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
+            cases += forests.derive(caps, base, device)
             cases.append(Case("search", "", base, "drawn"))
     can = [c for c in cases if served_phases(caps, c.spec, device)]
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
@@ -288,6 +289,11 @@ def _behaviour(
     for name in ("deterministic", "batch_invariant"):
         if name in caps.features:
             cases.append(Case(name, "", base.replace(**FEATURE_FIELDS[name]), most))
+    if "length_bounds" in caps.features and base.cached and "decode" in caps.phases:
+        wide = {"sliding_window": 21} if "sliding_window" in caps.features else {}
+        for label, fields in (("", {}), ("window", wide)):
+            spec = base.replace(length_bounds=True, **fields)
+            cases.append(Case("bounds", label, spec, "decode"))
     if caps.graph_capture and base.cached and "decode" in caps.phases:
         how = "graph" if captures(device) else "reuse"
         spec = base.replace(graph_capture="single_token_decode")
@@ -329,6 +335,7 @@ def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[C
     if base.cached:
         attempts |= {f"kv_cache_dtype {c}": {"kv_cache_dtype": c} for c in KV_CACHE_DTYPES}
         attempts["uncached"] = {"cached": False, "block_size": None}
+        attempts["length_bounds"] = {"length_bounds": True}
     for label, changes in attempts.items():
         spec = base.replace(**changes)
         if not served_phases(caps, spec, device):

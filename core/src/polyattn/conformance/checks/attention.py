@@ -18,6 +18,7 @@ from polyattn.runtime.block_tables import without_first
 from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
 from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.scales import used_scales
+from polyattn.runtime.shared_prefix import SharedRun
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:
@@ -60,7 +61,8 @@ def shared(case: Case, harness: AttentionHarness) -> None:
     lengths = batches("shared", form.block_size)
     if case.batch == "decode":
         lengths = [(1, length) for _, length in lengths]
-    harness.check(layer, harness.inputs(layer, lengths, shared=2))
+    everybody = SharedRun(tuple(range(len(lengths))), 0, 2)
+    harness.check(layer, harness.inputs(layer, lengths, shared=((everybody,),)))
 
 
 def skipped(case: Case, harness: AttentionHarness) -> None:
@@ -352,6 +354,31 @@ def reuse(case: Case, harness: AttentionHarness) -> None:
             layer, replace(given, cache=held), found[:tokens],
             None if lse is None else lse[:tokens], "a plan reused: ",
         )  # fmt: skip
+
+
+def bounds(case: Case, harness: AttentionHarness) -> None:
+    """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
+    layer = harness.layer(case.spec)
+    layer.checks = False  # the plan's lengths are bounds
+    form = layer.group.cache_format
+    assert form is not None
+    lengths = _captured_lengths(case, form.block_size)
+    given = harness.inputs(layer, [*lengths, *lengths[1:]])
+    batch = given.batch
+    assert batch.block_table is not None
+    longest = batch.block_table.shape[1] * form.block_size
+    bounded = Batch.on_buffers(
+        batch.starts, [longest] * batch.num_seqs, batch.query_start_loc, batch.seq_lens,
+        batch.block_table, batch.slot_mapping,
+    )  # fmt: skip
+    plan = layer.group.plan(bounded)
+    harness.check(layer, given, "planned by bounds: ", plan)
+    # The same plan, after the device's lengths have changed.
+    lens = [max(length // 2, min(length, 1)) for length in batch.lens]
+    batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
+    shorter = Batch(batch.starts, lens, batch.block_table)
+    held = replace(given, batch=shorter, key=None, value=None)
+    harness.check(layer, held, "shorter ones by the same plan: ", plan)
 
 
 def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:

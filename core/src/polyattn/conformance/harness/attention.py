@@ -31,6 +31,7 @@ from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.pointwise import Pointwise, example_inputs
 from polyattn.runtime.scales import Scale, input_dtype, used_scales
+from polyattn.runtime.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -106,14 +107,14 @@ class AttentionHarness(Harness):
         numbers: str = "usual",
         *,
         packed: bool = False,
-        shared: int = 0,
+        shared: Levels = (),
         skipped: bool = False,
         like: Inputs | None = None,
     ) -> Inputs:
         """Return a step whose context is in the cache and whose unused cache is NaN.
 
         - `packed`: K and V are views into one storage.
-        - `shared`: as many leading blocks are every sequence's.
+        - `shared`: runs of blocks that sequences have in common.
         - `skipped`: of every other new token the cache has the key already; it isn't stored again.
         - `like`: another layer's step, whose batch this one has too.
         """
@@ -133,8 +134,8 @@ class AttentionHarness(Harness):
         table, num_blocks = self.block_table(lens, form.block_size)
         if like is not None and like.cache is not None and like.batch.block_table is not None:
             table, num_blocks = like.batch.block_table, like.cache.num_blocks
-        if shared:
-            self._share(table, keys, values, lens, shared, form.block_size)
+        for run in (run for level in shared for run in level):
+            _share(run, table, (keys, values), lens, form.block_size)
         cache = self._cache(layer, num_blocks, packed)
         slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
         assert slots is not None
@@ -155,17 +156,6 @@ class AttentionHarness(Harness):
             assert batch.slot_mapping is not None
             batch.slot_mapping.masked_fill_(there[rows], -1)
         return Inputs(batch, query, keys[rows], values[rows], cache)
-
-    def _share(
-        self, table: Tensor, keys: Tensor, values: Tensor, lens: list[int], count: int, block: int
-    ) -> None:
-        """Let every sequence begin with the first one's blocks."""
-        table[1:, :count] = table[0, :count]
-        same = count * block
-        assert min(lens) >= same
-        for tensor in (keys, values):
-            for part in tensor.split(lens):
-                part[:same] = tensor[:same]
 
     def _given(
         self, layer: Attention, lengths: Lengths, query: Tensor, numbers: str, like: Inputs | None
@@ -261,6 +251,20 @@ class AttentionHarness(Harness):
         )
         exact = reference.exact(out, layer.params.out_scale, torch.float64)
         self.judge(spec, inputs.batch, (exact, lse), (expected, expected_lse), label)
+
+
+def _share(
+    run: SharedRun, table: Tensor, tokens: tuple[Tensor, ...], lens: list[int], block: int
+) -> None:
+    """Let a run's rows have the first one's blocks, and the keys and values that lie there."""
+    columns = slice(run.first, run.first + run.count)
+    table[list(run.rows), columns] = table[run.rows[0], columns].clone()
+    same = slice(run.first * block, (run.first + run.count) * block)
+    for tensor in tokens:
+        parts = tensor.split(lens)
+        for row in run.rows[1:]:
+            assert lens[row] >= same.stop
+            parts[row][same] = parts[run.rows[0]][same]
 
 
 def held_before(lengths: Lengths, skipped: bool) -> Tensor:

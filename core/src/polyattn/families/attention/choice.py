@@ -37,6 +37,8 @@ class Chooser:
 
     def __init__(self, group: LayerGroup):
         selection = group.selection
+        # Planned by bounds, decodes are a call of their own, and their lengths predict no time.
+        self.bounded = group.spec.length_bounds
         models = selection.timings
         known = {model.backend for model in models}
         self.phases: dict[str, dict[str, Candidate]] = {"prefill": {}, "decode": {}}
@@ -48,7 +50,7 @@ class Chooser:
                 continue
             for other in (info, *(c for c in candidates.get(phase, ()) if c.name in known)):
                 if other.name not in members:
-                    loaded = _loaded(group, phase, other, required=other is info)
+                    loaded = loaded_candidate(group, phase, other, required=other is info)
                     if loaded is not None:
                         members[other.name] = loaded
             self.chosen[phase] = members[info.name]
@@ -64,7 +66,7 @@ class Chooser:
 
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return who runs which part of a step over a cache."""
-        if self.by_time is None:
+        if self.by_time is None or self.bounded:
             return self._by_priority(batch)
         if batch.all_decode:
             name = self.by_time.decode(batch.host_lens, batch.max_seq_len)
@@ -84,12 +86,14 @@ class Chooser:
     def _by_priority(self, batch: Batch) -> list[Assignment]:
         prefill, decode = self.chosen["prefill"], self.chosen["decode"]
         mixes = "mixed" in prefill.info.capabilities.phases
-        if prefill.info == decode.info and mixes and not batch.all_decode:
+        if prefill.info == decode.info and mixes and not (batch.all_decode or self.bounded):
             return [("prefill", prefill.info, Part(batch, None))]
         return _parts(batch, decode, prefill)
 
 
-def _loaded(group: LayerGroup, phase: str, info: BackendInfo, required: bool) -> Candidate | None:
+def loaded_candidate(
+    group: LayerGroup, phase: str, info: BackendInfo, required: bool
+) -> Candidate | None:
     """Load a backend. One that only competes is left out, and named, where it can't be loaded."""
     try:
         form = group.kernel_format(info)

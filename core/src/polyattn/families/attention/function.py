@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.dense import Asked, dense, group_of, plan_for, run
+from polyattn.families.attention.dense import Asked, dense, group_of, plan_for, run_given
 from polyattn.families.attention.masked import masked
 
 
@@ -87,7 +87,7 @@ def _packed(
         cached=False,
     )  # fmt: skip
     step = plan_for(group, query_lens, key_lens)
-    return run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
+    return run_given(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:

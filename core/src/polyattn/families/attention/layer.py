@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from polyattn.errors import BatchError, SpecError
+from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.fused import fused_bias, in_heads, out_in_heads
 from polyattn.families.attention.planning import AttentionStep
@@ -24,16 +24,16 @@ from polyattn.runtime.inputs import (
     check_aligned,
 )
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.pointwise import check_step_inputs, layer_inputs
 from polyattn.runtime.scales import LayerScales, Scale, input_dtype
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """One attention layer on the selected backends. Forward only: gradients are refused.
 
     Built from a `LayerGroup` it shares plans and kernels with the group's other layers; built from a
@@ -59,6 +59,8 @@ class Attention(nn.Module):
     Raises `SpecError`, and what `LayerGroup` raises.
     """
 
+    family = "attention"
+
     def __init__(
         self,
         group: LayerGroup | Selection | LayerSpec,
@@ -74,13 +76,8 @@ class Attention(nn.Module):
         inputs: Mapping[str, Any] | None = None,
         checks: bool | None = None,
     ):
-        super().__init__()
-        self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)
-        spec = self.spec = self.group.spec
-        if spec.kind.family != "attention":
-            other = "Recurrent" if spec.kind.is_recurrent else "LatentAttention"
-            raise SpecError(f"{spec} is no layer for Attention; use {other}")
-        self.checks = current().checks if checks is None else checks
+        super().__init__(group, checks)
+        spec = self.spec
         if spec.alibi and alibi_slopes is None:
             alibi_slopes = default_slopes(spec.num_heads)
         device = self.group.torch_device
@@ -105,7 +102,6 @@ class Attention(nn.Module):
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse
-        self._handle = torch_compile.handle(self)
 
     @property
     def params(self) -> LayerParams:
@@ -130,10 +126,6 @@ class Attention(nn.Module):
         if name in LayerScales.NAMES:
             return self.scales.get(name)
         return super().__getattr__(name)
-
-    def plan(self, batch: Batch) -> StepPlan:
-        """Plan one step for all layers of the group: what `forward` takes as `plan`."""
-        return self.group.plan(batch)
 
     def forward(
         self,
@@ -165,7 +157,10 @@ class Attention(nn.Module):
         lse = None
         if self._needs_lse:
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-        out = self.run(step, query, key, value, cache, out, lse)
+        if cache is not self._known_cache or self.checks or self._from_step:
+            self._check(step, query, key, value, cache, out)
+        params = self.params if self._reads else self._params
+        out = step.call(query, key, value, cache, params, out, lse)
         return out if lse is None else (out, lse)
 
     def run(
@@ -175,19 +170,12 @@ class Attention(nn.Module):
         key: Tensor | None,
         value: Tensor | None,
         cache: KVCache | None,
-        out: Tensor | None,
+        out: Tensor,
         lse: Tensor | None,
-    ) -> Tensor:
-        """Check what was given and run the step. Returns the output; writes `out` and `lse`."""
-        if cache is not self._known_cache:
-            self._check_cache(query, cache)
-            self._known_cache = cache
-        if self._from_step:
-            check_step_inputs(self.spec, self._from_step, step.batch)
-        if self.checks:
-            self._check_values(step, query, key, value, cache, out)
-        params = self.params if self._reads else self._params
-        return step.call(query, key, value, cache, params, out, lse)
+    ) -> None:
+        """Check what was given and run the step: what a compiled graph calls. Writes `out`, `lse`."""
+        self._check(step, query, key, value, cache, out)
+        step.call(query, key, value, cache, self.params, out, lse)
 
     def _traced(
         self,
@@ -210,7 +198,7 @@ class Attention(nn.Module):
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.
 
-        `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping` int64, one each.
+        `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping`, one each.
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
@@ -229,7 +217,29 @@ class Attention(nn.Module):
                 raise bad_input(name, tensor, shape, self._dtype)
         self.group.check_format(cache.format)
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        store.run(store.plan(slot_mapping), key, value, cache, self.params)
+        store.run(store.plan(slot_mapping.long()), key, value, cache, self.params)
+
+    def _check(
+        self,
+        step: AttentionStep,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: KVCache | None,
+        out: Tensor | None,
+    ) -> None:
+        """Check what isn't the step's to check: the cache's form, inputs, addresses, values."""
+        if cache is not self._known_cache:
+            self._check_cache(query, cache)
+            self._known_cache = cache
+        if self._from_step:
+            check_step_inputs(self.spec, self._from_step, step.batch)
+        if not self.checks:
+            return
+        if self.group.device.is_accelerator:
+            check_aligned(query=query, key=key, value=value, out=out)
+        if cache is not None and not capturing(query):
+            check_on_device(step.batch, cache.num_blocks, cache.block_size)
 
     def _check_cache(self, query: Tensor, cache: KVCache | None) -> None:
         if cache is None:
@@ -244,30 +254,8 @@ class Attention(nn.Module):
                 f"query is on {query.device}, the cache on {cache.key.device}; move one"
             )
 
-    def _check_values(
-        self,
-        step: AttentionStep,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        out: Tensor | None,
-    ) -> None:
-        if self.group.device.is_accelerator:
-            check_aligned(query=query, key=key, value=value, out=out)
-        if cache is not None and not capturing(query):
-            check_on_device(step.batch, cache.num_blocks, cache.block_size)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = torch_compile.handle(self)
-
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_known_cache": _Unseen}
-
-    def extra_repr(self) -> str:
-        """Describe the layer in `print(model)`."""
-        return f"{self.spec}; {self.group.selection.decision.summary()}"
 
 
 class _Unseen:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.dense import Asked, group_of, plan_for, run
+from polyattn.families.attention.dense import Asked, group_of, plan_for, run, run_given
 from polyattn.families.attention.recompute import Recomputed, gradients
+from polyattn.families.attention.views import pages_of
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 
 
 class Keys(NamedTuple):
@@ -49,13 +49,17 @@ def packed(
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
-    fewer = asked.causal and any(k < q for q, k in zip(query_lens, keys.lens, strict=True))
-    if keys.block_table is not None and (fewer or training):
+    if training and not asked.needs_lse:  # whose formula is differentiated
+        return packed(
+            query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )[0], None  # fmt: skip
+    if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):
         keys = _gathered(keys)
     heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
     params = sinks is not None, alibi_slopes is not None
     if keys.block_table is not None:
-        cache = KVCache(keys.key, keys.value)
+        cache = pages_of(keys.key, keys.value)
         group = group_of(query, heads, v_size, asked, *params, block_size=cache.block_size)
         group.check_format(cache.format)
         step = group.plan_for(_batch(group, query_lens, keys))
@@ -64,7 +68,7 @@ def packed(
     starts = None if keys.starts is None else tuple(keys.starts)
     step = plan_for(group, tuple(query_lens), tuple(keys.lens), starts)
     if not training:
-        return run(step, query, keys.key, keys.value, sinks=sinks, alibi_slopes=alibi_slopes)
+        return run_given(step, query, keys.key, keys.value, sinks=sinks, alibi_slopes=alibi_slopes)
     if sinks is not None:
         raise BatchError(
             "sinks with gradients: nothing serves that; detach the query, key and value"
@@ -108,8 +112,8 @@ def _batch(group: LayerGroup, query_lens: Sequence[int], keys: Keys) -> Batch:
         return known[1]
     batch = Batch([0, *accumulate(query_lens)], keys.lens, table)
     if version is not None:
-        # The batch holds a view: with the tensor itself it were a circle.
-        batch = batch.with_block_table(table.view_as(table))
+        # Detached: the tensor itself, or a view of it, were a circle that nothing collects.
+        batch = batch.with_block_table(table.detach())
         table._polyattn_batch = (lengths, batch)  # type: ignore[attr-defined]
     return batch
 
@@ -118,6 +122,11 @@ def _sequences(query_lens: Sequence[int], keys: Keys) -> list[tuple[int, int, in
     firsts = accumulate(query_lens, initial=0)
     starts = accumulate(keys.lens, initial=0) if keys.starts is None else keys.starts
     return list(zip(firsts, query_lens, starts, keys.lens, strict=False))
+
+
+def _fewer(asked: Asked, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
+    """Whether queries under a causal mask see no key at all, which a cache has no form of."""
+    return asked.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
 
 
 def _gathered(keys: Keys) -> Keys:

@@ -11,11 +11,11 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.choice import Chooser
 from polyattn.families.attention.fused import in_heads, out_in_heads
-from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
+from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import Addressed, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_queries, check_table_width
 from polyattn.runtime.block_tables import expand
@@ -36,6 +36,8 @@ class AttentionStep(StepPlan):
     def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
         super().__init__(group, batch)
         self._calls = calls
+        # By how tensors lie that were given whole and found right: how they are run by addresses.
+        self.ways: dict[Any, Addressed | None] = {}
         self.store: StorePlan | None = None
         self.stored_by: StoreBackend | None = None
         self.rotated_by: RunRotated | None = None
@@ -105,6 +107,13 @@ class AttentionStep(StepPlan):
                     raise bad_input("value", value, self.value_shape or (), dtype)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache, params)
+        # Kernels step by tokens and heads; what has gaps within a head is copied.
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        if key is not None and value is not None and (key.stride(2) != 1 or value.stride(2) != 1):
+            key, value = key.contiguous(), value.contiguous()
+        if out.stride(2) != 1:
+            raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
         if torch.is_grad_enabled():
             refuse_gradients(query=query, key=key, value=value)
         if torch.is_autocast_enabled(self.device_type):
@@ -282,7 +291,7 @@ class Planner(StepPlanner):
     def __init__(self, group: LayerGroup):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
-        self.prefix = PrefixDecode.of(group)
+        self.sharing = Sharing.of(group)
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
             self.rotated_by = claimed_rotation(group, self.store)
@@ -306,7 +315,8 @@ class Planner(StepPlanner):
                 "capture a graph for each kind of step"
             )
         calls = tuple(
-            self._shared(*assignment) or self._call(*assignment, before) for assignment in assigned
+            self._shared(phase, part, before) or self._call(phase, info, part, before)
+            for phase, info, part in assigned
         )
         step = AttentionStep(self.group, batch, calls)
         if self.spec.cached and batch.slot_mapping is not None:
@@ -323,7 +333,9 @@ class Planner(StepPlanner):
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
         backend = self.chooser.find(phase, name).backend
-        batch, block_size = part.batch, None
+        batch, block_size, expanded = part.batch, None, False
+        if batch.shared_prefix is not None:  # nobody reads blocks once whom `sharing` didn't ask to
+            batch = batch.with_shared_prefix(None)
         if self.spec.cached:
             whole, walked = self.group.cache_format, backend.cache
             assert whole is not None and walked is not None
@@ -331,19 +343,15 @@ class Planner(StepPlanner):
             if block_size != whole.block_size:
                 into = None if earlier is None else earlier.plan.batch.block_table
                 batch = expand(batch, whole, block_size, into)
+                expanded = True
         plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, name, backend, plan, part.rows, block_size, batch is not part.batch)
+        return Call(phase, name, backend, plan, part.rows, block_size, expanded)
 
-    def _shared(self, phase: str, info: BackendInfo, part: Part) -> Call | None:
-        """Return decodes that share blocks as one call over the prefix, where that is worth it."""
-        if self.prefix is None or phase != "decode" or not part.batch.all_decode:
+    def _shared(self, phase: str, part: Part, before: dict[str, Call]) -> Call | None:
+        """Return decodes that share blocks as one call that reads those once, where that is worth it."""
+        if self.sharing is None or phase != "decode" or not part.batch.all_decode:
             return None
-        plan = self.prefix.plan(part.batch)
-        if plan is None:
-            return None
-        name = f"{self.prefix.shared.name} over shared blocks, {self.prefix.own.name} over own ones"
-        size = self.group.cache_format.block_size if self.group.cache_format else None
-        return Call(phase, name, self.prefix, plan, part.rows, size)
+        return self.sharing.call(part.batch, part.rows, before.get(phase))
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:

@@ -22,18 +22,8 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Plan
-from polyattn.runtime.shared_prefix import Levels, SharedRun, may_share, shared_prefixes
+from polyattn.runtime.shared_prefix import Levels, SharedRun
 from polyattn.spec.decompose import over_context, unrotated
-from polyattn.spec.kinds import Role
-from polyattn.spec.layer import LayerSpec
-
-CALL_US = {"cpu": 300.0}
-ACCELERATOR_CALL_US = 18.0
-"""What a call and its merge cost beside the keys that they read, in microseconds: the sharing must save
-more. Measured on an H200 over 4,096 shared tokens: rows break even between 8 and 16 of them, of which the
-saved bytes take 24 and 52 us at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
-CPU_BANDWIDTH = 10.0
-"""GB/s where a device states none."""
 
 
 @dataclass(frozen=True)
@@ -47,29 +37,11 @@ class SharedCall:
 class PrefixPlan(Plan):
     """The levels' calls, and the decode of what each row has for itself."""
 
-    __slots__ = ("levels", "own", "saved_bytes")
+    __slots__ = ("levels", "own")
 
-    def __init__(self, batch: Batch, levels: list[SharedCall], own: Plan, saved_bytes: int):
+    def __init__(self, batch: Batch, levels: list[SharedCall], own: Plan):
         super().__init__(batch)
-        self.levels, self.own, self.saved_bytes = levels, own, saved_bytes
-
-
-def why_not(spec: LayerSpec) -> str | None:
-    """Say why a layer's decode can't be taken apart by shared prefix, or None."""
-    if spec.latent is not None:
-        return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
-    for name, asked in (
-        ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
-        ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
-        ("positions within the cache", unrotated(spec).rope),
-        (f"the functions of {spec.variant}", spec.variant), ("a step's mask", spec.mask),
-        ("quantised queries or outputs", spec.qkv_dtype != "auto" or spec.out_dtype != "auto"),
-    ):  # fmt: skip
-        if asked:
-            return f"{name}: a shared key's part depends on each row's own position or batch"
-    if spec.role is not Role.DECODER or not spec.causal:
-        return "only a causal decoder's rows end in keys of their own"
-    return None
+        self.levels, self.own = levels, own
 
 
 class PrefixDecode:
@@ -89,8 +61,6 @@ class PrefixDecode:
     def of(cls, group: LayerGroup) -> PrefixDecode | None:
         """Return the runner for a group, or None where no two of its candidates can serve it."""
         spec, selection = unrotated(group.spec), group.selection
-        if not spec.cached or why_not(spec) or spec.graph_capture:
-            return None
         with_lse, device = spec.replace(needs_lse=True), group.device
         over_all = over_context(with_lse.replace(learned_sinks=False))
         candidates = dict(selection.candidates)
@@ -108,27 +78,18 @@ class PrefixDecode:
             found.append(able[0])
         return cls(group, found[0], found[1])
 
-    def plan(self, batch: Batch) -> PrefixPlan | None:
-        """Return the plan of a step of decodes; None where nothing is shared, or not enough."""
-        table = batch.host_block_table
-        if table is None or not may_share(table):
-            return None
-        assert self.cache is not None
+    @property
+    def name(self) -> str:
+        """Who reads what, for people."""
+        return f"{self.shared.name} over shared blocks, {self.own.name} over own ones"
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
+        """Return the plan of a step of decodes with a `shared_prefix`; it is never captured."""
+        levels = batch.shared_prefix
+        assert self.cache is not None and levels is not None
         size = self.cache.block_size
-        # A row's last token is its own: something is left for its decode.
-        levels = shared_prefixes(table, [max(n - 1, 0) for n in batch.lens], size)
-        per_block = size * self.cache.bytes_per_token
-        saved = sum(run.saved for level in levels for run in level) * per_block
-        if not saved or self._us_saved(saved) <= (len(levels) + 1) * self._call_us():
-            return None
         calls = [self._level(batch, level, size) for level in levels]
-        return PrefixPlan(batch, calls, self._own(batch, levels, size), saved)
-
-    def _us_saved(self, saved_bytes: int) -> float:
-        return saved_bytes / (self.group.device.bandwidth or CPU_BANDWIDTH) / 1e3
-
-    def _call_us(self) -> float:
-        return CALL_US.get(self.group.device.platform, ACCELERATOR_CALL_US)
+        return PrefixPlan(batch, calls, self._own(batch, levels, size))
 
     def _level(self, batch: Batch, level: tuple[SharedRun, ...], size: int) -> SharedCall:
         assert batch.block_table is not None

@@ -24,22 +24,25 @@ def sdpa(
     logit_soft_cap: float | None = None,
     sinks: Tensor | None = None,
     needs_lse: bool = False,
+    heads_first: bool = True,
     count: Count | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend for `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size).
 
+    Without `heads_first` they are (batch, queries, heads, size) and (batch, keys, KV heads, size).
     `is_causal` is aligned to the top left, as torch's is: the first query sees the first key alone.
     `mask` (batch or 1, 1, queries or 1, keys) as `polyattn.attention` takes it, and instead of
     `is_causal`. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE (batch,
     queries, heads), float32. Raises `BatchError`, and what `select` raises.
     """
-    rows, queries, keys = query.shape[0], query.shape[2], key.shape[2]
+    seqlen = 2 if heads_first else 1
+    rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
     if mask is None and is_causal and queries > keys:
         mask = _top_left(queries, keys, query.device)
     if mask is not None:
         asked = Asked(False, scale, None, None, logit_soft_cap, None, needs_lse)
         return masked(
-            query, key, value, mask, asked, heads_first=True, sinks=sinks, count=count
+            query, key, value, mask, asked, heads_first=heads_first, sinks=sinks, count=count
         )  # fmt: skip
     lens = None
     causal = is_causal and queries > 1
@@ -47,7 +50,7 @@ def sdpa(
         lens = (queries,) * rows
     asked = Asked(causal, scale, None, None, logit_soft_cap, None, needs_lse)
     return dense(
-        query, key, value, asked, heads_first=True, key_lens=lens, sinks=sinks, count=count
+        query, key, value, asked, heads_first=heads_first, key_lens=lens, sinks=sinks, count=count
     )
 
 
@@ -57,7 +60,8 @@ def _top_left(queries: int, keys: int, device: torch.device) -> Tensor:
         return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()[None, None]
 
 
-@torch.library.custom_op("polyattn::sdpa", mutates_args=())
+# Masks are read on the host when it runs: Inductor leaves it out of the graphs that it captures.
+@torch.library.custom_op("polyattn::sdpa", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
 def sdpa_operator(
     query: Tensor,
     key: Tensor,

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from polyattn.runtime.kv_cache import KVCache
+
 View = tuple[tuple[int, int, int], tuple[int, int, int], int]
 """Sizes and strides of (tokens, heads, size), and how many tokens lie between rows' first ones."""
 
@@ -57,3 +59,19 @@ def keys_as_tokens(
         keys, values = ordered(key, heads_first), ordered(value, heads_first)
         apart = key.shape[2 if heads_first else 1]
     return keys, values, apart
+
+
+def pages_of(key: Tensor, value: Tensor) -> KVCache:
+    """Return pages (pages, page size, KV heads, size) as a cache; the same one for the same tensors.
+
+    It is kept on `key`, over detached tensors: those themselves, or views of them, were a circle.
+    """
+    where = (
+        key.data_ptr(), value.data_ptr(), key.shape, value.shape, key.stride(), value.stride(),
+        key.dtype, value.dtype,
+    )  # fmt: skip
+    known: tuple[object, KVCache] | None = getattr(key, "_polyattn_pages", None)
+    if known is None or known[0] != where:
+        known = where, KVCache(key.detach(), value.detach())
+        key._polyattn_pages = known  # type: ignore[attr-defined]
+    return known[1]

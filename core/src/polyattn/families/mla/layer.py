@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import check_rotate
@@ -18,15 +16,15 @@ from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(Layer):
     """One MLA layer on the selected backends. Forward only: gradients are refused.
 
     - `group`: as `Attention` takes it.
@@ -42,6 +40,8 @@ class LatentAttention(nn.Module):
     Raises `SpecError`, and what `LayerGroup` raises.
     """
 
+    family = "mla"
+
     def __init__(
         self,
         group: LayerGroup | Selection | LayerSpec,
@@ -52,20 +52,15 @@ class LatentAttention(nn.Module):
         rotate: bool | None = None,
         checks: bool | None = None,
     ):
-        super().__init__()
-        self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)
-        spec = self.spec = self.group.spec
-        if spec.latent is None:
-            raise SpecError(f"{spec} is no MLA layer; use Attention or Recurrent")
+        super().__init__(group, checks)
+        spec = self.spec
         self.sparse = spec.kind is AttentionKind.SPARSE_MLA
-        self.checks = current().checks if checks is None else checks
         scale = positive("k_scale", k_scale, spec.stored_dtype != spec.dtype)
         self.params = LayerParams(k_scale=scale, v_scale=scale, rotate=check_rotate(spec, rotate))
         self._dtype = STORAGE_DTYPES[spec.dtype]
         self.w_uk: Weight | None
         self.w_uv: Weight | None
         self.w_uk, self.w_uv = self._checked_weights(w_uk, w_uv)
-        self._handle = torch_compile.handle(self)
 
     def _checked_weights(
         self, w_uk: Tensor | None, w_uv: Tensor | None
@@ -96,10 +91,6 @@ class LatentAttention(nn.Module):
         if self.w_uk is None or self.w_uv is None:
             return None
         return self.w_uk.current(), self.w_uv.current()
-
-    def plan(self, batch: Batch) -> StepPlan:
-        """Plan one step for all layers of the group: what `forward` takes as `plan`."""
-        return self.group.plan(batch)
 
     def forward(
         self,
@@ -164,7 +155,7 @@ class LatentAttention(nn.Module):
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store latents and rope keys without attending, as `Attention.store` does keys and values.
 
-        `latent` (any number of tokens, rank), `rope_key` (…, rope size); `slot_mapping` int64, one each.
+        `latent` (any number of tokens, rank), `rope_key` (…, rope size); `slot_mapping`, one each.
         """
         if self.params.rotate:
             raise BatchError(
@@ -182,7 +173,9 @@ class LatentAttention(nn.Module):
         self.group.check_format(cache.format)
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
-        store.run(store.plan(slot_mapping), entry, entry[..., : part.rank], cache, self.params)
+        store.run(
+            store.plan(slot_mapping.long()), entry, entry[..., : part.rank], cache, self.params
+        )
 
     def _out_shape(self, step: LatentStep) -> tuple[int, ...]:
         assert self.spec.latent is not None
@@ -225,11 +218,3 @@ class LatentAttention(nn.Module):
                 f"rows of {step.batch.max_query_len} tokens are expanded, which needs w_uk and w_uv; "
                 "give them to LatentAttention, or pass shorter rows"
             )
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = torch_compile.handle(self)
-
-    def extra_repr(self) -> str:
-        """Describe the layer in `print(model)`."""
-        return f"{self.spec}; {self.group.selection.decision.summary()}"

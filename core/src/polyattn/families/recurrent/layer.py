@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.families.recurrent.planning import RecurrentStep
@@ -16,16 +15,16 @@ from polyattn.runtime.batch_checks import check_state_slots
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import GATES, form_of, shape_of
 
 
-class Recurrent(nn.Module):
+class Recurrent(Layer):
     """One recurrent layer on the selected backends. Forward only: gradients are refused.
 
     `group` as `Attention` takes it. `params` are the tensors that `polyattn.spec.recurrence.FORMS`
@@ -36,6 +35,8 @@ class Recurrent(nn.Module):
     `polyattn.spec.decompose.convolution(spec)`. Raises `SpecError`, and what `LayerGroup` raises.
     """
 
+    family = "recurrent"
+
     def __init__(
         self,
         group: LayerGroup | Selection | LayerSpec,
@@ -43,18 +44,12 @@ class Recurrent(nn.Module):
         checks: bool | None = None,
         **params: Tensor,
     ):
-        super().__init__()
-        self.group = group if isinstance(group, LayerGroup) else LayerGroup(group)
-        spec = self.spec = self.group.spec
-        if not spec.kind.is_recurrent:
-            other = "LatentAttention" if spec.kind.is_latent else "Attention"
-            raise SpecError(f"{spec} is no recurrent layer; use {other}")
+        super().__init__(group, checks)
+        spec = self.spec
         self.form = form_of(spec)
-        self.checks = current().checks if checks is None else checks
         self.dtype = STORAGE_DTYPES[spec.dtype]
         self._states_spec = StateCacheSpec.for_layer(spec, 1)
         self.weights = self._checked_params(params)
-        self._handle = torch_compile.handle(self)
 
     def _checked_params(self, given: Mapping[str, Tensor]) -> dict[str, Weight]:
         spec, form = self.spec, self.form
@@ -81,10 +76,6 @@ class Recurrent(nn.Module):
     def params(self) -> dict[str, Tensor]:
         """The layer's parameters as they are now, as kernels read them."""
         return {name: weight.current() for name, weight in self.weights.items()}
-
-    def plan(self, batch: Batch) -> StepPlan:
-        """Plan one step for all layers of the group: what `forward` takes as `plan`."""
-        return self.group.plan(batch)
 
     def output_shape(self, tokens: int) -> tuple[int, ...]:
         """Return the shape of the output for so many tokens."""
@@ -151,11 +142,3 @@ class Recurrent(nn.Module):
             if tensor.shape != shape or not fits:
                 raise bad_input(name, tensor, shape, self.dtype)
         return named
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = torch_compile.handle(self)
-
-    def extra_repr(self) -> str:
-        """Describe the layer in `print(model)`."""
-        return f"{self.spec}; {self.group.selection.decision.summary()}"

@@ -262,7 +262,7 @@ class Step:
         counts = [-(-n // cache.block_size) for n in self.batch.lens]
         rows = [row[:n].tolist() for row, n in zip(table, counts, strict=True)]
         read, distinct = sum(counts), len({block for row in rows for block in row})
-        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in self.plan.calls)
+        saved = sum(call.saved_bytes for call in self.plan.calls)
         per_block = cache.block_size * cache.bytes_per_token
         return {
             "blocks_read": read, "distinct_blocks": distinct,

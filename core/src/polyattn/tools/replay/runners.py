@@ -108,7 +108,7 @@ class Runner:
     def planned(self, batch: Batch) -> StepPlan:
         """Plan a step; `saved_bytes` counts what its calls over shared blocks don't read again."""
         plan = self.group.plan(batch)
-        saved = sum(getattr(call.plan, "saved_bytes", 0) for call in plan.calls)
+        saved = sum(call.saved_bytes for call in plan.calls)
         self.saved_bytes += saved * self.count
         return plan
 

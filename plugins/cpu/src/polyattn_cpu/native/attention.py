@@ -7,7 +7,14 @@ import struct
 from collections.abc import Sequence
 
 import torch
-from polyattn.kernel import STORAGE_DTYPES, BatchError, LayerSpec
+from polyattn.kernel import (
+    STORAGE_DTYPES,
+    Addressed,
+    BatchError,
+    LayerParams,
+    LayerSpec,
+    Lie,
+)
 from torch import Tensor
 
 from polyattn_cpu.native.library import NativeError, isa, load
@@ -143,3 +150,26 @@ def attend(
                 "were left out, and their outputs are unwritten"
             )
         raise NativeError(text)
+
+
+def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:
+    """Return `attend` over packed tensors that lie so, whatever their shapes."""
+    lib, pack = load(), _TENSORS.pack
+    (qt, qh), (kt, kh), (vt, vh), keys = lie
+    heads, size = spec.num_heads, spec.v_head_size
+    strides = qt, qh, 0, kt, kh, 0, vt, vh, heads * size, size, heads, 1, 0, keys
+
+    def run(
+        query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        sinks, alibi = params.sinks, params.alibi_slopes
+        tensors = pack(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), 0, 0 if sinks is None else sinks.data_ptr(),
+            0 if alibi is None else alibi.data_ptr(), *strides, params.k_scale, params.v_scale,
+        )  # fmt: skip
+        if lib.pa_attend(plan.handle, tensors):
+            raise NativeError(lib.pa_error().decode())
+
+    return run

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn.kernel import (
+    Addressed,
     AttentionBackend,
     Batch,
     CacheFormat,
@@ -13,6 +14,7 @@ from polyattn.kernel import (
     KVCache,
     LayerParams,
     LayerSpec,
+    Lie,
     NewTokens,
     Plan,
     Rotation,
@@ -22,7 +24,8 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, attend, layer_bytes
+from polyattn_cpu.native.attention import StepPlan, addressed, attend, layer_bytes
+from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.store import Part, store
 
 
@@ -55,6 +58,10 @@ class NativeAttention(AttentionBackend):
         else:
             step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size)
         return NativePlan(batch, step)
+
+    def addressed(self, plan: Plan, lie: Lie) -> Addressed:
+        assert isinstance(plan, NativePlan) and self.cache is None
+        return addressed(plan.step, self.spec, lie)
 
     def run(
         self,
@@ -92,13 +99,17 @@ class NativeStore(StoreBackend):
 
     name: ClassVar[str] = "NATIVE_STORE"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.by = isa()
+
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
         parts = [Part(key, cache.key, params.k_scale)]
         if not cache.value_in_key:
             parts.append(Part(value, cache.value, params.v_scale))
-        store(parts, plan.slots)
+        store(parts, plan.slots, by=self.by)
 
     def run_rotated(
         self,
@@ -125,7 +136,7 @@ class NativeStore(StoreBackend):
         ]
         if not cache.value_in_key:
             parts.append(Part(value, cache.value, params.v_scale, out=value_out, bias=biases[2]))
-        store(parts, plan.slots)
+        store(parts, plan.slots, by=self.by)
         return out, key_out, value if keep and value_out is None else value_out
 
 

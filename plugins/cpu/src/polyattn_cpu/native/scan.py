@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from polyattn.kernel import AttentionKind, Batch, BatchError, LayerSpec, Plan, RecurrentBackend
+from polyattn.kernel import (
+    AttentionKind,
+    Batch,
+    BatchError,
+    CacheFormat,
+    Device,
+    LayerSpec,
+    Plan,
+    RecurrentBackend,
+)
 from torch import Tensor
 
 from polyattn_cpu.native.attention import DTYPES, TORCH_DTYPES
@@ -57,6 +66,10 @@ class NativeScan(RecurrentBackend):
 
     name: ClassVar[str] = "NATIVE_SCAN"
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.by = isa()
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         return ScanPlan(batch)
 
@@ -90,14 +103,14 @@ class NativeScan(RecurrentBackend):
                 form.dt_softplus, form.qk_norm, form.activation == "silu", spec.scale,
             )
         )  # fmt: skip
-        failed = load().pa_scan_step(isa().encode(), packed, torch.get_num_threads())
+        failed = load().pa_scan_step(self.by.encode(), packed, torch.get_num_threads())
         if failed > 0:
             raise BatchError(
                 f"state_slots[{failed - 1}]={int(plan.slots[failed - 1])} is out of range: there are "
                 f"{states.shape[0]} slots, and -1 is a padding row"
             )
         if failed:
-            raise NativeError(f"NATIVE_SCAN by {isa()}: out of memory for its scratch")
+            raise NativeError(f"NATIVE_SCAN by {self.by}: out of memory for its scratch")
 
 
 def _rows(tensor: Tensor) -> bytes:

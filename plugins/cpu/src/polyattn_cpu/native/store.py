@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from polyattn.kernel import BatchError
@@ -16,8 +16,7 @@ from polyattn_cpu.native.library import isa, load
 _SCATTER = struct.Struct("@7P10q5if")
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One source of a call, (num_tokens, heads, size), its last stride 1, and where its rows go.
 
     - `cache` (num_blocks, block_size, heads, size), its last stride 1; None: nothing is stored. One of
@@ -58,15 +57,18 @@ def _pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def store(parts: Sequence[Part], slots: Tensor, threads: int | None = None) -> None:
+def store(
+    parts: Sequence[Part], slots: Tensor, threads: int | None = None, by: str | None = None
+) -> None:
     """Write the rows of each part to their slots, int64 (num_tokens,), -1 skips, in one call.
 
-    `threads`: at most so many; default torch's number. Raises `BatchError` before anything is written
+    `threads`: at most so many; default torch's number. `by`: an instruction set; default: the one
+    that runs. Raises `BatchError` before anything is written
     where a slot is outside the cache.
     """
     packed = b"".join([part.packed(slots) for part in parts])
     number = torch.get_num_threads() if threads is None else threads
-    bad = load().pa_store(isa().encode(), packed, len(parts), number)
+    bad = load().pa_store((by or isa()).encode(), packed, len(parts), number)
     if bad:
         at = bad - 1
         cache = next(part.cache for part in parts if part.cache is not None)

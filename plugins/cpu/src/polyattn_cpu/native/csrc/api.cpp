@@ -1,5 +1,6 @@
 // The C interface: which instruction set runs, what a step's work items are, a call.
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -217,9 +218,16 @@ void scan_one(void *context, int32_t index, char *scratch) {
   run->kernels->scan(run->scan, index, scratch);
 }
 
+// Asking the processor costs microseconds under a hypervisor, which traps cpuid: once for each.
 const KernelTable *table(const char *isa) {
+  enum : char { UNKNOWN, HERE, MISSING };
+  static std::atomic<char> known[sizeof TABLES / sizeof *TABLES];
+  std::atomic<char> *state = known;
   for (const KernelTable *each : TABLES) {
-    if (!std::strcmp(each->name, isa) && has(isa)) return each;
+    std::atomic<char> &found = *state++;
+    if (std::strcmp(each->name, isa)) continue;
+    if (found == UNKNOWN) found = has(isa) ? HERE : MISSING;
+    return found == HERE ? each : nullptr;
   }
   return nullptr;
 }

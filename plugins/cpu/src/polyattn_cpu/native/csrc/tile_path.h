@@ -10,6 +10,8 @@
 
 constexpr int TILE_KEYS = 128;
 constexpr int TILE_ROWS = 128;       // per KV head at most
+// Of values, in 16 bits: a line more than the pairs fill, as 4 KiB apart all panels share a set.
+constexpr int64_t PANEL = TILE_KEYS / 2 * 32 + 32;
 constexpr int TILE_HEAD_ROWS = 16;   // up to so many, all KV heads are one item
 
 struct TileLayout {
@@ -27,7 +29,7 @@ static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   TileLayout is(layer, heads, per_head);
   int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
                   (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
-                  (int64_t)(TILE_KEYS * (is.k + is.v) + is.k + is.v * 2) / 2 + 64 * 8;
+                  (int64_t)(TILE_KEYS * (is.k + is.v) + is.k + is.v * 4) / 2 + 64 * 8;
   return words * 4 + Walk::scratch(TILE_KEYS) + 16 * 64;
 }
 
@@ -134,7 +136,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
     alpha = arena.take<float>(is.lanes);
     keys = arena.take<uint16_t>((int64_t)32 * (is.k + 32));
-    values = arena.take<uint16_t>((int64_t)TILE_KEYS * is.v);
+    values = arena.take<uint16_t>(is.v / 16 * PANEL);
     row = arena.take<float>(is.v);
     how = logits_of(run);
     clear_lanes(lanes, is.lanes);
@@ -242,7 +244,6 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   // V in panels [v / 16][pair of keys][16]; within 32 elements the first panel has those whose
   // number is 0 to 3 modulo 8.
   PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int count, Ahead &ahead) {
-    const int64_t panel = TILE_KEYS / 2 * 32;
     const int size = layer.v_head_size;
     for (int t = 0; t < pa_round_up(count, 32); t += 2) {
       const T *a = t < count ? (const T *)(rows[t] + offset) : NULL;
@@ -251,10 +252,10 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
         Halves x = {}, y = {};
         if (a) x = halves(a + d, size - d);
         if (b) y = halves(b + d, size - d);
-        uint16_t *to = values + d / 16 * panel + t * 16;
-        for (int i = 0; i < 2 && d + 32 * i < is.v; i++, to += 2 * panel) {
+        uint16_t *to = values + d / 16 * PANEL + t * 16;
+        for (int i = 0; i < 2 && d + 32 * i < is.v; i++, to += 2 * PANEL) {
           _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
-          _mm512_storeu_si512(to + panel, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
+          _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
         }
       }
       ahead(value_cost());
@@ -265,11 +266,11 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   template <int V>
   PA_NOINLINE void outputs(int lane, int depth) {
     constexpr int ld = TILE_KEYS / 2;
-    const int64_t panel = TILE_KEYS / 2 * 32, row = is.v * 4L;
+    const int64_t row = is.v * 4L;
     const uint32_t *weights = turned + (int64_t)lane * ld;
     for (int d = 0; d < is.v; d += 32) {
       float *to = output_at(lane) + d;
-      const uint16_t *from = values + d / 16 * panel;
+      const uint16_t *from = values + d / 16 * PANEL;
       if constexpr (V == 1) {
         _tile_loadd(2, to, row);
         _tile_loadd(3, to + 16, row);
@@ -277,7 +278,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
           _tile_loadd(7, weights + t, ld * 4);
           _tile_loadd(4, from + t * 32, 64);
           _tile_dpbf16ps(2, 7, 4);
-          _tile_loadd(5, from + panel + t * 32, 64);
+          _tile_loadd(5, from + PANEL + t * 32, 64);
           _tile_dpbf16ps(3, 7, 5);
         }
         _tile_stored(2, to, row);
@@ -292,7 +293,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
           _tile_loadd(6, weights + t, ld * 4);
           _tile_loadd(4, from + t * 32, 64);
           _tile_dpbf16ps(0, 6, 4);
-          _tile_loadd(5, from + panel + t * 32, 64);
+          _tile_loadd(5, from + PANEL + t * 32, 64);
           _tile_dpbf16ps(1, 6, 5);
           _tile_loadd(7, weights + 16 * ld + t, ld * 4);
           _tile_dpbf16ps(2, 7, 4);

@@ -1,0 +1,197 @@
+"""nano-vllm, its files unchanged, with its CUDA graphs: tokens, and tokens a second beside another's."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from engines import fa3
+
+QWEN3_06B: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+SMALL: dict[str, Any] = QWEN3_06B | {
+    "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
+}  # fmt: skip
+
+
+class CopiesWhatItConverts(TorchFunctionMode):
+    """nano-vllm changes in place what it converted, made for 16-bit weights: 32-bit ones are copied."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.float:
+            return args[0].to(torch.float32, copy=True)
+        if func is torch.Tensor.to and isinstance(args[1], torch.dtype):
+            return func(*args, **kwargs, copy=True)
+        return func(*args, **kwargs)
+
+
+def save_model(folder: Path, sizes: dict[str, Any], dtype: str) -> Any:
+    """Write a random Qwen3 and a tokenizer that nothing is asked of. Returns the model, on the GPU."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        **sizes, dtype=dtype, rope_parameters={"rope_type": "default", "rope_theta": 1e6}
+    )
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.normal_(0, weight.shape[1] ** -0.5 * 1.5)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"end": 0, "w": 1}, "end"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="end").save_pretrained(folder)
+    # What transformers writes since 5 is in rope_parameters; nano-vllm reads the older name, too.
+    path = folder / "config.json"
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"rope_theta": 1e6, "dtype": dtype}))
+    return model
+
+
+def engine(folder: Path, functions: Any, **options: Any) -> Any:
+    """Return nano-vllm's engine, attending by these functions."""
+    from nanovllm import LLM
+    from nanovllm.layers import attention
+
+    attention.flash_attn_varlen_func = functions.flash_attn_varlen_func
+    attention.flash_attn_with_kvcache = functions.flash_attn_with_kvcache
+    return LLM(str(folder), **options)
+
+
+def prompts_of(lens: list[int], vocabulary: int) -> list[list[int]]:
+    """Return random prompts."""
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randint(1, vocabulary, (n,), generator=draw).tolist() for n in lens]
+
+
+def equal_tokens(checkout: str) -> dict[str, Any]:
+    """float32: all greedy tokens equal transformers', with prefix hits, chunked prefill and graphs."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    ours = _install(checkout)
+    with tempfile.TemporaryDirectory() as path, torch.no_grad():
+        folder = Path(path)
+        model = save_model(folder, SMALL, "float32")
+        prompts = prompts_of([5, 31, 260, 900, 90, 700, 12, 513], 8192)
+        shared = prompts_of([512], 8192)[0]
+        prompts += [shared + prompts[0], shared + prompts[1]]
+        from nanovllm import SamplingParams
+
+        replays = _counted_replays()
+        with CopiesWhatItConverts():
+            llm = engine(
+                folder, ours, max_num_batched_tokens=768, max_model_len=2048, max_num_seqs=16,
+                gpu_memory_utilization=0.3,
+            )  # fmt: skip
+            greedy = SamplingParams(temperature=1e-9, max_tokens=64, ignore_eos=True)
+            found = [o["token_ids"] for o in llm.generate(prompts, greedy, use_tqdm=False)]
+        same = 0
+        for prompt, tokens in zip(prompts, found, strict=True):
+            whole = model.generate(
+                torch.tensor([prompt], device="cuda"), max_new_tokens=64, do_sample=False,
+                eos_token_id=None, pad_token_id=0,
+            )  # fmt: skip
+            same += whole[0, len(prompt) :].tolist() == tokens
+    return {
+        "equal": same, "of": len(prompts), "graph replays": replays[0], "distinct tokens":
+        len({t for row in found for t in row}), "right": same == len(prompts) and replays[0] > 0,
+    }  # fmt: skip
+
+
+def throughput(checkout: str, rounds: int = 2) -> list[dict[str, Any]]:
+    """bf16, Qwen3-0.6B's shape, nano-vllm's own benchmark's lengths: tokens a second, sides in turn."""
+    ours = _install(checkout)
+    sides = {"polyattn": ours}
+    try:
+        sides["FlashAttention-3"] = fa3.load()
+    except Exception as error:
+        print(f"no FlashAttention-3 here: {error}", flush=True)
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
+        del_model = save_model(folder, QWEN3_06B, "bfloat16")
+        del del_model
+        torch.cuda.empty_cache()
+        draw = torch.Generator().manual_seed(2)
+        lens = torch.randint(100, 1025, (256,), generator=draw).tolist()
+        outs = torch.randint(100, 1025, (256,), generator=draw).tolist()
+        prompts = prompts_of(lens, 10000)
+        rows: dict[str, list[float]] = {who: [] for who in sides}
+        tokens: dict[str, Any] = {}
+        from nanovllm import SamplingParams
+
+        for _ in range(rounds):
+            for who, functions in sides.items():
+                llm = engine(
+                    folder, functions, max_model_len=4096, max_num_seqs=256,
+                    gpu_memory_utilization=0.6,
+                )  # fmt: skip
+                short = SamplingParams(temperature=1e-9, max_tokens=8, ignore_eos=True)
+                llm.generate(prompts[:8], short, use_tqdm=False)
+                wanted = [
+                    SamplingParams(temperature=1e-9, max_tokens=n, ignore_eos=True) for n in outs
+                ]
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                found = llm.generate(prompts, wanted, use_tqdm=False)
+                rows[who].append(sum(outs) / (time.perf_counter() - start))
+                tokens[who] = [o["token_ids"] for o in found]
+                print(f"  {who}: {rows[who][-1]:.0f} tokens/s", flush=True)
+                import atexit
+
+                atexit.unregister(llm.exit)
+                llm.exit()
+                del llm
+                torch.cuda.empty_cache()
+    found_rows = [{"what": who, "tokens/s": r, "best": max(r)} for who, r in rows.items()]
+    if len(sides) == 2:
+        mine, theirs = tokens["polyattn"], tokens["FlashAttention-3"]
+        agree = [_agreed(a, b) for a, b in zip(mine, theirs, strict=True)]
+        found_rows.append({
+            "what": "polyattn over FlashAttention-3",
+            "ratio": max(rows["polyattn"]) / max(rows["FlashAttention-3"]),
+            "first tokens equal, mean of a sequence": sum(agree) / len(agree),
+            "first token equal": sum(n > 0 for n in agree) / len(agree),
+        })  # fmt: skip
+    return found_rows
+
+
+def _agreed(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
+
+
+def _install(checkout: str) -> Any:
+    import polyattn_flash_attn
+
+    sys.path.insert(0, checkout)
+    polyattn_flash_attn.install(replace=True)
+    import flash_attn
+
+    return flash_attn
+
+
+def _counted_replays() -> list[int]:
+    """Count the replays of CUDA graphs from here on."""
+    count, replay = [0], torch.cuda.CUDAGraph.replay
+
+    def counted(graph: Any) -> None:
+        count[0] += 1
+        replay(graph)
+
+    torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+    return count

@@ -1,0 +1,135 @@
+"""polyattn-vllm's builder under real CUDA graphs, steps and buffers as vLLM's model runner has them.
+
+vLLM itself isn't on the machine: the few names that the integration imports are stood in for.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from engines import DEVICE, Captured
+
+T = TypeVar("T")
+
+
+class CUDAGraphMode(enum.Enum):
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
+    FULL_AND_PIECEWISE = (2, 1)
+
+    def decode_mode(self) -> CUDAGraphMode:
+        return CUDAGraphMode.FULL if self.value == (2, 1) else self
+
+
+class AttentionCGSupport(enum.Enum):
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
+
+
+class AttentionType(str, enum.Enum):
+    DECODER = "decoder"
+    ENCODER = "encoder"
+    ENCODER_ONLY = "encoder_only"
+    ENCODER_DECODER = "encoder_decoder"
+
+
+class AttentionMetadataBuilder(Generic[T]):
+    def __init__(self, spec: Any, names: Any, config: Any, device: Any):
+        self.kv_cache_spec, self.layer_names = spec, names
+        self.vllm_config, self.device = config, device
+
+
+class AttentionImpl(Generic[T]):
+    pass
+
+
+class Plain:
+    @classmethod
+    def is_mla(cls) -> bool:
+        return False
+
+
+@dataclass
+class CommonAttentionMetadata:
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table_tensor: Tensor
+    slot_mapping: Tensor
+    seq_lens_cpu_upper_bound: Tensor | None = None
+    causal: Any = True
+    mm_req_doc_ranges: Any = None
+    rswa_prefix_lens: Any = None
+    dcp_local_seq_lens: Any = None
+
+
+def stand_in() -> None:
+    """Have `import vllm` find the names that the integration asks of it."""
+
+    def module(name: str, **names: Any) -> None:
+        found = ModuleType(name)
+        found.__dict__.update(names)
+        sys.modules[name] = found
+
+    for package in ("vllm", "vllm.v1", "vllm.v1.attention"):
+        module(package)
+    module("vllm.config", CUDAGraphMode=CUDAGraphMode, VllmConfig=object)
+    module("vllm.logger", init_logger=logging.getLogger)
+    module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: False))
+    module(
+        "vllm.v1.attention.backend", AttentionCGSupport=AttentionCGSupport, AttentionMetadata=object,
+        AttentionMetadataBuilder=AttentionMetadataBuilder, AttentionBackend=Plain,
+        CommonAttentionMetadata=CommonAttentionMetadata, AttentionImpl=AttentionImpl,
+        AttentionType=AttentionType, MultipleOf=int,
+    )  # fmt: skip
+    module(
+        "vllm.v1.kv_cache_interface",
+        AttentionSpec=object,
+        EncoderOnlyAttentionSpec=type("E", (), {}),
+    )
+    layouts = enum.Enum("KVCacheLayout", ["LBNHC", "LBHNC"])
+    module("vllm.v1.kv_cache_layout", KVCacheLayout=layouts)
+
+
+@torch.no_grad()
+def replayed(steps: int = 30, **layer: Any) -> dict[str, Any]:
+    """Capture two sizes, replay random steps of fewer rows too, and compare with float64."""
+    sys.path.insert(0, str(Path(__file__).parents[2] / "integrations" / "vllm" / "tests"))
+    from steps import HEADS, SIZE, Runner, random_step
+
+    torch.manual_seed(0)
+    runner = Runner(DEVICE, torch.bfloat16, graphs=DEVICE == "cuda", **layer)
+    builder, graphs = runner.builder, {}
+    for size in (8, 4):
+        empty = torch.zeros(size, 1, dtype=torch.int32)
+        step = builder.build_for_cudagraph_capture(runner.step([1] * size, size, empty))
+        query = torch.zeros(size, HEADS, SIZE, device=DEVICE, dtype=torch.bfloat16)
+        graphs[size] = Captured(partial(runner.attend, query, step)), query
+    error, backends = 0.0, builder.groups[0].selection.decision.summary()
+    for _ in range(steps):
+        rows = int(torch.randint(1, 9, ()))
+        size = 4 if rows <= 4 else 8
+        lens, table = random_step(rows)
+        graph, query = graphs[size]
+        step = builder.build(0, runner.step(lens, size, table))
+        query.normal_()
+        # A CPU's plans have no buffers that a captured one shares.
+        out = graph.replay() if DEVICE == "cuda" else runner.attend(query, step)
+        wanted = runner.expected(query.cpu(), lens, table)
+        error = max(error, float((out[:rows].cpu().double() - wanted).abs().max()))
+    return {"error": error, "steps": steps, "by": str(backends)[:60], "right": error <= 2e-2}

@@ -1,0 +1,115 @@
+"""What is looked at of a decode that reads shared blocks once? Each row gets all its keys, no others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases.forests import NAMES
+from polyattn.conformance.cases.forests import forest as forest_of
+from polyattn.conformance.harness.attention import AttentionHarness, Inputs
+from polyattn.families.attention.layer import Attention
+from polyattn.runtime.backend import AttentionBackend
+from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
+from polyattn.runtime.plan import Plan
+from polyattn.runtime.shared_prefix import Levels
+
+
+def forest(case: Case, harness: AttentionHarness) -> None:
+    """Told of the runs, and of the outermost alone, it agrees with the reference, twice the same bits."""
+    layer = harness.layer(case.spec)
+    inputs, levels = _inputs(layer, case.batch, harness)
+    for told in dict.fromkeys((levels, levels[:1])):
+        plan = _backend(layer).plan(inputs.batch.with_shared_prefix(told))
+        label = f"{len(told)} levels read once: "
+        first = _run(layer, inputs, plan, harness, label)
+        if case.spec.deterministic or "deterministic" in _claims(layer):
+            assert torch.equal(_run(layer, inputs, plan, harness, label), first), (
+                f"{label}other bits"
+            )
+
+
+def forest_reuse(case: Case, harness: AttentionHarness) -> None:
+    """A plan that was captured for steps that may share holds each later step's runs, or none."""
+    layer = harness.layer(case.spec)
+    layer.checks = False  # the captured plan's lengths are the longest, not the step's
+    form = layer.group.cache_format
+    assert form is not None
+    small = [name for name in NAMES if len(forest_of(name, form.block_size)[1]) <= 8]
+    most = 12 * form.block_size
+    buffers = StepBuffers(8, 1, most, form.block_size, harness.torch_device, sharing=True)
+    captured = _backend(layer).plan(buffers.batch([most] * 8))
+    for name in (*small, case.batch):
+        given, levels = _inputs(layer, name, harness)
+        count = given.batch.num_seqs
+        filled = buffers.fill(given.batch.with_shared_prefix(levels))
+        _backend(layer).plan(filled, captured)
+        query = torch.cat([given.query, given.query.new_zeros(8 - count, *given.query.shape[1:])])
+        _run(layer, replace(given, query=query), captured, harness, f"{name}, a plan reused: ")
+
+
+def forest_graph(case: Case, harness: AttentionHarness) -> None:
+    """A graph that was captured for steps that may share serves any of them, and steps that don't."""
+    layer = harness.layer(case.spec)
+    form = layer.group.cache_format
+    assert form is not None
+
+    def step(plans, query):  # type: ignore[no-untyped-def]
+        return layer(query, None, None, cache, plans[layer.group])
+
+    steps = [_inputs(layer, name, harness) for name in NAMES]
+    blocks = max(given.cache.num_blocks for given, _ in steps if given.cache is not None)
+    cache = layer.group.allocate_cache(blocks)
+    graphs = StepGraphs(
+        [layer.group], step, [8, 96], 12 * form.block_size, shared_prefix=True
+    )  # fmt: skip
+    graphs.capture({"query": steps[0][0].query})
+    for given, levels in (*steps, steps[0]):
+        held = harness.expected_cache(layer, given)
+        assert held is not None
+        cache.key[: held.num_blocks], cache.value[: held.num_blocks] = held.key, held.value
+        told = given.batch.with_shared_prefix(levels)
+        found = graphs.replay(told, {"query": given.query})
+        out, lse = found if isinstance(found, tuple) else (found, None)
+        harness.compare(
+            layer, replace(given, cache=held), out, lse, "a replayed step that shares: "
+        )
+
+
+def _inputs(layer: Attention, name: str, harness: AttentionHarness) -> tuple[Inputs, Levels]:
+    """Return the decode of a forest's rows, whose tables and keys agree where they share."""
+    form = layer.group.cache_format
+    assert form is not None
+    levels, lens = forest_of(name, form.block_size)
+    return harness.inputs(layer, [(1, length) for length in lens], shared=levels), levels
+
+
+def _backend(layer: Attention) -> AttentionBackend:
+    group = layer.group
+    walked = group.kernel_format(group.selection.backend("decode"))
+    return group.backend("decode", AttentionBackend, cache=walked)
+
+
+def _claims(layer: Attention) -> frozenset[str]:
+    info = layer.group.selection.backend("decode")
+    assert info is not None
+    return info.capabilities.features
+
+
+def _run(
+    layer: Attention, inputs: Inputs, plan: Plan, harness: AttentionHarness, label: str
+) -> torch.Tensor:
+    """Run the backend into a poisoned output over the cache as the step leaves it, and compare."""
+    spec, held, count = layer.spec, harness.expected_cache(layer, inputs), inputs.batch.num_seqs
+    out = torch.full(
+        (len(inputs.query), spec.num_heads, spec.v_head_size), torch.nan, device=inputs.query.device
+    ).to(inputs.query.dtype)
+    lse = None
+    if spec.needs_lse:
+        lse = torch.full(out.shape[:2], torch.nan, device=out.device)
+    _backend(layer).run(plan, inputs.query, None, None, held, layer.params, out, lse)
+    seen = replace(inputs, query=inputs.query[:count], cache=held)
+    harness.compare(layer, seen, out[:count], None if lse is None else lse[:count], label)
+    return out

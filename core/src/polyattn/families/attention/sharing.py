@@ -1,0 +1,122 @@
+"""Who reads the blocks that sequences share once for all? Looks for them, and weighs the ways.
+
+Each row by itself; in the launch of a backend that takes a batch's `shared_prefix`; or as calls and
+merges (`prefix`), which any backend with an LSE serves. Only what is predicted to win is used.
+"""
+
+from __future__ import annotations
+
+from polyattn.families.attention.choice import loaded_candidate
+from polyattn.families.attention.prefix import PrefixDecode
+from polyattn.registry.capabilities import check
+from polyattn.runtime.backend import AttentionBackend
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import Call, Rows
+from polyattn.spec.decompose import unrotated
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+CALL_US = {"cpu": 300.0}
+ACCELERATOR_CALL_US = 18.0
+"""What a call and its merge cost beside the keys that they read, in microseconds: the sharing must save
+more. Measured on an H200 over 4,096 shared tokens: rows break even between 8 and 16 of them, of which the
+saved bytes take 24 and 52 us at its stated bandwidth (benchmarks/results/h200/2026-11-22.md)."""
+LAUNCH_US = {"cpu": 0.0}
+ACCELERATOR_LAUNCH_US = 12.0
+"""What reading shared keys in a backend's own launch costs beside reading each row by itself, likewise:
+rows break even between 4 and 8 of them, of which the saved bytes take 10 and 24 us."""
+CPU_BANDWIDTH = 10.0
+"""GB/s where a device states none."""
+
+
+def why_not(spec: LayerSpec) -> str | None:
+    """Say why a layer's decode can't be taken apart by shared prefix, or None."""
+    if spec.latent is not None:
+        return "MLA: no backend's absorbed decode takes the queries of many rows over one context"
+    for name, asked in (
+        ("a sliding window", spec.sliding_window), ("chunks", spec.chunk_size),
+        ("ALiBi", spec.alibi), ("a bitwise batch-invariant result", spec.batch_invariant),
+        ("positions within the cache", unrotated(spec).rope),
+        (f"the functions of {spec.variant}", spec.variant), ("a step's mask", spec.mask),
+        ("quantised queries or outputs", spec.qkv_dtype != "auto" or spec.out_dtype != "auto"),
+    ):  # fmt: skip
+        if asked:
+            return f"{name}: a shared key's part depends on each row's own position or batch"
+    if spec.role is not Role.DECODER or not spec.causal:
+        return "only a causal decoder's rows end in keys of their own"
+    return None
+
+
+class Sharing:
+    """What a group can do with decodes that share leading blocks.
+
+    `native`: who reads them once in its own launch; `calls`: who does as calls and merges.
+    """
+
+    def __init__(
+        self, group: LayerGroup, native: AttentionBackend | None, calls: PrefixDecode | None
+    ):
+        self.group, self.native, self.calls = group, native, calls
+
+    @classmethod
+    def of(cls, group: LayerGroup) -> Sharing | None:
+        """Return it for a group, None where its layers, or all its candidates, rule it out.
+
+        Calls and merges aren't captured: how many there are differs from step to step. Lengths given
+        as bounds don't say which blocks rows really share.
+        """
+        spec = unrotated(group.spec)
+        if not spec.cached or why_not(spec) or spec.length_bounds:
+            return None
+        native = _native(group, spec)
+        # Who has a launch of its own was faster in it than as calls wherever both were measured.
+        apart = native is None and not spec.graph_capture
+        calls = PrefixDecode.of(group) if apart else None
+        return None if native is None and calls is None else cls(group, native, calls)
+
+    def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
+        """Return a call for a batch of decodes; None where nothing is shared, or not enough.
+
+        `earlier`: the captured call, whose way is kept. Who captures says with a `shared_prefix`, be it
+        empty, that steps may share.
+        """
+        form = self.group.cache_format
+        assert form is not None
+        captures = bool(self.group.spec.graph_capture)
+        told = batch if earlier is None else earlier.plan.batch
+        if captures and told.shared_prefix is None:
+            return None
+        levels = batch.find_shared_prefix(form.block_size)
+        saved = sum(run.saved for level in levels for run in level)
+        saved *= form.block_size * form.bytes_per_token
+        way = self.native if captures else self._way(len(levels), saved)
+        if way is None:
+            return None
+        known = None if earlier is None else earlier.plan
+        plan = way.plan(batch.with_shared_prefix(levels), known)
+        return Call("decode", way.name, way, plan, rows, form.block_size, saved_bytes=saved)
+
+    def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
+        """Return who is predicted to run a step that saves so many bytes fastest, None for nobody."""
+        if not saved_bytes:
+            return None
+        device = self.group.device
+        saved_us = saved_bytes / (device.bandwidth or CPU_BANDWIDTH) / 1e3
+        if self.native is not None:
+            launch_us = LAUNCH_US.get(device.platform, ACCELERATOR_LAUNCH_US)
+            return self.native if saved_us > launch_us else None
+        calls_us = (levels + 1) * CALL_US.get(device.platform, ACCELERATOR_CALL_US)
+        return self.calls if saved_us > calls_us else None
+
+
+def _native(group: LayerGroup, spec: LayerSpec) -> AttentionBackend | None:
+    """Return the first candidate that reads shared blocks in its own launch."""
+    whole = group.cache_format
+    for info in dict(group.selection.candidates).get("decode", ()):
+        able = info.capabilities.shared_prefix and group.kernel_format(info) == whole
+        if able and not check(info.capabilities, spec, group.device, "decode"):
+            found = loaded_candidate(group, "decode", info, required=False)
+            if found is not None:
+                return found.backend
+    return None

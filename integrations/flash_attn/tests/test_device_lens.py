@@ -1,0 +1,160 @@
+"""Decode by lengths that stay where they are; on a CPU the reference stands in for a GPU's kernel."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import polyattn_flash_attn.device_lens as device_lens
+import polyattn_flash_attn.kv_cache as kv_cache
+import pytest
+import torch
+from polyattn import PolyattnError, settings
+from polyattn.families.attention import device_lens as core
+from polyattn_flash_attn import calls, flash_attn_2, flash_attn_3
+from torch import Tensor
+
+LENS = [1, 40, 17, 63]
+
+
+@pytest.fixture(autouse=True)
+def by_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lengths stay where they are, and VANILLA, by name, goes by the device's."""
+    monkeypatch.setenv("POLYATTN_BACKEND", "VANILLA")
+    settings.reload()
+    monkeypatch.setattr(kv_cache, "BY_DEVICE", frozenset({"cpu"}))
+    torch.manual_seed(0)
+    core._ways.clear()
+    with torch.no_grad():
+        yield
+    core._ways.clear()
+
+
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where lengths are read on the host."""
+
+    def read(tensor: Tensor) -> list[int]:
+        raise AssertionError("lengths were copied to the host")
+
+    monkeypatch.setattr(kv_cache, "host", read)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "paged": {},
+    "dense": {"paged": False},
+    "rows of a dense cache": {"paged": False, "rows": [4, 0, 2, 5]},
+    "new tokens": {"new": True},
+    "new tokens, dense rows": {"new": True, "paged": False, "rows": [1, 5, 0, 3]},
+    "rotated": {"new": True, "rotary": True},
+    "window": {"window_size": (20, 0), "softcap": 3.0},
+    "slopes": {"alibi_slopes": torch.tensor([0.5, 0.3, 0.2, 0.1])},
+    "version 3": {"version": 3, "window_size": (9, -1)},
+}
+
+
+def case(paged: bool = True, rows: list[int] | None = None, new: bool = False, rotary: bool = False,
+         version: int = 2, **given: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:  # fmt: skip
+    """Return the function, its tensors and its other arguments."""
+    extra: dict[str, Any] = {"causal": True, "return_softmax_lse": True, **given}
+    extra["cache_seqlens"] = torch.tensor(LENS, dtype=torch.int32)
+    if paged:
+        caches = torch.randn(2, 4 * 4 + 3, 16, 2, 16)
+        table = torch.randperm(16).view(4, 4).int()
+        extra["page_table" if version == 3 else "block_table"] = table
+    else:
+        caches = torch.randn(2, 6, 64, 2, 16)
+    if rows is not None:
+        extra["cache_batch_idx"] = torch.tensor(rows, dtype=torch.int32)
+    if new:
+        extra |= {"k": torch.randn(4, 1, 2, 16), "v": torch.randn(4, 1, 2, 16)}
+    if rotary:
+        angles = torch.randn(64, 6)
+        extra |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    module = flash_attn_3 if version == 3 else flash_attn_2
+    function = module.flash_attn_with_kvcache
+    return function, (torch.randn(4, 1, 4, 16), caches[0], caches[1]), extra
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_what_the_host_s_lengths_give(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, (q, k_cache, v_cache), extra = case(**CASES[name])
+    caches = [k_cache.clone(), v_cache.clone()]
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_cache, "BY_DEVICE", frozenset())
+        wanted, wanted_lse = function(q, *caches, **extra)
+    unread(monkeypatch)
+    found, lse = function(q, k_cache, v_cache, **extra)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    assert torch.equal(k_cache, caches[0]) and torch.equal(v_cache, caches[1])
+
+
+def test_lengths_that_change_in_place_need_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a replayed graph does: the same tensors with other numbers in them."""
+    function, given, extra = case()
+    unread(monkeypatch)
+    planned: list[Any] = []
+    plan = core._plan
+    monkeypatch.setattr(core, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1])
+    function(*given, **extra)
+    lens = extra["cache_seqlens"]
+    lens.copy_(torch.tensor([64, 2, 30, 0]))
+    extra["block_table"].copy_(extra["block_table"].flip(0))
+    found, lse = function(*given, **extra)
+    assert planned[0] is planned[1]
+    monkeypatch.undo()
+    settings.reload()
+    fresh = extra | {"cache_seqlens": lens.clone(), "block_table": extra["block_table"].clone()}
+    wanted, wanted_lse = function(*given, **fresh)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    assert not found[3].any()  # a row of no keys, as padding is
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cache_leftpad": torch.tensor([0, 5, 3, 1])}, {"cache_seqlens": torch.tensor(LENS)},
+     {"alibi_slopes": torch.rand(4, 4)}],
+    ids=["left padding", "int64", "slopes of each row"],
+)  # fmt: skip
+def test_the_rest_goes_by_the_host_s(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, given, extra = case(paged=False)
+    monkeypatch.setattr(kv_cache, "decode_on_device", None)  # not called
+    out, _ = function(*given, **extra | change)
+    assert out.shape == (4, 1, 4, 16)
+
+
+def test_nobody_goes_by_the_device_s_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("POLYATTN_BACKEND")
+    settings.reload()
+    function, given, extra = case(new=True)
+    before = given[1].clone()
+    assert device_lens.decode_on_device(
+        given[0][:, 0], device_lens.Cache(*given[1:], extra["block_table"], None),
+        (extra["k"][:, 0], extra["v"][:, 0]), extra["cache_seqlens"], None, calls.FlashAsked(),
+    ) is None  # fmt: skip
+    assert torch.equal(given[1], before)
+    assert function(*given, **extra)[0].shape == (4, 1, 4, 16)
+
+
+def test_what_a_graph_can_t_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    function, given, extra = case()
+    monkeypatch.setattr(calls, "capturing", lambda _: True)
+    with pytest.raises(PolyattnError, match="one token a row"):
+        function(*given, **extra | {"cache_seqlens": extra["cache_seqlens"].long()})
+    monkeypatch.setattr(core, "capturing", lambda _: True)
+    with pytest.raises(PolyattnError, match="run the step once before"):
+        function(*given, **extra)
+
+
+def test_nothing_that_is_kept_on_a_tensor_keeps_the_tensor() -> None:
+    function, (q, k_cache, v_cache), extra = case()
+    function(q, k_cache, v_cache, **extra)
+    known = [weakref.ref(t) for t in (k_cache, extra["cache_seqlens"], extra["block_table"])]
+    del k_cache, extra
+    gc.collect()
+    assert [ref() for ref in known] == [None] * 3

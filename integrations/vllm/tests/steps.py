@@ -1,0 +1,101 @@
+"""Steps as vLLM gives them to a metadata builder: buffers that stay, rows that are padding."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from polyattn_vllm.attention import PolyattnImpl
+from polyattn_vllm.step import LAYOUTS, Builder
+from torch import Tensor
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+HEADS, KV_HEADS, SIZE, PAGE, LONGEST, ROWS = 4, 2, 64, 16, 256, 8
+WIDTH = LONGEST // PAGE
+
+
+class Runner:
+    """One layer and what vLLM's model runner keeps for it: a cache and the buffers of a step."""
+
+    def __init__(self, device: str, dtype: torch.dtype, graphs: bool, **layer: Any):
+        self.device, self.dtype = torch.device(device), dtype
+        self.impl = PolyattnImpl(HEADS, SIZE, SIZE**-0.5, KV_HEADS, **layer)
+        self.layer = SimpleNamespace(
+            impl=self.impl, head_size_v=SIZE, _k_scale_float=1.0, _v_scale_float=1.0
+        )
+        blocks = ROWS * WIDTH + 1
+        stored = torch.uint8 if "fp8" in self.impl.kv_cache_dtype else dtype
+        shape = (blocks, PAGE, KV_HEADS, 2 * SIZE)
+        whole = torch.randn(shape).clamp(-2, 2)
+        if stored == torch.uint8:
+            self.numbers = whole.to(torch.float8_e4m3fn)
+            whole = self.numbers.view(torch.uint8)
+        else:
+            whole = self.numbers = whole.to(dtype)
+        self.cache = whole.to(self.device).transpose(1, 2)
+        self.builder = Builder(
+            SimpleNamespace(block_size=PAGE), ["layer"], self._config(graphs), self.device
+        )  # type: ignore[arg-type]
+
+        def ints(*sizes: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*sizes, dtype=dtype, device=self.device)
+
+        self.starts, self.lens = ints(ROWS + 1), ints(ROWS)
+        self.table, self.slots = ints(ROWS, WIDTH), ints(ROWS, dtype=torch.int64)
+
+    def _config(self, graphs: bool) -> Any:
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE if graphs else CUDAGraphMode.NONE
+        return SimpleNamespace(
+            model_config=SimpleNamespace(dtype=self.dtype, max_model_len=LONGEST),
+            compilation_config=SimpleNamespace(
+                static_forward_context={"layer": self.layer}, cudagraph_mode=mode
+            ),
+            cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: LAYOUTS["NHD"]),
+            speculative_config=None,
+        )
+
+    def step(self, lens: list[int], padded: int, table: Tensor) -> CommonAttentionMetadata:
+        """Fill the buffers with a step of one token a row, padded to `padded` rows."""
+        count = len(lens)
+        starts = torch.tensor([*range(count + 1), *[count] * (padded - count)], dtype=torch.int32)
+        host = torch.tensor(lens + [0] * (padded - count), dtype=torch.int32)
+        self.starts[: padded + 1] = starts.to(self.device)
+        self.lens[:padded] = host.to(self.device)
+        self.table[:count] = table.to(self.device)
+        self.table[count:padded] = 0
+        self.slots[:padded] = -1
+        return CommonAttentionMetadata(
+            query_start_loc=self.starts[: padded + 1], query_start_loc_cpu=starts,
+            seq_lens=self.lens[:padded], seq_lens_cpu_upper_bound=host, num_reqs=padded,
+            num_actual_tokens=padded, max_query_len=1, max_seq_len=max(lens),
+            block_table_tensor=self.table[:padded], slot_mapping=self.slots[:padded],
+        )  # fmt: skip
+
+    def attend(self, query: Tensor, step: Any) -> Tensor:
+        """Run the layer as vLLM does; its keys and values are in the cache."""
+        return self.impl.forward(
+            self.layer, query, query, query, self.cache, step, torch.empty_like(query)
+        )
+
+    def expected(self, query: Tensor, lens: list[int], table: Tensor) -> Tensor:
+        """Return the step's output in float64, of the rows that are no padding."""
+        window = self.impl.fields["sliding_window"] or LONGEST
+        rows = []
+        for row, length in enumerate(lens):
+            keys = self.numbers.double()[table[row].long()].flatten(0, 1)[:length][-window:]
+            key, value = keys.repeat_interleave(HEADS // KV_HEADS, 1).split(SIZE, -1)
+            logit = torch.einsum("hd,nhd->hn", query[row].double(), key) * SIZE**-0.5
+            cap = self.impl.fields["logit_soft_cap"]
+            if cap is not None:
+                logit = cap * (logit / cap).tanh()
+            rows.append(torch.einsum("hn,nhd->hd", logit.softmax(-1), value))
+        return torch.stack(rows)
+
+
+def random_step(rows: int) -> tuple[list[int], Tensor]:
+    """Return lengths, and a block table of blocks in any order."""
+    lens = torch.randint(1, LONGEST, (rows,)).tolist()
+    table = (torch.randperm(ROWS * WIDTH)[: rows * WIDTH] + 1).view(rows, WIDTH)
+    return lens, table.int()

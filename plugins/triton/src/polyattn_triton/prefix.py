@@ -1,0 +1,167 @@
+"""How does TRITON_ATTN read shared keys once? A launch over a forest's pieces, and one that merges."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from polyattn.kernel import Batch, Device, KVCache, LayerParams, LayerSpec, Plan, SharedRun
+from torch import Tensor
+
+from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.launch import (
+    Kept,
+    Site,
+    Workspace,
+    fitting,
+    launches_early,
+    power,
+    to_device,
+)
+from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
+from polyattn_triton.prefix_schedule import (
+    MOST_LEVELS,
+    Shape,
+    cut,
+    fastest,
+    room_for,
+    tiles_of,
+    work_of,
+)
+from polyattn_triton.variants import (
+    parts_constants,
+    prefix_bytes,
+    prefix_constants,
+    prefix_tiles,
+    rows_merged,
+)
+
+
+class PrefixPlan(Plan):
+    """One step of decodes over shared keys: its grid, its work and where in it what lies."""
+
+    __slots__ = ("config", "grid", "kept", "merging", "offsets", "table", "work")
+
+    def __init__(self, batch: Batch, config: PrefixConfig):
+        super().__init__(batch)
+        self.config = config
+        self.grid: tuple[int, int, int]
+        self.work: Tensor
+        self.offsets: tuple[int, int, int, int]
+        self.table = (0, 0)
+        self.kept: Kept
+        self.merging: Kept
+
+
+class PrefixStep(NamedTuple):
+    """What a launch takes beside its plan; scales as `TritonAttention._scales` returns them."""
+
+    query: Tensor
+    cache: KVCache
+    params: LayerParams
+    out: Tensor
+    lse: Tensor | None
+    scales: tuple[Tensor, Tensor, Tensor, Tensor]
+    factors: tuple[float, float, float]
+
+
+class PrefixLauncher:
+    """Plans and launches for one backend; its workspace is the backend's own."""
+
+    def __init__(
+        self, spec: LayerSpec, block_size: int, device: Device, num_sms: int, workspace: Workspace
+    ):
+        self.spec, self.block_size, self.device = spec, block_size, device
+        self.num_sms, self.workspace = num_sms, workspace
+        self.torch_device = torch.device(str(device.torch_device))
+        self.early = launches_early(device.arch)
+        self.configs = prefix_tiles(spec, device.arch)
+        self.small = power(spec.gqa_ratio)
+        self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
+        self._sites: dict[tuple[Any, ...], Site] = {}
+        self._programs: dict[PrefixConfig, int] = {}
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> PrefixPlan:
+        """Deal the pieces of a batch with a `shared_prefix` out to a full chip's programs.
+
+        What is captured has room for any forest of `MOST_LEVELS` levels; of a deeper one the rest is
+        each row's own.
+        """
+        spec, rows = self.spec, batch.num_seqs
+        levels, table = batch.shared_prefix, batch.block_table
+        assert levels is not None and table is not None
+        judged = levels
+        if spec.graph_capture:
+            levels = levels[:MOST_LEVELS]
+            # The graph keeps its kernel: that for a run of all rows, as long as the table is wide.
+            judged = ((SharedRun(tuple(range(rows)), 0, table.shape[1]),),)
+        config = fastest(judged, rows, self.block_size, spec.gqa_ratio, self.configs)
+        shape = Shape(spec.gqa_ratio, self.small, config)
+        programs = self.programs(config)
+        room = room_for(rows, programs, shape) if spec.graph_capture else None
+        tiles = tiles_of(levels, np.array(batch.lens, np.int32), self.block_size, shape)
+        work = work_of(tiles, cut(tiles, shape, programs), shape, rows, programs, room)
+        plan = PrefixPlan(batch, config)
+        plan.grid = (programs, spec.num_kv_heads, 1)
+        before = reuse.work if isinstance(reuse, PrefixPlan) else None
+        plan.work = to_device(work.array, self.torch_device, before)
+        plan.offsets = (work.bounds, work.parts, work.list, work.part_rows)
+        plan.table = (table.stride(0), table.shape[1] - 1)
+        space = self.workspace
+        space.reserve(work.part_rows * spec.num_kv_heads, spec.v_head_size, 0)
+        plan.kept = Kept(space.parts, space.part_lse, table, plan.work)
+        plan.merging = Kept(space.parts, space.part_lse, plan.work)
+        return plan
+
+    def programs(self, config: PrefixConfig) -> int:
+        """Return how many programs of each KV head fill the chip."""
+        found = self._programs.get(config)
+        if found is None:
+            needed = prefix_bytes(self.spec, config)
+            on_one = fitting(self.torch_device, needed, config.on_one)
+            found = max(1, on_one * self.num_sms // self.spec.num_kv_heads)
+            self._programs[config] = found
+        return found
+
+    def run(self, plan: PrefixPlan, step: PrefixStep) -> None:
+        """Attend to all pieces, then merge each row's parts."""
+        spec, cache, params = self.spec, step.cache, step.params
+        bounds, parts, listed, part_rows = plan.offsets
+        which: tuple[Any, ...] = (plan.config, step.query.stride(), step.query.dtype, cache.strides)
+        site = self._sites.get(which)
+        if site is None:
+            key, value = cache.key.stride(), cache.value.stride()
+            config = plan.config
+            constants = prefix_constants(
+                spec, config, cache.block_size, self.device.arch, key == value
+            )
+            site = self._sites[which] = Site(
+                prefix_kernel, (*step.query.stride()[:2], *key[:3], *value[:3]), constants,
+                {"num_warps": config.num_warps, "num_stages": config.num_stages},
+            )  # fmt: skip
+        scale, v_scale, soft_cap = step.factors
+        site(
+            plan.grid, (step.query, cache.key, cache.value, *step.scales[:2]), (scale, soft_cap),
+            (*plan.table, bounds, part_rows), plan.kept,
+        )  # fmt: skip
+        out, lse = step.out, step.lse
+        which = ("merge", out.stride(), out.dtype, lse is None)
+        site = self._sites.get(which)
+        if site is None:
+            early = {"launch_pdl": True} if self.early else {}
+            constants = parts_constants(spec, lse is not None, self.early)
+            site = Site(merge_parts_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)
+            self._sites[which] = site
+        rows = rows_merged(spec)
+        none = self._none
+        site(
+            (plan.batch.num_seqs, -(-spec.gqa_ratio // rows), spec.num_kv_heads),
+            (
+                out, out if lse is None else lse, none if params.sinks is None else params.sinks,
+                *step.scales[2:],
+            ),
+            (v_scale,),
+            (0 if lse is None else lse.stride(0), parts, listed, part_rows),
+            plan.merging,
+        )  # fmt: skip

@@ -1,0 +1,217 @@
+"""The work list of shared prefixes, walked through on the host as a program walks through it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polyattn.kernel import Levels, SharedRun
+
+pytest.importorskip("triton")
+from polyattn_triton.configs import PREFIX_TABLE, PrefixConfig
+from polyattn_triton.prefix_schedule import (
+    LEAST,
+    MOST_LEVELS,
+    PIECE,
+    PrefixWork,
+    Room,
+    Shape,
+    cut,
+    fastest,
+    room_for,
+    tiles_of,
+    work_of,
+)
+from polyattn_triton.schedule import EVEN
+
+BLOCK_SIZE = 16
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> tuple[Levels, list[int]]:
+    """Any forest over up to 40 rows: runs of any rows, parted again and again; padding rows too."""
+    count = draw(st.integers(1, 40))
+    levels: list[tuple[SharedRun, ...]] = []
+    groups = [(list(range(count)), 0)]
+    ends = [0] * count
+    while groups and len(levels) < 6:
+        runs, later = [], []
+        for rows, first in groups:
+            labels = draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
+            for label in (0, 1):  # what has label 2 goes on alone
+                chosen = [row for row, mine in zip(rows, labels, strict=True) if mine == label]
+                if len(chosen) > 1:
+                    run = SharedRun(tuple(chosen), first, draw(st.integers(1, 60)))
+                    runs.append(run)
+                    later.append((chosen, first + run.count))
+                    for row in chosen:
+                        ends[row] = (first + run.count) * BLOCK_SIZE
+        if not runs:
+            break
+        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
+        groups = later
+    own = draw(st.lists(st.integers(0, 900), min_size=count, max_size=count))
+    # Who shares has a token of its own at least; others may be padding.
+    return tuple(levels), [end + (n or bool(end)) for end, n in zip(ends, own, strict=True)]
+
+
+SHAPES = st.builds(
+    lambda group, small, times, block, costs: Shape(
+        group, small, PrefixConfig(small << times, block, 4, 3, 1, *costs)
+    ),
+    st.sampled_from([1, 3, 4, 7, 16]), st.sampled_from([16, 32]), st.integers(0, 3),
+    st.sampled_from([16, 64, 128]), st.tuples(*[st.integers(1, 50)] * 3),
+)  # fmt: skip
+PROGRAMS = st.integers(1, 60)
+
+
+def planned(
+    levels: Levels, lens: list[int], shape: Shape, programs: int, room: Room | None = None
+) -> PrefixWork:
+    tiles = tiles_of(levels, np.array(lens, np.int32), BLOCK_SIZE, shape)
+    return work_of(tiles, cut(tiles, shape, programs), shape, len(lens), programs, room)
+
+
+def walk(work: PrefixWork, programs: int) -> list[tuple[int, int, int, int, list[int], int]]:
+    """Follow the list as `prefix_kernel` does: program, table row, keys, rows, where the part goes."""
+    found = []
+    for program in range(programs):
+        first, last = work.array[work.bounds + program : work.bounds + program + 2]
+        for piece in range(first, last):
+            table, begin, end, at, count, lies = work.array[piece * PIECE : piece * PIECE + 6]
+            found.append((program, table, begin, end, work.array[at : at + count].tolist(), lies))
+    return found
+
+
+def parts_of(work: PrefixWork, row: int) -> list[int]:
+    """Where `merge_parts_kernel` looks for a row's parts, in its order."""
+    first, last = work.array[work.parts + row : work.parts + row + 2]
+    return work.array[work.list + first : work.list + last].tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(), SHAPES, PROGRAMS, st.booleans())
+def test_every_key_of_every_row_is_in_exactly_one_part(
+    forest: tuple[Levels, list[int]], shape: Shape, programs: int, captured: bool
+) -> None:
+    """Read from a table's row that has the same blocks, in parts of its own, merged in their order."""
+    levels, lens = forest
+    room = room_for(len(lens), programs, shape) if captured else None
+    levels = levels[:MOST_LEVELS] if captured else levels
+    work = planned(levels, lens, shape, programs, room)
+    same = defaultdict(set)  # by row and block: rows of the table that have it
+    for level in levels:
+        for run in level:
+            for row in run.rows:
+                for column in range(run.first, run.first + run.count):
+                    same[row, column] |= set(run.rows)
+    parts = defaultdict(list)
+    taken: set[int] = set()
+    for _, table, begin, end, rows, lies in walk(work, programs):
+        assert begin < end and len(rows) * shape.group <= shape.config.tall
+        for place, row in enumerate(rows):
+            columns = range(begin // BLOCK_SIZE, -(-end // BLOCK_SIZE))
+            assert table == row or all(table in same[row, column] for column in columns)
+            mine = set(range(lies + place * shape.group, lies + (place + 1) * shape.group))
+            assert not mine & taken and max(mine) < work.part_rows
+            taken |= mine
+            parts[row].append((lies + place * shape.group, begin, end))
+    for row, length in enumerate(lens):
+        where = {lies: (begin, end) for lies, begin, end in parts[row]}
+        merged = [where[lies] for lies in parts_of(work, row)]
+        assert len(merged) == len(where)
+        keys = [key for begin, end in merged for key in range(begin, end)]
+        assert keys == list(range(length))
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(), SHAPES, PROGRAMS)
+def test_the_fullest_program_has_little_more_than_the_mean(
+    forest: tuple[Levels, list[int]], shape: Shape, programs: int
+) -> None:
+    """At most 1.1 times the mean and one key tile of the costlier kind, by the costs of the plan.
+
+    A tile's queries are charged to whoever begins it, as the line charges them.
+    """
+    levels, _ = forest
+    loads, total = [0] * programs, 0
+    begun: set[tuple[int, ...]] = set()
+    for program, _, begin, end, rows, _ in walk(planned(*forest, shape, programs), programs):
+        each = int(shape.costs(np.array(len(rows))))
+        cost = each * -(-(end - begin) // shape.config.block_n)
+        if (*rows, begin) not in begun and begin in _begins(levels, rows):
+            begun.add((*rows, begin))
+            cost += shape.config.item_us
+        loads[program] += cost
+        total += cost
+    item, dearest = shape.config.item_us, max(shape.config.small_us, shape.config.tall_us)
+    mean = total / programs
+    assert max(loads) <= max(EVEN * mean, item + LEAST * dearest) + dearest + item
+
+
+def _begins(levels: Levels, rows: list[int]) -> set[int]:
+    """Where tiles of these rows begin: their runs, and what is one row's own."""
+    runs = [run for level in levels for run in level if set(rows) <= set(run.rows)]
+    ends = {(run.first + run.count) * BLOCK_SIZE for run in runs}
+    return {run.first * BLOCK_SIZE for run in runs} | ends | {0}
+
+
+@settings(max_examples=30, deadline=None)
+@given(forests(), forests(), SHAPES, PROGRAMS)
+def test_what_is_captured_is_as_large_for_any_forest(
+    one: tuple[Levels, list[int]], other: tuple[Levels, list[int]], shape: Shape, programs: int
+) -> None:
+    """So that a graph reads what any later plan wrote, from the same places."""
+    (levels, lens), (_, others) = one, other
+    lens_alone = (others * len(lens))[: len(lens)]
+    room = room_for(len(lens), programs, shape)
+    works = [
+        planned(*case, shape, programs, room)
+        for case in ((levels[:MOST_LEVELS], lens), ((), lens_alone), ((), [0] * len(lens)))
+    ]
+    assert len({(len(w.array), w.bounds, w.parts, w.list, w.part_rows) for w in works}) == 1
+    assert not parts_of(works[2], 0), "a padding row has no part"
+
+
+def shape_of(tall: int) -> Shape:
+    return Shape(4, 16, PrefixConfig(tall, 64, 4, 3, 1, 10, 20, 30))
+
+
+def test_the_same_forest_gives_the_same_work() -> None:
+    levels = ((SharedRun(tuple(range(12)), 0, 40),), (SharedRun((0, 3, 4), 40, 9),))
+    works = [planned(levels, [1200] * 12, shape_of(64), 33).array for _ in range(2)]
+    assert np.array_equal(*works)
+
+
+def run_of(rows: int, blocks: int) -> Levels:
+    return ((SharedRun(tuple(range(rows)), 0, blocks),),)
+
+
+def test_tiles_fit_their_groups() -> None:
+    """As high as the runs are worth; few rows stay in the small tile, whatever others need."""
+    configs = [row.config for row in PREFIX_TABLE if row.arch == "sm_90" and row.bytes == 2]
+    chosen = [
+        fastest(run_of(rows, 2048), rows, BLOCK_SIZE, 4, configs).tall for rows in (2, 4, 8, 64)
+    ]
+    assert chosen == sorted(chosen) and chosen[0] == chosen[1] == 16 and chosen[-1] >= 64
+    assert fastest((), 9, BLOCK_SIZE, 4, configs).tall == 16
+    pair = ((SharedRun((0, 1), 0, 8), SharedRun(tuple(range(2, 34)), 0, 8)),)
+    tiles = tiles_of(pair, np.full(34, 200, np.int32), BLOCK_SIZE, shape_of(64))
+    assert tiles.count[:3].tolist() == [2, 16, 16]
+
+
+def test_one_group_over_much_is_cut_for_the_whole_chip() -> None:
+    """64 rows over 32k, 512 of their own: every program has work, the longest part is a fair share."""
+    found = walk(planned(run_of(64, 2048), [33280] * 64, shape_of(128), 16), 16)
+    assert {program for program, *_ in found} == set(range(16))
+    assert max(end - begin for _, _, begin, end, _, _ in found) <= 2 * 32768 // 11
+
+
+def test_cutting_can_be_seen_to_fail() -> None:
+    """The negative control: a list of other lengths doesn't cover these."""
+    work = planned((), [100, 300], shape_of(64), 3)
+    keys = sum(end - begin for _, _, begin, end, _, _ in walk(work, 3))
+    assert keys == 400 != 401
