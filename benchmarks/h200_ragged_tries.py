@@ -36,6 +36,7 @@ def decoding(least: int = 2, item: int = 1, on_one: int = 0, **changes: Any) -> 
 
 def pieces(on_one: int, **changes: Any) -> Callable[[Any], None]:
     def tweak(backend: Any) -> None:
+        backend.hopper = None  # the portable kernel
         backend.prefill_config = replace(backend.prefill_config, **changes)
         backend.paged_config = replace(backend.paged_config, **changes)
         backend.on_one = on_one

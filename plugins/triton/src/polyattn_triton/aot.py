@@ -35,10 +35,10 @@ ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
 OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
-LISTED = ("paged listed", "paged pieces listed", "list")
-"""And where masks are asked which key tiles there are, which the last does."""
 SHARED = ("prefix low", "prefix high", "prefix merge")
 """Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
+LISTED = ("paged listed", "paged pieces listed", "list")
+"""And where masks are asked which key tiles there are, which the last does."""
 FEW_TOKENS = 4
 """Query tokens of a sequence in what is compiled for a few."""
 
@@ -52,10 +52,9 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    masked = Generated.of_mask(spec) is not None
     alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
-    listed = LISTED if masked else ()
-    return (*ways_of(spec, arch), *OTHERS, *(() if alone else SHARED), *listed)
+    masked = LISTED if Generated.of_mask(spec) is not None else ()
+    return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
 
 
 def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) -> Any:
@@ -68,10 +67,10 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
     cached = CACHE.get(spec.kv_cache_dtype, query)
     if cached == "fp8e4nv" and arch == "gfx942":
         cached = "fp8e4b8"  # the FNUZ flavour is what this hardware computes
-    if phase == "list":
-        return _compile_lists(spec, arch)
     if phase in SHARED:
         return _compile_shared(spec, arch, phase, query, cached, block_size)
+    if phase == "list":
+        return _compile_lists(spec, arch)
     if phase in ("merge", "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
     phase, listed = phase.removesuffix(" listed"), phase.endswith(" listed")
@@ -103,19 +102,19 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         pointers |= dict.fromkeys(("K", "V"), cached)
         alike = spec.head_size == spec.v_head_size
         constants = decode_constants(
-            spec, config, block_size, way, spec.needs_lse, arch, alike, functions
+            spec,
+            config,
+            block_size,
+            way,
+            spec.needs_lse,
+            arch,
+            alike,
+            cached in CACHE.values(),
+            functions,
         )
         kernel = decode_kernel
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)
-
-
-def _compile_lists(spec: LayerSpec, arch: str) -> Any:
-    masks = Generated.of_mask(spec)
-    assert masks is not None
-    constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
-    pointers = {"LISTS": "i32", "INPUTS": "i64"}
-    return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 def _compile_shared(
@@ -137,6 +136,14 @@ def compile_prefix(
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     pointers = {"Q": query, "K": cached, "V": cached}
     return compile_kernel(prefix_kernel, pointers, constants, arch, options)
+
+
+def _compile_lists(spec: LayerSpec, arch: str) -> Any:
+    masks = Generated.of_mask(spec)
+    assert masks is not None
+    constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
+    pointers = {"LISTS": "i32", "INPUTS": "i64"}
+    return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
 def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:

@@ -15,7 +15,7 @@ from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
-from polyattn_triton.variants import SCALES, decode_constants, prefill_constants
+from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
 from polyattn_triton.warm_up import warm_up
 
 
@@ -162,7 +162,7 @@ class TritonAttention(PlannedAttention):
             key, value = cache.key, cache.value
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(),
+                self.device.arch, key.stride() == value.stride(), in_pairs(value),
                 NOTHING if plan.chosen else self._functions,
             )  # fmt: skip
             site = self._sites[which] = _site(

@@ -105,6 +105,21 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
 
 
 @triton.jit
+def _split_pairs(pairs, LIKE, q):
+    """Return the even and the odd columns, as q's type, of 8-bit values that were loaded in pairs.
+
+    Values of 16 bits turn on their way from shared memory; those of 8 would come one by one.
+    """
+    if LIKE.dtype.element_ty.is_fp8():
+        even = (pairs & 0xFF).to(tl.uint8).to(LIKE.dtype.element_ty, bitcast=True)
+        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(LIKE.dtype.element_ty, bitcast=True)
+    else:
+        even = (pairs << 8) >> 8
+        odd = pairs >> 8
+    return even.to(q.dtype), odd.to(q.dtype)
+
+
+@triton.jit
 def _attend(
     Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
     q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
@@ -114,12 +129,13 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
-    ALIKE: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l."""
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
+    PAIRS: tl.constexpr = PAIRED and WAY < 2
+    offs_dv = tl.arange(0, BLOCK_DV // 2 if PAIRS else BLOCK_DV)
     rows = tl.arange(0, BLOCK_M)
     if FEW:
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
@@ -179,8 +195,14 @@ def _attend(
 
     K += kv_head * k_h
     V += kv_head * v_h
+    if PAIRS:
+        V = V.to(tl.pointer_type(tl.int16))
+        v_b = v_b // 2
+        v_t = v_t // 2
     BT += seq.to(tl.int64) * bt_s
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    odd = acc
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
     tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
@@ -191,7 +213,7 @@ def _attend(
         row = block.to(tl.int64)
         k_row = row * k_b + offset * k_t
         v_row = k_row
-        if not ALIKE:
+        if PAIRS or not ALIKE:
             v_row = row * v_b + offset * v_t
         tile = tile_at(i + step, skip_from, skip_by, SINK_TOKENS)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
@@ -201,7 +223,13 @@ def _attend(
         if WINDOW > 0 or CHUNK > 0:
             held = held & (key_pos >= low)
         k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
-        v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
+        if PAIRS:
+            both = load_held_rows(
+                V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH
+            )
+            v, v_odd = _split_pairs(both, K, q)
+        else:
+            v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,
@@ -219,7 +247,11 @@ def _attend(
             p = tl.exp2(s - (base - RAISED)[:, None])
             sums = sums * alpha[:, None] + p
             acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+            if PAIRS:
+                odd = tl.dot(p.to(q.dtype), v_odd, odd * alpha[:, None], input_precision="ieee")
             m = m_new
+    if PAIRS:
+        acc = tl.join(acc, odd).reshape([BLOCK_M, BLOCK_DV])
     total = tl.sum(sums, 1)
     if WAY == 2:  # nothing is to be divided by
         m = tl.zeros([BLOCK_M], tl.float32)
@@ -240,14 +272,16 @@ def decode_kernel(
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
-    ALIKE: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr, SCALES: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
     Grid, `LISTED`: (programs, KV heads), whose stretches WORK holds; else (sequences, KV heads,
     splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
     `AT_ONCE` the program that ends last merges a tile's parts, so many at once; without,
-    `merge_kernel` does. `ALIKE`: V has K's strides. `bt_end`: a block table's last column.
+    `merge_kernel` does. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit
+    values are loaded two at a time. `bt_end`: a block table's last column.
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -272,7 +306,7 @@ def decode_kernel(
                 q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
-                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE,
+                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -323,7 +357,7 @@ def decode_kernel(
             q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
             seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
-            SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE,
+            SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

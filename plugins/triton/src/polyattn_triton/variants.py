@@ -7,6 +7,7 @@ from typing import Any
 
 import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
+from torch import Tensor
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
@@ -105,11 +106,12 @@ def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> t
 
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
-    functions: tuple[Any, ...] = NOTHING,
+    paired: bool, functions: tuple[Any, ...] = NOTHING,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
-    `alike`: V has K's strides. `functions`: `Generated.constants`.
+    `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
+    `functions`: `Generated.constants`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = part_rows(spec, config, way == "few")
@@ -119,8 +121,13 @@ def decode_constants(
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
-        split, rows, at_once, early, alike, listed, way == "few", SCALES[spec.scales],
+        split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
     )  # fmt: skip
+
+
+def in_pairs(value: Tensor) -> bool:
+    """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
+    return value.element_size() == 1 and all(stride % 2 == 0 for stride in value.stride()[:3])
 
 
 def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
