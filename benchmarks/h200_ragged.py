@@ -1,12 +1,12 @@
 """Steps of uneven lengths on one GPU: TRITON_ATTN and TRITON_MLA beside the libraries.
 
-    python benchmarks/h200_ragged.py [--out FILE.json] [--seed N] [--tune] [--steps TEXT ...]
+    python benchmarks/h200_ragged.py [--out FILE.json] [--seed N] [--steps TEXT ...]
 
 Lengths come from traces (`polyattn/data`), uniform and Zipf distributions, and one long sequence
 among short ones; beside them equal lengths. Device times with a cold L2 (see `timing.py`), median
 of ten, of the backends' own calls. Three sequences of each result are checked against a float64
-reference, and that a second run gives the same bits. With `--tune` variants of our own schedules are
-timed too, over lengths of another seed. A table is printed last.
+reference, and that a second run gives the same bits. A table is printed last.
+`h200_ragged_tries.py` times other schedules of ours.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ import json
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -260,54 +259,6 @@ def measured(step: Step, name: str, tweak: Callable[[Any], None] | None = None) 
     return row
 
 
-def change(backend: Any, name: str, **changes: Any) -> None:
-    """Replace fields of a backend's value."""
-    setattr(backend, name, replace(getattr(backend, name), **changes))
-
-
-def assign(backend: Any, **values: Any) -> None:
-    """Set attributes of a backend."""
-    for name, given in values.items():
-        setattr(backend, name, given)
-
-
-def variants(step: Step) -> dict[str, Callable[[Any], None]]:
-    """What can be set of our schedules: name to a function that sets it."""
-    if step.spec.latent:
-
-        def costs(backend: Any, item: int) -> None:
-            change(backend.kernels, "rates", item=item)
-
-        return {f"item {item}": partial(costs, item=item) for item in (0, 1, 3, 4, 6)}
-
-    def both(backend: Any) -> None:
-        change(backend, "few_config", num_stages=2)
-        assign(backend, on_one=4)
-
-    def stretched(backend: Any) -> None:
-        """As under a captured graph."""
-        backend.spec = backend.spec.replace(graph_capture="single_token_decode")
-
-    rates = partial(partial, change, name="rates")
-    few, paged = (partial(partial, change, name=f"{kind}_config") for kind in ("few", "paged"))
-    value = partial(partial, assign)
-    if all(query == 1 for query, _ in step.rows):
-        return {
-            "item 0": rates(item=0), "item 2": rates(item=2), "least 4": rates(least=4),
-            "2 on one": value(on_one=2), "4 on one": value(on_one=4),
-            "2 stages": few(num_stages=2), "2 stages, 4 on one": both,
-            "2 warps": few(num_warps=2), "32 keys, 4 stages": few(block_n=32, num_stages=4),
-            "stretches": stretched,
-        }  # fmt: skip
-    return {
-        "item 0": rates(item=0), "item 3": rates(item=3), "1 on one": value(on_one=1),
-        "3 on one": value(on_one=3),
-        "up to 16 rows": value(most_few_rows=16), "up to 32 rows": value(most_few_rows=32),
-        "up to 128 rows": value(most_few_rows=128), "128 keys": paged(block_n=128, num_stages=2),
-        "4 warps": paged(num_warps=4), "2 stages": paged(num_stages=2),
-    }  # fmt: skip
-
-
 def host() -> dict[str, float]:
     """Host microseconds for 256 uneven decodes: the choice, the plan, all from lengths on, the launch."""
     chance = random.Random(5)
@@ -336,7 +287,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     """Print a line a step: ours, each library, ours over the best of them."""
     print(f"\n{'step':32}{'ours':>8}{'way':>16}{'over best':>11}  libraries")
     for name in dict.fromkeys(row["step"] for row in rows):
-        here = [row for row in rows if row["step"] == name and "variant" not in row]
+        here = [row for row in rows if row["step"] == name]
         ours = next(row for row in here if row["backend"].startswith("TRITON"))
         others = {row["backend"]: row["us"] for row in here if row is not ours and "us" in row}
         text = ", ".join(f"{k} {v:.1f}" for k, v in sorted(others.items(), key=lambda o: o[1]))
@@ -347,7 +298,7 @@ def table(rows: list[dict[str, Any]]) -> None:
     ratios = [
         ours["us"] / min(others)
         for name in {row["step"] for row in rows}
-        for here in [[r for r in rows if r["step"] == name and "us" in r and "variant" not in r]]
+        for here in [[r for r in rows if r["step"] == name and "us" in r]]
         for ours in here if ours["backend"].startswith("TRITON")
         if (others := [r["us"] for r in here if r is not ours])
     ]  # fmt: skip
@@ -358,39 +309,21 @@ def table(rows: list[dict[str, Any]]) -> None:
     print("not the same bits twice:", [row["step"] for row in bad] or "none")
 
 
-def tuned(rows: list[dict[str, Any]]) -> None:
-    """Print each step's variants, faster ones first, as shares of what is planned."""
-    for name in dict.fromkeys(row["step"] for row in rows if "variant" in row):
-        planned = next(
-            r["us"] for r in rows
-            if r["step"] == name and r["backend"].startswith("TRITON") and "us" in r
-        )  # fmt: skip
-        found = sorted(
-            (row["us"] / planned, row["variant"])
-            for row in rows if row["step"] == name and "variant" in row and "us" in row
-        )  # fmt: skip
-        print(f"{name}: planned {planned:.1f}; " + "; ".join(f"{v} {s:.2f}" for s, v in found))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument(
         "--steps", nargs="+", default=[], help="only steps whose name has one of these"
     )
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for step in steps(args.seed + args.tune):
+    for step in steps(args.seed):
         if args.steps and not any(text in step.name for text in args.steps):
             continue
         for name in (step.ours, *step.libraries):
             rows.append(measured(step, name))
             print(rows[-1], flush=True)
-        for label, tweak in variants(step).items() if args.tune else ():
-            rows.append(measured(step, step.ours, tweak) | {"variant": label})
-            print(label, rows[-1].get("us", rows[-1].get("cannot")), flush=True)
     facts = {
         "date": str(date.today()),
         "device": torch.cuda.get_device_name(),
@@ -400,8 +333,6 @@ def main() -> None:
     if args.out:
         args.out.write_text(json.dumps(facts | {"seed": args.seed, "rows": rows}, indent=1) + "\n")
     table(rows)
-    if args.tune:
-        tuned(rows)
     print(facts)
 
 

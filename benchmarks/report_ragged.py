@@ -16,8 +16,7 @@ def ragged(data: dict[str, Any]) -> list[str]:
     """Uneven steps first, as engines have them; equal ones behind."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for row in data["rows"]:
-        if "variant" not in row:
-            found.setdefault(row["step"], {})[row["backend"]] = row
+        found.setdefault(row["step"], {})[row["backend"]] = row
     steps = sorted(found, key=lambda step: "equal" in step)
     lines = [
         "## Lengths as they come",

@@ -253,8 +253,14 @@ def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:
     assert isinstance(times[2]["HPU_ATTN"], float)
     # One that computes something else is measured once, and named.
     layer = measured.layers["TORCH_SDPA"]
-    run_step = layer.run
-    layer.run = lambda step, q, *rest: run_step(step, q * 1.1, *rest)  # type: ignore[method-assign]
+
+    class Wrong:
+        plan, params = layer.plan, layer.params
+
+        def __call__(self, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+            return layer(query * 1.1, *rest, **named)
+
+    measured.layers["TORCH_SDPA"] = Wrong()  # type: ignore[assignment]
     measured._checked.clear()
     (said,) = dict(measured.times(steps[0], ["TORCH_SDPA"])).values()
     assert "wrong" in str(said)
