@@ -54,9 +54,9 @@ Rows = list[tuple[int, int]]
 SEED = 31_115
 
 
-def batches() -> dict[str, tuple[str, Rows]]:
+def batches(seed: int = SEED) -> dict[str, tuple[str, Rows]]:
     """Return the steps by name: (kind, (queries, keys) of each row)."""
-    source = random.Random(SEED)
+    source = random.Random(seed)
     chat = of_trace(bundled("azure_conversation.csv"))
     long = of_trace(bundled("mooncake_conversation.jsonl"))
 
@@ -155,7 +155,7 @@ def measure(options: Any) -> list[dict[str, Any]]:
     device = resolve_device(options.device)
     clock = Clock(torch.device(str(device.torch_device)))
     end = time.monotonic() + options.seconds
-    steps = batches()
+    steps = batches(options.seed)
     if not device.is_accelerator:
         steps = {name: (kind, small(rows)) for name, (kind, rows) in steps.items()}
     most = max(sum(n for _, n in rows) for _, rows in steps.values())
@@ -247,6 +247,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--table", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=SEED, help="of the batches' lengths")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--device", default=None)
     parser.add_argument("--backends", nargs="+", default=[])

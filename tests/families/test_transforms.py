@@ -144,7 +144,7 @@ def test_what_does_not_go_together_is_named() -> None:
         SpecError, match="output_mod takes 4 arguments; it must take output, b, h, q_idx, d"
     ):
         AttentionVariant(name="x", output_mod=lambda output, b, h, q_idx: output)
-    shown = select(BASE.replace(variant="all"), backend="NATIVE_ATTN", verify=False)
+    shown = select(BASE.replace(variant="all"), backend="TORCH_SDPA", verify=False)
     assert "before and after attention" in str(shown.decision.notes)
 
 

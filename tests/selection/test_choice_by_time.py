@@ -116,6 +116,22 @@ def test_one_call_for_a_mixed_step_competes_with_a_pair(together: int, names: li
     assert (calls[0].rows == ALL) == (len(names) == 1)
 
 
+def test_one_call_that_ranks_below_decode_is_for_measured_times_alone() -> None:
+    from polyattn.families.attention.choice import _mixes
+
+    info = discover().backends["FLASH_ATTN_V3"]
+    assert "mixed" in info.capabilities.phases and not _mixes(info, SPEC, H100)
+    assert _mixes(A, SPEC, H100) and not _mixes(B, SPEC, H100)
+
+
+def test_chunks_are_another_kind_than_whole_prompts() -> None:
+    models = [model("A", "prefill", launch=10), model("B", "prefill", launch=20)]
+    models += [model("A", "chunked", launch=20), model("B", "chunked", launch=10)]
+    choice = by_time(models, decode=[A, B], prefill=[A, B])
+    assert [c.name for c in choice.calls([40, 30], [40, 30])] == ["A"]
+    assert [c.name for c in choice.calls([40, 30], [40, 31])] == ["B"]
+
+
 def test_a_backend_named_for_decodes_keeps_them_in_a_mixed_step() -> None:
     models = [model("A", kind, launch=10) for kind in KINDS]
     models += [model("C", kind, launch=1) for kind in KINDS]

@@ -217,7 +217,9 @@ def _mask_differences(spec: LayerSpec, call: Call, queries: int, keys: int) -> l
         if mask.dtype != torch.bool and (mask[seen] != 0).any():
             return ["module has an additive bias"]
     if type(call.module).__name__ == "MllamaVisionAttention":
-        real = torch.arange(queries) % 8 < 5  # a tile's 5 tokens are padded to 8
+        config = call.module.config
+        tokens = (config.image_size // config.patch_size) ** 2 + 1
+        real = torch.arange(queries) % (-(-tokens // 8) * 8) < tokens  # a tile is padded to eights
         seen, expected = seen[real], expected[real]
     if not torch.equal(seen, expected):
         return [f"mask: spec {expected.sum(1).tolist()}, module {seen.sum(1).tolist()}"]

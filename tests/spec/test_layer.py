@@ -173,14 +173,26 @@ def test_features_are_complete() -> None:
     spec = LayerSpec(
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
-        length_bounds=True, deterministic=True, batch_invariant=True,
+        deterministic=True, batch_invariant=True,
         rope=RopeSpec(rotary_size=64, positions="cache"), variant="capped", mask="custom",
     )  # fmt: skip
     from polyattn.spec.features import FEATURES
 
-    others = {"block_sparse", "tensor_scales", "head_scales", "fp8_inputs", "fp8_output"}
+    others = {
+        "length_bounds",
+        "block_sparse",
+        "tensor_scales",
+        "head_scales",
+        "fp8_inputs",
+        "fp8_output",
+    }
     assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
     assert "block_sparse" in features(spec.replace(mask="block_sparse"))
+    assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
+    with pytest.raises(
+        SpecError, match="mask='custom' counts a sequence's keys, and length_bounds"
+    ):
+        spec.replace(length_bounds=True)
     assert "window_right" in features(spec.replace(causal=False, window_right=0))
 
 

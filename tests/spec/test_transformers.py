@@ -135,9 +135,13 @@ def test_no_field_is_misread(model_type: str) -> None:
     counts: Counter[str] = Counter()
     for what, values in variations(model_type):
         try:
-            model_layers({"model_type": model_type} | copy.deepcopy(values))
+            read = model_layers({"model_type": model_type} | copy.deepcopy(values))
         except ConfigError:
             counts["refused"] += 1
+            continue
+        if not any(layer.specs for layer in read.layers):
+            assert all(layer.missing for layer in read.layers)
+            counts["refused by name"] += 1
             continue
         try:
             config = CONFIG_MAPPING[model_type](**copy.deepcopy(values))
@@ -153,7 +157,7 @@ def test_no_field_is_misread(model_type: str) -> None:
             raise AssertionError(f"{model_type}, {what}: {error}") from error
         counts["equal"] += 1
     print(model_type, dict(counts))
-    assert counts["equal"]
+    assert counts["equal"] or counts["refused by name"]
 
 
 @pytest.mark.parametrize("model_type", sorted(BY_ATTRIBUTES))

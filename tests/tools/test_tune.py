@@ -51,7 +51,7 @@ def points(kind: str, overlap: bool, coefficients: tuple[float, ...], noise: flo
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("kind", ["decode", "mixed"])
 def test_a_fit_predicts_what_it_was_not_fitted_to(kind: str, overlap: bool) -> None:
     truth = (6.0, 0.02, 4e-7, 3e-5, 2e-9, 5e-6)
     made = fit(points(kind, overlap, truth, 0.02))
@@ -61,7 +61,7 @@ def test_a_fit_predicts_what_it_was_not_fitted_to(kind: str, overlap: bool) -> N
     # Of other layers and lengths, which it hasn't seen.
     other = LayerSpec(num_heads=28, num_kv_heads=4, head_size=64)
     shape = shape_of_step(
-        other, *(([1] * 40, [5000] * 40) if kind == "decode" else ([900], [9000]))
+        other, *(([1] * 40, [5000] * 40) if kind == "decode" else ([1, 900], [9000, 9000]))
     )
     guess, right = (
         Predictor(other, [TimingModel("A", kind, tuple(c), overlap)])
@@ -113,8 +113,9 @@ def test_samples_are_of_every_kind_and_within_bounds() -> None:
         assert all(1 <= q <= n for q, n in zip(s.queries, s.lens, strict=True))
         most, least = max(s.queries), min(s.queries)
         expected = {
-            "decode": most == 1, "short": least >= 2 and most <= 16, "prefill": least > 16,
-            "mixed": least == 1 and most > 16,
+            "decode": most == 1, "short": least >= 2 and most <= 16,
+            "prefill": least > 16 and s.queries == s.lens, "mixed": least == 1 and most > 16,
+            "chunked": least > 16 and s.queries != s.lens,
         }  # fmt: skip
         assert expected[s.kind], s
 

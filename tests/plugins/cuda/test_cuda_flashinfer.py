@@ -45,6 +45,15 @@ def test_flashinfer_over_fp8_and_an_mla_layers_prefill(fakes: None) -> None:
     check_given(FlashInferAttention, expanded, HALF)
 
 
+@pytest.mark.parametrize(("size", "split"), [(64, True), (128, True), (192, False), (320, False)])
+def test_keys_are_split_only_where_the_library_merges_the_parts(size: int, split: bool) -> None:
+    """Seen on an H200: of heads of 192 it merges none, and raises where it has split keys."""
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    backend = FlashInferAttention(SMALL.replace(head_size=size), None, CPU)
+    assert backend.options["disable_split_kv"] is not split
+
+
 def flashinfer_decode(spec: LayerSpec) -> tuple[Any, Any]:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
@@ -132,3 +141,19 @@ def test_no_step_is_planned_for_what_was_not_compiled_before(case: str, fakes: N
         if spec.sliding_window is None:
             backend.plan(batch.over_context())
     assert compiled and set(flashinfer.MODULES) == compiled
+
+
+def test_scratch_holds_the_parts_of_large_groups(
+    monkeypatch: pytest.MonkeyPatch, fakes: None
+) -> None:
+    """An H200 refused rows of several tokens in groups of 16: 276,824,064 bytes of 128 MiB."""
+    import torch
+    from polyattn_cuda.flashinfer import scratch_bytes
+    from polyattn_cuda.workspaces import WORKSPACE_BYTES
+
+    h200 = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)
+    device = torch.device("cuda", 0)
+    spec = LayerSpec(num_heads=32, num_kv_heads=2, head_size=128)
+    assert 276_824_064 + 132 * 2 * 128 * 16 * 4 < scratch_bytes(spec, device) < 400 << 20
+    assert scratch_bytes(spec.replace(num_kv_heads=8), device) == WORKSPACE_BYTES

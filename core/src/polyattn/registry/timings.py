@@ -85,9 +85,9 @@ class Timings:
     def models(self, spec: LayerSpec, device: Device) -> tuple[TimingModel, ...]:
         """Return the models of the first table that speaks of a spec on a device.
 
-        What is measured is attention over a cache.
+        What is measured is attention over a cache, without functions and masks of a caller's.
         """
-        if not spec.cached:
+        if not spec.cached or spec.variant is not None or spec.mask is not None:
             return ()
         return next((m for table in self.tables if (m := table.models(spec, device))), ())
 

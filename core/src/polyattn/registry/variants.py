@@ -72,6 +72,7 @@ def _check_transforms(spec: LayerSpec, variant: AttentionVariant) -> None:
         ("graph_capture", capture, "none"),
         ("qkv_dtype", spec.qkv_dtype, "auto"),
         ("out_dtype", spec.out_dtype, "auto"),
+        ("length_bounds", spec.length_bounds, False),
     ):
         if given != plain:
             raise SpecError(

@@ -153,8 +153,8 @@ class Predictor:
         return found
 
 
-def kind_of_step(queries: Ints) -> str:
-    """Return which kind of call rows of so many tokens are."""
+def kind_of_step(queries: Ints, lens: Ints) -> str:
+    """Return which kind of call rows of so many tokens and keys are."""
     if not len(queries):
         return "decode"
     q = np.asarray(queries)
@@ -163,4 +163,6 @@ def kind_of_step(queries: Ints) -> str:
         return "decode"
     if most <= LONGEST_SHORT:
         return "short"
-    return "mixed" if q.min() <= 1 else "prefill"
+    if q.min() <= 1:
+        return "mixed"
+    return "prefill" if np.array_equal(q, lens) else "chunked"

@@ -75,7 +75,7 @@ class StepChoice:
     def calls(self, queries: Ints, lens: Ints) -> tuple[CallChoice, ...]:
         """Return the calls of a step of these rows: the fastest way to run it that is known."""
         q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
-        kind = kind_of_step(q)
+        kind = kind_of_step(q, n)
         if kind == "decode":
             return (self._call("decode", kind, ALL, shape_of_step(self.spec, q, n)),)
         if kind == "short":
@@ -86,13 +86,15 @@ class StepChoice:
                 q, n = q[some], n[some]
         whole = shape_of_step(self.spec, q, n)
         ones = q == 1
+        more, longer = q[~ones], n[~ones]
+        kind = kind_of_step(more, longer)
         if not ones.any():
-            return (self._call("prefill", "prefill", ALL, whole),)
+            return (self._call("prefill", kind, ALL, whole),)
         decodes = shape_of_decodes(self.spec, n[ones])
-        rest = shape_of_step(self.spec, q[~ones], n[~ones])
+        rest = shape_of_step(self.spec, more, longer)
         apart = (
             self._call("decode", "decode", DECODES, decodes),
-            self._call("prefill", "prefill", REST, rest),
+            self._call("prefill", kind, REST, rest),
         )
         if any(call.name not in call.times for call in apart):
             return apart  # what was not measured can't be compared

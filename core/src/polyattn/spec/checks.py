@@ -191,6 +191,11 @@ def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
 
 def _check_pointwise(spec: LayerSpec) -> None:
     """A variant's functions and a step's mask speak of places in one sequence, and of its keys."""
+    if spec.mask is not None and spec.length_bounds:
+        raise SpecError(
+            f"mask={spec.mask!r} counts a sequence's keys, and length_bounds=True says that the host "
+            "knows only bounds of them; drop one"
+        )
     for name in ("variant", "mask"):
         value = getattr(spec, name)
         if value is None:

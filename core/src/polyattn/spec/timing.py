@@ -13,8 +13,9 @@ values read; byte of one KV head's keys and values in the longest row; multiply-
 with a key or value (of short rows: of whole tiles of queries); byte of queries and outputs."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
-KINDS = ("decode", "short", "prefill", "mixed")
-"""Steps that a model speaks of: one token a row; up to a few; more; of both sorts in one call."""
+KINDS = ("decode", "short", "prefill", "chunked", "mixed")
+"""Steps that a model speaks of: one token a row; up to a few; whole prompts, whose keys and values are at
+hand; chunks behind a context; of both sorts in one call."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def flash_attn_varlen_func(
     asked = FlashAsked(
         softmax_scale, causal, window_size, softcap, None, attention_chunk, return_attn_probs
     )
-    queries, keys = lens_of(cu_seqlens_q), lens_of(cu_seqlens_k)
+    queries: Sequence[int] = lens_of(cu_seqlens_q)
+    keys: Sequence[int] = lens_of(cu_seqlens_k)
     starts = tuple(host(cu_seqlens_k)[:-1])
     if seqused_k is not None:
         keys = host(seqused_k)
@@ -171,7 +173,7 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _packed(tensor: Tensor, cumulative: Tensor | None) -> tuple[Tensor, list[int]]:
+def _packed(tensor: Tensor, cumulative: Tensor | None) -> tuple[Tensor, Sequence[int]]:
     if cumulative is not None:
         return tensor, lens_of(cumulative)
     return tensor.flatten(0, 1), [tensor.shape[1]] * tensor.shape[0]

@@ -170,7 +170,7 @@ class Builder(AttentionMetadataBuilder[Step]):
 
 def _one_each(common: CommonAttentionMetadata) -> bool:
     """Whether a step has a query token for each request, as vLLM pads it: what a graph may replay."""
-    return common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs
+    return bool(common.max_query_len == 1 and common.num_actual_tokens == common.num_reqs)
 
 
 def _check_engine(config: VllmConfig, device: torch.device) -> None:

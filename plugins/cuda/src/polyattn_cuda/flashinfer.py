@@ -31,12 +31,29 @@ from torch import Tensor
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
 from polyattn_cuda.paging import PackedKeys, page_lists
-from polyattn_cuda.workspaces import workspace
+from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
+TILE_ROWS, FLOAT_BYTES, STEP_BYTES = 128, 4, 64 << 20
 FA3_SIZES = ((64, 64), (128, 128), (256, 256), (192, 128))
 """Head sizes of keys and values that its FA3 kernels are instantiated for; FA2's take any 64s."""
+MERGED_SIZES = (64, 128, 256, 512)
+"""Value head sizes whose parts FlashInfer 0.6.13 can merge; the keys of others aren't split."""
+
+
+def scratch_bytes(spec: LayerSpec, device: torch.device) -> int:
+    """Return what parts of split rows may take: two tiles of 128 rows for each multiprocessor.
+
+    A tile's rows are those of one KV head; FlashInfer counts each tile for all query heads. In steps of
+    64 MiB, so that layers of like groups share one buffer.
+    """
+    sms = 1
+    if device.type == "cuda":
+        sms = torch.cuda.get_device_properties(device).multi_processor_count
+    parts = 2 * sms * TILE_ROWS * spec.gqa_ratio
+    needed = parts * (spec.v_head_size + 1) * FLOAT_BYTES + (1 << 20)
+    return max(WORKSPACE_BYTES, -(-needed // STEP_BYTES) * STEP_BYTES)
 
 
 class FlashInferPlan(Plan):
@@ -77,11 +94,13 @@ class FlashInferAttention(AttentionBackend):
         if self.functions is not None:  # what is compiled of them is for one kind of kernels
             fa3 = fa3 and self.functions.by_fa3 and arch_matches("sm_90", device.arch)
             self.prefill_kernel = "fa3" if fa3 else "fa2"
+        self.scratch = scratch_bytes(spec, self.torch_device)
         self.pool = WrapperPool(self._make, self.torch_device)
         self.options = {
             "window_left": window_sizes(spec)[0],
             "logits_soft_cap": spec.logit_soft_cap, "sm_scale": spec.scale,
             "q_data_type": self.dtype, "kv_data_type": self.kv_dtype,
+            "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
         }  # fmt: skip
 
     def prepare(self, phase: str) -> None:
@@ -116,7 +135,7 @@ class FlashInferAttention(AttentionBackend):
     def _make(self, kind: Any, capacity: int) -> Any:
         import flashinfer
 
-        buffer = workspace(self.torch_device)
+        buffer = workspace(self.torch_device, self.scratch)
         kernel = "fa2" if kind == "short" else self.prefill_kernel
         jit = {} if self.functions is None else {"jit_args": self.functions.jit_args(kernel)}
         if kind == "ragged":

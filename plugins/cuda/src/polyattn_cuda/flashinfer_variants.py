@@ -91,7 +91,9 @@ class StepMasks:
     def over_chosen(self, batch: Batch) -> Batch | None:
         """Return decodes over the pages that blocks choose, None where a window counts places."""
         spec = self.spec
-        if spec.mask != "block_sparse" or spec.sliding_window or not batch.all_decode:
+        if spec.mask != "block_sparse" or spec.sliding_window or spec.length_bounds:
+            return None
+        if not batch.all_decode:
             return None
         return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
 

@@ -160,6 +160,9 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
     priorities=(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
         Priority(score=70, phase="decode", why="behind FlashInfer's and Triton's decode on Hopper"),
+        Priority(
+            score=50, phase="mixed", why="one call cuts no long row: where times say so alone"
+        ),
     ),
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )

@@ -11,10 +11,14 @@ WORKSPACE_BYTES = 128 << 20
 """What FlashInfer recommends for its split-KV partial results."""
 
 
+def workspace(device: torch.device, size: int = WORKSPACE_BYTES) -> Tensor:
+    """Return the device's one scratch buffer of so many bytes."""
+    return _scratch(device, size)
+
+
 @cache
-def workspace(device: torch.device) -> Tensor:
-    """Return the device's one scratch buffer."""
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+def _scratch(device: torch.device, size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
 
 
 @cache

@@ -167,7 +167,9 @@ class PlannedAttention(AttentionBackend):
         """
         spec = self.spec
         placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
-        if spec.mask != "block_sparse" or placed or not batch.all_decode or self.cache is None:
+        if spec.mask != "block_sparse" or placed or spec.length_bounds or self.cache is None:
+            return None
+        if not batch.all_decode:
             return None
         return over_chosen_pages(batch, self.cache.block_size)
 

@@ -57,7 +57,7 @@ def warm_up(backend: TritonAttention, phase: str) -> None:
         for batch in steps(spec, phase, device, paged=cache is not None):
             for of_layer in (set[str](), later) if later else (later,):
                 params.inputs = {name: batch.inputs[name] for name in of_layer}
-                plan = backend.plan(_without(batch, of_layer))
+                plan = backend.plan_rows(_without(batch, of_layer))
                 backend.run(plan, query, key, value, cache, params, out, lse)
                 if cache is not None and plan.fresh:
                     backend.run(plan, query, None, None, cache, params, out, lse)

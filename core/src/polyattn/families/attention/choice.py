@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from polyattn.device import Device
 from polyattn.errors import PluginError
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend
@@ -13,6 +14,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
+from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
 
@@ -54,6 +56,8 @@ class Chooser:
                     if loaded is not None:
                         members[other.name] = loaded
             self.chosen[phase] = members[info.name]
+        decode = self.chosen.get("decode")
+        self.mixes = decode is not None and _mixes(decode.info, group.spec, group.device)
         self.by_time: StepChoice | None = None
         if models:
             infos = {p: {n: c.info for n, c in m.items()} for p, m in self.phases.items()}
@@ -85,10 +89,19 @@ class Chooser:
 
     def _by_priority(self, batch: Batch) -> list[Assignment]:
         prefill, decode = self.chosen["prefill"], self.chosen["decode"]
-        mixes = "mixed" in prefill.info.capabilities.phases
-        if prefill.info == decode.info and mixes and not (batch.all_decode or self.bounded):
+        whole = self.mixes and not (batch.all_decode or self.bounded)
+        if prefill.info == decode.info and whole:
             return [("prefill", prefill.info, Part(batch, None))]
         return _parts(batch, decode, prefill)
+
+
+def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:
+    """Whether a backend takes a mixed step in one call where no times say who is faster.
+
+    Not where it ranks its one call below its decode: such a call may cut no long row.
+    """
+    whole, decode = (info.priority(spec, device, phase).score for phase in ("mixed", "decode"))
+    return "mixed" in info.capabilities.phases and whole >= decode
 
 
 def loaded_candidate(

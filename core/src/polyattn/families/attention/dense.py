@@ -150,8 +150,9 @@ def run_given(
 def _addressed(call: Call, *tensors: Tensor) -> Addressed | None:
     if any(t.stride(2) != 1 for t in tensors):
         return None
-    strides = [t.stride()[:2] for t in tensors]
-    return call.backend.addressed(call.plan, Lie(*strides, tensors[1].shape[0]))  # type: ignore[arg-type,no-any-return]
+    of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
+    lie = Lie(of_query, of_key, of_value, tensors[1].shape[0])
+    return call.backend.addressed(call.plan, lie)  # type: ignore[no-any-return]
 
 
 _PLAIN = LayerParams()

@@ -31,7 +31,7 @@ class StepSample:
     lens: tuple[int, ...]
 
 
-COUNTS = {"decode": 48, "short": 20, "prefill": 28, "mixed": 20}
+COUNTS = {"decode": 48, "short": 20, "prefill": 20, "chunked": 20, "mixed": 20}
 """Steps of each kind for one layer: what fits six coefficients with a rest to judge them by."""
 
 
@@ -40,7 +40,9 @@ def samples(
 ) -> Iterator[StepSample]:
     """Yield steps of all kinds in turn, so that whoever stops early has some of each."""
     source = random.Random(seed)
-    made = {"decode": _decode, "short": _short, "prefill": _prefill, "mixed": _mixed}
+    made = {
+        "decode": _decode, "short": _short, "prefill": _prefill, "chunked": _chunked, "mixed": _mixed,
+    }  # fmt: skip
     distributions = list(({**DISTRIBUTIONS, **traces}).items())
     most, drawn = max(counts.values()), dict.fromkeys(counts, 0)
     for index in range(1, most + 1):
@@ -79,22 +81,32 @@ def _short(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int],
 
 
 def _prefill(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int], list[int]]:
-    """Whole prompts, or chunks of them behind a context; their products bounded."""
-    whole = source.random() < 0.5
+    """Whole prompts; their products bounded."""
     rows = _log_uniform(source, 1, 16)
-    widest = math.sqrt(2 * size.pairs / rows) if whole else size.longest
+    widest = math.sqrt(2 * size.pairs / rows)
     lens = [max(n, 17) for n in _keys(rows, size, draw, source, min(size.keys, int(rows * widest)))]
-    if whole:
-        return _bounded(list(lens), lens, size.pairs)
-    chunk = _log_uniform(source, 32, 2048)
-    return _bounded([min(chunk, n) for n in lens], lens, size.pairs)
+    queries, _ = _bounded(list(lens), lens, size.pairs)
+    return queries, list(queries)
+
+
+def _chunked(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int], list[int]]:
+    """Chunks of prompts, of some behind a context."""
+    rows = _log_uniform(source, 1, 16)
+    most = min(size.keys, rows * size.longest)
+    lens = [max(n, 35) for n in _keys(rows, size, draw, source, most)]
+    chunk = min(_log_uniform(source, 32, 2048), max(17, max(lens) // 2))
+    queries, kept = _bounded([min(chunk, n) for n in lens], lens, size.pairs)
+    if queries == kept:
+        queries[0] = max(17, kept[0] // 2)
+    return queries, kept
 
 
 def _mixed(size: Size, draw: Lengths, source: random.Random) -> tuple[list[int], list[int]]:
     rows = _log_uniform(source, 1, size.rows / 2)
     lens = _keys(rows, size, draw, source, size.keys // 2)
     smaller = Size(size.keys // 2, size.pairs // 2, size.longest)
-    queries, more = _prefill(smaller, draw, source)
+    rest = _prefill if source.random() < 0.5 else _chunked
+    queries, more = rest(smaller, draw, source)
     return [1] * len(lens) + queries, lens + more
 
 
