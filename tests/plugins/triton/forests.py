@@ -17,6 +17,7 @@ from polyattn.kernel import Batch, KVCache, LayerParams, Levels, SharedRun
 from polyattn.runtime.cuda_graph import StepBuffers
 from polyattn.runtime.shared_prefix import check_forest
 from polyattn.selection.cache_format import format_of
+from polyattn_triton import prefix
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.prefix import PrefixPlan
 
@@ -136,8 +137,14 @@ def check(name: str, which: str, sms: int) -> PrefixPlan:
     return plan
 
 
+TALL = ("many rows", "three levels")
+"""Forests that are run in the highest tiles that there are, which few keys are not worth."""
+
+
 if __name__ == "__main__":
+    fastest = prefix.fastest
     names = sys.argv[1].split(";") if len(sys.argv) > 1 else list(SPECS)
     for name in names:
         for which in FORESTS:
+            prefix.fastest = (lambda *args: args[-1][-1]) if which in TALL else fastest
             print(f"{name}, {which}: up to {check(name, which, 3).config.tall}", flush=True)

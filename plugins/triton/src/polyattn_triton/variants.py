@@ -211,12 +211,9 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     while not found or height <= UNTUNED_TALLEST:
         config = tile_config(spec, arch, "few", height)
         on_one = HIGH_ON_ONE if height > 16 or width > 128 else FEW_ON_ONE
-        found.append(
-            PrefixConfig(
-                height, config.block_n, config.num_warps, config.num_stages, on_one, 10,
-                10 + height // 4, 40,
-            )
-        )  # fmt: skip
+        small = 18 if height > 16 else 22  # as Hopper's, until somebody measures others
+        tile = (height, config.block_n, config.num_warps, config.num_stages)
+        found.append(PrefixConfig(*tile, on_one, small, 22, 40))
         height *= 2
     return tuple(found)
 
