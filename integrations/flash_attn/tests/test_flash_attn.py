@@ -14,6 +14,7 @@ import polyattn_flash_attn
 import pytest
 import torch
 from polyattn import PolyattnError
+from polyattn.registry import requirements
 from polyattn_flash_attn import bert_padding, flash_attn_2, flash_attn_3
 from torch import Tensor
 
@@ -220,6 +221,20 @@ def test_install(installed: None) -> None:
     assert pad_input is bert_padding.pad_input
     assert flash_attn_varlen_func is flash_attn_2.flash_attn_varlen_func
     assert flash_attn_with_kvcache is flash_attn_3.flash_attn_with_kvcache
+
+
+def test_no_backend_takes_a_stand_in_for_the_library(
+    installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen on an H200: FLASH_ATTN_V3 called flash_attn_interface, which called FLASH_ATTN_V3."""
+    providers = pytest.importorskip("polyattn_cuda.providers")
+    monkeypatch.setattr(providers, "_version", lambda package: "2.8.3")
+    assert "not installed" in providers.fa3_ready()
+    assert "hidden by a stand-in" in providers.flash_attn_ready()
+    monkeypatch.setattr(requirements.metadata, "version", lambda package: "9")
+    assert "hidden in this process" in str(requirements.requirement_problem("Flash_Attn>=2"))
+    polyattn_flash_attn.uninstall()
+    assert requirements.requirement_problem("Flash_Attn>=2") is None
 
 
 def test_a_real_package_is_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,10 @@ _PLAIN = re.compile(
 """Requirements that need no parser: packaging takes 30 ms to import, its parser as long again."""
 
 
+HIDDEN: dict[str, str] = {}
+"""Distributions whose modules are hidden in this process, and what hides them (`runtime.stand_in`)."""
+
+
 def requirement_syntax_problem(text: str) -> str | None:
     """Say why a text is no requirement, or None."""
     if text.isascii() and _PLAIN.fullmatch(text):
@@ -69,7 +73,8 @@ def _problem(text: str) -> str | None:
         return f"{name} is not installed (needs {text})"
     if needed and not _satisfies(version, needed):
         return f"{name} {version} is installed, but {text} is needed"
-    return None
+    by = HIDDEN.get(re.sub("[-_.]+", "-", name).lower())
+    return by and f"{name} is hidden in this process by {by}, whose functions call polyattn"
 
 
 _RELEASE = re.compile(r"\d+(?:\.\d+)*")

@@ -7,17 +7,26 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
+from polyattn.registry.discovery import refresh
+from polyattn.registry.requirements import HIDDEN
+
 
 class StandIns:
     """Modules by the names under which hosts import them, and whose public names each has.
 
     `names`: a module's name and the module whose `__all__` it offers, None for a package that holds
     others; parents come before what they hold. `versions`: of each root, the library's version whose
-    signatures the functions have.
+    signatures the functions have. `distributions`: what brings the real modules. While hidden it serves
+    no backend: a kernel's import would find the stand-in, which calls the backend.
     """
 
-    def __init__(self, names: Mapping[str, ModuleType | None], versions: Mapping[str, str]):
-        self.names, self.versions = names, versions
+    def __init__(
+        self,
+        names: Mapping[str, ModuleType | None],
+        versions: Mapping[str, str],
+        distributions: tuple[str, ...],
+    ):
+        self.names, self.versions, self.distributions = names, versions, distributions
         self._installed: dict[str, ModuleType] = {}
 
     def install(self, *, replace: bool = False) -> None:
@@ -45,6 +54,10 @@ class StandIns:
                 setattr(self._installed[parent], last, module)
             self._installed[name] = module
         sys.modules.update(self._installed)
+        HIDDEN.update(
+            dict.fromkeys(self.distributions, f"stand-ins for {', '.join(self.versions)}")
+        )
+        refresh()
 
     def uninstall(self) -> None:
         """Take back what `install` did; modules that were imported before it are found again."""
@@ -52,3 +65,6 @@ class StandIns:
             if sys.modules.get(name) is module:
                 del sys.modules[name]
         self._installed.clear()
+        for name in self.distributions:
+            HIDDEN.pop(name, None)
+        refresh()

@@ -24,6 +24,7 @@ _stand_ins = StandIns(
         "flash_attn_interface": flash_attn_3,
     },
     VERSIONS,
+    ("flash-attn", "flash-attn-3"),
 )
 install, uninstall = _stand_ins.install, _stand_ins.uninstall
 

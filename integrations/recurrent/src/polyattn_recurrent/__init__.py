@@ -31,6 +31,7 @@ _stand_ins = StandIns(
         "fla.ops.gated_delta_rule": gated_delta_rule,
     },
     VERSIONS,
+    ("causal-conv1d", "mamba-ssm", "flash-linear-attention"),
 )
 install, uninstall = _stand_ins.install, _stand_ins.uninstall
 

@@ -32,7 +32,11 @@ def flash_attn_ready() -> str | None:
 
     flash-attn 4 installs a `flash_attn` namespace too, so the distribution is asked, not the module.
     """
-    return None if _version("flash-attn") else "flash-attn is not installed"
+    if not _version("flash-attn"):
+        return "flash-attn is not installed"
+    spec = find_spec("flash_attn")
+    hidden = spec is None or spec.loader is None
+    return "flash_attn is hidden by a stand-in in this process" if hidden else None
 
 
 def torch_fa2_ready() -> str | None:
@@ -48,8 +52,10 @@ def vllm_fa2_ready() -> str | None:
 
 
 def fa3_ready() -> str | None:
-    """Say why flash-attn's hopper folder isn't here, or None."""
-    return None if find_spec("flash_attn_interface") else "flash_attn_interface is not installed"
+    """Say why flash-attn's hopper folder isn't here, or None. What has no loader stands in for it."""
+    spec = find_spec("flash_attn_interface")
+    there = spec is not None and spec.loader is not None
+    return None if there else "flash_attn_interface is not installed"
 
 
 def vllm_fa3_ready() -> str | None:

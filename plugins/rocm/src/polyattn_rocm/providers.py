@@ -19,6 +19,6 @@ def flash_attn_ready() -> str | None:
         found = find_spec("flash_attn.flash_attn_interface")
     except ModuleNotFoundError:
         found = None
-    if found is None:
+    if found is None or found.loader is None:  # a stand-in has none
         return "flash-attn is not installed; build it from github.com/ROCm/flash-attention (CK)"
     return None

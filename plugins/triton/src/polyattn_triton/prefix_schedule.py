@@ -105,7 +105,7 @@ def tiles_of(levels: Levels, lens: Ints, block_size: int, shape: Shape) -> Tiles
     at = (length.cumsum() - length)[of] + skipped
     some = np.flatnonzero(lens > own)
     shared, places = len(of), len(named)
-    table_of = np.concatenate((table[of], some))
+    table_of: Ints = np.concatenate((table[of], some))
     begin = np.concatenate((first[of] * block_size, own[some]))
     end = np.concatenate((stop[of], lens[some]))
     count = np.ones(shared + len(some), np.int64)
