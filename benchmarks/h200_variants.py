@@ -20,9 +20,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from beside import compiled_kernels, finished, started
 from polyattn import (
     Attention,
     AttentionVariant,
@@ -286,37 +288,13 @@ def second_processes() -> None:
         print(ROWS[-1], flush=True)
 
 
-def compiled_kernels() -> int:
-    """How many kernels Triton has compiled and kept, in all processes."""
-    root = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")  # noqa: PTH111
-    return sum(name != "polyattn" for name in os.listdir(root)) if os.path.isdir(root) else 0  # noqa: PTH112, PTH208
-
-
-def started(words: list[str]) -> subprocess.Popen[str]:
-    """Start what compiles beside this, with as many compilers as there are cores."""
-    return subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "MAX_JOBS": str(os.cpu_count() or 16)},
-    )  # fmt: skip
-
-
-def finished(compiling: subprocess.Popen[str]) -> None:
-    """Wait for it, as long as there is time, and print the end of what it said."""
-    try:
-        said, _ = compiling.communicate(timeout=max(5.0, DEADLINE - time.time()))
-        print(said[-3000:], flush=True)
-    except subprocess.TimeoutExpired:
-        compiling.kill()
-        print("no time left to compile", compiling.args, flush=True)
-
-
 def flashinfer_sigmoid(compiling: subprocess.Popen[str] | None) -> None:
     """FlashInfer's JIT beside ours, by a process of its own: what it compiles may fail."""
     if compiling is None:
         return
-    script = os.path.join(os.path.dirname(__file__), "h200_flashinfer_sigmoid.py")  # noqa: PTH118, PTH120
+    script = str(Path(__file__).with_name("h200_flashinfer_sigmoid.py"))
     try:
-        finished(compiling)
+        finished(compiling, DEADLINE)
         ran = subprocess.run(
             [sys.executable, script, "time"], capture_output=True, text=True, check=False,
             timeout=120,
@@ -329,6 +307,18 @@ def flashinfer_sigmoid(compiling: subprocess.Popen[str] | None) -> None:
             ROWS.append({"row": "FlashInfer's JIT", "failed": ran.stderr[-300:]})
     except subprocess.TimeoutExpired:
         ROWS.append({"row": "FlashInfer's JIT", "failed": "no time left"})
+
+
+def report(out: str) -> None:
+    """Keep all rows, and print a short table."""
+    Path(out).write_text(json.dumps(ROWS, indent=1))
+    print(f"\n{'row':<58}{'us':>10}{'error':>10}{'first call':>12}{'plan ms':>9}")
+    for one in ROWS:
+        said = one.get("failed") or one.get("said")
+        if "us" in one:
+            said = f"{one['us']:>10}{one['error']:>10}{one['first_s']:>11}s{one['plan_ms']:>9}"
+            said += "" if one["right"] else "  WRONG"
+        print(f"{one['row']:<58}{said}")
 
 
 def main() -> None:
@@ -351,8 +341,7 @@ def main() -> None:
         return
     triton = cases("TRITON_ATTN")
     if args.only:
-        before = compiled_kernels()
-        case = triton[args.only]()
+        before, case = compiled_kernels(), triton[args.only]()
         found = {"build_s": round(case.build_s, 2), "first_s": round(case.first_call_s(), 3)}
         print(json.dumps(found | {"compiled": compiled_kernels() - before}))
         return
@@ -365,8 +354,8 @@ def main() -> None:
     second_processes()
     compiling = ours = None
     if not REHEARSAL:
-        script = os.path.join(os.path.dirname(__file__), "h200_flashinfer_sigmoid.py")  # noqa: PTH118, PTH120
-        compiling = started([script, "compile"])
+        script = Path(__file__).with_name("h200_flashinfer_sigmoid.py")
+        compiling = started([str(script), "compile"])
         ours = started([__file__, "--flashinfer"])
     for name in triton:
         if name not in alone:
@@ -382,21 +371,10 @@ def main() -> None:
             row(f"FLEX_ATTENTION {name}", flex[name])
     flashinfer_sigmoid(compiling)
     if ours is not None:
-        finished(ours)
+        finished(ours, DEADLINE)
     for name, build in ({} if ours is None else ours_on_flashinfer()).items():
         row(f"FLASHINFER {name}", build)
-    with open(args.out, "w") as file:  # noqa: PTH123
-        json.dump(ROWS, file, indent=1)
-    print(f"\n{'row':<58}{'us':>10}{'error':>10}{'first call':>12}{'plan ms':>9}")
-    for found_row in ROWS:
-        if "us" in found_row:
-            wrong = "" if found_row["right"] else "  WRONG"
-            print(
-                f"{found_row['row']:<58}{found_row['us']:>10}{found_row['error']:>10}"
-                f"{found_row['first_s']:>11}s{found_row['plan_ms']:>9}{wrong}"
-            )
-        else:
-            print(f"{found_row['row']:<58}{found_row.get('failed') or found_row.get('said')}")
+    report(args.out)
 
 
 if __name__ == "__main__":

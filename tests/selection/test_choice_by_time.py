@@ -20,7 +20,7 @@ from polyattn.registry.info import BackendInfo, Priority
 from polyattn.registry.timings import FORMAT, Timings, read_table, timings
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
 from polyattn.selection.step_choice import ALL, StepChoice
-from polyattn.spec.timing import KINDS, TERMS, TimingModel, units
+from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 
@@ -396,9 +396,3 @@ def test_a_candidate_is_verified_before_it_may_run(table: Any, monkeypatch: Any)
         assert any(v.backend == "LIAR" and not v.accepted for v in verified.decision.verdicts())
     finally:
         unregister("slow")
-
-
-def test_units_count_what_the_terms_name() -> None:
-    spec = LayerSpec(num_heads=28, num_kv_heads=4, head_size=128, kv_cache_dtype="fp8_e4m3")
-    # One row; a key's bytes in all heads; in one; products of a pair; bytes of a token's query, output.
-    assert units(spec) == (1, 4, 4 * 256, 256, 28 * 256, 28 * 256 * 2)

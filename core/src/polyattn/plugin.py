@@ -2,16 +2,10 @@
 
 from polyattn.device import Device
 from polyattn.errors import BatchError
-from polyattn.registry.capabilities import (
-    ANY_PLATFORM,
-    ANY_SIZE,
-    Capabilities,
-    Sizes,
-    multiples,
-    one_of,
-)
+from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
+from polyattn.registry.sizes import ANY_SIZE, Sizes, multiples, one_of
 from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec

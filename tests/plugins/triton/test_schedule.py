@@ -204,6 +204,15 @@ def test_key_tiles_hold_what_the_queries_see(name: str) -> None:
             assert len(blocks) <= found[tile] <= len(blocks) + 2, (queries, length, tile)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_before_the_first_key_see_no_tile(causal: bool) -> None:
+    """73 queries over 19 keys: counts below zero would shift what other tiles are dealt."""
+    spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, cached=False, causal=causal)
+    first = np.array([-54, -50, -5, -1, 0, 18])
+    found = key_tiles(spec, first, first, np.full(6, 19), 16)
+    assert found.tolist() == ([0, 0, 0, 0, 1, 2] if causal else [2] * 6)
+
+
 def test_rows_of_sequences_without_queries() -> None:
     seq, row = rows_of(np.array([0, 3, 0, 1]), 7, 16)
     assert seq.tolist() == [1, 1, 3] and row.tolist() == [0, 16, 0]

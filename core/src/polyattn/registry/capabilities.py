@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from polyattn.device import Device, arch_matches
 from polyattn.registry import typed
-from polyattn.registry.claims import claim_problems, size_problems
+from polyattn.registry.claims import claim_problems
+from polyattn.registry.sizes import ANY_SIZE, Sizes
 from polyattn.spec.features import FEATURES, features
 from polyattn.spec.kinds import (
     DTYPES,
@@ -38,65 +39,6 @@ class Rejection:
         return f"{text} ({self.remedy})" if self.remedy else text
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps.
-
-    Raises `ValueError` where no set of sizes is described.
-    """
-
-    values: frozenset[int] = frozenset()
-    low: int = 1
-    high: int | None = None
-    multiple: int = 1
-    why: str = ""
-
-    def __post_init__(self) -> None:
-        typed.require(self)
-        for problem in size_problems(self):
-            raise ValueError(problem)
-
-    def __contains__(self, size: object) -> bool:
-        if not isinstance(size, int):
-            return False
-        if self.values:
-            return size in self.values
-        return self.low <= size <= (self.high or size) and size % self.multiple == 0
-
-    def divisor_of(self, size: int) -> int | None:
-        """Return the largest allowed size that divides `size`, or None."""
-        divisors = (d for d in range(size, 0, -1) if size % d == 0)
-        return next((d for d in divisors if d in self), None)
-
-    def examples(self, wanted: Iterable[int]) -> list[int]:
-        """Return the listed values, or those of `wanted` that the range allows."""
-        return sorted(self.values) if self.values else [size for size in wanted if size in self]
-
-    def __str__(self) -> str:
-        if self.values:
-            return ", ".join(map(str, sorted(self.values)))
-        words = [f"multiples of {self.multiple}"] if self.multiple > 1 else []
-        if self.high:
-            words.append(f"{self.low} to {self.high}")
-        elif self.low > 1:
-            words.append(f"{self.low} or more")
-        text = ", ".join(words) or "any"
-        return f"{text} ({self.why})" if self.why else text
-
-
-def one_of(*values: int) -> Sizes:
-    """Allow the listed sizes only."""
-    if not values:
-        raise ValueError("one_of() lists no size; such a backend can serve nothing")
-    return Sizes(values=frozenset(values))
-
-
-def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
-    """Allow multiples of `of` from `low` (default `of`) to `high` (default: no end)."""
-    return Sizes(low=of if low is None else low, high=high, multiple=of)
-
-
-ANY_SIZE = Sizes()
 ANY_PLATFORM = "*"
 """The platform that a backend of plain torch names: it runs wherever torch does."""
 EXCLUDABLE = frozenset(

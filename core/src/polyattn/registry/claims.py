@@ -10,7 +10,8 @@ from polyattn.device import arch_matches
 from polyattn.errors import nearest, shown
 
 if TYPE_CHECKING:
-    from polyattn.registry.capabilities import Capabilities, Sizes
+    from polyattn.registry.capabilities import Capabilities
+    from polyattn.registry.sizes import Sizes
 
 PLATFORM_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _CPU_ARCHS = re.compile("x86_64|aarch64")

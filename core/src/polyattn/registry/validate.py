@@ -14,11 +14,12 @@ from typing import Any
 
 from polyattn.errors import PluginError, nearest, plain, shown
 from polyattn.registry import typed
-from polyattn.registry.capabilities import Capabilities, Sizes
+from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.claims import PLATFORM_NAME, is_arch_pattern
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo, Priority, Variant
 from polyattn.registry.requirements import requirement_syntax_problem
+from polyattn.registry.sizes import Sizes
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES
 from polyattn.spec.variant import FUNCTIONS, AttentionVariant

@@ -14,13 +14,13 @@ from torch import Tensor
 from polyattn.errors import BatchError, describe, shown
 from polyattn.runtime.batch_checks import (
     LARGEST,
-    Integers,
     check_lengths,
     check_table_width,
     check_tensors,
     integers,
     on_host,
 )
+from polyattn.runtime.lengths import Lengths
 from polyattn.runtime.shared_prefix import (
     Levels,
     check_forest,
@@ -34,7 +34,7 @@ from polyattn.runtime.step_mask import StepMask, step_inputs
 Ints = Sequence[int] | Tensor
 
 
-class Batch:
+class Batch(Lengths):
     """One step's sequences, packed one after another without padding. A value: it never changes.
 
     - `query_start_loc` (num_seqs + 1,): where each sequence's query tokens start; ends with their
@@ -197,89 +197,12 @@ class Batch:
         batch.lens_are_bounds = True
         return batch
 
-    @property
-    def num_seqs(self) -> int:
-        """Sequences in the batch."""
-        return len(self.lens)
-
-    @property
-    def num_tokens(self) -> int:
-        """Query tokens in the batch."""
-        return self.starts[-1]
-
-    @cached_property
-    def host_starts(self) -> Integers:
-        """`starts` as int64 (num_seqs + 1,), NumPy; not to be written to."""
-        return np.array(self.starts, np.int64)
-
-    @cached_property
-    def host_lens(self) -> Integers:
-        """`lens` as int64 (num_seqs,), NumPy; not to be written to."""
-        return np.array(self.lens, np.int64)
-
-    @cached_property
-    def host_query_lens(self) -> Integers:
-        """Query tokens of each sequence as int64 (num_seqs,), NumPy."""
-        return self.host_starts[1:] - self.host_starts[:-1]
-
-    @cached_property
-    def query_lens(self) -> list[int]:
-        """Query tokens of each sequence, on the host."""
-        return list(self.host_query_lens.tolist())
-
-    @cached_property
-    def max_query_len(self) -> int:
-        """The longest query."""
-        return int(self.host_query_lens.max(initial=0))
-
-    @cached_property
-    def max_seq_len(self) -> int:
-        """The longest sequence."""
-        return int(self.host_lens.max(initial=0))
-
-    @cached_property
-    def all_decode(self) -> bool:
-        """Whether there are sequences, and every one has exactly one query token."""
-        return 0 < len(self.lens) == self.starts[-1] and self.max_query_len == 1
-
-    @cached_property
-    def query_start_loc(self) -> Tensor:
-        """int32 (num_seqs + 1,) on the device."""
-        return torch.from_numpy(self.host_starts.astype(np.int32)).to(self.device)
-
-    @cached_property
-    def seq_lens(self) -> Tensor:
-        """int32 (num_seqs,) on the device."""
-        return torch.from_numpy(self.host_lens.astype(np.int32)).to(self.device)
-
     @cached_property
     def token_positions(self) -> Tensor:
         """int64 on the device: `positions`, or what follows from the lengths (num_tokens,)."""
         if self.positions is not None:
             return self.positions.long()
         return torch.from_numpy(self.host_positions).to(self.device)
-
-    @property
-    def host_positions(self) -> np.ndarray[Any, Any]:
-        """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
-        behind = self.host_lens - self.host_starts[1:]
-        places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
-        return places.clip(min=0)
-
-    @cached_property
-    def key_starts(self) -> list[int]:
-        """Where each sequence's keys start, on the host: packed, where nothing else was said."""
-        return [0, *accumulate(self.lens)][:-1]
-
-    @cached_property
-    def keys_packed(self) -> bool:
-        """Whether the keys lie one after another without gaps."""
-        return self.key_starts == [0, *accumulate(self.lens)][:-1]
-
-    @cached_property
-    def key_start_loc(self) -> Tensor:
-        """int32 (num_seqs + 1,) on the device: where packed keys start, ending with their total."""
-        return torch.tensor([0, *accumulate(self.lens)], dtype=torch.int32, device=self.device)
 
     @cached_property
     def host_block_table(self) -> np.ndarray[Any, Any] | None:

@@ -11,8 +11,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.configs import PrefixConfig
-from polyattn_triton.decode import decode_kernel, merge_kernel
+from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import launches_early, merge_constants
+from polyattn_triton.parts import merge_kernel
 from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel

@@ -9,8 +9,9 @@ from polyattn.kernel import Batch, CacheFormat, Device, KVCache, LayerParams, La
 from torch import Tensor
 
 from polyattn_triton.configs import Config
-from polyattn_triton.decode import decode_kernel, merge_kernel
+from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_rows
+from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, Generated, table
 from polyattn_triton.prefill import prefill_kernel

@@ -23,7 +23,6 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.configs import MLAConfig, pick_mla
-from polyattn_triton.decode import merge_kernel
 from polyattn_triton.launch import (
     Launcher,
     Workspace,
@@ -36,6 +35,7 @@ from polyattn_triton.launch import (
     to_device,
 )
 from polyattn_triton.mla_kernels import mla_kernel
+from polyattn_triton.parts import merge_kernel
 from polyattn_triton.schedule import Rates, Tiles, max_parts, rows_of, stretches, whole
 
 RATES = Rates(item=2, least=2)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.decode import store_part
+from polyattn_triton.parts import store_part
 from polyattn_triton.softmax import LOG2E, finish
 from polyattn_triton.tiles import (
     blocks_of,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.decode import store_part
+from polyattn_triton.parts import store_part
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tile_lists import list_of
 from polyattn_triton.tiles import (

@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.decode import _power_below, store_part
+from polyattn_triton.decode import _power_below
+from polyattn_triton.parts import store_part
 from polyattn_triton.prefix_schedule import PIECE
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tiles import blocks_in_table, load_held_rows, load_rows

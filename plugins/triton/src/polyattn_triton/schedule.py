@@ -184,7 +184,8 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
         high = np.minimum(high, (np.maximum(last, 0) // chunk + 1) * chunk)
     upper = (high + (block - 1)) // block
     if low is None:
-        return upper if spec.causal else np.maximum(upper, 0)
+        nearest: Ints = np.maximum(upper, 0)  # more queries than keys: the first see none
+        return nearest
     lower = low // block
     if spec.sink_tokens:
         lower = lower - np.minimum(-(-spec.sink_tokens // block), lower)

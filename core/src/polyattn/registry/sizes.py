@@ -1,0 +1,70 @@
+"""Which sizes does a backend take? As a set that can be asked, shown and searched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from polyattn.registry import typed
+from polyattn.registry.claims import size_problems
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A set of allowed sizes: listed values, or a range with a multiple; `why`, where that helps.
+
+    Raises `ValueError` where no set of sizes is described.
+    """
+
+    values: frozenset[int] = frozenset()
+    low: int = 1
+    high: int | None = None
+    multiple: int = 1
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        typed.require(self)
+        for problem in size_problems(self):
+            raise ValueError(problem)
+
+    def __contains__(self, size: object) -> bool:
+        if not isinstance(size, int):
+            return False
+        if self.values:
+            return size in self.values
+        return self.low <= size <= (self.high or size) and size % self.multiple == 0
+
+    def divisor_of(self, size: int) -> int | None:
+        """Return the largest allowed size that divides `size`, or None."""
+        divisors = (d for d in range(size, 0, -1) if size % d == 0)
+        return next((d for d in divisors if d in self), None)
+
+    def examples(self, wanted: Iterable[int]) -> list[int]:
+        """Return the listed values, or those of `wanted` that the range allows."""
+        return sorted(self.values) if self.values else [size for size in wanted if size in self]
+
+    def __str__(self) -> str:
+        if self.values:
+            return ", ".join(map(str, sorted(self.values)))
+        words = [f"multiples of {self.multiple}"] if self.multiple > 1 else []
+        if self.high:
+            words.append(f"{self.low} to {self.high}")
+        elif self.low > 1:
+            words.append(f"{self.low} or more")
+        text = ", ".join(words) or "any"
+        return f"{text} ({self.why})" if self.why else text
+
+
+def one_of(*values: int) -> Sizes:
+    """Allow the listed sizes only."""
+    if not values:
+        raise ValueError("one_of() lists no size; such a backend can serve nothing")
+    return Sizes(values=frozenset(values))
+
+
+def multiples(of: int, low: int | None = None, high: int | None = None) -> Sizes:
+    """Allow multiples of `of` from `low` (default `of`) to `high` (default: no end)."""
+    return Sizes(low=of if low is None else low, high=high, multiple=of)
+
+
+ANY_SIZE = Sizes()
