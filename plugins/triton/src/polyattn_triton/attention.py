@@ -107,12 +107,12 @@ class TritonAttention(PlannedAttention):
             key, value = cache.key, cache.value
         assert key is not None and value is not None
         factors = self._factors(query, key, params)
-        if self.hopper is not None and self.hopper(
-            plan, self.spec_of(plan.batch), query, key, value, out, lse, factors[:2]
-        ):
-            return plan
-        if self.hopper is not None:  # what can't be described has a plan of its own
-            if plan.portable is None:
+        if plan.at_once:
+            assert self.hopper is not None
+            spec = self.spec_of(plan.batch)
+            if self.hopper(plan, spec, query, key, value, out, lse, factors[:2]):
+                return plan
+            if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.plan_rows(plan.batch, portable=True)
             plan = plan.portable
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,

@@ -80,6 +80,9 @@ HOPPER: dict[int, Config] = {
     256: Config(128, 64, 12, 2),
 }
 """Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
+SLOWER_BY_TOKEN = frozenset({64})
+"""Its head sizes for which the portable kernel is faster over keys by token (H200: 668 us at 1 x 8,192,
+with it 709); over pages that is the slower one."""
 
 
 UNTUNED_APART = {"paged": "prefill", "few": "decode"}

@@ -68,9 +68,9 @@ class AttentionPlan(Plan):
     `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
     merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
     stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
-    prefill goes through at a time. `portable`: the plan for the other kernel, once tensors needed it.
-    `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`). `chosen`: the batch is
-    over chosen pages, and needs no mask.
+    prefill goes through at a time; 0: the portable kernel runs. `portable`: the plan for that one, once
+    tensors needed it. `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`).
+    `chosen`: the batch is over chosen pages, and needs no mask.
     """
 
     __slots__ = (
@@ -91,7 +91,7 @@ class AttentionPlan(Plan):
         self.inputs: dict[Any, Tensor] = {}
         self.lists: Tensor | None = None
         self.chosen = False
-        self.at_once = 1
+        self.at_once = 0
         self.portable: AttentionPlan | None = None
 
 
@@ -234,10 +234,13 @@ class PlannedAttention(AttentionBackend):
     ) -> None:
         batch = plan.batch
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
+        hopper = None if portable else self.hopper
+        if hopper is not None and hopper.takes(self.spec_of(batch), plan.fresh):
+            plan.config = hopper.config
+            if self._plan_whole(plan, self._tiles(plan), before):
+                plan.at_once = hopper.heads_at_once(batch.lens)
+                return
         plan.config = self.prefill_config if plan.fresh else self.paged_config
-        if self.hopper is not None and not portable:
-            plan.config = self.hopper.config
-            plan.at_once = self.hopper.heads_at_once(batch.lens)
         self._plan_tiles(plan, before, lister)
 
     def _plan_tiles(
@@ -251,23 +254,30 @@ class PlannedAttention(AttentionBackend):
 
         `cut`: stretches anyway.
         """
-        heads = self.spec.num_kv_heads
         plan.way = "prefill"
         tiles = self._tiles(plan)
         if not len(tiles.keys):
             return
-        slots = max(1, self._resident(plan) * self.num_sms // heads)
-        order = None if cut else whole(tiles.keys, slots, self.rates)
-        if order is None:
+        if cut or not self._plan_whole(plan, tiles, before):
             plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
             self._deal(plan, tiles.keys, tiles, before)
-        else:
-            plan.grid = (len(order), heads, 1)
-            work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
-            plan.work = to_device(work, self.torch_device, before)
         if lister is not None:
             plan.lists = lister.listed(plan.batch, self.spec_of(plan.batch), plan.config, plan.work,
                                        len(tiles.keys))  # fmt: skip
+
+    def _plan_whole(self, plan: AttentionPlan, tiles: Tiles, before: Tensor | None) -> bool:
+        """Deal uncut tiles out, the ones with most keys first; False: they don't end together."""
+        if not len(tiles.keys):
+            return False
+        plan.way, heads = "prefill", self.spec.num_kv_heads
+        slots = max(1, self._resident(plan) * self.num_sms // heads)
+        order = whole(tiles.keys, slots, self.rates)
+        if order is None:
+            return False
+        plan.grid = (len(order), heads, 1)
+        work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
+        plan.work = to_device(work, self.torch_device, before)
+        return True
 
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""

@@ -4,7 +4,7 @@ As FlashAttention-3 (Shah et al., 2024): one warp asks the copy engine (TMA) for
 groups of four warps have 64 rows of a tile each. A group issues the scores of its next keys before the
 product of these weights with V, and takes the exponentials of the former while the latter runs.
 Keys are gone through from the last to the first, so that those that need a mask come first. A program
-has several tiles or stretches of them: while the groups store one, the next one's copies arrive.
+has several tiles: while the groups store one, the next one's copies arrive.
 
 Gluon has no interpreter: CI compiles this ahead of time, and the H200 checks its values.
 """
@@ -17,115 +17,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from polyattn_triton.hopper_copies import produce
 from polyattn_triton.hopper_items import advance, begin, bounds
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@gluon.jit
-def _blocks(
-    BT, key, seq_len, PAGED: gl.constexpr, BLOCK_SIZE: gl.constexpr, BOX: gl.constexpr,
-    LANES: gl.constexpr,
-):  # fmt: skip
-    """Which blocks hold the boxes of a tile's keys, one a lane; -1 past the length."""
-    at = key + gl.arange(0, 32, layout=LANES) * BOX
-    inside = at < seq_len
-    if PAGED:
-        blocks = gl.load(BT + at // BLOCK_SIZE, mask=inside & (at >= 0), other=-1)
-    else:
-        blocks = gl.where(inside, 0, -1)
-    return blocks
-
-
-@gluon.jit
-def _copy(
-    DESCRIPTOR, blocks, key, first_row, column, stride_b, to, full, empty, free,
-    D: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr,
-    BOX: gl.constexpr, LANES: gl.constexpr,
-):  # fmt: skip
-    """Copy a tile's boxes once its stage is free; past the length, where no row is, come zeros."""
-    lane = gl.arange(0, 32, layout=LANES)
-    at = key + lane * BOX
-    if PAGED:
-        at = blocks * stride_b + at % BLOCK_SIZE
-    rows = gl.where(blocks >= 0, first_row + at, DESCRIPTOR.shape[0])
-    mbarrier.wait(empty, free)
-    mbarrier.expect(full, BLOCK_N * D * 2)
-    for box in gl.static_range(BLOCK_N // BOX):
-        row = gl.sum(gl.where(lane == box, rows, 0), 0)
-        tma.async_copy_global_to_shared(DESCRIPTOR, [row, column], full, to.slice(box * BOX, BOX))
-
-
-@gluon.jit
-def _produce(
-    K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles, at_once,
-    G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """Copy the items' keys and values, the last first, into stages as these become free.
-
-    A tile's values come after the next one's keys, as they are used.
-    """
-    BOX: gl.constexpr = K.block_shape[0]
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
-    n = 0
-    while at < stop:
-        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = bounds(
-            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
-            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
-        )  # fmt: skip
-        k_first = head * k_row
-        v_first = head * v_row
-        k_at = head * k_col
-        v_at = head * v_col
-        if not PAGED:
-            key_start = gl.load(KEY_STARTS + seq)
-            k_first += key_start
-            v_first += key_start
-        TABLE = BT + seq.to(gl.int64) * bt_s
-        key = (first + count - 1) * BLOCK_N
-        blocks = _blocks(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
-        # Not `blocks`: Triton 3.6 carries no name round a loop that is given what it began as.
-        before = gl.full([32], -1, gl.int32, LANES)
-        at, low, high, tile, seq, start, head = advance(
-            WORK, tiles, at_once, low, high, tile, head, SPLIT
-        )
-        for i in range(count):
-            ahead = _blocks(TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
-            stage = n % STAGES
-            free = (n // STAGES + 1) & 1  # of a stage never used: at once
-            _copy(
-                K, blocks, key, k_first, k_at, k_b, k_smem.index(stage), k_full.index(stage),
-                k_empty.index(stage), free, D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
-            )  # fmt: skip
-            if i > 0:
-                stage = (n - 1) % STAGES
-                free = ((n - 1) // STAGES + 1) & 1
-                _copy(
-                    V, before, key + BLOCK_N, v_first, v_at, v_b, v_smem.index(stage),
-                    v_full.index(stage), v_empty.index(stage), free,
-                    D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
-                )  # fmt: skip
-            before = blocks
-            blocks = ahead
-            key -= BLOCK_N
-            n += 1
-        stage = (n - 1) % STAGES
-        free = ((n - 1) // STAGES + 1) & 1
-        _copy(
-            V, before, key + BLOCK_N, v_first, v_at, v_b, v_smem.index(stage),
-            v_full.index(stage), v_empty.index(stage), free,
-            D, BLOCK_N, BLOCK_SIZE, PAGED, BOX, LANES,
-        )  # fmt: skip
 
 
 @gluon.jit
@@ -144,16 +44,14 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, m, key, limit, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+    s, m, key, limit, row_pos, by, MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
 ):  # fmt: skip
     """From scores to weights: these, the new maximum (unscaled), and what older sums count."""
     LAYOUT: gl.constexpr = s.type.layout
     if MASK:
         key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         seen = (key_pos < limit)[None, :]
-        if CAUSAL:
-            seen = seen & (key_pos[None, :] <= row_pos[:, None])
+        seen = seen & (key_pos[None, :] <= row_pos[:, None])
         if WINDOW > 0:
             seen = seen & (key_pos[None, :] > row_pos[:, None] - WINDOW)
         s = gl.where(seen, s, float("-inf"))
@@ -174,18 +72,11 @@ def _sums(weights):
 
 
 @gluon.jit
-def _sums(weights):
-    """Sums of a row's weights, one for each column that a thread holds of eight: no exchange yet."""
-    rows: gl.constexpr = weights.shape[0]
-    return gl.sum(weights.reshape([rows, weights.shape[1] // 8, 8]), 1)
-
-
-@gluon.jit
 def _step(
     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
     limit, row_pos, by,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -203,7 +94,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
-    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, WINDOW, BLOCK_N)
+    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, WINDOW, BLOCK_N)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
     # The next keys are waited for here: ptxas moves the wait for the product before the softmax
@@ -261,33 +152,12 @@ def _store(
 
 
 @gluon.jit
-def _store_part(
-    acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr,
-):  # fmt: skip
-    """Store a group's rows of a piece, normalised, with their LSE in base 2; `at`: the first's place."""
-    OUTPUT: gl.constexpr = acc.type.layout
-    ROW: gl.constexpr = m.type.layout
-    safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
-    to = (at + row).to(gl.int64) * D
-    gl.store(
-        PARTS + to[:, None] + offs[None, :], out, mask=(row < held)[:, None] & (offs < D)[None, :]
-    )
-    row = gl.arange(0, 64, layout=ROW)
-    lse = gl.where(l == 0.0, float("-inf"), m * by + gl.log2(safe))
-    gl.store(PART_LSE + at + row, lse, mask=row < held)
-
-
-@gluon.jit
 def _consume(
-    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
-    SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
-    QUERIES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    HAS_LSE: gl.constexpr, TURNS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Attend with a group's 64 of the items' rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
@@ -295,7 +165,7 @@ def _consume(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
+    at, stop, rounds, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS)
     n = 0
     item = 0
     if at < stop:
@@ -305,23 +175,16 @@ def _consume(
             q_t, q_h, G, D,
         )  # fmt: skip
     while at < stop:
-        token0, query_len, seq_len, first, count, full_low, full, limit = bounds(
-            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
-            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
-        )  # fmt: skip
-        my_low = low
-        my_high = high
+        token0, query_len, seq_len, first, count, full_low, full = bounds(
+            SEQ_LENS, STARTS, seq, start, G, BLOCK_M, BLOCK_N, WINDOW
+        )
         my_start = start + GROUP * 64
         my_head = head
-        at, low, high, tile, seq, start, head = advance(
-            WORK, tiles, at_once, low, high, tile, head, SPLIT
-        )
+        at, rounds, seq, start, head = advance(WORK, tiles, at_once, rounds)
         next_token0 = gl.load(STARTS + seq)
         next_query_len = gl.load(STARTS + seq + 1) - next_token0
         q = q_smem.index(GROUPS * (item % QUERIES) + GROUP)
-        row_pos = (
-            seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
-        )  # fmt: skip
+        row_pos = seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
@@ -335,7 +198,7 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(k_empty.index(n % STAGES))
         m = gl.full([64], float("-inf"), gl.float32, ROW)
-        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, WINDOW, BLOCK_N)
+        weights, m, _alpha = _softmax(s, m, key, seq_len, row_pos, by, True, WINDOW, BLOCK_N)
         l = _sums(weights)
         p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
@@ -351,21 +214,21 @@ def _consume(
         for i in range(1, masked):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, seq_len, row_pos, by,
+                GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
         for i in range(gl.maximum(masked, 1), kept):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, seq_len, row_pos, by,
+                GROUP, GROUPS, False, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
         if WINDOW > 0:
             for i in range(gl.maximum(kept, 1), count):
                 acc, m, l, p = _step(
                     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                    GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, seq_len, row_pos, by,
+                    GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES, TURNS,
                 )  # fmt: skip
         n += count
         item += 1
@@ -381,25 +244,10 @@ def _consume(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         gl.thread_barrier()
         mbarrier.arrive(v_empty.index(last))
-        if SPLIT:
-            share = gl.load(WORK)
-            program = gl.program_id(0)
-            begun = my_low // share
-            if (my_high - 1) // share > begun:
-                part = 2 * program + (begun == program).to(gl.int32)
-                place = (part * KV_HEADS + my_head) * BLOCK_M + GROUP * 64
-                held = query_len * G - my_start
-                _store_part(acc, m, l, by, PARTS, PART_LSE, place, held, D)
-            else:
-                _store(
-                    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
-                    o_t, o_h, lse_t, G, D, HAS_LSE,
-                )  # fmt: skip
-        else:
-            _store(
-                acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
-                o_t, o_h, lse_t, G, D, HAS_LSE,
-            )  # fmt: skip
+        _store(
+            acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
+            o_t, o_h, lse_t, G, D, HAS_LSE,
+        )  # fmt: skip
         if QUERIES == 1 and at < stop:
             gl.thread_barrier()
             _load_query(
@@ -412,21 +260,18 @@ def prefill_hopper_kernel(
     Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
     q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles, at_once,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, WINDOW: gl.constexpr,
+    HAS_LSE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 or 192 (token, head of group) rows of one KV head, whole or in pieces.
+    """Tiles of 128 (token, head of group) rows of one KV head, which see no key after their own.
 
-    Grid: (programs, 1), `tiles` of them, longest first, dealt out with all KV heads, `at_once` of these
-    at a time; `SPLIT`: (programs, KV heads), whose stretches WORK holds, and `merge_kernel` merges. `K`,
-    `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most `BLOCK_N`; a
-    block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns
-    (`descriptors`).
+    Grid: (programs,), `tiles` of them, longest first, dealt out with all KV heads, `at_once` of these
+    at a time. `K`, `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most
+    `BLOCK_N`; a block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns
+    (`descriptors`). `PARTS`, `PART_LSE`: of a plan's tensors, for kernels that cut keys; not touched.
     """
     GROUPS: gl.constexpr = BLOCK_M // 64
-    gl.static_assert(gl.num_warps() == 4 and (GROUPS == 2 or GROUPS == 3))
-    gl.static_assert(CAUSAL or WINDOW == 0)
+    gl.static_assert(gl.num_warps() == 4 and GROUPS == 2)
     gl.static_assert(BLOCK_N // K.block_shape[0] <= 32)
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -446,80 +291,35 @@ def prefill_hopper_kernel(
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
     by = scale * LOG2E
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [
+    gl.warp_specialize(
+        [
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
-                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
-                    ),
+                    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem, k_full, k_empty,
+                    v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
+                    0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, WINDOW, STAGES, HAS_LSE, TURNS,
+                    QUERIES,
                 ),
+            ),
+            (
+                _consume,
                 (
-                    _consume,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
-                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
-                    ),
+                    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem, k_full, k_empty,
+                    v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
+                    1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, WINDOW, STAGES, HAS_LSE, TURNS,
+                    QUERIES,
                 ),
+            ),
+            (
+                produce,
                 (
-                    _produce,
-                    (
-                        K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col,
-                        bt_s, tiles, at_once, G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED,
-                        CAUSAL, WINDOW, SPLIT, STAGES,
-                    ),
+                    K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty,
+                    v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles, at_once,
+                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, WINDOW, STAGES,
                 ),
-            ],
-            [4, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consume,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
-                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
-                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
-                    ),
-                ),
-                (
-                    _consume,
-                    (
-                        Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
-                        lse_t, tiles, at_once, 2, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N,
-                        CAUSAL, WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
-                    ),
-                ),
-                (
-                    _produce,
-                    (
-                        K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem,
-                        k_full, k_empty, v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col,
-                        bt_s, tiles, at_once, G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED,
-                        CAUSAL, WINDOW, SPLIT, STAGES,
-                    ),
-                ),
-            ],
-            [4, 4, 1],
-            [160, 160, 24],
-        )  # fmt: skip
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
