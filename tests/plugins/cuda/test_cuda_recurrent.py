@@ -114,6 +114,7 @@ def fake_mamba(spec: LayerSpec) -> ModuleType:
 
     def mamba_chunk_scan_combined(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         a = bind("mamba_ssm", "mamba_chunk_scan_combined", *args, **kwargs)
+        assert bool((a["A"] <= 0).all()), "what grows within a chunk is cut off"
         assert a["dt_softplus"] is True and a["return_final_states"] is True
         params = {"A": a["A"], "D": a["D"], "dt_bias": a["dt_bias"]}
         found = [
@@ -192,8 +193,9 @@ CASES = [
 
 @pytest.mark.parametrize(("backend", "spec"), CASES)
 @pytest.mark.parametrize("decode", [True, False])
+@pytest.mark.parametrize("growing", [False, True])
 def test_recurrent(
-    backend: str, spec: LayerSpec, decode: bool, monkeypatch: pytest.MonkeyPatch
+    backend: str, spec: LayerSpec, decode: bool, growing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import polyattn_cuda.recurrent
 
@@ -211,6 +213,8 @@ def test_recurrent(
     batch = Batch.from_lens(queries, lens, state_slots=slots)
     generator = torch.Generator().manual_seed(len(queries))
     params = {n: t.float() for n, t in samples.recurrent_params(spec, generator).items()}
+    if growing and "A" in params:
+        params["A"] = params["A"].abs() * 0.1
     inputs = dict(
         zip(
             form_of(spec).inputs,

@@ -28,12 +28,18 @@ fp16 4.9e-4, and a kernel rounds the weights and the output. The LSE is float32 
 the dtype."""
 
 
-FP8_COMPUTE = Tolerance(2.5e-1, 1e-1)
+FP8_COMPUTE = Tolerance(2.5e-1, 1.6e-1)
 """Where queries and weights are rounded to e4m3 too: half a unit in its last place is 6.25e-2. The
 query's rounding moves a logit, the weight's the output, and the two add up in the worst row. A row over
 many random values is as small as its error: of the kit's random steps the worst was off by 0.127 on an
 H200 (1 query over 418 keys, 5/1 heads of 96), and by 0.197 in exact arithmetic on the rounded query (9
-over 170, 4/1 heads of 128)."""
+over 170, 4/1 heads of 128).
+
+The LSE of a row of few keys moves as a logit does. Rounding moves each of its products by up to
+6.25e-2 of itself, evenly: by 0.0265 in the root mean square, and so a logit of normal numbers at the
+default scale, which is the sum of `head_size` of them, by as much of 1. Allowed are six of that, for a
+step has 10^4 such rows: of 250 random steps of 4/2 heads with the query's rounding alone, all else in
+float64, the worst row was off by 0.108, of 40 of 32/8 heads by 0.121."""
 
 
 LATENT = 2.0

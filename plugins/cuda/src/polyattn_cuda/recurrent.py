@@ -205,6 +205,10 @@ class MambaSSM(SlotStates):
 
         assert self.spec.recurrent is not None
         x, initial = plan.take(inputs), plan.initial(states)
+        # Within a chunk it takes exp(min(0, .)) of what lies between two tokens: none may grow.
+        if bool((params["A"] > 0).any()):
+            plan.put(out, self._by_token(plan, x, params, states))
+            return
         result = torch.empty_like(x["x"])
         for first, last, length in _runs(plan.lens):
             rows = slice(int(sum(plan.lens[:first])), int(sum(plan.lens[:last])))
@@ -221,25 +225,40 @@ class MambaSSM(SlotStates):
     def decode(
         self, plan: SlotPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
+        states[plan.slots] = plan.initial(states)
+        plan.put(out, self._update(plan.take(inputs), params, states, plan.slots))
+
+    def _by_token(self, plan: SlotPlan, x: Tensors, params: Tensors, states: Tensor) -> Tensor:
+        """Run sequences of any number of tokens, the n-th of all of them in one call."""
+        states[plan.slots] = plan.initial(states)
+        result = torch.empty_like(x["x"])
+        starts = [0, *accumulate(plan.lens)]
+        for step in range(max(plan.lens)):
+            live = [i for i, length in enumerate(plan.lens) if length > step]
+            rows = torch.tensor([starts[i] + step for i in live], device=result.device)
+            slots = plan.slots[torch.tensor(live, device=plan.slots.device)]
+            result[rows] = self._update({n: t[rows] for n, t in x.items()}, params, states, slots)
+        return result
+
+    def _update(self, x: Tensors, params: Tensors, states: Tensor, slots: Tensor) -> Tensor:
+        """Run one token of each sequence; `states` at `slots` become those after it."""
         from mamba_ssm.ops.triton.selective_state_update import selective_state_update
 
         assert self.spec.recurrent is not None
         spec, recurrent = self.spec, self.spec.recurrent
-        x, slots = plan.take(inputs), plan.slots
-        states[slots] = plan.initial(states)
         shape = (spec.num_heads, spec.head_size, recurrent.state_size)
 
         def wide(name: str) -> Tensor | None:
             found = params.get(name)
             return None if found is None else found[:, None].expand(shape[:2])
 
-        result = selective_state_update(
+        found: Tensor = selective_state_update(
             states, x["x"], x["dt"][..., None].expand(-1, -1, spec.head_size),
             params["A"][:, None, None].expand(shape), x["B"], x["C"], D=wide("D"),
             dt_bias=wide("dt_bias"), dt_softplus=recurrent.dt_softplus,
             state_batch_indices=slots.int(),
         )  # fmt: skip
-        plan.put(out, result)
+        return found
 
 
 CHUNK = 256
