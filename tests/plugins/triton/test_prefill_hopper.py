@@ -184,6 +184,7 @@ def test_what_it_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
         (128, [2048] * 4, [2048] * 4, False, False),  # a step that asks for no causality
         (128, [300], [8192], True, False),  # few tiles: their keys are cut
         (128, [100, 1, 40], [1000, 1, 40], True, False),
+        (128, [4096] * 4, [2048] * 4, True, False),  # the first queries see no key
         (64, [512] * 4, [4608] * 4, True, True),
         (64, [2048] * 4, [2048] * 4, True, False),  # by token the portable kernel is faster
         (256, [2048] * 4, [2048] * 4, True, True),
@@ -199,8 +200,9 @@ def test_which_steps_are_planned_for_it(
 ) -> None:
     """Others are dealt out as if there were no such kernel."""
     backend, _ = pretended(monkeypatch, PLAIN.replace(head_size=size))
-    table = torch.zeros(len(lens), max(lens) // 16 + 1, dtype=torch.int32)
-    batch = Batch.from_lens(queries, lens, table, 16)
+    table = torch.zeros(len(lens), max(*queries, *lens) // 16 + 1, dtype=torch.int32)
+    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    batch = Batch(starts, lens, table)
     batch.causal = causal
     plan, portable = backend.plan_rows(batch), backend.plan_rows(batch, portable=True)
     assert (plan.at_once > 0) is wanted and portable.at_once == 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from polyattn.device import arch_matches
-from polyattn.kernel import LayerSpec
+from polyattn.kernel import Batch, LayerSpec
 from torch import Tensor
 
 from polyattn_triton.configs import HOPPER, SLOWER_BY_TOKEN, Config
@@ -104,12 +104,14 @@ class HopperPrefill:
         self.by_token = spec.head_size not in SLOWER_BY_TOKEN
         self._sites: dict[tuple[Any, ...], Site] = {}
 
-    def takes(self, spec: LayerSpec, fresh: bool) -> bool:
+    def takes(self, spec: LayerSpec, batch: Batch, fresh: bool) -> bool:
         """Whether a step is worth a plan for the kernel. `fresh`: all its keys are its own.
 
-        `spec`: the layer as this step has it, which may ask for no causality.
+        `spec`: the layer as this step has it, which may ask for no causality. Rows that see no key,
+        where queries outnumber keys, have not run in it on a device.
         """
-        return is_plain(spec) and (self.by_token or not fresh)
+        held = bool((batch.host_lens >= batch.host_query_lens).all())
+        return held and is_plain(spec) and (self.by_token or not fresh)
 
     def heads_at_once(self, lens: Sequence[int]) -> int:
         """Return how many KV heads' tiles run side by side: as many as the L2 has room for.

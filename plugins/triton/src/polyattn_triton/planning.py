@@ -235,7 +235,7 @@ class PlannedAttention(AttentionBackend):
         batch = plan.batch
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
         hopper = None if portable else self.hopper
-        if hopper is not None and hopper.takes(self.spec_of(batch), plan.fresh):
+        if hopper is not None and hopper.takes(self.spec_of(batch), batch, plan.fresh):
             plan.config = hopper.config
             if self._plan_whole(plan, self._tiles(plan), before):
                 plan.at_once = hopper.heads_at_once(batch.lens)
