@@ -150,7 +150,7 @@ def test_latent_bad_construction() -> None:
         LatentAttention(selection, w_uk, w_uv, k_scale=0)
     with pytest.raises(SpecError, match="use LatentAttention"):
         Attention(selection)
-    with pytest.raises(SpecError, match="no MLA layer"):
+    with pytest.raises(SpecError, match="is no layer for LatentAttention"):
         LatentAttention(select(MAMBA2, "cpu"), w_uk, w_uv)
     with pytest.raises(SpecError, match="rope_head_size"):
         MLA.replace(head_size=8)

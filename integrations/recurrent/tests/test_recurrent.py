@@ -7,6 +7,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -253,7 +254,13 @@ def test_a_models_tokens(name: str, installed: None, monkeypatch: pytest.MonkeyP
     wanted = model(ids, attention_mask=mask).logits
     assert not calls, "the model was to be transformers' own"
     found = served(ids, attention_mask=mask).logits
-    assert (found - wanted).abs().max() / wanted.abs().max() < 1e-5
+    # Within 1e-5, or what float32 itself leaves open: how far transformers' own answer moves when each
+    # weight is rounded by half a unit in its last place (4e-5 for Qwen3-Next's, whose norms amplify).
+    noisy = deepcopy(model)
+    for weight in noisy.parameters():
+        weight.mul_(1 + (torch.rand_like(weight) - 0.5) * 2.0**-23)
+    moved = (noisy(ids, attention_mask=mask).logits - wanted).abs().max() / wanted.abs().max()
+    assert (found - wanted).abs().max() / wanted.abs().max() < max(1e-5, moved) and moved < 1e-4
     assert len(set(calls)) == 2, calls  # the convolution and the recurrence
     for cut in (slice(0, 13), slice(4, 13)):
         more = {"attention_mask": mask[:, cut], "max_new_tokens": 12, "do_sample": False}
