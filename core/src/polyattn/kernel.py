@@ -34,7 +34,7 @@ from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
 from polyattn.runtime.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
-from polyattn.runtime.tracing import Trace, UntraceableError, trace
+from polyattn.runtime.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
@@ -98,6 +98,7 @@ __all__ = [
     "store_lse",
     "trace",
     "unpacked",
+    "untraceable",
     "window_sizes",
     "write_output",
 ]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from polyattn.errors import BatchError, PolyattnError, describe
-from polyattn.runtime.pointwise import INPUT_DTYPES, Function
-from polyattn.spec.variant import VariantInput
+from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.spec.variant import AttentionVariant, VariantInput
 
 PLACES = ("score", "b", "h", "q_idx", "kv_idx")
 FLOAT, INT, BOOL = "float", "int", "bool"
@@ -364,3 +364,13 @@ _METHODS: dict[str, Any] = {name: getattr(torch, name) for name in _NAMED} | {
     "int": "to_int", "long": "to_int", "bool": "to_bool", "contiguous": "same",
 }  # fmt: skip
 _TARGETS |= {name: name for name in ("size", "to", "to_float", "to_int", "to_bool", "same")}
+
+
+def untraceable(variant: AttentionVariant, target: str) -> str | None:
+    """Say why a variant's functions can't be generated for `target`, in words for people, or None."""
+    pointwise = Pointwise.of_variant(variant)
+    try:
+        trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
+    except UntraceableError as error:
+        return f"{error}, which isn't generated for {target}"
+    return None

@@ -13,8 +13,8 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Pointwise,
-    UntraceableError,
     trace,
+    untraceable,
 )
 from torch import Tensor
 
@@ -23,12 +23,7 @@ from polyattn_cuda.flashinfer_source import NAME, SCALARS, TABLE, declaration
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant's functions can't be generated, or None."""
-    pointwise = Pointwise.of_variant(variant)
-    try:
-        trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
-    except UntraceableError as error:
-        return f"{error}, which isn't generated for FlashInfer's JIT"
-    return None
+    return untraceable(variant, "FlashInfer's JIT")
 
 
 class Functions:

@@ -14,14 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from polyattn.kernel import (
-    AttentionVariant,
-    LayerSpec,
-    Pointwise,
-    Trace,
-    UntraceableError,
-    trace,
-)
+from polyattn.kernel import AttentionVariant, LayerSpec, Pointwise, Trace, trace, untraceable
 from torch import Tensor
 
 from polyattn_triton.pointwise_source import source
@@ -84,12 +77,7 @@ NOTHING = (None, None, 0)
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant's functions can't be generated, or None."""
-    pointwise = Pointwise.of_variant(variant)
-    try:
-        trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
-    except UntraceableError as error:
-        return f"{error}, which isn't generated for Triton's kernels"
-    return None
+    return untraceable(variant, "Triton's kernels")
 
 
 def table(

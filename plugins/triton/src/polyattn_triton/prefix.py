@@ -100,7 +100,7 @@ class PrefixLauncher:
         shape = Shape(spec.gqa_ratio, self.small, config)
         programs = self.programs(config)
         room = room_for(rows, programs, shape) if spec.graph_capture else None
-        tiles = tiles_of(levels, np.array(batch.lens, np.int32), self.block_size, shape)
+        tiles = tiles_of(levels, batch.host_lens.astype(np.int32), self.block_size, shape)
         work = work_of(tiles, cut(tiles, shape, programs), shape, rows, programs, room)
         plan = PrefixPlan(batch, config)
         plan.grid = (programs, spec.num_kv_heads, 1)

@@ -7,6 +7,7 @@ compiled, and not run.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -84,7 +85,7 @@ def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Ite
     if paged:
         lens += tuple(([n], [900]) for n in (few, 2 * few, 4 * few) if n > 1)
     for query_lens, seq_lens in lens:
-        starts = [sum(query_lens[:i]) for i in range(len(query_lens) + 1)]
+        starts = [0, *accumulate(query_lens)]
         table = None
         if paged:
             table = torch.zeros(len(seq_lens), 1024, dtype=torch.int32, device=device)
