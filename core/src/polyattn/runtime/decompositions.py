@@ -30,8 +30,11 @@ class Phases:
 def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
     """Give rows of 1 to `longest_decode` tokens to decode, longer ones to prefill.
 
-    A sequence without query tokens has nothing to be computed: it goes where its neighbours go.
+    A sequence without query tokens has nothing to be computed: it goes where its neighbours go. Where
+    `batch.num_contexts` says which rows are prompts, all others go to decode.
     """
+    if batch.num_contexts is not None:
+        return _captured(batch, batch.num_contexts)
     if batch.all_decode:
         return Phases(Part(batch, None), None)
     queries = batch.query_lens
@@ -45,6 +48,20 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
         whole = len(decodes) == batch.num_seqs
         return Phases(Part(batch, None) if whole else _part(batch, decodes), None)
     return Phases(_part(batch, decodes), _part(batch, prefills))
+
+
+def _captured(batch: Batch, prompts: int) -> Phases:
+    """Split a captured step's buffers where they were split when it was captured."""
+    at, end = batch.starts[prompts], batch.num_tokens
+    first = batch.part(slice(0, prompts)).copy()
+    first.num_contexts = prompts
+    decodes = None
+    if prompts < batch.num_seqs:
+        rest = batch.part(slice(prompts, batch.num_seqs))
+        if batch.decode_start_loc is not None:
+            rest.__dict__["query_start_loc"] = batch.decode_start_loc
+        decodes = Part(rest, slice(at, end))
+    return Phases(decodes, Part(first, slice(0, at)) if prompts else None)
 
 
 def _part(batch: Batch, seqs: list[int]) -> Part:

@@ -234,7 +234,8 @@ class UpstreamFlashAttention2(FlashAttention2):
         result, found = self.kvcache_func(
             query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
-            num_splits=plan.splits, return_softmax_lse=True, causal=spec.causal, window_size=sizes(spec), **self.options,
+            num_splits=plan.splits, return_softmax_lse=True, causal=spec.causal,
+            window_size=sizes(spec), **self.options,
         )  # fmt: skip
         return result, found
 

@@ -25,6 +25,8 @@ from polyattn_cuda.paging import PackedKeys, ragged, upload
 from polyattn_cuda.providers import vllm_library
 
 MAX_SPLITS = 32
+SHORT = 16
+"""Query tokens up to which keys are split by a captured step, as decodes' are."""
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -60,10 +62,15 @@ class FlashAttention3(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
         splits = 0
-        if self.spec.graph_capture:
+        if self.spec.graph_capture and batch.max_query_len <= SHORT and not batch.num_contexts:
             programs = max(1, batch.num_seqs * self.spec.num_kv_heads)
             splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
-        return Flash3Plan(batch, self.cache, splits)
+        elif batch.lens_are_bounds:
+            splits = 1
+        plan = Flash3Plan(batch, self.cache, splits)
+        if isinstance(reuse, Flash3Plan) and reuse.seq_of is not None and plan.seq_of is not None:
+            plan.seq_of = reuse.seq_of.copy_(plan.seq_of)
+        return plan
 
     def run(
         self,

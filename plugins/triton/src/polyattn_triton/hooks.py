@@ -79,7 +79,7 @@ TRITON_ATTN = BackendInfo(
             # The interpreter is not held to 8-bit floats.
             | (set() if INTERPRETED else {"fp8_inputs", "fp8_output"})
         ),
-        graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
+        graph_capture=GraphCapture.ANY,
     ),
     priorities=(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),

@@ -136,10 +136,13 @@ class PlannedAttention(AttentionBackend):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        if table is not None and batch.all_decode:
+        rows = batch.max_query_len * self.spec.gqa_ratio
+        if table is not None and batch.all_decode and not batch.num_contexts:
             self._plan_decode(plan, before)
-        elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
+        elif table is not None and rows <= self.most_few_rows and not batch.num_contexts:
             self._plan_few(plan, before, lister)
+        elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
+            self._plan_captured(plan, before)
         else:
             self._plan_prefill(plan, before, lister, portable)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
@@ -243,6 +246,14 @@ class PlannedAttention(AttentionBackend):
         plan.config = self.prefill_config if plan.fresh else self.paged_config
         self._plan_tiles(plan, before, lister)
 
+    def _plan_captured(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """Stretches over pages, as many as a full chip's programs, whatever rows and lengths come."""
+        batch, plan.config = plan.batch, self.paged_config
+        plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
+        tiles = self._tiles(plan)
+        most = batch.num_tokens * self.spec.gqa_ratio // plan.config.block_m + batch.num_seqs
+        self._deal(plan, tiles.keys, tiles, before, room=most)
+
     def _plan_tiles(
         self,
         plan: AttentionPlan,
@@ -312,8 +323,12 @@ class PlannedAttention(AttentionBackend):
         tiles: Tiles | None,
         before: Tensor | None,
         most: tuple[int, int] | None = None,
+        room: int = 0,
     ) -> None:
-        """Give each of a full chip's programs a stretch of the tiles."""
+        """Give each of a full chip's programs a stretch of the tiles.
+
+        `room`: tiles that later steps may have, planned into the same buffer.
+        """
         heads = self.spec.num_kv_heads
         if not len(keys):
             return
@@ -322,7 +337,8 @@ class PlannedAttention(AttentionBackend):
             programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
         work = stretches(keys, programs, self.rates, most).work(tiles)
-        plan.work = to_device(work, self.torch_device, before)
+        space = len(work) + 3 * max(0, room - len(keys))
+        plan.work = to_device(work, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
 
     def _fewer(self, programs: int, total: int, longest: int) -> int:
