@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.configs import PrefixConfig
 from polyattn_triton.decode import decode_kernel
+from polyattn_triton.four_bit_store import four_bit_constants, write_four_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.pointwise import NOTHING, Generated
@@ -33,7 +34,7 @@ from polyattn_triton.variants import (
 )
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
+CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "nvfp4": "u8"}
 OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 SHARED = ("prefix low", "prefix high", "prefix merge")
@@ -110,7 +111,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             spec.needs_lse,
             arch,
             alike,
-            cached in CACHE.values(),
+            cached in CACHE.values() and cached != "u8",
             functions,
         )
         kernel = decode_kernel
@@ -189,12 +190,16 @@ def _compile_small(
         return compile_kernel(merge_kernel, {"OUT": out}, constants, arch, {"num_warps": 4})
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
+    pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
+    if cached == CACHE["nvfp4"]:
+        sizes = (spec.num_kv_heads, spec.head_size, spec.v_head_size)
+        constants = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
+        return compile_kernel(write_four_kernel, pointers, constants, arch, {"num_warps": 4})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
         block_size, cached != query, cached == "i8", False, SCALES[spec.scales],
     )  # fmt: skip
-    pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 

@@ -15,6 +15,7 @@ from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tiles import (
     blocks_in_table,
     keys_seen,
+    load_cached_rows,
     load_held_rows,
     my_stretch,
     next_tile,
@@ -85,10 +86,13 @@ def _attend(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
-    # An 8-bit float becomes float16 in one instruction and bfloat16 in several. Powers of two keep
-    # queries and weights inside of float16's range: the weights' is not undone, since it is in their
-    # sum too (without a softmax there is none).
-    SMALL: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    # A float of 8 or 4 bits becomes float16 in one instruction and bfloat16 in several. Powers of two
+    # keep queries and weights inside of float16's range: the weights' is not undone, since it is in
+    # their sum too (without a softmax there is none).
+    FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
+    SMALL: tl.constexpr = (
+        K.dtype.element_ty.is_fp8() or FOUR
+    ) and Q.dtype.element_ty == tl.bfloat16
     BY_HALF: tl.constexpr = SMALL and WAY < 2
     RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
     if Q.dtype.element_ty.is_fp8():
@@ -150,14 +154,14 @@ def _attend(
         held = key_pos < seq_len
         if WINDOW > 0 or CHUNK > 0:
             held = held & (key_pos >= low)
-        k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
+        k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D)
         if PAIRS:
             both = load_held_rows(
                 V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH
             )
             v, v_odd = _split_pairs(both, K, q)
         else:
-            v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
+            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,

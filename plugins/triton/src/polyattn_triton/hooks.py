@@ -45,7 +45,7 @@ TRITON_ATTN = BackendInfo(
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8"})
+        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         head_sizes=multiples(8, high=256),
@@ -214,7 +214,7 @@ TRITON_STORE = BackendInfo(
         kinds=ATTENDING,
         phases=frozenset({"store"}),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8"})
+        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND", "contiguous"),

@@ -16,7 +16,7 @@ from polyattn_triton.tile_lists import list_of
 from polyattn_triton.tiles import (
     blocks_of,
     keys_seen,
-    load_held_rows,
+    load_cached_rows,
     load_rows,
     my_stretch,
     next_tile,
@@ -71,14 +71,12 @@ def _tiles(
         else:
             k_row = (kv_start + key_pos).to(tl.int64) * k_t
             v_row = (kv_start + key_pos).to(tl.int64) * v_t
-        k_ptr = K + k_row[:, None] + offs_d[None, :]
-        v_ptr = V + v_row[:, None] + offs_dv[None, :]
-        if MASK:
-            k = load_held_rows(k_ptr, inside, offs_d, D, BLOCK_D)
-            v = load_held_rows(v_ptr, inside, offs_dv, DV, BLOCK_DV)
+        if MASK or K.dtype.element_ty == tl.uint8:
+            k = load_cached_rows(K, k_row, inside, offs_d, BLOCK_N, D, BLOCK_D)
+            v = load_cached_rows(V, v_row, inside, offs_dv, BLOCK_N, DV, BLOCK_DV)
         else:
-            k = load_rows(k_ptr, offs_d, D, BLOCK_D)
-            v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
+            k = load_rows(K + k_row[:, None] + offs_d[None, :], offs_d, D, BLOCK_D)
+            v = load_rows(V + v_row[:, None] + offs_dv[None, :], offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, scale, soft_cap, changed,
