@@ -211,7 +211,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
         spec.num_heads, spec.num_kv_heads, sizes, block_size,
         spec.head_size if rope is None else rope.span, False,
         rope is None or rope.pairing == "neox", rope is not None and rope.temperature > 0, True,
-        cached == query, cached != query, cached == "i8", False,
+        cached == query, cached != query, cached == "i8", False, SCALES[spec.scales],
     )  # fmt: skip
     given = dict.fromkeys(("QUERY", "KEY", "VALUE", "OUT", "KEY_OUT", "VALUE_OUT"), query)
     pointers = given | {"K": cached, "V": cached, "SLOTS": "i64"}

@@ -60,12 +60,12 @@ def _write_rows(
         NEW + at[:, None] + tl.arange(0, BLOCK)[None, :], mask=ok[:, None], other=0.0
     ).to(tl.float32)  # fmt: skip
     scale = scale_of(number, SCALE, head, HEADS, SCALES) + tl.zeros([BLOCKS], tl.float32)
-    x = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
+    x = tl.div_rn(x, scale[:, None])
     bad = tl.max((x != x).to(tl.int32), 1) > 0
     largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
-    code = _e4m3(tl.div_rn(largest, 6.0 + tl.zeros_like(largest)))
+    code = _e4m3(tl.div_rn(largest, 6.0))
     unit = _value(code)
-    ratio = tl.div_rn(x, tl.where(unit == 0.0, 1.0, unit)[:, None] + tl.zeros_like(x))
+    ratio = tl.div_rn(x, tl.where(unit == 0.0, 1.0, unit)[:, None])
     ratio = tl.where(
         (unit == 0.0)[:, None], 0.0, ratio
     )  # a block whose scale rounds to 0 holds zeros

@@ -110,10 +110,10 @@ class TritonStore(StoreBackend):
         params: LayerParams,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.spec.scales == "number" and cache.key.dtype != torch.uint8:
-            return rotate_and_store(plan, rotation, new, cache, params, keep)
-        # The kernel that rotates takes numbers, and pairs that lie apart in a block of four bits: here
-        # torch rotates, and what is stored rounds once.
+        if cache.key.dtype != torch.uint8:
+            by = SCALES[self.spec.scales]
+            return rotate_and_store(plan, rotation, new, cache, params, keep, by)
+        # Pairs lie apart in blocks of four bits: here torch rotates, and what is stored rounds once.
         dtype = new.query.dtype
         query, key, value = prepared(new, rotation)
         assert key is not None and value is not None
