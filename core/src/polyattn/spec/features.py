@@ -31,12 +31,19 @@ FEATURES = {
     "length_bounds": "decode planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
+    "gated": "Mamba's gate z",
+    "grouped_channels": "Mamba-1's groups of B and C",
+    "bc_in_float32": "Mamba's B and C in float32 beside x in 16 bits",
+    "narrow_states": "recurrent states kept in 16 bits",
 }
 """Every feature that a `LayerSpec` can ask for and a backend must claim, with what it means."""
+RECURRENT = frozenset({"gated", "grouped_channels", "bc_in_float32", "narrow_states"})
+"""Those that only recurrent layers ask for."""
 
 
 def features(spec: LayerSpec) -> frozenset[str]:
     """Return the names in `FEATURES` that `spec` asks for."""
+    form = spec.recurrent
     wanted = {
         "causal": spec.causal,
         "non_causal": not spec.causal,
@@ -61,5 +68,9 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "length_bounds": spec.length_bounds,
         "deterministic": spec.deterministic,
         "batch_invariant": spec.batch_invariant,
+        "gated": form is not None and form.gated,
+        "grouped_channels": form is not None and form.channel_groups > 1,
+        "bc_in_float32": form is not None and form.bc_in_float32,
+        "narrow_states": form is not None and form.state_dtype != "auto",
     }
     return frozenset(name for name, asked in wanted.items() if asked)

@@ -52,6 +52,11 @@ class RecurrentSpec:
     - `qk_norm`: queries and keys of a delta rule are scaled to length 1 first.
     - `feature_map`: what linear attention with a normaliser takes of queries and keys: `"elu+1"` or
       `"relu"`.
+    - `gated`: Mamba takes a gate z beside x; what leaves is y silu(z).
+    - `channel_groups`: Mamba-1's channels have so many B and C, each for as many neighbours.
+    - `bc_in_float32`: Mamba's B and C come in float32 whatever the layer's dtype.
+    - `state_dtype`: what a state is kept in between steps, `"bfloat16"` or `"float16"`; `"auto"`: float32
+      (a convolution's: the layer's dtype). A step computes in float32 and rounds what it leaves.
     """
 
     state_size: int = 0
@@ -60,6 +65,10 @@ class RecurrentSpec:
     dt_softplus: bool = True
     qk_norm: bool = False
     feature_map: str | None = None
+    gated: bool = False
+    channel_groups: int = 1
+    bc_in_float32: bool = False
+    state_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_recurrent(self)

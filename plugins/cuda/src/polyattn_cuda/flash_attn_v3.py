@@ -39,13 +39,15 @@ class Flash3Plan(Plan):
 
     __slots__ = ("keys", "seq_of", "splits")
 
-    def __init__(self, batch: Batch, cache: CacheFormat | None, splits: int):
+    def __init__(
+        self, batch: Batch, cache: CacheFormat | None, splits: int, into: Tensor | None = None
+    ):
         super().__init__(batch)
         self.splits = splits
         self.keys = PackedKeys(batch, None) if cache is None else None
         self.seq_of: Tensor | None = None
         if cache is not None and cache.item_bytes == 1 and not batch.all_decode:
-            self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device)
+            self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device, into)
 
 
 class FlashAttention3(AttentionBackend):
@@ -67,10 +69,8 @@ class FlashAttention3(AttentionBackend):
             splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
         elif batch.lens_are_bounds:
             splits = 1
-        plan = Flash3Plan(batch, self.cache, splits)
-        if isinstance(reuse, Flash3Plan) and reuse.seq_of is not None and plan.seq_of is not None:
-            plan.seq_of = reuse.seq_of.copy_(plan.seq_of)
-        return plan
+        into = reuse.seq_of if isinstance(reuse, Flash3Plan) else None
+        return Flash3Plan(batch, self.cache, splits, into)
 
     def run(
         self,

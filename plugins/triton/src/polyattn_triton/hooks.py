@@ -153,7 +153,7 @@ TRITON_MLA_SPARSE = _latent(
 
 def _scan(
     name: str, path: str, kinds: set[AttentionKind], summary: str, priority: Priority,
-    proof: dict[str, Proof],
+    proof: dict[str, Proof], extra: frozenset[str] = frozenset(),
 ) -> BackendInfo:  # fmt: skip
     return BackendInfo(
         name=name,
@@ -169,8 +169,17 @@ def _scan(
             head_sizes=multiples(1, high=256),
             v_head_sizes=multiples(1, high=256),
             features=frozenset(
-                {"causal", "gqa", "v_head_size", "deterministic", "batch_invariant"}
+                {
+                    "causal",
+                    "gqa",
+                    "v_head_size",
+                    "deterministic",
+                    "batch_invariant",
+                    "narrow_states",
+                }
+                | extra
             ),
+            state_targets=True,
             graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
         ),
         priorities=(
@@ -191,6 +200,7 @@ TRITON_SCAN = _scan(
     "Mamba, linear attention, delta rules, RWKV-7 and short convolutions, in Triton",
     Priority(score=70, why="a launch or two for a whole prefill; states stay in registers"),
     PROOF,
+    frozenset({"gated", "grouped_channels", "bc_in_float32"}),
 )  # fmt: skip
 
 TRITON_TOKEN_SCAN = _scan(

@@ -38,7 +38,8 @@ def selective_constants(
     assert form is not None
     return (
         spec.num_heads, form.state_size, channels_at_once(spec, config),
-        triton.next_power_of_2(form.state_size), config.chunk, *has, form.dt_softplus, part,
+        triton.next_power_of_2(form.state_size), config.chunk, *has, form.dt_softplus, form.gated,
+        spec.num_heads // form.channel_groups, part,
     )  # fmt: skip
 
 
@@ -53,6 +54,17 @@ def piece_tokens(counts: Sequence[int], blocks: int, programs: int) -> int:
         return 0
     size = max(LEAST_PIECE, triton.cdiv(total * blocks, programs))
     return size if size < longest else 0
+
+
+def mamba1_strides(
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, out: Tensor, states: Tensor
+) -> tuple[int, ...]:
+    """Return the strides that Mamba-1's kernels take: by token, of B and C by group too."""
+    by_group = [t.stride(1) if t.dim() == 3 else 0 for t in (B, C)]
+    return (
+        x.stride(0), dt.stride(0), B.stride(0), by_group[0], C.stride(0), by_group[1], z.stride(0),
+        out.stride(0), states.stride(0),
+    )  # fmt: skip
 
 
 class Pieces:
@@ -99,10 +111,10 @@ class Selective:
         meta: tuple[Tensor, Tensor, Tensor],
         pieces: Pieces | None,
     ) -> None:
-        """Run a step. `inputs`: x, dt, B, C; `meta`: the sequences' starts, lengths and slots."""
+        """Run a step. `inputs`: x, dt, B, C, z (or any); `meta`: sequences' starts, lengths and slots."""
         spec, form, none, config = self.spec, self.spec.recurrent, self.none, self.config
         assert form is not None
-        x, dt, B, C = inputs
+        x, dt, B, C, z = inputs
         has = ("D" in params, "dt_bias" in params)
         parts: tuple[str, ...] = ("whole",)
         cells = (self.whole, self.whole)
@@ -117,9 +129,9 @@ class Selective:
                 (programs, self.blocks, 1),
                 (
                     x, dt, params["A"], B, C, params.get("D", none), params.get("dt_bias", none),
-                    out, states, self.left, self.steps, *meta, *cells,
+                    z, out, states, self.left, self.steps, *meta, *cells,
                 ),
-                (), tuple(t.stride(0) for t in (x, dt, B, C, out, states)), (size,),
+                (), mamba1_strides(x, dt, B, C, z, out, states), (size,),
                 selective_constants(spec, config, has, part),
                 {"num_warps": config.num_warps, "num_stages": config.num_stages},
             )  # fmt: skip
