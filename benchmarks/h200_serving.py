@@ -9,8 +9,6 @@ Sections, each by itself (one that fails is named, and the others run):
   tables: bits beside the eager step as it is padded to the graph's size, and as it is; allocations of a
   replay, and the replayed graph's device time beside that of a graph of the stores' and backends' own
   calls (bar: 1 %).
-- `mixed`: the same of three kinds of step in one `StepGraphs`: decodes, rows of four tokens, and
-  prompts beside decodes; each replay is of one kind, drawn at random.
 - `scales`: a captured step whose scales are tensors, rewritten between replays: beside the eager step
   and the float64 reference.
 - `decode`: 64 sequences of 4,096 keys over an e4m3 cache beside bf16 (bar: 0.62 of its time).
@@ -36,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepGraphs, StepSize, select
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepGraphs, select
 from polyattn.checking.compare import output_error
 from polyattn.errors import PolyattnError
 from polyattn.families.attention import reference
@@ -163,11 +161,11 @@ def _overhead(model: Model, graphs: StepGraphs) -> dict[int, float]:
         rows = graph.buffers.num_seqs
         batch, inputs = random_batch(model.group, rows, model.order), model.inputs(rows)
         graphs.replay(batch, inputs)
-        found[rows] = _over_own(model, graph)
+        found[rows] = over_own(model, graph)
     return found
 
 
-def _over_own(model: Model, graph: Any) -> float:
+def over_own(model: Model, graph: Any) -> float:
     """Return by how much a replay of what was planned last takes longer than its own calls."""
     from timing import kernel_us
 
@@ -178,77 +176,6 @@ def _over_own(model: Model, graph: Any) -> float:
         model.own_calls(plan, **graph.inputs)
     pairs = [(kernel_us(graph.graph.replay), kernel_us(own.replay)) for _ in range(5)]
     return statistics.median(ours / theirs for ours, theirs in pairs) - 1
-
-
-KINDS = (StepSize(64), StepSize(32, 4), StepSize(32, prompts=4, prompt_tokens=1024))
-
-
-def mixed_section(seconds: float) -> list[Row]:
-    rows = []
-    for backend in ("TRITON_ATTN", "FLASH_ATTN_V3"):
-        for stored in ("auto", "fp8"):
-            spec = SPEC.replace(
-                kv_cache_dtype=stored, fp8_compute=stored == "fp8" and backend == "FLASH_ATTN_V3",
-                graph_capture="any",
-            )  # fmt: skip
-            rows.append(
-                guarded(f"mixed {backend} {stored}", lambda s=spec, b=backend: _mixed(s, b))
-            )
-    return rows
-
-
-def drawn(model: Model, kind: StepSize) -> Batch:
-    """Return a step of a kind: as many rows as fit at most, prompts among the decodes."""
-    count = int(torch.randint(1, kind.rows + 1, ()))
-    queries = [kind.query_len] * count
-    if kind.prompts:
-        cuts = torch.randint(1, kind.prompt_tokens // kind.prompts, (kind.prompts,)).tolist()
-        for cut in cuts[: int(torch.randint(1, kind.prompts + 1, ()))]:
-            queries.insert(int(torch.randint(0, len(queries) + 1, ())), max(2, cut))
-    lens = [int(torch.randint(n, LONGEST, ())) for n in queries]
-    at, width = torch.randperm(len(model.order)), -(-LONGEST // 16)
-    table = model.order[at][: len(queries) * width].view(-1, width).to(torch.int32).to(DEVICE)
-    return Batch.from_lens(queries, lens, table, 16)
-
-
-def _mixed(spec: LayerSpec, backend: str) -> Row:
-    model = Model(spec, backend)
-    graphs = StepGraphs([model.group], model.step, KINDS, LONGEST)
-    graphs.capture(model.inputs(1))
-    reserved = torch.cuda.memory_reserved()
-    counts = {"different": 0, "allocations": 0}
-    worst, replays, end = 0.0, 0, time.monotonic() + 40
-    while replays < 200 and time.monotonic() < end:
-        batch = drawn(model, KINDS[int(torch.randint(0, len(KINDS), ()))])
-        inputs = model.inputs(batch.num_tokens)
-        _ = batch.seq_lens, batch.query_start_loc
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        found = graphs.replay(batch, inputs)
-        after = torch.cuda.memory_stats()["allocation.all.allocated"]
-        counts["allocations"] += after - before
-        found = [one.clone() for one in found]
-        graph = graphs.find(batch)
-        assert graph is not None
-        padded = model.group.plan(graph.buffers.fill(batch))
-        eager = model.step({model.group: padded}, **graph.inputs)
-        rows: Any = slice(0, batch.num_tokens)
-        if graph.buffers.size.prompts:
-            rows = graph.buffers.places[: batch.num_tokens]
-        counts["different"] += not all(
-            torch.equal(a, b[rows]) for a, b in zip(found, eager, strict=True)
-        )
-        if replays % 10 == 0:
-            worst = max(worst, _error(model, batch, inputs["query"], found[0]))
-        replays += 1
-    overhead = {}
-    for graph in graphs.graphs:
-        batch = drawn(model, graph.buffers.size)
-        graph.replay(batch, model.inputs(batch.num_tokens))
-        overhead[str(graph.buffers.size)] = _over_own(model, graph)
-    return {
-        "replays": replays, **counts, "error": worst, "overhead": overhead,
-        "graphs' memory, MB": round((torch.cuda.memory_reserved() - reserved) / 2**20),
-    }  # fmt: skip
 
 
 def scales_section(seconds: float) -> list[Row]:
@@ -277,11 +204,11 @@ def _scales(scales: str) -> Row:
         different += not all(
             torch.equal(a.float(), b.float()) for a, b in zip(found, eager, strict=True)
         )
-        worst = max(worst, _error(model, batch, inputs["query"], found[0]))
+        worst = max(worst, error_of(model, batch, inputs["query"], found[0]))
     return {"replays": 20, "different": different, "error": worst}
 
 
-def _error(model: Model, batch: Batch, query: torch.Tensor, out: torch.Tensor) -> float:
+def error_of(model: Model, batch: Batch, query: torch.Tensor, out: torch.Tensor) -> float:
     """Return the error of one sequence of the first layer, beside float64."""
     params, spec = model.layers[0].params, model.group.spec
     index = int(torch.argmin(torch.tensor(batch.lens)))
@@ -362,9 +289,11 @@ def kit_section(seconds: float) -> list[Row]:
         "FLASHMLA": "graph",
         "FLASH_ATTN_MLA": "graph",
         "FLASH_ATTN": "graph",
-        "TRITON_ATTN": "graph or feature_tensor_scales or feature_head_scales or feature_fp8 or "
+        "TRITON_ATTN": "graph or nvfp4 or feature_tensor_scales or feature_head_scales or feature_fp8 or "
         "pair_head_scales or pair_fp8_output or (layers and (scales or fp8))",
-        "TRITON_STORE": "scales or fp8_inputs or store-attention-some",
+        "TRITON_STORE": "not zzz",
+        "TRITON_SCAN": "not zzz",
+        "TRITON_TOKEN_SCAN": "not zzz",
         "FLASH_ATTN_V3": "graph or feature_head_scales or feature_fp8_inputs or (layers and fp8)",
     }
     for backend, which in chosen.items():
@@ -387,7 +316,7 @@ def _kit(backend: str, which: str, seconds: float) -> Row:
 
 
 SECTIONS: dict[str, Callable[[float], list[Row]]] = {
-    "graph": graph_section, "mixed": mixed_section, "scales": scales_section, "decode": decode_section,
+    "graph": graph_section, "scales": scales_section, "decode": decode_section,
     "store": store_section, "prefill": prefill_section, "kit": kit_section,
 }  # fmt: skip
 
@@ -409,14 +338,16 @@ def guarded(name: str, measure: Callable[[], Row]) -> Row:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(doc: str | None = __doc__, sections: dict[str, Any] | None = None) -> None:
+    """Run the sections that were asked for, and write what they found."""
+    sections = sections or SECTIONS
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--only", default=",".join(sections))
     parser.add_argument("--seconds", type=float, default=90)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = [row for name in options.only.split(",") for row in SECTIONS[name](options.seconds)]
+    rows = [row for name in options.only.split(",") for row in sections[name](options.seconds)]
     print("\n--- summary ---")
     for row in rows:
         print(
