@@ -3,7 +3,7 @@
     python benchmarks/h200_serving_steps.py [--out FILE.json] [--only mixed,four,...] [--seconds 90]
 
 - `mixed`: decodes, rows of four tokens, and prompts beside decodes in one `StepGraphs`, each replay of
-  one kind, drawn at random: bits beside the eager step as it is padded, allocations, and the replayed graph's
+  one kind, drawn at random: bits beside the eager step as it is padded, allocations, and the replay's
   device time beside that of a graph of the backends' own calls (bar: 1 %).
 - `four`: decode over an NVFP4 cache beside e4m3 and bf16, and what storing 8,192 tokens into each takes.
 - `stream`: StreamingLLM's decode (window 1,024, 4 first tokens, rotated, a cyclic cache) at 10,000 and at

@@ -9,6 +9,7 @@ import torch
 
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.plan import Rows
+from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,35 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
         whole = len(decodes) == batch.num_seqs
         return Phases(Part(batch, None) if whole else _part(batch, decodes), None)
     return Phases(_part(batch, decodes), _part(batch, prefills))
+
+
+def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | None]:
+    """Take the whole prompts that see more than their window out of a step of a `dense_context` layer.
+
+    Returns them and the rest; None twice where there are none.
+    """
+    if not spec.dense_context or batch.max_query_len <= (spec.sliding_window or 0):
+        return None, None
+    lens = zip(batch.query_lens, batch.lens, strict=True)
+    within = spec.sliding_window or 0
+    prompts = [i for i, (query, length) in enumerate(lens) if query == length > within]
+    if not prompts:
+        return None, None
+    taken = set(prompts)
+    rest = [i for i in range(batch.num_seqs) if i not in taken]
+    return _part(batch, prompts), _part(batch, rest) if rest else Part(batch.part(slice(0, 0)), slice(0, 0))
+
+
+def rows_within(outer: Part, inner: Part) -> Rows:
+    """Return where the tokens of a part of a part lie in the step."""
+    rows, within = outer.rows, inner.rows
+    if within is None or rows is None:
+        return rows if within is None else within
+    if isinstance(rows, slice) and isinstance(within, slice):
+        return slice(rows.start + within.start, rows.start + within.stop)
+    if isinstance(rows, slice):
+        return within + rows.start
+    return rows[within]
 
 
 def _captured(batch: Batch, prompts: int) -> Phases:

@@ -18,6 +18,7 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
+from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
@@ -126,7 +127,7 @@ class LayerGroup:
         It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
         transforms.
         """
-        spec = kernel_spec(spec or self.spec)
+        spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
         found = self._loaded.get(key)
         if found is None:

@@ -14,6 +14,7 @@ from polyattn.spec.kinds import (
     QUANTISED_DTYPES,
     SCALES,
     AttentionKind,
+    GraphCapture,
     Role,
 )
 from polyattn.spec.variant import MASKS, NAME
@@ -95,7 +96,7 @@ def check_fields(spec: LayerSpec) -> None:
 
 _FLAGS = (
     "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "length_bounds",
-    "deterministic", "batch_invariant",
+    "deterministic", "batch_invariant", "dense_context",
 )  # fmt: skip
 
 
@@ -109,6 +110,17 @@ def check_relations(spec: LayerSpec) -> None:
     if spec.sink_tokens and spec.sliding_window is None:
         raise SpecError(
             f"sink_tokens={spec.sink_tokens} needs a sliding_window; without one every key is kept"
+        )
+    decoding = spec.role is Role.DECODER and spec.causal and spec.cached
+    if spec.dense_context and (spec.sliding_window is None or not decoding):
+        raise SpecError(
+            "dense_context=True is of causal decoders over a cache, with a sliding_window; without one "
+            "every prompt sees all of its keys"
+        )
+    if spec.dense_context and (spec.graph_capture is GraphCapture.ANY or spec.length_bounds):
+        raise SpecError(
+            "dense_context=True goes by which rows are whole prompts, which a captured mixed step, or "
+            "one planned by bounds, doesn't know; give graph_capture='uniform' at most, and no length_bounds"
         )
     if spec.window_right is not None and spec.causal:
         raise SpecError(

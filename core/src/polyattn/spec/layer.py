@@ -86,6 +86,8 @@ class LayerSpec:
     - `chunk_size` C: a query sees only the keys of its own chunk `position // C` (Llama 4).
     - `learned_sinks`: one learned logit a head joins the softmax's denominator (gpt-oss).
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
+    - `dense_context`: a whole prompt, given in one step, sees all of its keys; the window, and the kept
+      first tokens, are for rows that go on from a cache (TensorRT-LLM's dense context phase).
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
@@ -133,6 +135,7 @@ class LayerSpec:
     alibi: bool = False
     learned_sinks: bool = False
     sink_tokens: int = 0
+    dense_context: bool = False
     needs_lse: bool = False
     graph_capture: GraphCapture = GraphCapture.NONE
     length_bounds: bool = False
