@@ -65,7 +65,8 @@ def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | No
         return None, None
     taken = set(prompts)
     rest = [i for i in range(batch.num_seqs) if i not in taken]
-    return _part(batch, prompts), _part(batch, rest) if rest else Part(batch.part(slice(0, 0)), slice(0, 0))
+    none = Part(batch.part(slice(0, 0)), slice(0, 0))
+    return _part(batch, prompts), _part(batch, rest) if rest else none
 
 
 def rows_within(outer: Part, inner: Part) -> Rows:

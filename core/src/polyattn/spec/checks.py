@@ -120,7 +120,8 @@ def check_relations(spec: LayerSpec) -> None:
     if spec.dense_context and (spec.graph_capture is GraphCapture.ANY or spec.length_bounds):
         raise SpecError(
             "dense_context=True goes by which rows are whole prompts, which a captured mixed step, or "
-            "one planned by bounds, doesn't know; give graph_capture='uniform' at most, and no length_bounds"
+            "one planned by bounds, doesn't know; give graph_capture='uniform' at most, and no "
+            "length_bounds"
         )
     if spec.window_right is not None and spec.causal:
         raise SpecError(
