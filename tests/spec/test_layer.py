@@ -176,9 +176,9 @@ def test_features_are_complete() -> None:
         deterministic=True, batch_invariant=True,
         rope=RopeSpec(rotary_size=64, positions="cache"), variant="capped", mask="custom",
     )  # fmt: skip
-    from polyattn.spec.features import FEATURES
+    from polyattn.spec.features import FEATURES, RECURRENT
 
-    others = {
+    others = RECURRENT | {
         "length_bounds",
         "block_sparse",
         "tensor_scales",
@@ -187,6 +187,11 @@ def test_features_are_complete() -> None:
         "fp8_output",
     }
     assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
+    options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}
+    mamba = LayerSpec(
+        kind="mamba1", num_heads=8, head_size=1, recurrent=RecurrentSpec(state_size=4, **options)
+    )
+    assert features(mamba) == RECURRENT | {"causal"}
     assert "block_sparse" in features(spec.replace(mask="block_sparse"))
     assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
     with pytest.raises(

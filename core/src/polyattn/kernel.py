@@ -37,6 +37,7 @@ from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
@@ -87,6 +88,7 @@ __all__ = [
     "at_least",
     "blank",
     "cumulative",
+    "current_settings",
     "decode_window_sizes",
     "empty_rows",
     "merge_states",

@@ -15,6 +15,7 @@ from polyattn.kernel import (
     Device,
     LayerSpec,
     Plan,
+    current_settings,
     over_chosen_pages,
 )
 from torch import Tensor
@@ -114,6 +115,13 @@ class PlannedAttention(AttentionBackend):
         self.hopper = hopper_prefill(spec, arch, self.torch_device)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        # The fewest keys of one of several blocks that share a sequence; 0: none share one.
+        asked = current_settings().multi_block
+        self.least_split = MIN_SPLIT_KEYS if asked is None else asked
+        self.decode_rates = RATES
+        if asked:
+            least = max(RATES.least, -(-asked // self.few_config.block_n))
+            self.decode_rates = Rates(RATES.item, least)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.itself = merges_itself(spec, arch, self.rows)
@@ -184,6 +192,9 @@ class PlannedAttention(AttentionBackend):
             self._plan_even(plan, self.splits(batch) if self.itself else 1)
             return
         lens = batch.host_lens
+        if not self.least_split:
+            self._plan_even(plan, 1)
+            return
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
@@ -208,6 +219,8 @@ class PlannedAttention(AttentionBackend):
     def splits(self, batch: Batch) -> int:
         """Return into how many even splits keys are cut: until the chip is full."""
         spec = self.spec
+        if not self.least_split:
+            return 1
         longest = batch.max_seq_len
         for limit in (
             spec.sliding_window and spec.sliding_window + spec.sink_tokens,
@@ -217,7 +230,7 @@ class PlannedAttention(AttentionBackend):
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program on a multiprocessor gains.
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
-        return max(1, min(wanted, -(-longest // MIN_SPLIT_KEYS), MAX_SPLITS))
+        return max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
 
     def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
         """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
@@ -336,7 +349,8 @@ class PlannedAttention(AttentionBackend):
         if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
             programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
-        work = stretches(keys, programs, self.rates, most).work(tiles)
+        rates = self.decode_rates if tiles is None else self.rates
+        work = stretches(keys, programs, rates, most).work(tiles)
         space = len(work) + 3 * max(0, room - len(keys))
         plan.work = to_device(work, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
