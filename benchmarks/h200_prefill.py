@@ -34,7 +34,14 @@ CHECKS = {
     "chunks": ([100, 512, 33, 1, 64, 700], [1000, 2001, 40, 513, 64, 3333]),
 }
 BACKENDS = ("TRITON_ATTN", "TRITON_ATTN portable", "FLASH_ATTN_V3")
-LAYERS = (((32, 8), 128, 0), ((32, 8), 64, 0), ((32, 8), 128, 1024), ((16, 4), 256, 0))
+LAYERS = (
+    ((32, 8), 128, 0, True),
+    ((32, 8), 64, 0, True),
+    ((32, 8), 128, 1024, True),
+    ((16, 4), 256, 0, True),
+    ((32, 8), 128, 0, False),
+    ((28, 4), 128, 0, True),
+)
 
 
 @contextmanager
@@ -103,7 +110,7 @@ def rounds(calls: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
 
 
 def of_backends(
-    paged: bool, heads: tuple[int, int], size: int, window: int
+    paged: bool, heads: tuple[int, int], size: int, window: int, causal: bool
 ) -> list[dict[str, Any]]:
     """Time the backends on the same steps, in turns; FlashAttention's keys lie in its own blocks."""
     import h200_ragged as ragged
@@ -111,10 +118,11 @@ def of_backends(
     from polyattn import LayerSpec
 
     spec = LayerSpec(
-        num_heads=heads[0], num_kv_heads=heads[1], head_size=size, sliding_window=window or None
-    )
+        num_heads=heads[0], num_kv_heads=heads[1], head_size=size, sliding_window=window or None,
+        causal=causal,
+    )  # fmt: skip
     end = f" {'paged' if paged else 'packed'}, {heads[0]}/{heads[1]} of {size}"
-    end += f", window {window}" * bool(window)
+    end += f", window {window}" * bool(window) + ", not causal" * (not causal)
     rows: dict[str, dict[str, Any]] = {
         name: {"name": name + end, "us": {}, "errors": {}} for name in BACKENDS
     }
@@ -134,7 +142,7 @@ def of_backends(
             way = "+".join(str(getattr(plan, "way", "")) for _, plan, _ in run.calls)
             rows[name].setdefault("ways", {})[step] = way
             with device(fcntl.LOCK_SH):
-                if not window:  # its reference knows none
+                if causal and not window:  # as its reference is
                     rows[name]["errors"][step] = run.error(), 0.0
                 elif "port" in name:
                     ours, theirs = calls["TRITON_ATTN"].out.double(), run.out.double()
@@ -209,10 +217,10 @@ def main() -> int:
     jobs: list[tuple[str, dict[str, Any]]] = [(v.name, asdict(v)) for v in VARIANTS]
     backends = [
         (
-            f"backends, {paged=} {size=} {window=}",
-            {"paged": paged, "heads": heads, "size": size, "window": window},
+            f"backends, {heads=} {paged=} {size=} {window=} {causal=}",
+            {"paged": paged, "heads": heads, "size": size, "window": window, "causal": causal},
         )
-        for heads, size, window in LAYERS
+        for heads, size, window, causal in LAYERS
         for paged in (True, False)[: 1 if window or size == 256 else 2]
     ]
     jobs = jobs[:1] + backends + jobs[1:]
