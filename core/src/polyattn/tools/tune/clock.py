@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -54,7 +55,7 @@ def device_us(call: Callable[[], object], scratch: torch.Tensor) -> float:
     """
     laps = 1
     while True:
-        taken, late = between_events(call, lambda: _empty(scratch, laps))
+        taken, late = between_events(call, partial(_empty, scratch, laps))
         if not late or laps >= MOST_LAPS:
             return taken
         laps *= 2
