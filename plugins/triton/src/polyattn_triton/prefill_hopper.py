@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper_copies import produce
 from polyattn_triton.hopper_items import advance, begin, bounds, part_of
@@ -313,6 +314,8 @@ def prefill_hopper_kernel(
     gl.static_assert(gl.num_warps() == 4 and GROUPS == 2)
     gl.static_assert(CAUSAL or WINDOW == 0)
     gl.static_assert(BLOCK_N // K.block_shape[0] <= 32)
+    if SPLIT:  # let the merge be scheduled while this runs
+        gdc_launch_dependents()
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QUERIES, 64, D], SHARED)
