@@ -33,6 +33,14 @@ CHECKS = {
     "fresh": ([1, 5, 127, 128, 129, 300, 1000], [1, 5, 127, 128, 129, 300, 1000]),
     "chunks": ([100, 512, 33, 1, 64, 700], [1000, 2001, 40, 513, 64, 3333]),
 }
+IN_PIECES = {
+    "1 x 100": ([100], [100]),
+    "8 x 200": ([200] * 8, [200] * 8),
+    "16 x 60 after 500": ([60] * 16, [560] * 16),
+    "1 x 512 after 8k": ([512], [8704]),
+    "1 x 16 after 128k": ([16], [131088]),
+}
+"""Steps of few tiles, whose keys are cut; for backends alone."""
 BACKENDS = ("TRITON_ATTN", "TRITON_ATTN portable", "FLASH_ATTN_V3")
 LAYERS = (
     ((32, 8), 128, 0, True),
@@ -126,7 +134,7 @@ def of_backends(
     rows: dict[str, dict[str, Any]] = {
         name: {"name": name + end, "us": {}, "errors": {}} for name in BACKENDS
     }
-    for step, (queries, lens) in STEPS.items():
+    for step, (queries, lens) in (STEPS | IN_PIECES).items():
         if not paged and queries != lens:
             continue
         calls: dict[str, Any] = {}
@@ -183,13 +191,14 @@ def spawn(name: str, job: dict[str, Any], limit: float) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> None:
     """Print a line a variant."""
-    print(f"\n{'us':50}" + "".join(f"{name:>20}" for name in STEPS) + "   worst error")
+    names = [*STEPS, *(IN_PIECES if any("1 x 100" in row.get("us", ()) for row in rows) else ())]
+    print(f"\n{'us':50}" + "".join(f"{name:>20}" for name in names) + "   worst error")
     for row in rows:
         if "failed" in row:
             print(f"{row['name']:50}failed: {row['failed'].splitlines()[-1][:150]}")
             continue
         text = ""
-        for name in STEPS:
+        for name in names:
             us, rate = row["us"].get(name), row.get("tflops", {}).get(name)
             cell = "-" if us is None else f"{us:.0f}" + (f" ({rate:.0f} TF)" if rate else "")
             text += f"{cell:>20}"
