@@ -1,4 +1,4 @@
-"""What FlashInfer does with a declaration: compiled for the host by g++."""
+"""What FlashInfer does with a custom mask, and with a declaration: compiled for the host by g++."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ def attend(
     """Attend for each sequence as FlashInfer does, in blocks of all keys; LSE (heads, tokens), base e."""
     planned, made = wrapper.planned, wrapper.made
     out, lses = [], []
+    bits, at = planned["custom_mask"], 0
     for index, (key, value) in enumerate(zip(keys, values, strict=True)):
         q = query[starts[index] : starts[index + 1]].double()
         count, length, group = len(q), len(key), q.shape[1] // key.shape[1]
@@ -105,7 +106,11 @@ def attend(
             logits = cap * torch.tanh(logits / cap) if cap else logits
         place = torch.arange(count)[:, None] + length - count
         seen = torch.ones(count, length, dtype=torch.bool)
-        if planned["causal"]:
+        if bits is not None:
+            assert planned["window_left"] == -1 and not planned["causal"]
+            seen = bits[at : at + count * length].view(count, length)
+            at += count * length
+        elif planned["causal"]:
             seen = torch.arange(length) <= place
         logits = logits.masked_fill(~seen, -INFINITY if softmax else 0.0)
         wide = value.double().repeat_interleave(group, 1)
@@ -119,6 +124,7 @@ def attend(
         found = torch.einsum("hqk,khd->hqd", weights, wide) / total.clamp(min=1e-30)[..., None]
         out.append(found.masked_fill((top == -INFINITY)[..., None], 0.0).transpose(0, 1))
         lses.append(top + total.log())
+    assert bits is None or at == len(bits)
     return torch.cat(out).to(query.dtype), torch.cat(lses, 1)
 
 
