@@ -230,6 +230,9 @@ class FlashInferAttention(AttentionBackend):
         if not plan.batch.num_tokens:
             return
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        if plan.keys is not None and key is None and cache is not None:
+            plan.keys = None  # they were stored before: read where they are
+            self._plan_paged(plan)
         if plan.keys is not None:
             keys: tuple[Any, ...] = plan.keys.read(key, value, cache)
         else:
