@@ -219,9 +219,9 @@ FLASHINFER = BackendInfo(
                 (frozenset({"variant", other}), "what its JIT compiles scales no 8-bit keys")
                 for other in ("fp8_e4m3", "fp8_e5m2")
             ),
-            (
-                frozenset({"variant", "captured"}),
-                "what its JIT compiles has no buffers of a graph's",
+            *(
+                (frozenset({other, "captured"}), "its prefill kernels have no buffers of a graph's")
+                for other in ("variant", "custom_mask", "block_sparse")
             ),
             (frozenset({"variant", "lse"}), "its JIT's LSE of a row that sees nothing is finite"),
             (frozenset({"sliding_window", "non_causal"}), "its window bounds the left side only"),
