@@ -47,7 +47,7 @@ def main(folder: Path) -> None:
             for c in counts
         ),
         "",
-        "FLASHINFER: its modules built for the plain and the causal mask only (`TWO_MASKS=1`). FLA: "
+        "FLASHINFER: drawn shapes left out, which would be compiled for hours. FLA: "
         "decode steps and short "
         "continuations; its kernels try out configurations for every shape. MAMBA_SSM: mamba-ssm's "
         "Triton kernels without its compiled extension; a subset, for the same reason. FLASH_ATTN: "
