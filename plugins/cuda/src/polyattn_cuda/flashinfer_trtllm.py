@@ -9,6 +9,7 @@ tensor.
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -114,16 +115,20 @@ class FlashInferTrtllm(AttentionBackend):
         assert table is not None
         left, work = window_sizes(spec)[0], zeroed_workspace(self.torch_device)
         sinks = None if params.sinks is None else params.sinks.view(spec.num_kv_heads, -1)
-        sms = torch.cuda.get_device_properties(self.torch_device).multi_processor_count
         # It multiplies logits by `q_scale * kv_scale / sqrt(head_size)`, outputs by `kv_scale`.
         q_scale = spec.scale * params.k_scale / params.v_scale * spec.head_size**0.5
         self._xqa().xqa(
-            False, sms, spec.num_kv_heads, left + 1 if left >= 0 else 0, q_scale,
+            False, self.num_sms, spec.num_kv_heads, left + 1 if left >= 0 else 0, q_scale,
             out.unsqueeze(1), 1.0, query.unsqueeze(1), sinks, cache.key, cache.value, None, None,
             table.contiguous(), table.shape[1] * cache.block_size, batch.seq_lens.unsqueeze(1),
             batch.num_seqs, params.v_scale, work[:SEMAPHORE_BYTES], work[SEMAPHORE_BYTES:], True, 1,
             None,
         )  # fmt: skip
+
+    @cached_property
+    def num_sms(self) -> int:
+        """How many multiprocessors XQA may spread a step's keys over."""
+        return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
 
     def _xqa(self) -> Any:
         """XQA's module for this layer; FlashInfer compiles each once."""
