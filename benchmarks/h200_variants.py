@@ -331,7 +331,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--out", default="variants.json")
     parser.add_argument("--flashinfer", action="store_true", help="compile its modules, no more")
-    parser.add_argument("--only", default="", help="one row of TRITON_ATTN's: its first call alone")
+    parser.add_argument("--only", default="", help="FLASHINFER: its rows; else "
+                        "one row of TRITON_ATTN's: its first call alone")  # fmt: skip
     args = parser.parse_args()
     DEADLINE = time.time() + args.seconds
     for variant in VARIANTS:
@@ -342,6 +343,11 @@ def main() -> None:
                 print("FLASHINFER", name, round(build().build_s, 1), "s", flush=True)
             except Exception:
                 traceback.print_exc()
+        return
+    if args.only == "FLASHINFER":
+        for name, build in ours_on_flashinfer().items():
+            row(f"FLASHINFER {name}", build)
+        report(args.out)
         return
     triton = cases("TRITON_ATTN")
     if args.only:
