@@ -27,7 +27,7 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.selective import selective_constants
+from polyattn_triton.selective import channel_sizes, selective_constants, widest_words
 from polyattn_triton.selective_kernels import selective_kernel
 from polyattn_triton.token_kernels import channel_kernel, unit_kernel
 from polyattn_triton.token_scan import token_constants, token_options
@@ -103,7 +103,11 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
     if phase in ("left", "out"):
         config = pick_scan(arch, kind, "prefill")
-        constants = selective_constants(spec, config, (True, True), phase)
+        assert spec.recurrent is not None
+        channels = channel_sizes(spec.recurrent.state_size)[0]
+        constants = selective_constants(
+            spec, channels, widest_words(spec), config.chunk, (True, True), phase
+        )
     else:
         constants = scan_constants(spec, phase, arch, given)
     pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA"), element)

@@ -236,7 +236,7 @@ class ScanRow:
 
 
 SCAN_TABLE: tuple[ScanRow, ...] = (
-    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(64, 2, 1, 1)),
+    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(128, 2, 1, 1)),
     ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
     ScanRow(
         "any",

@@ -28,7 +28,7 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.selective import Pieces, Selective, selective_constants
+from polyattn_triton.selective import Cut, Selective, channel_sizes, selective_constants, widest_words
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS = 16, 128
@@ -64,7 +64,9 @@ def scan_constants(
     if kind is AttentionKind.MAMBA1:
         config = pick_scan(arch, kind, phase)
         if not decode:
-            return selective_constants(spec, config, has, "whole")
+            size = channel_sizes(form.state_size)[0]
+            words = widest_words(spec)
+            return selective_constants(spec, size, words, config.chunk, has, "whole")
         n = triton.next_power_of_2(form.state_size)
         return (spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus)
     config = pick_scan(arch, kind, phase)
@@ -84,18 +86,18 @@ def scan_constants(
 
 class ScanPlan(Plan):
     """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
-    RWKV-7's their chunks, for Mamba-1's the pieces of its sequences.
+    RWKV-7's their chunks, for Mamba-1's how its sequences are cut.
     """
 
-    __slots__ = ("phase", "pieces", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
-    pieces: Pieces | None
+    __slots__ = ("cut", "phase", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
+    cut: Cut | None
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.phase = "decode" if batch.all_decode else "prefill"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots, self.pieces = batch.state_slots, None
+        self.slots, self.cut = batch.state_slots, None
 
     def list_tiles(self, size: int, device: torch.device) -> None:
         """List (sequence, first token) of every tile of `size` tokens."""
@@ -132,7 +134,7 @@ class TritonScan(RecurrentBackend):
         if plan.phase == "prefill" and self.spec.kind in TILES:
             plan.list_tiles(TILES[self.spec.kind], self.torch_device)
         if self._selective is not None and plan.phase == "prefill":
-            plan.pieces = self._selective.cut(batch.query_lens)
+            plan.cut = self._selective.cut(batch.query_lens)
         return plan
 
     def run(
@@ -191,8 +193,8 @@ class TritonScan(RecurrentBackend):
         given = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
-            assert self._selective is not None
-            self._selective(given, params, out, states, meta, plan.pieces)
+            assert self._selective is not None and plan.cut is not None
+            self._selective(given, params, out, states, meta, plan.cut)
             return
         x, dt, B, C = given
         config = pick_scan(self.device.arch, self.spec.kind, plan.phase)
