@@ -28,7 +28,13 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.selective import Cut, Selective, channel_sizes, selective_constants, widest_words
+from polyattn_triton.selective import (
+    Cut,
+    Selective,
+    channel_sizes,
+    selective_constants,
+    widest_words,
+)
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS = 16, 128

@@ -4,9 +4,9 @@ A piece's tokens take a state h to exp(A sum dt) h + e, where e is what the piec
 one launch finds every piece's e and sum of dt, and a second starts each piece with what those before
 it leave. The operator is associative (Blelloch, 1990; Gu and Dao, 2023, section 3.3).
 
-An exponential for every token, channel and state bounds it, 16 a clock on a multiprocessor of NVIDIA's: so
-every lane holds its channels' states in registers of their own (a tuple, one tensor a state), and
-what is not a state's (loads, step sizes, addresses) is shared by as many of them as possible.
+An exponential for every token, channel and state bounds it, 16 a clock on a multiprocessor of
+NVIDIA's: so every lane holds its channels' states in registers of their own (a tuple, one tensor a
+state), and what is not a state's (loads, step sizes, addresses) is shared by as many as possible.
 """
 
 from __future__ import annotations
@@ -78,8 +78,10 @@ def _tokens(
     N: tl.constexpr, PER: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the next tokens as they are, before the ones at hand are computed; the last one for those
-    beyond it."""
+    """Load the next tokens as they are, before the ones at hand are computed.
+
+    Beyond the last token it is loaded again.
+    """
     rows = ()
     for i in tl.static_range(BLOCK_T):
         row = tl.minimum(at + i, end - 1).to(tl.int64)
@@ -134,30 +136,32 @@ def selective_kernel(
     row = piece.to(tl.int64)
     left = LEFT + n * CHANNELS + _over(d, GROUPS)
     before = first // piece_tokens if PART == "out" else 0
+    from_state = (tl.load(SEQ_LENS + seq) > count) & (first == 0)
     a = ()
     h = ()
     for j in tl.static_range(PER):
         ok = held_ok & (n + j < N)
-        rate = tl.load(rates + j, mask=ok, other=0.0)
-        a = a + (rate,)  # type: ignore[assignment]  # noqa: RUF005
+        a = a + (tl.load(rates + j, mask=ok, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
         if PART == "out":
-            own = row - before
-            held = left + j * CHANNELS
-            s = tl.load(held + (own + tl.minimum(before, 1)) * (N * CHANNELS), mask=ok, other=0.0)
-            for at in range(1, before):
-                taken = tl.load(STEPS + (own + at) * CHANNELS + d, mask=d_ok, other=0.0)
-                e = tl.load(held + (own + at + 1) * (N * CHANNELS), mask=ok, other=0.0)
-                s = tl.exp2(rate * _over(taken, GROUPS)) * s + e
+            at_first = left + j * CHANNELS + (row - before + tl.minimum(before, 1)) * (N * CHANNELS)
+            s = tl.load(at_first, mask=ok, other=0.0)
         else:
-            fresh = (tl.load(SEQ_LENS + seq) <= count) | (first > 0)
-            s = tl.load(state + j, mask=ok & (fresh == 0), other=0.0)
+            s = tl.load(state + j, mask=ok & from_state, other=0.0)
         if PART == "left":
-            if first == 0:
-                tl.store(left + j * CHANNELS + row * (N * CHANNELS), s, mask=ok)
+            tl.store(left + j * CHANNELS + row * (N * CHANNELS), s, mask=ok & (first == 0))
         h = h + (s,)  # type: ignore[assignment]  # noqa: RUF005
-    if PART == "left":
-        if end == count:
-            return
+    if PART == "out":
+        for at in range(1, before):
+            own = row - before + at
+            taken = _over(tl.load(STEPS + own * CHANNELS + d, mask=d_ok, other=0.0), GROUPS)
+            through = ()
+            for j in tl.static_range(PER):
+                ok = held_ok & (n + j < N)
+                e = tl.load(left + j * CHANNELS + (own + 1) * (N * CHANNELS), mask=ok, other=0.0)
+                through = through + (tl.exp2(a[j] * taken) * h[j] + e,)  # type: ignore[assignment]  # noqa: RUF005
+            h = through
+    if PART == "left" and end == count:
+        return
     skip = _over(tl.zeros([BLOCK_D], tl.float32), GROUPS)
     bias = tl.zeros([BLOCK_D], tl.float32)
     steps = tl.zeros([BLOCK_D], tl.float32)
