@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +57,18 @@ TILES = {
 }  # fmt: skip
 """Configurations of prefills to try: values, chunk, warps, stages."""
 CUTS = {
-    "8 x 4096": tuple(product((128, 64, 32), (1, 2, 4), (0,))),
-    "1 x 8192": tuple(product((128, 64, 32), (1, 2), (256, 512, 1024, 0))),
+    "8 x 4096": ((64, 3, 0), (64, 4, 0), (64, 6, 0), (32, 6, 0), (32, 8, 0), (64, 4, 2048)),
+    "1 x 8192": (
+        (128, 2, 186),
+        (128, 2, 384),
+        (128, 2, 497),
+        (128, 2, 640),
+        (64, 4, 256),
+        (64, 4, 512),
+        (64, 4, 993),
+        (32, 4, 256),
+        (32, 4, 512),
+    ),
 }
 """Mamba-1's ways to try: channels of a program, tokens loaded ahead, tokens of a piece (0: whole)."""
 
@@ -169,15 +178,13 @@ def cut_so(
     spec: LayerSpec, step: str, channels: int, ahead: int, tokens: int, speed: float
 ) -> dict[str, Any]:
     """Time Mamba-1's prefill another way than is chosen."""
-    before, way = configs.SCAN_TABLE, selective.way_of
-    config = configs.ScanConfig(channels, ahead, 1, 1)
-    row = configs.ScanRow("any", spec.kind, "prefill", config)
-    configs.SCAN_TABLE = (row, *before)
-    selective.way_of = lambda *given: (channels, tokens)  # type: ignore[assignment]
+    way = selective.way_of
+    config = configs.SelectiveConfig(channels, ahead, 1.0, 1.0)
+    selective.way_of = lambda *given: (config, tokens)  # type: ignore[assignment]
     try:
         return timed(spec, "TRITON_SCAN", step, speed)
     finally:
-        configs.SCAN_TABLE, selective.way_of = before, way
+        selective.way_of = way
 
 
 def pairs_alone(spec: LayerSpec, step: str, speed: float) -> dict[str, Any]:

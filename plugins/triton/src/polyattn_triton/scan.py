@@ -31,7 +31,7 @@ from polyattn_triton.scan_kernels import (
 from polyattn_triton.selective import (
     Cut,
     Selective,
-    channel_sizes,
+    selective_configs,
     selective_constants,
     widest_words,
 )
@@ -68,11 +68,10 @@ def scan_constants(
             "bias" in params, form.activation == "silu", decode,
         )  # fmt: skip
     if kind is AttentionKind.MAMBA1:
-        config = pick_scan(arch, kind, phase)
         if not decode:
-            size = channel_sizes(form.state_size)[0]
-            words = widest_words(spec)
-            return selective_constants(spec, size, words, config.chunk, has, "whole")
+            first = selective_configs(form.state_size)[0]
+            return selective_constants(spec, first, widest_words(spec), has, "whole")
+        config = pick_scan(arch, kind, phase)
         n = triton.next_power_of_2(form.state_size)
         return (spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus)
     config = pick_scan(arch, kind, phase)
@@ -130,7 +129,7 @@ class TritonScan(RecurrentBackend):
         self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
         self._selective: Selective | None = None
         if spec.kind is AttentionKind.MAMBA1:
-            self._selective = Selective(spec, device.arch, self.torch_device)
+            self._selective = Selective(spec, self.torch_device)
         self._channels: Channels | None = None
         if spec.kind in CHANNELS:
             self._channels = Channels(spec, device.arch, self.torch_device)

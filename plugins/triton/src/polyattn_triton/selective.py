@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import triton
-from polyattn.kernel import AttentionKind, LayerSpec, at_least
+from polyattn.kernel import LayerSpec, at_least
 from torch import Tensor
 
-from polyattn_triton.configs import pick_scan
+from polyattn_triton.configs import SELECTIVE, SelectiveConfig
 from polyattn_triton.launch import Launcher, multiprocessors
 from polyattn_triton.selective_kernels import selective_kernel
 
-PROGRAMS = 8
-"""Programs of one warp on a multiprocessor between which pieces are dealt."""
 SCHEDULERS = 4
-"""Of a multiprocessor."""
+"""Of a multiprocessor, each of which runs programs of one warp."""
+ON_ONE = (1, 2)
+"""How many of them share a scheduler where sequences are cut to pieces."""
 LEAST_PIECE = 64
 """Tokens of a piece at least: shorter ones would read more states than tokens."""
-CHANNELS = {128: 1.0, 64: 0.6, 32: 0.4}
-"""Channels of a program, and the time of its token when it has a scheduler to itself: lanes with more
-channels share more of what isn't a state's.
-"""
 TWICE = 1.9
-"""What pieces cost of whole sequences, since all but their outputs are computed twice."""
+"""What a piece's token costs of a whole sequence's, since all but outputs are computed twice."""
+CARRY = 3.0
+"""What a piece costs beside, for each that comes before it, in units of `SelectiveConfig`."""
 MOST_STATES = 64
 """States of a channel that a lane holds in registers at most."""
+OPTIONS = {"num_warps": 1, "num_stages": 1}
 _selective = Launcher(selective_kernel)
 
 
@@ -38,11 +37,22 @@ def state_groups(states: int) -> tuple[int, int]:
     return groups, triton.cdiv(states, groups)
 
 
-def channel_sizes(states: int) -> tuple[int, ...]:
-    """Return the channels that a program of one warp can take, most first."""
+def selective_configs(states: int) -> tuple[SelectiveConfig, ...]:
+    """Return the configurations that a layer of so many states can run in, fastest first.
+
+    Registers hold what they do of 16 states a channel: with more, fewer channels and tokens.
+    """
     groups, held = state_groups(states)
-    most = max(1, 4 * 16 // triton.next_power_of_2(held)) * 32
-    return tuple(max(1, size // groups) for size in CHANNELS if size <= max(32, most))
+    more = max(1, triton.next_power_of_2(held) // 16)
+    return tuple(
+        replace(
+            config,
+            channels=max(1, config.channels // groups),
+            ahead=max(1, config.ahead // more),
+        )
+        for config in SELECTIVE
+        if config.channels <= max(32, 128 // more)
+    )
 
 
 def words_of(b: Tensor, c: Tensor, states: int) -> int:
@@ -61,39 +71,40 @@ def widest_words(spec: LayerSpec) -> int:
 
 
 def selective_constants(
-    spec: LayerSpec, channels: int, words: int, tokens: int, has: tuple[bool, bool], part: str
+    spec: LayerSpec, config: SelectiveConfig, words: int, has: tuple[bool, bool], part: str
 ) -> tuple[Any, ...]:
     """Return `selective_kernel`'s constants, in its order.
 
-    `channels` of a program, `words`: elements of B and C that are loaded at once; `tokens` loaded
-    ahead; `has`: whether D and dt_bias are there.
+    `words`: elements of B and C that are loaded at once; `has`: whether D and dt_bias are there.
     """
     form = spec.recurrent
     assert form is not None
     return (
-        spec.num_heads, form.state_size, channels, *state_groups(form.state_size), words, tokens,
-        *has, form.dt_softplus, part,
+        spec.num_heads, form.state_size, config.channels, *state_groups(form.state_size), words,
+        config.ahead, *has, form.dt_softplus, part,
     )  # fmt: skip
 
 
 def way_of(
-    counts: Sequence[int], width: int, sizes: Sequence[int], slots: int, pieces: bool
-) -> tuple[int, int]:
-    """Return the channels of a program, and the tokens of a piece, 0 where sequences stay whole.
+    counts: Sequence[int], width: int, configs: Sequence[SelectiveConfig], slots: int, pieces: bool
+) -> tuple[SelectiveConfig, int]:
+    """Return the configuration of least predicted time, and the tokens of a piece, 0 for none.
 
-    `counts`: tokens of each sequence; `width`: channels of the layer; `sizes`: channels that a program
-    can take; `slots`: schedulers that run programs side by side; `pieces`: whether there may be any.
-    The least predicted time, in tokens of a program of most channels, is taken.
+    `counts`: tokens of each sequence; `width`: channels of the layer; `slots`: schedulers that run
+    programs side by side; `pieces`: whether sequences may be cut.
     """
     total, longest = sum(counts), max(counts, default=0)
-    relative = list(CHANNELS.values())
     ways = []
-    for size, cost in zip(sizes, relative, strict=False):
-        work = total * triton.cdiv(width, size) / slots
-        ways.append((cost * max(longest, work), size, 0))
-        dealt = max(LEAST_PIECE, math.ceil(work / (PROGRAMS / SCHEDULERS)))
-        if pieces and dealt < longest:
-            ways.append((TWICE * cost * max(dealt, work), size, dealt))
+    for config in configs:
+        blocks = triton.cdiv(width, config.channels)
+        shared = total * blocks / max(1, longest * slots)
+        ways.append((longest * max(config.alone, config.full * shared), config, 0))
+        for on_one in ON_ONE if pieces else ():
+            tokens = max(LEAST_PIECE, triton.cdiv(total * blocks, slots * on_one))
+            if tokens < longest:
+                shared = total * blocks / (tokens * slots)
+                each = TWICE * tokens * max(config.alone, config.full * shared)
+                ways.append((each + CARRY * longest / tokens, config, tokens))
     return min(ways, key=lambda way: way[0])[1:]
 
 
@@ -110,19 +121,19 @@ class Pieces:
 
 
 class Cut(NamedTuple):
-    """How a step runs: channels of a program, and its pieces, None where sequences stay whole."""
+    """How a step runs: its configuration, and its pieces, None where sequences stay whole."""
 
-    channels: int
+    config: SelectiveConfig
     pieces: Pieces | None
 
 
 class Selective:
     """Plans and launches the prefill; holds what pieces leave. One stream uses it at a time."""
 
-    def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
+    def __init__(self, spec: LayerSpec, device: torch.device):
         assert spec.recurrent is not None
         self.spec, self.device = spec, device
-        self.config = pick_scan(arch, AttentionKind.MAMBA1, "prefill")
+        self.configs = selective_configs(spec.recurrent.state_size)
         self.none = torch.empty(0, device=device)
         self.whole = torch.empty(0, dtype=torch.int32, device=device)
         self.left = self.steps = self.none
@@ -133,12 +144,9 @@ class Selective:
 
         A layer whose bits may not depend on the batch has them whole.
         """
-        spec = self.spec
-        assert spec.recurrent is not None
-        sizes = channel_sizes(spec.recurrent.state_size)
-        slots = SCHEDULERS * multiprocessors(self.device)
-        channels, size = way_of(counts, spec.num_heads, sizes, slots, not spec.batch_invariant)
-        return Cut(channels, Pieces(counts, size, self.device) if size else None)
+        spec, slots = self.spec, SCHEDULERS * multiprocessors(self.device)
+        config, size = way_of(counts, spec.num_heads, self.configs, slots, not spec.batch_invariant)
+        return Cut(config, Pieces(counts, size, self.device) if size else None)
 
     def __call__(
         self,
@@ -150,7 +158,7 @@ class Selective:
         cut: Cut,
     ) -> None:
         """Run a step. `inputs`: x, dt, B, C; `meta`: the sequences' starts, lengths and slots."""
-        spec, form, none, config = self.spec, self.spec.recurrent, self.none, self.config
+        spec, form, none, config = self.spec, self.spec.recurrent, self.none, cut.config
         assert form is not None
         x, dt, B, C = inputs
         has = ("D" in params, "dt_bias" in params)
@@ -165,12 +173,11 @@ class Selective:
         words = words_of(B, C, form.state_size)
         for part in parts:
             _selective(
-                (programs, triton.cdiv(spec.num_heads, cut.channels), 1),
+                (programs, triton.cdiv(spec.num_heads, config.channels), 1),
                 (
                     x, dt, params["A"], B, C, params.get("D", none), params.get("dt_bias", none),
                     out, states, self.left, self.steps, *meta, *cells,
                 ),
                 (), tuple(t.stride(0) for t in (x, dt, B, C, out, states)), (size,),
-                selective_constants(spec, cut.channels, words, config.chunk, has, part),
-                {"num_warps": config.num_warps, "num_stages": config.num_stages},
+                selective_constants(spec, config, words, has, part), OPTIONS,
             )  # fmt: skip
