@@ -214,9 +214,7 @@ def pick_mla(spec: LayerSpec, arch: str, gluon: bool) -> MLAConfig:
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """Tile sizes of the recurrent kernels: values (Mamba-1: channels) and tokens of a chunk (Mamba-1:
-    tokens that are loaded ahead).
-    """
+    """Tile sizes of the recurrent kernels: values (Mamba-1's decode: channels) and tokens of a chunk."""
 
     block_v: int
     chunk: int
@@ -236,7 +234,6 @@ class ScanRow:
 
 
 SCAN_TABLE: tuple[ScanRow, ...] = (
-    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(64, 2, 1, 1)),
     ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
     ScanRow(
         "any",
@@ -253,6 +250,28 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
 )
+
+
+@dataclass(frozen=True)
+class SelectiveConfig:
+    """Channels of a program of Mamba-1's prefill, tokens that it loads ahead, and its speed.
+
+    `alone`, `full`: the time of a token where a program has a scheduler to itself, and how much of
+    one it takes up where many share it; the unit is the first configuration's `alone`.
+    """
+
+    channels: int
+    ahead: int
+    alone: float
+    full: float
+
+
+SELECTIVE: tuple[SelectiveConfig, ...] = (
+    SelectiveConfig(128, 2, 1.0, 0.78),
+    SelectiveConfig(64, 4, 0.61, 0.41),
+    SelectiveConfig(32, 4, 0.47, 0.285),
+)
+"""Of 16 states a channel, most channels first; H200: 0.55 us a token, the first alone."""
 
 
 def pick_scan(arch: str, kind: AttentionKind, phase: str) -> ScanConfig:
