@@ -1,7 +1,8 @@
-"""Which prefill kernels does TRITON_ATTN's kit reach on a Hopper? A pytest plugin that counts them.
+r"""Which prefill kernels does TRITON_ATTN's kit reach on a Hopper? A pytest plugin that counts them.
 
     cd benchmarks
-    ROUTES=FILE python -m pytest -p kit_routes -n 8 --pyargs polyattn.conformance --polyattn-backend TRITON_ATTN
+    ROUTES=FILE python -m pytest -p kit_routes --pyargs polyattn.conformance \
+        --polyattn-backend TRITON_ATTN -n 8
     python kit_routes.py FILE
 
 Each process appends a line of what it counted; the second command adds them up.
