@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_which_steps_are_planned_for_it(
     """Others are dealt out as if there were no such kernel."""
     backend, _ = pretended(monkeypatch, PLAIN.replace(head_size=size))
     table = torch.zeros(len(lens), max(*queries, *lens) // 16 + 1, dtype=torch.int32)
-    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    starts = [0, *accumulate(queries)]
     batch = Batch(starts, lens, table)
     batch.causal = causal
     plan, portable = backend.plan_rows(batch), backend.plan_rows(batch, portable=True)
