@@ -7,6 +7,7 @@ from. BLOCK_M counts (query token, head of its group) rows, BLOCK_N keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyattn import AttentionKind, LayerSpec
 from polyattn.device import arch_matches
@@ -80,6 +81,27 @@ HOPPER: dict[int, Config] = {
     256: Config(128, 64, 12, 2),
 }
 """Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
+
+
+class Pipe(NamedTuple):
+    """How `prefill_hopper` is kept busy.
+
+    `stages`: tiles of keys and values in shared memory. `queries`: items whose queries lie there.
+    `turns`: its groups take turns at the tensor cores.
+    """
+
+    stages: int
+    queries: int
+    turns: bool = True
+
+
+HOPPER_PIPES: dict[int, tuple[Pipe, Pipe]] = {
+    64: (Pipe(3, 2), Pipe(6, 1)),
+    128: (Pipe(2, 2), Pipe(3, 1)),
+    256: (Pipe(2, 1), Pipe(2, 1)),
+}
+"""By head size: of whole tiles, and of pieces, of which a program has few, so that what would hold the
+next one's query holds keys on their way."""
 SLOWER_BY_TOKEN = frozenset({64})
 """Its head sizes for which the portable kernel is faster over keys by token (H200: 668 us at 1 x 8,192,
 with it 709); over pages that is the slower one."""
