@@ -29,7 +29,14 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.selective import Pieces, Selective, mamba1_strides, selective_constants
+from polyattn_triton.selective import (
+    Cut,
+    Selective,
+    mamba1_strides,
+    selective_configs,
+    selective_constants,
+    widest_words,
+)
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS, DRAFT_CHANNELS = 16, 128, 64
@@ -71,9 +78,10 @@ def scan_constants(
             "bias" in params, form.activation == "silu", decode,
         )  # fmt: skip
     if kind is AttentionKind.MAMBA1:
-        config = pick_scan(arch, kind, phase)
         if not decode:
-            return selective_constants(spec, config, has, "whole")
+            first = selective_configs(form.state_size)[0]
+            return selective_constants(spec, first, widest_words(spec), has, "whole")
+        config = pick_scan(arch, kind, phase)
         n = triton.next_power_of_2(form.state_size)
         each = spec.num_heads // form.channel_groups
         return (
@@ -97,14 +105,14 @@ def scan_constants(
 
 class ScanPlan(Plan):
     """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
-    RWKV-7's their chunks, for Mamba-1's the pieces of its sequences. `targets`: of drafts, where the
-    state after each token goes.
+    RWKV-7's their chunks, for Mamba-1's how its sequences are cut. `targets`: of drafts, where the state
+    after each token goes.
     """
 
     __slots__ = (
-        "phase", "pieces", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start",
+        "cut", "phase", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start",
     )  # fmt: skip
-    pieces: Pieces | None
+    cut: Cut | None
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
@@ -113,7 +121,7 @@ class ScanPlan(Plan):
         if self.targets is not None:
             self.phase = "drafts"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots, self.pieces = batch.state_slots, None
+        self.slots, self.cut = batch.state_slots, None
 
     @property
     def goal(self) -> tuple[Tensor, int]:
@@ -145,7 +153,7 @@ class TritonScan(RecurrentBackend):
         self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
         self._selective: Selective | None = None
         if spec.kind is AttentionKind.MAMBA1:
-            self._selective = Selective(spec, device.arch, self.torch_device)
+            self._selective = Selective(spec, self.torch_device)
         self._channels: Channels | None = None
         if spec.kind in CHANNELS:
             self._channels = Channels(spec, device.arch, self.torch_device)
@@ -155,7 +163,7 @@ class TritonScan(RecurrentBackend):
         if plan.phase == "prefill" and self.spec.kind in TILES:
             plan.list_tiles(TILES[self.spec.kind], self.torch_device)
         if self._selective is not None and plan.phase == "prefill":
-            plan.pieces = self._selective.cut(batch.query_lens)
+            plan.cut = self._selective.cut(batch.query_lens)
         return plan
 
     def run(
@@ -225,8 +233,8 @@ class TritonScan(RecurrentBackend):
         given.append(dense(inputs["z"]) if "z" in inputs else given[0])
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
-            assert self._selective is not None
-            self._selective(given, params, out, states, meta, plan.pieces)
+            assert self._selective is not None and plan.cut is not None
+            self._selective(given, params, out, states, meta, plan.cut)
             return
         x, dt, B, C, z = given
         config = pick_scan(self.device.arch, self.spec.kind, "decode")
