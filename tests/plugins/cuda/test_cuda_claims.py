@@ -58,6 +58,11 @@ def test_bf16_begins_with_ampere() -> None:
         ({"head_size": 96}, "head_size: wanted 96"),
         ({"head_size": 192, "kv_cache_dtype": "fp8_e4m3"}, "multiples of 128"),
         ({"head_size": 192, "v_head_size": 128}, "one size for keys and values"),
+        ({"mask": "custom", "graph_capture": "single_token_decode"}, "no buffers of a graph's"),
+        (
+            {"mask": "block_sparse", "graph_capture": "single_token_decode"},
+            "no buffers of a graph's",
+        ),
     ],
 )
 def test_what_flashinfer_refuses(changes: dict[str, Any], why: str) -> None:
