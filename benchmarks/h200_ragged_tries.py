@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from h200_ragged import MHA, K, Step, measured, steps
+from h200_ragged import MHA, K, Run, Step, measured, steps
 from polyattn import LayerSpec
 from polyattn_triton import attention, launch
 from polyattn_triton.configs import Pipe
+from timing import kernel_us
 
 ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
 
@@ -87,6 +88,13 @@ HIGH = {
 }  # fmt: skip
 
 
+def without_merge(step: Step) -> float:
+    """Time what cuts keys without what merges the parts: its results are none."""
+    run = Run(step, "TRITON_ATTN", lambda backend: setattr(backend, "_merge", lambda *_: None))
+    run()
+    return kernel_us(run, repeats=10)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=100)
@@ -126,6 +134,8 @@ def main() -> None:
             print(f"{step.name}: FLASH_ATTN_V3 {other}", flush=True)
             numbers = sorted((v, k) for k, v in found.items() if isinstance(v, float))
             print("   ", "; ".join(f"{k} {v:.1f}" for v, k in numbers), flush=True)
+            if tries is OWN:
+                print(f"    without the merge {without_merge(step):.1f}", flush=True)
             print("   ", {k: v for k, v in found.items() if not isinstance(v, float)}, flush=True)
 
 
