@@ -13,7 +13,6 @@ from typing import Any
 
 from h200_ragged import MHA, K, Run, Step, measured, steps
 from polyattn import LayerSpec
-from polyattn_triton import attention, launch
 from polyattn_triton.configs import Pipe
 from timing import kernel_us
 
@@ -54,24 +53,19 @@ FEW_HEADS = {
 }  # fmt: skip
 
 
-def owned(stages: int, queries: int, turns: bool = True, parts: int = 0, rows: int = 0) -> Any:
-    """Hopper's own prefill, in pieces; `parts` merged at once, `rows` by a program."""
+def owned(stages: int, queries: int, turns: bool = True) -> Callable[[Any], None]:
+    """Hopper's own prefill, in pieces."""
 
     def tweak(backend: Any) -> None:
         assert backend.hopper is not None
         backend.hopper.pipes = (backend.hopper.pipes[0], Pipe(stages, queries, turns))
-        launch.parts_at_once = lambda *_: parts or AT_ONCE(*_)
-        launch.merge_rows = attention.merge_rows = lambda *_: rows or ROWS(*_)
 
     return tweak
 
 
-AT_ONCE, ROWS = launch.parts_at_once, launch.merge_rows
 OWN = {
     "2 stages, 2 queries": owned(2, 2), "2 stages": owned(2, 1), "3 stages": owned(3, 1),
     "3 stages, no turns": owned(3, 1, False), "2 stages, 2 queries, no turns": owned(2, 2, False),
-    "32 parts": owned(3, 1, parts=32), "2 rows, 32 parts": owned(3, 1, parts=32, rows=2),
-    "2 rows": owned(3, 1, rows=2), "8 rows, 8 parts": owned(3, 1, parts=8, rows=8),
     "portable": pieces(0),
 }  # fmt: skip
 TAIL = {"stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4)}
@@ -124,7 +118,6 @@ def main() -> None:
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
                 break
-            launch.parts_at_once, launch.merge_rows, attention.merge_rows = AT_ONCE, ROWS, ROWS
             row = measured(step, "TRITON_ATTN", tweak)
             found[name] = row.get("us", row.get("cannot"))
             if row.get("repeats_bits") is False:
