@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyattn_triton.configs import Config
 from polyattn_triton.decode import decode_kernel
-from polyattn_triton.launch import Site, merge_constants, merge_rows
+from polyattn_triton.launch import Site, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, Generated, table
@@ -230,27 +230,27 @@ class TritonAttention(PlannedAttention):
             v_scale = (params.v_scale if quantized else 1.0) / params.out_scale
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        key = ("merge", plan.way, plan.rows, out.stride(), lse is None)
+        merging = plan.merging
+        assert merging is not None
+        key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.variant)
         site = self._sites.get(key)
         if site is None:
             constants = merge_constants(
-                spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
+                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
                 plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
                 SCALES[spec.scales], self._functions[-1] == 2,
             )  # fmt: skip
-            early = {"launch_pdl": True} if self.early else {}
-            site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)
-            self._sites[key] = site
-        rows = merge_rows(plan.rows, spec.v_head_size)
+            options = merge_options(spec.v_head_size, self.early)
+            site = self._sites[key] = Site(merge_kernel, out.stride()[:2], constants, options)
         site(
-            (plan.grid[0], -(-plan.rows // rows), spec.num_kv_heads),
+            merging.grid(plan.rows, spec.num_kv_heads),
             (
                 parts, part_lse, out, out if lse is None else lse,
                 part_lse if params.sinks is None else params.sinks, *self._scales(out, params)[2:],
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
-            (0 if lse is None else lse.stride(0),),
+            (0 if lse is None else lse.stride(0), plan.grid[0]),
         )  # fmt: skip
 
 

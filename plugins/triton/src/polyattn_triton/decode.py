@@ -238,7 +238,7 @@ def decode_kernel(
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
-                part_row = part_at(part, kv_head) * ROWS
+                part_row = part_at(part, kv_head, tl.num_programs(0)) * ROWS
                 store_part(
                     acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
                 )  # fmt: skip
@@ -249,7 +249,8 @@ def decode_kernel(
                         tl.store(counter, 0)
                         ok = start + group < query_len * G
                         total, top, weight = merged(
-                            PARTS, PART_LSE, part_at(2 * first, kv_head) * ROWS + group,
+                            PARTS, PART_LSE,
+                            part_at(2 * first, kv_head, tl.num_programs(0)) * ROWS + group,
                             last - first + 1, ok, ROWS, True,
                             ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
                         )  # fmt: skip

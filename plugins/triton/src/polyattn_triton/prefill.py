@@ -280,7 +280,7 @@ def prefill_kernel(
             in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
             row_ok = in_query < query_len
             if last > first:
-                part_row = part_at(part, kv_head) * BLOCK_M
+                part_row = part_at(part, kv_head, tl.num_programs(0)) * BLOCK_M
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
                 finish(

@@ -66,6 +66,11 @@ class Stretches:
     item: int
     programs: int
 
+    def most_parts(self) -> int:
+        """Return how many parts a tile is cut into at most."""
+        first, last = self.line[:-1] // self.share, (self.line[1:] - 1) // self.share
+        return int((last - first).max()) + 1
+
     def work(self, tiles: Tiles | None = None) -> NDArray[np.int32]:
         """Return what the kernels read, int32: header, columns, the line, sequences, first rows.
 
