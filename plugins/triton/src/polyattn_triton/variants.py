@@ -9,6 +9,7 @@ import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 from torch import Tensor
 
+from polyattn_triton.cache_rope import rope_constants
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
@@ -83,17 +84,28 @@ def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> t
 
 def prefill_constants(
     spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
-    functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None,
+    functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None, turns_at: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`.
 
-    `where_seen`: `Generated`'s, where key tiles are listed.
+    `where_seen`: `Generated`'s, where key tiles are listed. `turns_at`: `rope_constants`' `at`.
     """
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
     masks = _mask_constants(spec, lse, functions)
     listed = (False, None, 0) if where_seen is None else (True, *where_seen)
-    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales], *listed)
+    rope = rope_constants(spec, turns_at)
+    return (
+        spec.gqa_ratio,
+        *shape,
+        paged,
+        *masks,
+        split,
+        early,
+        SCALES[spec.scales],
+        *listed,
+        *rope,
+    )
 
 
 def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,12 +118,12 @@ def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> t
 
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
-    paired: bool, functions: tuple[Any, ...] = NOTHING,
+    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
-    `functions`: `Generated.constants`.
+    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = part_rows(spec, config, way == "few")
@@ -122,6 +134,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
+        *rope_constants(spec, turns_at),
     )  # fmt: skip
 
 
