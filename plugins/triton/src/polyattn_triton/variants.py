@@ -164,7 +164,8 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     """
     width = power(max(spec.head_size, spec.v_head_size))
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
-    plain = not (spec.sliding_window or spec.chunk_size or spec.alibi)
+    # Keys that are rotated want the registers of four warps.
+    plain = bool(spec.rope) or not (spec.sliding_window or spec.chunk_size or spec.alibi)
     config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
     if phase in ("prefill", "paged"):
         # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
@@ -193,7 +194,7 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
     # The masks of a size that is no power of two and of a window are held at once.
     masked = power(spec.head_size) != spec.head_size and spec.sliding_window is not None
-    return HIGH_ON_ONE if wide or tall or small or masked else FEW_ON_ONE
+    return HIGH_ON_ONE if wide or tall or small or masked or spec.rope else FEW_ON_ONE
 
 
 def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
