@@ -53,7 +53,14 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
+    alone = (
+        spec.sliding_window
+        or spec.chunk_size
+        or spec.alibi
+        or spec.rope
+        or spec.variant
+        or spec.mask
+    )
     masked = LISTED if Generated.of_mask(spec) is not None else ()
     return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
 

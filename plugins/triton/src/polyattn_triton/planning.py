@@ -168,7 +168,7 @@ class PlannedAttention(AttentionBackend):
         Not where a score depends on the key's place.
         """
         spec = self.spec
-        placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
+        placed = spec.variant or spec.alibi or spec.rope or spec.sliding_window or spec.chunk_size
         if spec.mask != "block_sparse" or placed or spec.length_bounds or self.cache is None:
             return None
         if not batch.all_decode:
