@@ -179,6 +179,7 @@ def test_features_are_complete() -> None:
     from polyattn.spec.features import FEATURES, RECURRENT
 
     others = RECURRENT | {
+        "cache_positions_by_length",
         "length_bounds",
         "block_sparse",
         "tensor_scales",

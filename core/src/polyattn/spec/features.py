@@ -20,6 +20,7 @@ FEATURES = {
     "learned_sinks": "learned sink logits",
     "sink_tokens": "kept first tokens beyond the window",
     "cache_positions": "keys rotated at their places within the cache",
+    "cache_positions_by_length": "of these, frequencies that follow a sequence's length",
     "variant": "a variant's functions of scores",
     "custom_mask": "masks that a step brings",
     "block_sparse": "rows of blocks that a step brings",
@@ -44,6 +45,7 @@ RECURRENT = frozenset({"gated", "grouped_channels", "bc_in_float32", "narrow_sta
 def features(spec: LayerSpec) -> frozenset[str]:
     """Return the names in `FEATURES` that `spec` asks for."""
     form = spec.recurrent
+    in_cache = spec.rope is not None and spec.rope.positions == "cache"
     wanted = {
         "causal": spec.causal,
         "non_causal": not spec.causal,
@@ -56,7 +58,8 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "alibi": spec.alibi,
         "learned_sinks": spec.learned_sinks,
         "sink_tokens": spec.sink_tokens > 0,
-        "cache_positions": spec.rope is not None and spec.rope.positions == "cache",
+        "cache_positions": in_cache,
+        "cache_positions_by_length": in_cache and spec.rope.scaling in ("dynamic", "longrope"),
         "variant": spec.variant is not None,
         "custom_mask": spec.mask == "custom",
         "block_sparse": spec.mask == "block_sparse",

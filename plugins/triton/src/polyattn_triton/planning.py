@@ -24,6 +24,7 @@ from polyattn_triton.configs import Config
 from polyattn_triton.hopper import hopper_prefill
 from polyattn_triton.launch import (
     Kept,
+    Merge,
     Workspace,
     fitting,
     launches_early,
@@ -71,12 +72,12 @@ class AttentionPlan(Plan):
     stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
     prefill goes through at a time; 0: the portable kernel runs. `portable`: the plan for that one, once
     tensors needed it. `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`).
-    `chosen`: the batch is over chosen pages, and needs no mask.
+    `chosen`: the batch is over chosen pages, and needs no mask. `merging`: what that kernel is to do.
     """
 
     __slots__ = (
-        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "portable",
-        "rows", "splits",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "merging",
+        "portable", "rows", "splits",
         "table", "variant", "way", "work",
     )  # fmt: skip
 
@@ -84,6 +85,7 @@ class AttentionPlan(Plan):
         super().__init__(batch)
         self.way, self.splits, self.rows, self.merge, self.fresh = "decode", 1, 0, False, False
         self.work, self.table = work, (0, 0)
+        self.merging: Merge | None = None
         self.grid: tuple[int, int, int] = (0, 1, 1)
         self.config: Config
         self.kept: Kept
@@ -177,7 +179,7 @@ class PlannedAttention(AttentionBackend):
         Not where a score depends on the key's place.
         """
         spec = self.spec
-        placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
+        placed = spec.variant or spec.alibi or spec.rope or spec.sliding_window or spec.chunk_size
         if spec.mask != "block_sparse" or placed or spec.length_bounds or self.cache is None:
             return None
         if not batch.all_decode:
@@ -346,7 +348,13 @@ class PlannedAttention(AttentionBackend):
             programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
         rates = self.decode_rates if tiles is None else self.rates
-        work = stretches(keys, programs, rates, most).work(tiles)
+        dealt = stretches(keys, programs, rates, most)
+        if plan.merge:
+            # A captured graph's grid and order serve later steps, whatever tiles these have.
+            held = self.spec.graph_capture
+            tiles_cut = (programs, programs) if held else (len(keys), dealt.most_parts())
+            plan.merging = Merge(programs, *tiles_cut)
+        work = dealt.work(tiles)
         space = len(work) + 3 * max(0, room - len(keys))
         plan.work = to_device(work, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
