@@ -227,18 +227,15 @@ class FlashInferAttention(AttentionBackend):
         spec, cache = self.spec_of(plan.batch), self.cache
         assert cache is not None
         causal, bits, plan.empty = masks.over_rows(rows, spec, self.torch_device)
-        lists = listed(rows.lens, rows.table(plan.batch), cache.block_size)
         starts = torch.from_numpy(np.concatenate([[0], rows.queries.cumsum()]).astype(np.int32))
+        lists = [starts, *listed(rows.lens, rows.table(plan.batch), cache.block_size)]
         masked = {} if bits is None else {"custom_mask": bits}
         if masked:  # which it packs on the device
-            starts, lists = (
-                starts.to(self.torch_device),
-                tuple(t.to(self.torch_device) for t in lists),
-            )
+            lists = [t.to(self.torch_device) for t in lists]
         plan.lease = self.pool.lease(plan, "paged" if masked else "rows")
         plan.lease.plan(
-            starts, *lists, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size,
-            causal=causal, **(self.options | {"window_left": -1} | masked),
+            *lists, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size, causal=causal,
+            **(self.options | {"window_left": -1} | masked),
         )  # fmt: skip
 
     def _plan_ragged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
