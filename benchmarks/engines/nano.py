@@ -171,6 +171,57 @@ def throughput(checkout: str, rounds: int = 2) -> list[dict[str, Any]]:
     return found_rows
 
 
+@torch.inference_mode()
+def decode_times(layers: int = 28) -> list[dict[str, Any]]:
+    """What the decodes of one step take in a captured graph, Qwen3-0.6B's heads, lengths near 800.
+
+    Each side's 28 calls over caches of their own, pages of 256, tables as wide as nano-vllm's.
+    """
+    from polyattn_flash_attn import flash_attn_2
+
+    from engines import Captured
+
+    sides = {"polyattn": flash_attn_2, "FlashAttention-3": fa3.load()}
+    heads, kv_heads, size, width, found = 16, 8, 128, 16, []
+    for rows in (1, 8, 64, 256):
+        lens = torch.randint(400, 1200, (rows,), dtype=torch.int32, device="cuda")
+        table = torch.randperm(rows * 5, device="cuda").int().view(rows, 5)
+        table = torch.nn.functional.pad(table, (0, width - 5))
+        caches = torch.randn(
+            2, layers if rows < 256 else 7, rows * 5, 256, kv_heads, size, device="cuda",
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        query = torch.randn(rows, 1, heads, size, device="cuda", dtype=torch.bfloat16)
+        row: dict[str, Any] = {"what": f"{rows} rows"}
+        for who, functions in sides.items():
+
+            def step(functions: Any = functions) -> torch.Tensor:
+                for layer in range(layers):
+                    at = layer % caches.shape[1]  # noqa: B023
+                    out: torch.Tensor = functions.flash_attn_with_kvcache(
+                        query, caches[0, at], caches[1, at], cache_seqlens=lens,  # noqa: B023
+                        block_table=table, causal=True,  # noqa: B023
+                    )  # fmt: skip
+                return out
+
+            graph = Captured(step)
+            row[f"{who} us a layer"] = min(_graph_us(graph) for _ in range(5)) / layers
+        found.append(
+            row | {"ratio": row["FlashAttention-3 us a layer"] / row["polyattn us a layer"]}
+        )
+    return found
+
+
+def _graph_us(graph: Any, replays: int = 10) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(replays):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / replays * 1e3
+
+
 def _agreed(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
