@@ -7,6 +7,7 @@ import io
 import pstats
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -135,12 +136,12 @@ def backends() -> list[Row]:
 
     q, k, v = tensors()
     found: list[Row] = []
-    for name in BACKENDS:
+    for name, causal in product(BACKENDS, (True, False)):
 
         def call() -> object:
-            return polyattn.attention(q, k, v, causal=True, backend=name)  # noqa: B023
+            return polyattn.attention(q, k, v, causal=causal, backend=name)  # noqa: B023
 
-        row: Row = {"what": f"attention by {name or 'whom it chooses'}"}
+        row: Row = {"what": f"by {name or 'whom it chooses'}, {'causal' if causal else 'all keys'}"}
         try:
             dense._calls.clear()
             call()

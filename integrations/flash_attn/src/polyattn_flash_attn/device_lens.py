@@ -49,7 +49,8 @@ def decode_on_device(
     way = way_of(query, key, value, asked_of(asked), alibi_slopes=slopes)
     if way is None:
         return None
-    position = lens.long()
+    if rotary is not None or new is not None:
+        position = lens.long()
     if rotary is not None:
         query = rotary(query, position)
     if new is not None:
