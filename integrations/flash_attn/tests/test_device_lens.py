@@ -96,8 +96,8 @@ def test_lengths_that_change_in_place_need_no_plan(monkeypatch: pytest.MonkeyPat
     function, given, extra = case()
     unread(monkeypatch)
     planned: list[Any] = []
-    plan = core._plan
-    monkeypatch.setattr(core, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1])
+    plan = core.Way._plan
+    monkeypatch.setattr(core.Way, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1])
     function(*given, **extra)
     lens = extra["cache_seqlens"]
     lens.copy_(torch.tensor([64, 2, 30, 0]))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from polyattn import settings
-from polyattn.families.attention.device_lens import decode, way_of
+from polyattn.families.attention.device_lens import way_of
 from torch import Tensor
 
 from polyattn_flash_attn.calls import FlashAsked, Rotary, asked_of
@@ -46,7 +46,7 @@ def decode_on_device(
         return None
     key, value, table = paged
     slopes, size = asked.alibi_slopes, key.shape[1]
-    way = way_of(query, key, value, asked_of(asked), alibi_slopes=slopes)
+    way = way_of(query, key, value, table, lens, asked_of(asked), alibi_slopes=slopes)
     if way is None:
         return None
     if rotary is not None or new is not None:
@@ -58,8 +58,8 @@ def decode_on_device(
         new_key = new[0] if rotary is None else rotary(new[0], position)
         key[page, position % size] = new_key.to(key.dtype)
         value[page, position % size] = new[1].to(value.dtype)
-        lens = lens + 1
-    out, lse = decode(way, query, key, value, table, lens, alibi_slopes=slopes)
+        lens = way.after(lens)
+    out, lse = way(query, key, value, table, lens, alibi_slopes=slopes)
     return out, None if lse is None else lse.T
 
 

@@ -82,12 +82,14 @@ def _stays_on_device(
         isinstance(cache_seqlens, Tensor)
         and cache_seqlens.device.type in BY_DEVICE
         and cache_seqlens.dtype == torch.int32
-        and all(n == 1 for n in (*query_lens, *([] if new is None else new[2])))
+        and set(query_lens) == ONE
+        and (new is None or set(new[2]) == ONE)
         and cache_leftpad is None
         and (slopes is None or slopes.dim() == 1)
     )
 
 
+ONE = {1}
 BY_DEVICE = frozenset({"cuda"})
 """Devices whose lengths are left where they are; a CPU's cost nothing to read."""
 

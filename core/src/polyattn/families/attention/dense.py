@@ -110,7 +110,7 @@ def run(
     Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
     """
     assert isinstance(step, AttentionStep)
-    params = _params(step.group.spec, query, sinks, alibi_slopes)
+    params = parameters(step.group.spec, query, sinks, alibi_slopes)
     lse = None
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
@@ -139,7 +139,7 @@ def run_given(
         return found
     if query.requires_grad or key.requires_grad or value.requires_grad:
         refuse_gradients(query=query, key=key, value=value)
-    params = _params(step.group.spec, query, sinks, alibi_slopes)
+    params = parameters(step.group.spec, query, sinks, alibi_slopes)
     out, lse = query.new_empty(step.out_shape), None
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
@@ -158,9 +158,10 @@ def _addressed(call: Call, *tensors: Tensor) -> Addressed | None:
 _PLAIN = LayerParams()
 
 
-def _params(
+def parameters(
     spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
 ) -> LayerParams:
+    """Return what comes with a call beside its tensors. Raises `BatchError`."""
     if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
         return _PLAIN
     if spec.alibi and alibi_slopes is None:
@@ -283,7 +284,7 @@ class DenseCall:
             refuse_gradients(query=query, key=key, value=value)
         params = _PLAIN
         if sinks is not None or alibi_slopes is not None:
-            params = _params(self.step.group.spec, query, sinks, alibi_slopes)
+            params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
         if self.addressed is not None:
             out, lse = query.new_empty(self.out_shape), None
             if self.needs_lse:
