@@ -6,7 +6,7 @@ import cProfile
 import io
 import pstats
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -17,7 +17,7 @@ from engines import DEVICE
 
 ROWS, TOKENS, HEADS, SIZE = 8, 16, 8, 128
 BACKENDS = (
-    (None, "TRITON_ATTN", "FLASH_ATTN_V3", "FLASHINFER", "TORCH_SDPA")
+    (None, "TRITON_ATTN", "FLASH_ATTN_V3", "TORCH_SDPA")
     if DEVICE == "cuda"
     else (None, "NATIVE_ATTN", "TORCH_SDPA")
 )
@@ -47,7 +47,7 @@ def tensors() -> list[Tensor]:
 
 
 @torch.no_grad()
-def ways() -> list[Row]:
+def ways() -> Iterator[Row]:
     """Each way in, and FlashAttention-3's operator itself, over torch's own function."""
     import polyattn
     from polyattn_flash_attn import flash_attn_2 as fa
@@ -89,7 +89,7 @@ def ways() -> list[Row]:
         )
     except Exception as error:
         print(f"no FlashAttention-3 here: {error}", flush=True)
-    return over(calls)
+    yield from over(calls)
 
 
 def bridges(first: list[Tensor]) -> Calls:
@@ -112,30 +112,28 @@ def bridges(first: list[Tensor]) -> Calls:
     return found
 
 
-def over(calls: Calls) -> list[Row]:
-    """Return each call's host time, and over that of the first."""
-    found: list[Row] = []
+def over(calls: Calls) -> Iterator[Row]:
+    """Yield each call's host time, and over that of the first."""
+    base = None
     for name, call in calls.items():
         try:
             call()
             microseconds = host_us(call)
         except Exception as error:
-            found.append({"what": name, "failed": f"{type(error).__name__}: {error}"[:200]})
+            yield {"what": name, "failed": f"{type(error).__name__}: {error}"[:200]}
             continue
-        base = found[0]["host us"] if found else microseconds
-        found.append({"what": name, "host us": microseconds, "over": microseconds / base})
-    return found
+        base = base or microseconds
+        yield {"what": name, "host us": microseconds, "over": microseconds / base}
 
 
 @torch.no_grad()
-def backends() -> list[Row]:
+def backends() -> Iterator[Row]:
     """`polyattn.attention` by each backend: the whole call, the kernel's own part, and core's."""
     import polyattn
     from polyattn.families.attention import dense
     from polyattn.kernel import LayerParams
 
     q, k, v = tensors()
-    found: list[Row] = []
     for name, causal in product(BACKENDS, (True, False)):
 
         def call() -> object:
@@ -162,12 +160,11 @@ def backends() -> list[Row]:
             row["run us"] = host_us(lambda: run(*flat, None, plain, out, None))  # noqa: B023
         except Exception as error:
             row["failed"] = f"{type(error).__name__}: {error}"[:200]
-        found.append(row)
-    return found
+        yield row
 
 
 @torch.no_grad()
-def stages() -> list[Row]:
+def stages() -> Iterator[Row]:
     """What small things cost here, of which a call is made up."""
     from polyattn.runtime.stateless import place_of
     from polyattn.settings import current
@@ -196,7 +193,7 @@ def stages() -> list[Row]:
             "raw stream": lambda: torch._C._cuda_getCurrentRawStream(0),
             "capturing?": torch.cuda.is_current_stream_capturing,
         } | launches()
-    return over(calls)
+    yield from over(calls)
 
 
 def launches() -> Calls:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import polyattn_transformers
 import torch
 from torch import Tensor
 
@@ -56,8 +57,6 @@ def prompt(padded: bool, length: int = 200) -> dict[str, Tensor]:
 
 def served() -> None:
     """Raise where something fell back."""
-    import polyattn_transformers
-
     report = polyattn_transformers.report()
     assert report.served and not report.fallbacks, str(report)
 
@@ -150,7 +149,6 @@ def compiled(name: str) -> dict[str, Any]:
 
 def batching(name: str) -> dict[str, Any]:
     """Continuous batching, the cache read and written in place: tokens equal `generate`'s."""
-    import polyattn_transformers
     from transformers import GenerationConfig
     from transformers.generation import ContinuousBatchingConfig
 

@@ -123,7 +123,8 @@ def test_the_rest_goes_by_the_host_s(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, given, extra = case(paged=False)
-    monkeypatch.setattr(kv_cache, "decode_on_device", None)  # not called
+    for module in (kv_cache, flash_attn_2):
+        monkeypatch.setattr(module, "decode_on_device", None)  # not called
     out, _ = function(*given, **extra | change)
     assert out.shape == (4, 1, 4, 16)
 

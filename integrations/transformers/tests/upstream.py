@@ -4,11 +4,11 @@
     pip install parameterized accelerate
     python integrations/transformers/tests/upstream.py transformers-5.23.0 [pytest's arguments]
 
-The source distribution holds `tests/test_modeling_common.py`, whose `ModelTesterMixin` every model's tests
-are made of; nothing of it is copied here. Its `eager_matches_sdpa_inference` (25 combinations of dtype,
-padding, mask and kernels) and `flash_attn_inference_equivalence` (both sides) are run for the models of
-`tiny_models.py` and for encoders, with "polyattn" wherever they ask for "sdpa" or a flash attention. A test
-in which polyattn served nothing, or in which something fell back that isn't listed, fails.
+The source distribution holds `tests/test_modeling_common.py`, of whose `ModelTesterMixin` all models'
+tests are made; nothing of it is copied here. Its `eager_matches_sdpa_inference` (25 combinations of
+dtype, padding, mask and kernels) and `flash_attn_inference_equivalence` (both sides) are run for the
+models of `tiny_models.py` and for encoders, with "polyattn" wherever they ask for "sdpa" or a flash
+attention. A test in which polyattn served nothing, or something fell back that isn't listed, fails.
 """
 
 from __future__ import annotations
@@ -104,6 +104,7 @@ def cases(mixin: Any) -> dict[str, type[TestCase]]:
     return found
 
 
+@torch.no_grad()  # the test has no need of gradients, and asks for them: eager attention would serve
 def _flash(test: Any, side: str) -> None:
     test.flash_attn_inference_equivalence(attn_implementation="polyattn", padding_side=side)
 

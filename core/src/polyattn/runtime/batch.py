@@ -251,7 +251,7 @@ class Batch(Lengths):
             batch.shared_prefix = restricted(self.shared_prefix, chosen)
         batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
         batch.__dict__["step_query_lens"] = self.step_query_lens
-        batch.causal = self.causal
+        batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
         index: Any = seqs
         if not isinstance(seqs, slice):
             index = torch.tensor(seqs, device=self.device)

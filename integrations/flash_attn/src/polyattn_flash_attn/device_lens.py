@@ -6,7 +6,6 @@ from math import gcd
 from typing import NamedTuple
 
 import torch
-from polyattn import settings
 from polyattn.families.attention.device_lens import way_of
 from torch import Tensor
 
@@ -41,10 +40,12 @@ def decode_on_device(
     None, and nothing has changed, where no backend goes by the device's lengths or a dense cache
     can't be viewed as pages. Whether a sequence has room nobody looks at, but for POLYATTN_CHECKS=1.
     """
-    paged = None if settings.current().checks else _as_pages(cache, query.shape[0])
-    if paged is None:
-        return None
-    key, value, table = paged
+    key, value, table = cache.key, cache.value, cache.block_table
+    if table is None:
+        paged = _as_pages(cache, query.shape[0])
+        if paged is None:
+            return None
+        key, value, table = paged
     slopes, size = asked.alibi_slopes, key.shape[1]
     way = way_of(query, key, value, table, lens, asked_of(asked), alibi_slopes=slopes)
     if way is None:
@@ -64,9 +65,7 @@ def decode_on_device(
 
 
 def _as_pages(cache: Cache, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the keys and values in pages, and the block table; None where strides allow no view."""
-    if cache.block_table is not None:
-        return cache.key, cache.value, cache.block_table
+    """Return dense keys and values in pages, and a block table; None where strides allow no view."""
     seqlen = cache.key.shape[1]
     page = gcd(seqlen, MOST_PAGE)
     if page < LEAST_PAGE or any(t.stride(0) != seqlen * t.stride(1) for t in cache[:2]):

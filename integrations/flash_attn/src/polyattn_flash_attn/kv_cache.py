@@ -33,7 +33,8 @@ def with_kvcache(
         if block_table is not None or new is not None:
             raise PolyattnError("cache_seqlens is missing; a cache with room needs it")
         cache_seqlens = k_cache.shape[1]
-    if _stays_on_device(query_lens, new, cache_seqlens, cache_leftpad, asked):
+    one_each = set(query_lens) == ONE and (new is None or set(new[2]) == ONE)
+    if one_each and stays_on_device(cache_seqlens, cache_leftpad, asked.alibi_slopes):
         cache = Cache(k_cache, v_cache, block_table, cache_batch_idx)
         token = None if new is None else (new[0], new[1])
         found = decode_on_device(query, cache, token, cache_seqlens, rotary, asked)  # type: ignore[arg-type]
@@ -69,21 +70,14 @@ def with_kvcache(
     return attend(query, query_lens, Keys(keys, values, used, starts), asked)
 
 
-def _stays_on_device(
-    query_lens: Sequence[int],
-    new: tuple[Tensor, Tensor, Sequence[int]] | None,
-    cache_seqlens: int | Tensor,
-    cache_leftpad: Tensor | None,
-    asked: FlashAsked,
+def stays_on_device(
+    cache_seqlens: int | Tensor | None, cache_leftpad: Tensor | None, slopes: Tensor | None
 ) -> bool:
-    """Whether a call can go by lengths that aren't copied to the host."""
-    slopes = asked.alibi_slopes
+    """Whether a call of one token a row can go by lengths that aren't copied to the host."""
     return (
         isinstance(cache_seqlens, Tensor)
         and cache_seqlens.device.type in BY_DEVICE
         and cache_seqlens.dtype == torch.int32
-        and set(query_lens) == ONE
-        and (new is None or set(new[2]) == ONE)
         and cache_leftpad is None
         and (slopes is None or slopes.dim() == 1)
     )

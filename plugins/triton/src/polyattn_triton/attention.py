@@ -33,6 +33,10 @@ from polyattn_triton.warm_up import warm_up
 Strides = tuple[int, ...]
 
 
+UNCUT_KEYS = 512
+"""Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
+
+
 class TritonAttention(PlannedAttention):
     """Decode and prefill; kernels are specialised for the strides that they meet."""
 
@@ -173,14 +177,20 @@ class TritonAttention(PlannedAttention):
         return _site(prefill_kernel, strides, constants, config, packed)
 
     def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
-        """Return the portable prefill's one launch over packed tensors that lie so."""
+        """Return the portable prefill's one launch over packed tensors that lie so.
+
+        Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
+        """
         spec = self.spec
-        if not isinstance(plan, AttentionPlan) or plan.way != "prefill" or plan.at_once:
-            return None
-        if plan.merge or self.generated or self.by_tensors or not plan.grid[0]:
+        assert isinstance(plan, AttentionPlan)
+        if self.generated or self.by_tensors or not plan.grid[0]:
             return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
+        if plan.merge or plan.at_once:
+            if plan.batch.max_seq_len > UNCUT_KEYS:
+                return None
+            plan = self.plan_rows(plan.batch, uncut=True)
         width = spec.num_heads * spec.v_head_size
         strides = (*((*s, 1) for s in lie[:3]), (width, spec.v_head_size, 1))
         dtype = STORAGE_DTYPES[spec.dtype]

@@ -24,7 +24,8 @@ _ATTENTION: tuple[Check, ...] = (
     attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
     attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
     attention.batch_invariant,
-    attention.graph, attention.reuse, attention.bounds, attention.context, search.search,
+    attention.graph, attention.reuse, attention.bounds, attention.addressed, attention.context,
+    search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (

@@ -17,6 +17,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.short_steps import server_of
 from polyattn.families.attention.views import View, ordered, token_view
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Addressed, LayerParams, Lie
@@ -82,7 +83,8 @@ def plan_for(
 ) -> AttentionStep:
     """Return the plan for these lengths; a plan is a value, so that equal calls share one.
 
-    `apart`: how far apart sequences' keys start, or where each starts; default: one after another.
+    It is of the group that serves such a step, which is another one where the step is short. `apart`:
+    how far apart sequences' keys start, or where each starts; default: one after another.
     """
     starts: Sequence[int] | None = None
     if isinstance(apart, int):
@@ -90,7 +92,7 @@ def plan_for(
     elif apart is not None:
         starts = apart
     batch = Batch.from_lens(query_lens, key_lens, key_starts=starts, device=group.torch_device)
-    step = group.plan(batch)
+    step = server_of(group, query_lens, key_lens).plan(batch)
     assert isinstance(step, AttentionStep)
     return step
 

@@ -35,7 +35,8 @@ def way_of(
 
     `query` (num_seqs, heads, size); `key`, `value` (pages, page size, KV heads, size); `block_table`
     int32 (num_seqs, pages of a row); `lens` int32 (num_seqs,). It serves all tensors that lie as these.
-    None where no backend goes by the device's lengths. What a graph captures needs a call of its kind
+    None where no backend goes by the device's lengths, and with POLYATTN_CHECKS=1, which reads them.
+    What a graph captures needs a call of its kind
     before, outside of the capture. Raises `BatchError`.
     """
     kind = (
@@ -52,17 +53,24 @@ def way_of(
         if len(_ways) >= KNOWN:
             _ways.clear()
         _check(query, block_table, lens)
-        try:
-            group = group_of(
-                query, key.shape[2], value.shape[3], asked, sinks is not None,
-                alibi_slopes is not None, block_size=key.shape[1], length_bounds=True,
-            )  # fmt: skip
-        except SelectionError:
-            _ways[kind] = None
-        else:
+        group = None if current().checks else _group(query, key, value, asked, sinks, alibi_slopes)
+        if group is not None:
             group.check_format(pages_of(key, value).format)
-            _ways[kind] = Way(group, query, block_table, key.shape[1])
+        _ways[kind] = None if group is None else Way(group, query, block_table, key.shape[1])
     return _ways[kind]
+
+
+def _group(
+    query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> LayerGroup | None:  # fmt: skip
+    try:
+        return group_of(
+            query, key.shape[2], value.shape[3], asked, sinks is not None, alibi_slopes is not None,
+            block_size=key.shape[1], length_bounds=True,
+        )  # fmt: skip
+    except SelectionError:
+        return None
 
 
 class Way:
