@@ -366,9 +366,10 @@ def addressed(case: Case, harness: AttentionHarness) -> None:
     if not step.calls:
         return
     tensors = given.query, given.key, given.value
-    strides = [(t.stride(0), t.stride(1)) for t in tensors]
+    of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
     (call,) = step.calls
-    run = call.backend.addressed(call.plan, Lie(*strides, given.key.shape[0]))
+    lie = Lie(of_query, of_key, of_value, given.key.shape[0])
+    run = call.backend.addressed(call.plan, lie)
     if run is None:
         assert given.batch.max_seq_len > 64, (
             "it claims by_address, and a short step has no such way"
