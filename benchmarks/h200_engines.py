@@ -73,6 +73,11 @@ def sections(nano: str) -> dict[str, Callable[[Any], None]]:
                 f"captured, {count} rows over pages", lambda n=count: functions.captured(n, True)
             )
         rows.add("captured, 8 dense rows", lambda: functions.captured(8, False))
+        for count in (4, 64):
+            rows.add(
+                f"captured, {count} rows of 3 tokens",
+                lambda n=count: functions.captured(n, True, tokens=3),
+            )
 
     def vllm(rows: Any) -> None:
         from engines import vllm_graphs

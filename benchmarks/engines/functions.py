@@ -91,7 +91,7 @@ def _cached(fa: Any, seed: int, dtype: torch.dtype, given: Any, wants: Any) -> f
 
 
 @torch.no_grad()
-def captured(rows: int, paged: bool) -> dict[str, Any]:
+def captured(rows: int, paged: bool, tokens: int = 1) -> dict[str, Any]:
     """A captured step that appends and attends, replayed over lengths and tables that change."""
     from polyattn_flash_attn import flash_attn_2 as fa
 
@@ -108,8 +108,8 @@ def captured(rows: int, paged: bool) -> dict[str, Any]:
         )
     lens = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
     table = torch.zeros(rows, width, dtype=torch.int32, device=DEVICE)
-    q = torch.randn(rows, 1, HEADS, SIZE, device=DEVICE, dtype=dtype)
-    k, v = (torch.randn(rows, 1, KV_HEADS, SIZE, device=DEVICE, dtype=dtype) for _ in range(2))
+    q = torch.randn(rows, tokens, HEADS, SIZE, device=DEVICE, dtype=dtype)
+    k, v = (torch.randn(rows, tokens, KV_HEADS, SIZE, device=DEVICE, dtype=dtype) for _ in range(2))
 
     def step() -> Tensor:
         return fa.flash_attn_with_kvcache(
@@ -120,7 +120,7 @@ def captured(rows: int, paged: bool) -> dict[str, Any]:
     step_ = Captured(step)
     error = 0.0
     for _ in range(6):
-        chosen = torch.randint(0, width * page - 1, (rows,))
+        chosen = torch.randint(0, width * page - tokens, (rows,))
         order = torch.randperm(rows * width).view(rows, width)
         lens.copy_(chosen)
         table.copy_(order)
@@ -128,7 +128,7 @@ def captured(rows: int, paged: bool) -> dict[str, Any]:
             tensor.normal_()
         out = step_.replay()
         for row in range(0, rows, max(1, rows // 4)):
-            length = int(chosen[row]) + 1
+            length = int(chosen[row]) + tokens
             if paged:
                 kept = [c[order[row].to(DEVICE)].flatten(0, 1)[:length] for c in (k_cache, v_cache)]
             else:

@@ -8,6 +8,7 @@ import torch
 from polyattn import PolyattnError
 from polyattn.families.attention.packed import Keys
 from polyattn.families.attention.views import keys_as_tokens
+from polyattn.runtime.inputs import capturing
 from torch import Tensor
 
 from polyattn_flash_attn.calls import FlashAsked, Rotary, attend, host
@@ -33,8 +34,9 @@ def with_kvcache(
         if block_table is not None or new is not None:
             raise PolyattnError("cache_seqlens is missing; a cache with room needs it")
         cache_seqlens = k_cache.shape[1]
-    one_each = set(query_lens) == ONE and (new is None or set(new[2]) == ONE)
-    if one_each and stays_on_device(cache_seqlens, cache_leftpad, asked.alibi_slopes):
+    if _alike(query, query_lens, new) and stays_on_device(
+        cache_seqlens, cache_leftpad, asked.alibi_slopes
+    ):
         cache = Cache(k_cache, v_cache, block_table, cache_batch_idx)
         token = None if new is None else (new[0], new[1])
         found = decode_on_device(query, cache, token, cache_seqlens, rotary, asked)  # type: ignore[arg-type]
@@ -73,7 +75,7 @@ def with_kvcache(
 def stays_on_device(
     cache_seqlens: int | Tensor | None, cache_leftpad: Tensor | None, slopes: Tensor | None
 ) -> bool:
-    """Whether a call of one token a row can go by lengths that aren't copied to the host."""
+    """Whether a call of as many tokens in each row can go by lengths that aren't copied to the host."""
     return (
         isinstance(cache_seqlens, Tensor)
         and cache_seqlens.device.type in BY_DEVICE
@@ -83,7 +85,19 @@ def stays_on_device(
     )
 
 
-ONE = {1}
+def _alike(
+    query: Tensor, query_lens: Sequence[int], new: tuple[Tensor, Tensor, Sequence[int]] | None
+) -> bool:
+    """Whether rows have one number of tokens: few, unless a graph is captured.
+
+    Of many, a plan by exact lengths is worth the wait for them.
+    """
+    same = len(set(query_lens)) == 1 and (new is None or len(set(new[2])) == 1)
+    return same and 0 < query_lens[0] <= (query_lens[0] if capturing(query) else FEW)
+
+
+FEW = 16
+"""Tokens of a row that are taken as a decode: drafts that are verified."""
 BY_DEVICE = frozenset({"cuda"})
 """Devices whose lengths are left where they are; a CPU's cost nothing to read."""
 

@@ -1,4 +1,4 @@
-"""What if only the device knows the lengths? Decode is planned by bounds, and nothing copied back."""
+"""What if only the device knows the lengths? Steps are planned by bounds, and nothing is copied back."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def way_of(
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Way | None:
-    """Return what attends for one token of each sequence over pages, by lengths left on the device.
+    """Return what attends over pages by lengths left on the device, for as many tokens of each sequence.
 
-    `query` (num_seqs, heads, size); `key`, `value` (pages, page size, KV heads, size); `block_table`
-    int32 (num_seqs, pages of a row); `lens` int32 (num_seqs,). It serves all tensors that lie as these.
-    None where no backend goes by the device's lengths, and with POLYATTN_CHECKS=1, which reads them.
-    What a graph captures needs a call of its kind
-    before, outside of the capture. Raises `BatchError`.
+    `query` (num_seqs * tokens of each, heads, size); `key`, `value` (pages, page size, KV heads, size);
+    `block_table` int32 (num_seqs, pages of a row); `lens` int32 (num_seqs,). It serves all tensors that
+    lie as these. None where no backend goes by the device's lengths, and with POLYATTN_CHECKS=1, which
+    reads them. What a graph captures needs a call of its kind before, outside of the capture. Raises
+    `BatchError`.
     """
     kind = (
         current(), generation(), place_of(query.device), asked, sinks is None, alibi_slopes is None,
@@ -78,16 +78,17 @@ class Way:
 
     __slots__ = (
         "_after", "bounds", "device_type", "gaps", "group", "lse_shape", "needs_lse", "out_shape",
-        "starts",
+        "starts", "tokens",
     )  # fmt: skip
 
     def __init__(self, group: LayerGroup, query: Tensor, block_table: Tensor, page: int):
-        spec, count = group.spec, query.shape[0]
+        spec, tokens, count = group.spec, query.shape[0], block_table.shape[0]
         self.group, self.device_type = group, group.device_type
-        self.starts = _starts(count, query.device)
+        self.tokens = tokens // max(count, 1)
+        self.starts = _starts(count, self.tokens, query.device)
         self.bounds = [block_table.shape[1] * page] * count
         self.gaps = query.stride(2) != 1
-        self.out_shape = (count, spec.num_heads, spec.v_head_size)
+        self.out_shape = (tokens, spec.num_heads, spec.v_head_size)
         self.lse_shape, self.needs_lse = self.out_shape[:2], spec.needs_lse
         self._after: Tensor | None = None
 
@@ -104,8 +105,8 @@ class Way:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; no sequence may be longer than its row of the table, which nobody looks at.
 
-        Returns the output (num_seqs, heads, size) and, where asked, the LSE (num_seqs, heads), float32.
-        Raises `BatchError`.
+        Returns the output, as `query`, and, where asked, the LSE (tokens, heads), float32. Raises
+        `BatchError`.
         """
         if torch.is_grad_enabled():
             refuse_gradients(query=query, key=key, value=value)
@@ -120,11 +121,11 @@ class Way:
             step.run(query, None, None, pages, params, out, lse)
         return out, lse
 
-    def after(self, lens: Tensor) -> Tensor:
-        """Return the lengths after one more token each, in a tensor that stays: so do its plans."""
+    def after(self, lens: Tensor, count: int) -> Tensor:
+        """Return the lengths after so many more tokens each, in a tensor that stays: so do its plans."""
         if self._after is None:
             self._after = torch.empty_like(lens, memory_format=torch.contiguous_format)
-        return torch.add(lens, 1, out=self._after)
+        return torch.add(lens, count, out=self._after)
 
     def _plan(self, block_table: Tensor, lens: Tensor) -> AttentionStep:
         """Return the plan over these tensors, kept on `lens`: their values change nothing in it."""
@@ -136,7 +137,8 @@ class Way:
         if plan is None:
             # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
             batch = Batch.on_buffers(
-                list(range(len(self.bounds) + 1)), self.bounds, self.starts, lens.detach(),
+                [self.tokens * i for i in range(len(self.bounds) + 1)], self.bounds, self.starts,
+                lens.detach(),
                 block_table.detach(), None,
             )  # fmt: skip
             if len(plans) >= 16:
@@ -153,19 +155,23 @@ KNOWN = 1024
 
 
 def _check(query: Tensor, block_table: Tensor, lens: Tensor) -> None:
-    count = query.shape[0]
+    if block_table.dtype != torch.int32 or block_table.dim() != 2:
+        raise BatchError(
+            f"block_table is {block_table.dtype} of shape {tuple(block_table.shape)}; it must be "
+            "torch.int32 of (num_seqs, pages)"
+        )
+    count = block_table.shape[0]
     if lens.dtype != torch.int32 or lens.shape != (count,):
         raise BatchError(
             f"lens is {lens.dtype} of shape {tuple(lens.shape)}; it must be torch.int32 of ({count},)"
         )
-    if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != count:
+    if query.shape[0] % max(count, 1):
         raise BatchError(
-            f"block_table is {block_table.dtype} of shape {tuple(block_table.shape)}; it must be "
-            f"torch.int32 of ({count}, pages)"
+            f"query has {query.shape[0]} tokens; of {count} sequences each must have as many"
         )
 
 
 @lru_cache(maxsize=1024)
-def _starts(count: int, device: torch.device) -> Tensor:
+def _starts(count: int, tokens: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(count + 1, dtype=torch.int32, device=device)
+        return torch.arange(count + 1, dtype=torch.int32, device=device) * tokens
