@@ -107,8 +107,9 @@ class Served:
             for row, n, c in zip(self.rows.tolist(), self.lens, counts, strict=True)
         ]
         batch = SimpleNamespace(
-            forward_mode=self.mode("DECODE" if decode else "EXTEND"), seq_lens_cpu=torch.tensor(self.lens),
-            seq_lens=torch.tensor(self.lens), extend_seq_lens_cpu=None if decode else counts,
+            forward_mode=self.mode("DECODE" if decode else "EXTEND"),
+            seq_lens_cpu=torch.tensor(self.lens), seq_lens=torch.tensor(self.lens),
+            extend_seq_lens_cpu=None if decode else counts,
             req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(), spec_info=None,
             global_num_token_non_padded_cpu=None,
         )  # fmt: skip

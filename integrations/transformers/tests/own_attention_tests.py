@@ -2,7 +2,7 @@
 
     pip download --no-deps --no-binary :all: transformers==5.23.0 && tar xzf transformers-5.23.0.tar.gz
     pip install parameterized accelerate
-    python integrations/transformers/tests/upstream.py transformers-5.23.0 [pytest's arguments]
+    python integrations/transformers/tests/own_attention_tests.py transformers-5.23.0 [pytest's arguments]
 
 The source distribution holds `tests/test_modeling_common.py`, of whose `ModelTesterMixin` all models'
 tests are made; nothing of it is copied here. Its `eager_matches_sdpa_inference` (25 combinations of

@@ -2,10 +2,11 @@
 
     pip download --no-deps sglang==0.5.23 && unzip -q sglang-0.5.23-*.whl -d sglang-source
     pip install msgspec orjson psutil pybase64 pyzmq setproctitle fastapi uvicorn aiohttp ipython
-    python integrations/sglang/tests/upstream.py sglang-source
+    python integrations/sglang/tests/own_layers.py sglang-source
 
-Packages of kernels (sgl_kernel, torchvision, tvm_ffi) are stood in for by names that nothing is asked of:
-SGLang imports them wherever it looks at attention. Its launcher, model runner and memory pools aren't run.
+Packages of kernels (sgl_kernel, torchvision, tvm_ffi) are stood in for by names that nothing is asked
+of: SGLang imports them wherever it looks at attention. Its launcher, model runner and memory pools
+aren't run.
 """
 
 from __future__ import annotations
