@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from h200_ragged import MHA, K, Step, measured, steps
+from h200_ragged import MHA, K, Run, Step, measured, steps
 from polyattn import LayerSpec
+from polyattn_triton.configs import Pipe
+from timing import kernel_us
 
 ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
 
@@ -49,6 +51,23 @@ FEW_HEADS = {
     "4 stages, 1 on one": decoding(num_stages=4, on_one=1),
     "128 keys, 8 warps, 1": decoding(block_n=128, num_warps=8, num_stages=3, on_one=1),
 }  # fmt: skip
+
+
+def owned(stages: int, queries: int, turns: bool = True) -> Callable[[Any], None]:
+    """Hopper's own prefill, in pieces."""
+
+    def tweak(backend: Any) -> None:
+        assert backend.hopper is not None
+        backend.hopper.pipes = (backend.hopper.pipes[0], Pipe(stages, queries, turns))
+
+    return tweak
+
+
+OWN = {
+    "2 stages, 2 queries": owned(2, 2), "2 stages": owned(2, 1), "3 stages": owned(3, 1),
+    "3 stages, no turns": owned(3, 1, False), "2 stages, 2 queries, no turns": owned(2, 2, False),
+    "portable": pieces(0),
+}  # fmt: skip
 TAIL = {"stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4)}
 HIGH = {
     "64 rows, 4 warps, 2 stages, 3": pieces(3, block_m=64, num_warps=4, num_stages=2),
@@ -63,12 +82,25 @@ HIGH = {
 }  # fmt: skip
 
 
+def without_merge(step: Step) -> float:
+    """Time what cuts keys without what merges the parts: its results are none."""
+    run = Run(step, "TRITON_ATTN", lambda backend: setattr(backend, "_merge", lambda *_: None))
+    run()
+    return kernel_us(run, repeats=10)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=100)
-    end = time.monotonic() + parser.parse_args().seconds
+    parser.add_argument("--own", action="store_true", help="Hopper's own prefill in pieces alone")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
     by_name = {step.name: step for step in steps(2)}
     work: list[tuple[Step, dict[str, Any]]] = [
+        (by_name["16 new after 128k"], OWN),
+        (by_name["512 new after 8k"], OWN),
+        (by_name["16/2 heads: 16 new after 128k"], OWN),
+        (by_name["4 x 512 new after 4k"], OWN),
         (by_name["16 new after 128k"], HIGH),
         (by_name["16/2 heads: 1 x 128k + 63 x 1k"], FEW_HEADS),
         (by_name["decode 1 x 128k + 63 x 1k"], FEW_HEADS),
@@ -80,6 +112,8 @@ def main() -> None:
         (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
     ]
     for step, tries in work:
+        if options.own and tries is not OWN:
+            continue
         found: dict[str, float | str] = {}
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
@@ -93,6 +127,8 @@ def main() -> None:
             print(f"{step.name}: FLASH_ATTN_V3 {other}", flush=True)
             numbers = sorted((v, k) for k, v in found.items() if isinstance(v, float))
             print("   ", "; ".join(f"{k} {v:.1f}" for v, k in numbers), flush=True)
+            if tries is OWN:
+                print(f"    without the merge {without_merge(step):.1f}", flush=True)
             print("   ", {k: v for k, v in found.items() if not isinstance(v, float)}, flush=True)
 
 

@@ -3,6 +3,7 @@
 from polyattn.device import Device, arch_matches
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     Addressed,
@@ -15,7 +16,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.chosen_pages import over_chosen_pages
+from polyattn.runtime.chosen_pages import ChosenPages, chosen_pages, over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -40,6 +41,7 @@ from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+from polyattn.spec.rope import RopeSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "BatchError",
     "BlockSparseMask",
     "CacheFormat",
+    "ChosenPages",
     "CustomMask",
     "Device",
     "Function",
@@ -72,6 +75,7 @@ __all__ = [
     "RecurrentBackend",
     "RecurrentSpec",
     "Role",
+    "RopeSpec",
     "Rotation",
     "SharedRun",
     "SparseBackend",
@@ -86,9 +90,11 @@ __all__ = [
     "arch_matches",
     "at_least",
     "blank",
+    "chosen_pages",
     "cumulative",
     "decode_window_sizes",
     "empty_rows",
+    "inv_freq",
     "merge_states",
     "over_chosen_pages",
     "prepared",

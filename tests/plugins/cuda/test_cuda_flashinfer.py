@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from adapters import check_given, check_paged, paged_batch
 from builds import CPU, HALF, SMALL
 from polyattn import Batch, LayerSpec
-from polyattn.kernel import CacheFormat
+from polyattn.checking.compare import output_error
+from polyattn.families.attention import reference
+from polyattn.families.attention.trial import fill
+from polyattn.kernel import CacheFormat, KVCache, LayerParams
 
 pytest.importorskip("triton")
 
@@ -61,6 +65,24 @@ def flashinfer_decode(spec: LayerSpec) -> tuple[Any, Any]:
         block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
     )  # fmt: skip
     return FlashInferAttention(spec, form, CPU), form
+
+
+def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> None:
+    """A prompt's: nothing is copied out of the cache, in this layer and in the plan's next."""
+    backend, form = flashinfer_decode(SMALL)
+    batch = paged_batch(form, [20, 33], [20, 33], list(range(12)))
+    generator = torch.Generator().manual_seed(3)
+    plan = backend.plan(batch)
+    assert plan.keys is not None
+    for _ in range(2):
+        cache = KVCache.allocate(form, 12, torch.device("cpu"))
+        fill(cache, generator)
+        query = torch.randn(53, SMALL.num_heads, 64, generator=generator).half()
+        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        backend.run(plan, query, None, None, cache, LayerParams(), out, lse)
+        wanted, _ = reference.forward(SMALL, query, None, None, cache, batch, LayerParams())
+        assert output_error(out, wanted) < HALF
+        assert "Paged" in type(plan.lease.wrapper).__name__
 
 
 def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:

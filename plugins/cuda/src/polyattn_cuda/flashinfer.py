@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from polyattn.kernel import (
     STORAGE_DTYPES,
     AttentionBackend,
     Batch,
+    BlockSparseMask,
     CacheFormat,
+    ChosenPages,
     Device,
     KVCache,
     LayerParams,
@@ -28,9 +31,10 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_cuda.flashinfer_masks import StepMasks
 from polyattn_cuda.flashinfer_variants import Functions
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
-from polyattn_cuda.paging import PackedKeys, page_lists
+from polyattn_cuda.paging import PackedKeys, listed, page_lists
 from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
 
 SHORT = 16
@@ -88,7 +92,10 @@ class FlashInferAttention(AttentionBackend):
         self.tensor_cores = spec.gqa_ratio >= 4 or spec.head_size not in (64, 128, 256)
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
+        self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
         fa3 = sizes in FA3_SIZES and not self.quantized
+        self.block_kernel = "auto" if fa3 else "fa2"
+        fa3 = fa3 and self.masks is None
         self.prefill_kernel = "auto" if fa3 else "fa2"
         if self.functions is not None:  # what is compiled of them is for one kind of kernels
             fa3 = fa3 and self.functions.by_fa3 and arch_matches("sm_90", device.arch)
@@ -112,10 +119,28 @@ class FlashInferAttention(AttentionBackend):
             keys = [lens[0] if self.cache is None else min(lens[0], self.cache.block_size)]
             starts = [0, lens[0]]
             self.plan(Batch(starts, keys, table, device=self.torch_device))
+        if phase == "prefill" and self.masks is not None and self.cache is not None:
+            tokens, size = SHORT + 1, self.cache.block_size
+            pages = -(-tokens // size)
+            table = torch.zeros(1, pages, dtype=torch.int32, device=self.torch_device)
+            mask = BlockSparseMask([0, pages], list(range(pages)), (tokens, size))
+            batch = Batch([0, tokens], [tokens], table, mask=mask, device=self.torch_device)
+            rows = self.masks.rows(batch, self.spec)
+            if rows is not None:
+                self._plan_rows(FlashInferPlan(batch, self.spec.causal), self.masks, rows)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashInferPlan:
+        chosen = None if self.masks is None else self.masks.over_chosen(batch)
+        batch = chosen or batch
         plan = FlashInferPlan(batch, self.spec_of(batch).causal, reuse)
         if not batch.num_tokens:
+            return plan
+        if self.masks is not None and batch.mask is not None:
+            rows = self.masks.rows(batch, self.spec_of(batch))
+            if rows is None:
+                self._plan_masked(plan, self.masks)
+            else:
+                self._plan_rows(plan, self.masks, rows)
             return plan
         fresh = batch.lens == batch.query_lens and not self.quantized
         if self.cache is None or (fresh and batch.max_query_len > SHORT):
@@ -130,13 +155,14 @@ class FlashInferAttention(AttentionBackend):
         import flashinfer
 
         buffer = workspace(self.torch_device, self.scratch)
-        kernel = "fa2" if kind == "short" else self.prefill_kernel
+        kernels = {"short": "fa2", "rows": self.block_kernel}
+        kernel = kernels.get(kind, self.prefill_kernel)
         jit = {} if self.functions is None else {"jit_args": self.functions.jit_args(kernel)}
         if kind == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 buffer, "NHD", backend=kernel, **jit
             )
-        if kind in ("short", "paged"):
+        if kind in ("short", "paged", "rows"):
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 buffer, "NHD", backend=kernel, **jit
             )
@@ -172,27 +198,60 @@ class FlashInferAttention(AttentionBackend):
             cache.block_size, **self.options,
         )  # fmt: skip
 
-    def _plan_paged(self, plan: FlashInferPlan) -> None:
+    def _plan_paged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch, cache = self.spec_of(plan.batch), plan.batch, self.cache
         assert cache is not None
         kind = "short" if batch.max_query_len <= SHORT else "paged"
         indptr, indices, last = page_lists(batch, cache.block_size)
+        starts = torch.tensor(batch.starts, dtype=torch.int32)
+        if masked:  # which it packs on the device
+            starts, indptr, last = (t.to(self.torch_device) for t in (starts, indptr, last))
         plan.lease = self.pool.lease(plan, kind)
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
-            spec.num_kv_heads, spec.head_size, cache.block_size, causal=spec.causal, **self.options,
+            starts, indptr, indices, last, spec.num_heads,
+            spec.num_kv_heads, spec.head_size, cache.block_size,
+            causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
-    def _plan_ragged(self, plan: FlashInferPlan) -> None:
+    def _plan_masked(self, plan: FlashInferPlan, masks: StepMasks) -> None:
+        """Plan with a custom mask, which holds the layer's own, too."""
+        spec = self.spec_of(plan.batch)
+        bits, plan.empty = masks.bits(plan.batch, spec)
+        if self.cache is None:
+            self._plan_ragged(plan, custom_mask=bits)
+        else:
+            self._plan_paged(plan, custom_mask=bits)
+
+    def _plan_rows(self, plan: FlashInferPlan, masks: StepMasks, rows: ChosenPages) -> None:
+        """Plan each row of blocks as a request of its own, over its chosen pages alone."""
+        spec, cache = self.spec_of(plan.batch), self.cache
+        assert cache is not None
+        causal, bits, plan.empty = masks.over_rows(rows, spec, self.torch_device)
+        lists = listed(rows.lens, rows.table(plan.batch), cache.block_size)
+        starts = torch.from_numpy(np.concatenate([[0], rows.queries.cumsum()]).astype(np.int32))
+        masked = {} if bits is None else {"custom_mask": bits}
+        if masked:  # which it packs on the device
+            starts, lists = (
+                starts.to(self.torch_device),
+                tuple(t.to(self.torch_device) for t in lists),
+            )
+        plan.lease = self.pool.lease(plan, "paged" if masked else "rows")
+        plan.lease.plan(
+            starts, *lists, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size,
+            causal=causal, **(self.options | {"window_left": -1} | masked),
+        )  # fmt: skip
+
+    def _plan_ragged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.keys = PackedKeys(batch, self.cache)
         plan.lease = self.pool.lease(plan, "ragged")
+        place = self.torch_device if masked else torch.device("cpu")
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32),
-            torch.tensor(plan.keys.starts, dtype=torch.int32),
+            torch.tensor(batch.starts, dtype=torch.int32, device=place),
+            torch.tensor(plan.keys.starts, dtype=torch.int32, device=place),
             spec.num_heads, spec.num_kv_heads,
             spec.head_size, head_dim_vo=spec.v_head_size,
-            causal=spec.causal, **self.options,
+            causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
     def run(
@@ -210,6 +269,9 @@ class FlashInferAttention(AttentionBackend):
         if not plan.batch.num_tokens:
             return
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        if plan.keys is not None and key is None and cache is not None:
+            plan.keys = None  # they were stored before: read where they are
+            self._plan_paged(plan)
         if plan.keys is not None:
             keys: tuple[Any, ...] = plan.keys.read(key, value, cache)
         else:
@@ -222,6 +284,10 @@ class FlashInferAttention(AttentionBackend):
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(plan.empty, out, lse)  # older releases say -5e4 where nothing was attended to
+
+    def _options(self, masked: dict[str, Tensor]) -> dict[str, Any]:
+        """Return what wrappers plan with; a custom mask has the window in it."""
+        return self.options | ({"window_left": -1} | masked if masked else {})
 
     def _given(self, plan: FlashInferPlan, params: LayerParams) -> tuple[Any, ...]:
         """Return what compiled functions are given, made once for a layer's tensors and a plan."""

@@ -10,15 +10,16 @@ from polyattn.kernel import (
     STORAGE_DTYPES,
     AttentionVariant,
     Batch,
+    BatchError,
     LayerParams,
     LayerSpec,
     Pointwise,
     trace,
     untraceable,
 )
-from torch import Tensor
 
-from polyattn_cuda.flashinfer_source import NAME, SCALARS, TABLE, declaration
+from polyattn_cuda.flashinfer_source import NAME, Declared
+from polyattn_cuda.trace_bounds import INT32
 
 
 def variant_problem(variant: AttentionVariant) -> str | None:
@@ -27,7 +28,7 @@ def variant_problem(variant: AttentionVariant) -> str | None:
 
 
 class Functions:
-    """A layer's variant, as FlashInfer's JIT compiles it."""
+    """A layer's variant, and its step's mask beside it, as FlashInfer's JIT compiles them."""
 
     def __init__(self, spec: LayerSpec, pointwise: Pointwise, device: torch.device):
         self.spec = spec
@@ -49,17 +50,34 @@ class Functions:
     def jit_args(self, kernels: str) -> list[Any]:
         """Return what wrappers take: the module's name, by its content, its types and its source."""
         spec, kind = self.spec, STORAGE_DTYPES[self.spec.dtype]
-        source = declaration(self.trace, self.softmax, kernels)
+        declared = Declared(
+            self.trace, self.softmax, spec.logit_soft_cap is not None,
+            spec.sliding_window is not None, kernels,
+        )  # fmt: skip
+        source = declared.source()
         said = f"{source}{spec.dtype}{spec.head_size}{spec.v_head_size}"
         name = f"polyattn_{hashlib.sha256(said.encode()).hexdigest()[:20]}"
         return [
-            name, kind, kind, kind, torch.int32, spec.head_size, spec.v_head_size, [TABLE], ["int64_t"],
-            list(SCALARS), ["double", "double"], NAME, source,
+            name, kind, kind, kind, torch.int32, spec.head_size, spec.v_head_size, *declared.tensors,
+            *declared.numbers, NAME, source,
         ]  # fmt: skip
 
-    def given(self, batch: Batch, params: LayerParams) -> tuple[Tensor, float, float]:
-        """Return what a wrapper's `run` hands on: the table of inputs, scale and soft cap."""
+    def given(self, batch: Batch, params: LayerParams) -> tuple[Any, ...]:
+        """Return what a wrapper's `run` hands on: tensors, then numbers, as `Declared` names them.
+
+        Raises `BatchError`.
+        """
         inputs = {**batch.inputs, **params.inputs, **self.captured}
-        rows = [batch.seq_index.data_ptr(), *self.trace.addresses(inputs)]
-        table = torch.tensor(rows, dtype=torch.int64).to(batch.device)
-        return table, self.spec.scale, self.spec.logit_soft_cap or 0.0
+        rows = iter(self.trace.addresses(inputs))
+        numbers = []
+        for name, declared in self.trace.inputs.items():
+            next(rows)  # its address
+            numbers += [next(rows) for _ in range(2 * len(declared.dims))]
+            if max(inputs[name].shape, default=0) >= INT32:
+                raise BatchError(
+                    f"input {name!r} has shape {tuple(inputs[name].shape)}: FLASHINFER counts a "
+                    f"dimension's elements in 32 bits; give it fewer than {INT32} or name TRITON_ATTN"
+                )
+        tensors = [inputs[name] for name in self.trace.inputs]
+        cap = self.spec.logit_soft_cap or 0.0
+        return batch.seq_index, *tensors, self.spec.scale, cap, *numbers

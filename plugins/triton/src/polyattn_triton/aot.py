@@ -10,9 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.decode import decode_kernel
-from polyattn_triton.launch import launches_early, merge_constants
+from polyattn_triton.launch import Merge, launches_early, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
@@ -53,7 +53,14 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
+    alone = (
+        spec.sliding_window
+        or spec.chunk_size
+        or spec.alibi
+        or spec.rope
+        or spec.variant
+        or spec.mask
+    )
     masked = LISTED if Generated.of_mask(spec) is not None else ()
     return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
 
@@ -147,9 +154,10 @@ def _compile_lists(spec: LayerSpec, arch: str) -> Any:
     return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-def compile_hopper(spec: LayerSpec, block_size: int) -> Any:
-    """Compile TRITON_ATTN's own prefill for Hopper; `block_size` 0: over keys by token.
+def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
+    """Compile TRITON_ATTN's own prefill for Hopper; `split`: in pieces.
 
+    `block_size` 0: over keys by token.
     Raises LookupError where it doesn't serve this layer, or blocks of this size.
     """
     from polyattn_triton.descriptors import SHARED
@@ -163,7 +171,8 @@ def compile_hopper(spec: LayerSpec, block_size: int) -> Any:
     element = ELEMENT[spec.dtype]
     boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
     pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
-    constants = hopper_constants(spec, config, block_size, spec.needs_lse)
+    pipe = HOPPER_PIPES[spec.head_size][split]
+    constants = hopper_constants(spec, config, pipe, block_size, split, spec.needs_lse)
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )
@@ -181,12 +190,15 @@ def _compile_small(
         generated = Generated.of(spec)
         summed = generated is not None and not generated.softmax
         height = tile_config(spec, arch, "prefill").block_m
+        merge = Merge(99, 1, 99)
         constants: tuple[Any, ...] = merge_constants(
-            spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
+            merge, spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
             spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
         )  # fmt: skip
         out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
-        return compile_kernel(merge_kernel, {"OUT": out}, constants, arch, {"num_warps": 4})
+        return compile_kernel(
+            merge_kernel, {"OUT": out}, constants, arch, merge_options(spec.v_head_size, False)
+        )
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
@@ -215,7 +227,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 FREE = {
     "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
-    "piece_tokens", "bounds", "part_rows", "parts", "listed",
+    "programs", "piece_tokens", "bounds", "part_rows", "parts", "listed",
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
