@@ -29,7 +29,7 @@ FEATURES = {
     "fp8_inputs": "queries, keys and values that come in e4m3",
     "fp8_output": "an output in e4m3",
     "lse": "returning the log-sum-exp",
-    "length_bounds": "decode planned by upper bounds of the lengths",
+    "length_bounds": "steps planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
     "gated": "Mamba's gate z",
