@@ -1,12 +1,12 @@
 """Rotating cached keys as they are loaded (StreamingLLM's form), on one GPU.
 
-    python benchmarks/h200_cache_rope.py [--out FILE.json] [--seconds 90] [--only times|errors] [--device cpu]
+    python benchmarks/h200_cache_rope.py [--out FILE.json] [--seconds 90] [--only times] [--device cpu]
 
 Device times with a cold L2: decode and prefill beside the same layer without rotation, and a window of
-1,020 keys and 4 kept tokens after 10,000 tokens and after 1,000,000 (bar: as fast). Then errors against the
-float64 reference: decode, a few queries and prefill, pairings, part of a head, scalings, kept first
-tokens, 8-bit caches, long sequences. A failing row is printed and the others run. On a CPU
-(TRITON_INTERPRET=1) the errors alone, of the smallest steps.
+1,020 keys and 4 kept tokens after 10,000 tokens and after 1,000,000 (bar: as fast). Then errors against
+the float64 reference: decode, a few queries and prefill, pairings, part of a head, scalings, kept first
+tokens, 8-bit caches, long sequences (`--only errors`: these alone). A failing row is printed and the
+others run. On a CPU (TRITON_INTERPRET=1) the errors alone, of the smallest steps.
 """
 
 from __future__ import annotations
