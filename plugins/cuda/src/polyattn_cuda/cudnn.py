@@ -78,11 +78,11 @@ class CudnnAttention(AttentionBackend):
 
             def seen(tensor: Tensor, rows: slice = rows, shape: tuple[int, int] = (many, count),
                      last: int = seeing) -> Tensor:  # fmt: skip
-                return tensor[rows].unflatten(0, shape)[:, shape[1] - last :]
+                part: Tensor = tensor[rows].unflatten(0, shape)
+                return part[:, shape[1] - last :]
 
-            state = self._sequences(
-                seen(query), *(t[keys].unflatten(0, (many, length)) for t in (key, value)), causal
-            )
+            k, v = (tensor[keys].unflatten(0, (many, length)) for tensor in (key, value))
+            state = self._sequences(seen(query), k, v, causal)
             seen(out).copy_(state.output.unflatten(0, (many, seeing)))
             if lse is not None:
                 seen(lse).copy_(state.lse.unflatten(0, (many, seeing)))

@@ -227,7 +227,7 @@ class FlashInferAttention(AttentionBackend):
         spec, cache = self.spec_of(plan.batch), self.cache
         assert cache is not None
         causal, bits, plan.empty = masks.over_rows(rows, spec, self.torch_device)
-        lists = listed(rows.lens, rows.table(plan.batch), cache.block_size)
+        lists: tuple[Tensor, ...] = listed(rows.lens, rows.table(plan.batch), cache.block_size)
         starts = torch.from_numpy(np.concatenate([[0], rows.queries.cumsum()]).astype(np.int32))
         masked = {} if bits is None else {"custom_mask": bits}
         if masked:  # which it packs on the device

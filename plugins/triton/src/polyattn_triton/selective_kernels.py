@@ -129,7 +129,7 @@ def selective_kernel(
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     group = 0 if GROUPS == 1 else tl.arange(0, GROUPS)
     d_ok = d < CHANNELS
-    n = 0 if GROUPS == 1 else group[:, None] * PER
+    n = 0 if GROUPS == 1 else tl.arange(0, GROUPS)[:, None] * PER
     held_ok = _over(d_ok, GROUPS)
     state = STATE + slot * st_s + _over(d, GROUPS) * N + n
     rates = A + _over(d, GROUPS) * N + n
