@@ -43,7 +43,7 @@ def is_plain(spec: LayerSpec) -> bool:
     """Whether a layer asks for nothing but what the kernel computes."""
     odd = (
         spec.window_right, spec.chunk_size, spec.sink_tokens, spec.logit_soft_cap, spec.alibi,
-        spec.learned_sinks, spec.variant, spec.mask,
+        spec.learned_sinks, spec.variant, spec.mask, spec.rope,
     )  # fmt: skip
     return (
         not any(odd)
