@@ -40,6 +40,22 @@ HELPERS = """
   }
   static __device__ __host__ int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
 """
+WRITTEN = """
+  template <typename T>
+  struct Input {
+    const int64_t* t;
+    template <typename... Indices>
+    __device__ __host__ T operator()(Indices... indices) const {
+      int64_t place = 0, dim = 0;
+      ((place += at(indices, t[1 + 2 * dim], t[2 + 2 * dim]), ++dim), ...);
+      return reinterpret_cast<const T*>(t[0])[place];
+    }
+  };
+  struct Written {
+TEXT
+  };
+"""
+"""What is written by hand, and what its inputs that are tensors come as: called with their indices."""
 FA2 = """
 struct PolyattnVariant : AttentionVariantBase {
   static constexpr bool use_softmax = SOFTMAX;
@@ -109,7 +125,8 @@ def declaration(traced: Trace, softmax: bool, kernels: str) -> str:
     members, once = writer.members()
     head = head.replace("MEMBERS", members).replace("ONCE", once)
     ending = AS_IT_IS if kernels == "fa2" and not softmax else ""
-    whole = f"{head}{HELPERS}{TRANSFORM.replace('BODY', body)}{ending}}};\n"
+    written = "" if traced.written is None else WRITTEN.replace("TEXT", traced.written)
+    whole = f"{head}{HELPERS}{written}{TRANSFORM.replace('BODY', body)}{ending}}};\n"
     return whole.replace("PARAMS", params)
 
 
@@ -175,6 +192,10 @@ class _Writer:
             return f"t[{self.first[name] + 1 + 2 * dim}]"
         if op == "load":
             return self._load(node)
+        if op == "written":
+            called, names = node.what
+            given = [*(f"x{a}" for a in args), *map(self._given, names)]
+            return f"Written::{called}({', '.join(given)})"
         kinds = {self.nodes[a].kind for a in args}
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = next(k for k in ("float", "int", "bool") if k in kinds)
@@ -185,6 +206,14 @@ class _Writer:
             yes, no = (self._ref(a, node.kind) for a in args[1:])
             return f"{self._ref(args[0], 'bool')} ? {yes} : {no}"
         return _computed(op, node.kind, [self._ref(a, node.kind) for a in args])
+
+    def _given(self, name: str) -> str:
+        """An input as what is written by hand takes it: a number, or where a tensor lies."""
+        declared, first = self.trace.inputs[name], self.first[name]
+        element = ELEMENTS[declared.dtype]
+        if declared.dims:
+            return f"Input<{element}>{{t + {first}}}"
+        return f"*reinterpret_cast<const {element}*>(t[{first}])"
 
     def _load(self, node: Any) -> str:
         first = self.first[node.what]

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyattn_tpu.buckets import Buckets
-    from polyattn_tpu.functions import Cache, Scales, attend, attend_given, merge, store
+    from polyattn_tpu.functions import (
+        Cache,
+        Scales,
+        attend,
+        attend_given,
+        functions_of,
+        merge,
+        store,
+    )
     from polyattn_tpu.latent import attend_expanded, attend_latent, attend_rows, plan_expanded
     from polyattn_tpu.planning import AttentionPlan, RecurrentPlan, pad, plan
     from polyattn_tpu.recurrence import recur
@@ -39,6 +47,7 @@ __all__ = [
     "attend_given",
     "attend_latent",
     "attend_rows",
+    "functions_of",
     "merge",
     "pad",
     "plan",

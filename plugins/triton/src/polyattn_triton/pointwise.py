@@ -38,7 +38,7 @@ class Generated:
     @classmethod
     def of(cls, spec: LayerSpec) -> Generated | None:
         """Generate a layer's functions; None where it has none. Raises `UntraceableError`."""
-        pointwise = Pointwise.of(spec)
+        pointwise = Pointwise.of(spec, "triton")
         if pointwise is None:
             return None
         traced = trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
@@ -47,14 +47,15 @@ class Generated:
     @classmethod
     def of_mask(cls, spec: LayerSpec) -> Generated | None:
         """Generate a layer's masks alone, whose inputs a step must bring; None where it has none."""
-        pointwise = Pointwise.of(spec)
+        pointwise = Pointwise.of(spec, "triton")
         if pointwise is None or not pointwise.mask_mods:
             return None
         return cls._of_trace(trace(None, pointwise.mask_mods, pointwise.inputs), softmax=True)
 
     @classmethod
     def _of_trace(cls, traced: Trace, softmax: bool) -> Generated:
-        module = imported(source(traced, softmax))
+        written = "" if traced.written is None else imported(traced.written).__name__
+        module = imported(source(traced, softmax, written))
         by_head, by_seq = (any(node.what == name for node in traced.nodes) for name in "hb")
         rescore = getattr(module, "rescore", None)
         reads = bool(traced.inputs) or by_seq
@@ -77,7 +78,7 @@ NOTHING = (None, None, 0)
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant's functions can't be generated, or None."""
-    return untraceable(variant, "Triton's kernels")
+    return untraceable(variant, "Triton's kernels", "triton")
 
 
 def table(

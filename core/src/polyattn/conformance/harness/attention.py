@@ -24,6 +24,7 @@ from polyattn.conformance.harness.base import (
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.families.attention.trial import example_mask
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
@@ -238,8 +239,21 @@ class AttentionHarness(Harness):
         held, slots = copied(inputs.cache), inputs.batch.slot_mapping
         if slots is not None and inputs.key is not None and inputs.value is not None:
             scales = (layer.params.k_scale, layer.params.v_scale)
-            put(held, inputs.key, inputs.value, slots, scales)
+            put(held, *self._transformed(layer, inputs, inputs.key, inputs.value), slots, scales)
         return held
+
+    def _transformed(
+        self, layer: Attention, inputs: Inputs, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return a step's new keys and values as its layer's variant has them stored."""
+        transforms, batch = Transforms.of(layer.spec), inputs.batch
+        if transforms is None:
+            return key, value
+        places, given = Places.of_queries(batch), {**batch.inputs, **layer.params.inputs}
+        return (
+            transforms.changed("key", key, places, given),
+            transforms.changed("value", value, places, given),
+        )
 
     def compare(
         self, layer: Attention, inputs: Inputs, out: Tensor, lse: Tensor | None, label: str = ""
