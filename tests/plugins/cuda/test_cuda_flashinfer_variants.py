@@ -111,6 +111,22 @@ def test_beside_the_spec_s_own() -> None:
     check(spec, LENS, INPUTS["everything"])
 
 
+def test_a_source_by_hand() -> None:
+    """An error function, which isn't generated; and one that lies is as wrong as it says."""
+    from written_by_hand import HONEST, LYING, given
+
+    for variant in (HONEST, LYING):
+        register_variant(variant)
+    try:
+        for lens in (LENS, DECODES):
+            check(SPEC.replace(variant="bent"), lens, given(5))
+        with pytest.raises(AssertionError):
+            check(SPEC.replace(variant="bent_lie"), LENS, given(5))
+    finally:
+        for variant in (HONEST, LYING):
+            unregister_variant(variant.name)
+
+
 def test_step_masks_are_refused_by_name() -> None:
     for mask in ("custom", "block_sparse"):
         with pytest.raises(SelectionError, match="its custom masks ran on no device yet"):

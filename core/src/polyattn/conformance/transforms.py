@@ -1,4 +1,4 @@
-"""What does the kit change queries, keys, values and outputs by? Exactly, in every dtype: signs, halves."""
+"""What does the kit change queries, keys, values and outputs by? Exact in every dtype: signs, halves."""
 
 from __future__ import annotations
 

@@ -95,11 +95,21 @@ class AttentionHarness(Harness):
         return quantize(tensor, dtype, factor)
 
     def _read_by_functions(self, spec: LayerSpec) -> dict[str, Tensor] | None:
-        """Return random inputs of a variant's functions."""
+        """Return random inputs of a variant's functions, but those that are each sequence's."""
         pointwise = Pointwise.of(spec)
         if pointwise is None:
             return None
-        return example_inputs(pointwise, spec, self.generator, num_seqs=0)
+        found = example_inputs(pointwise, spec, self.generator, num_seqs=0)
+        return {n: t for n, t in found.items() if "num_seqs" not in pointwise.inputs[n].dims}
+
+    def _brought(self, spec: LayerSpec, batch: Batch) -> Batch:
+        """Return a batch that brings what functions read of its sequences."""
+        pointwise = Pointwise.of(spec)
+        if pointwise is not None:
+            found = example_inputs(pointwise, spec, self.generator, batch.num_seqs)
+            mine = {n: t for n, t in found.items() if "num_seqs" in pointwise.inputs[n].dims}
+            batch.inputs |= {name: tensor.to(batch.device) for name, tensor in mine.items()}
+        return batch
 
     def inputs(
         self,
@@ -149,7 +159,7 @@ class AttentionHarness(Harness):
         put(cache, keys, values, slots.masked_fill(~there, -1), scales)
         rows = new_rows(lengths).to(self.torch_device)
         mask = example_mask(spec, queries, lens, self.generator)
-        batch = paged_batch(lengths, table, form.block_size, mask)
+        batch = self._brought(spec, paged_batch(lengths, table, form.block_size, mask))
         if not len(keys):  # padding rows alone: no sequence has a key
             keys, values = (t.new_zeros(len(rows), *t.shape[1:]) for t in (keys, values))
             return Inputs(batch, query, keys, values, cache)
@@ -183,7 +193,7 @@ class AttentionHarness(Harness):
         batch = Batch.from_lens(
             queries, lens, key_starts=starts, mask=mask, device=self.torch_device
         )
-        return Inputs(batch, query, key, value, None)
+        return Inputs(self._brought(spec, batch), query, key, value, None)
 
     def _numbers(self, spec: LayerSpec, tokens: int, what: str, numbers: str) -> Tensor:
         """Random queries, keys or values; `+100` and `-100` raise or lower every logit by so much."""
