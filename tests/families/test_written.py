@@ -1,4 +1,4 @@
-"""Sources by hand beside functions: used in place of what is generated, held to what the functions say."""
+"""Sources by hand beside functions: used instead of what is generated, held to what the functions say."""
 
 from __future__ import annotations
 

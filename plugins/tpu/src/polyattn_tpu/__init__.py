@@ -31,7 +31,7 @@ _HOME = {
     "RecurrentPlan": "planning", "Scales": "functions", "Step": "step", "attend": "functions",
     "attend_expanded": "latent", "attend_given": "functions", "attend_latent": "latent",
     "attend_rows": "latent", "merge": "functions", "pad": "planning", "plan": "planning",
-    "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
+    "functions_of": "functions", "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
     "torchax": "torchax_env",
 }  # fmt: skip
 

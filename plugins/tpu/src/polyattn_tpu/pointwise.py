@@ -86,12 +86,19 @@ class Functions:
     @cached_property
     def split(self) -> Split:
         """The functions taken apart, with inputs of any size. Raises `UntraceableError`."""
-        return Split(self.call, {name: _blank(d) for name, d in self.trace.inputs.items()})
+        sizes = dict.fromkeys(("num_heads", "num_kv_heads", "num_seqs", "*"), 2)
+        return Split(self.call, {name: _blank(d, sizes) for name, d in self.trace.inputs.items()})
 
     @property
     def by_pair(self) -> bool:
         """Whether something is looked up for each pair of query and key."""
         return bool(self.split.of(PAIR))
+
+    def blank(self, spec: LayerSpec, num_seqs: int, any_size: int) -> dict[str, Given]:
+        """Return the shapes of inputs for a step of so many sequences, `*` being `any_size`."""
+        words = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "*": any_size}
+        words["num_seqs"] = num_seqs
+        return {name: _blank(declared, words) for name, declared in self.trace.inputs.items()}
 
     def given(self, inputs: Mapping[str, Array]) -> dict[str, Given]:
         """Return the inputs as the functions take them, what they have captured too.
@@ -118,8 +125,8 @@ def _room(size: int, dim: int | str) -> int:
     return (1 << (size - 1).bit_length()) - size if dim in ("*", "num_seqs") else 0
 
 
-def _blank(declared: VariantInput) -> Given:
-    shape = tuple(dim if isinstance(dim, int) else 2 for dim in declared.dims)
+def _blank(declared: VariantInput, words: Mapping[str, int]) -> Given:
+    shape = tuple(dim if isinstance(dim, int) else words[dim] for dim in declared.dims)
     sizes = jax.ShapeDtypeStruct((len(shape),), jnp.int32)
     return Given(jax.ShapeDtypeStruct(shape, DTYPES[declared.dtype]), sizes)
 
