@@ -86,8 +86,7 @@ def check(spec: LayerSpec, lens: Any, inputs: Any) -> None:
         for stored, new in ((cache.key, key), (cache.value, value)):
             stored[slot // 8, slot % 8] = new[index]
     backend = FlashInferAttention(spec, form, CPU)
-    for phase in ("prefill", "decode"):
-        backend.prepare(phase)
+    backend.prepare(("prefill", "decode"))
     out = torch.full((batch.num_tokens, 4, 64), torch.nan).half()
     lse = torch.full(out.shape[:2], torch.nan) if spec.needs_lse else None
     backend.run(backend.plan(batch), query, key, value, cache, params, out, lse)

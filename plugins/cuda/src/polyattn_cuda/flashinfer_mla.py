@@ -47,7 +47,7 @@ class FlashInferMLA(LatentAdapter):
 
         return BatchMLAPagedAttentionWrapper(workspace(self.torch_device), backend="auto")
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
         self.plan(Batch([0, 1], [1], table, device=self.torch_device))

@@ -49,10 +49,10 @@ class TritonAttention(PlannedAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
-            warm_up(self, phase)
+            warm_up(self, phases)
 
     def run(
         self,
