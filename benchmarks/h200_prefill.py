@@ -33,8 +33,23 @@ CHECKS = {
     "fresh": ([1, 5, 127, 128, 129, 300, 1000], [1, 5, 127, 128, 129, 300, 1000]),
     "chunks": ([100, 512, 33, 1, 64, 700], [1000, 2001, 40, 513, 64, 3333]),
 }
+IN_PIECES = {
+    "1 x 100": ([100], [100]),
+    "8 x 200": ([200] * 8, [200] * 8),
+    "16 x 60 after 500": ([60] * 16, [560] * 16),
+    "1 x 512 after 8k": ([512], [8704]),
+    "1 x 16 after 128k": ([16], [131088]),
+}
+"""Steps of few tiles, whose keys are cut; for backends alone."""
 BACKENDS = ("TRITON_ATTN", "TRITON_ATTN portable", "FLASH_ATTN_V3")
-LAYERS = (((32, 8), 128, 0), ((32, 8), 64, 0), ((32, 8), 128, 1024), ((16, 4), 256, 0))
+LAYERS = (
+    ((32, 8), 128, 0, True),
+    ((32, 8), 64, 0, True),
+    ((32, 8), 128, 1024, True),
+    ((16, 4), 256, 0, True),
+    ((32, 8), 128, 0, False),
+    ((28, 4), 128, 0, True),
+)
 
 
 @contextmanager
@@ -103,7 +118,7 @@ def rounds(calls: dict[str, Callable[[], Any]], count: int) -> dict[str, float]:
 
 
 def of_backends(
-    paged: bool, heads: tuple[int, int], size: int, window: int
+    paged: bool, heads: tuple[int, int], size: int, window: int, causal: bool
 ) -> list[dict[str, Any]]:
     """Time the backends on the same steps, in turns; FlashAttention's keys lie in its own blocks."""
     import h200_ragged as ragged
@@ -111,14 +126,15 @@ def of_backends(
     from polyattn import LayerSpec
 
     spec = LayerSpec(
-        num_heads=heads[0], num_kv_heads=heads[1], head_size=size, sliding_window=window or None
-    )
+        num_heads=heads[0], num_kv_heads=heads[1], head_size=size, sliding_window=window or None,
+        causal=causal,
+    )  # fmt: skip
     end = f" {'paged' if paged else 'packed'}, {heads[0]}/{heads[1]} of {size}"
-    end += f", window {window}" * bool(window)
+    end += f", window {window}" * bool(window) + ", not causal" * (not causal)
     rows: dict[str, dict[str, Any]] = {
         name: {"name": name + end, "us": {}, "errors": {}} for name in BACKENDS
     }
-    for step, (queries, lens) in STEPS.items():
+    for step, (queries, lens) in (STEPS | IN_PIECES).items():
         if not paged and queries != lens:
             continue
         calls: dict[str, Any] = {}
@@ -134,7 +150,7 @@ def of_backends(
             way = "+".join(str(getattr(plan, "way", "")) for _, plan, _ in run.calls)
             rows[name].setdefault("ways", {})[step] = way
             with device(fcntl.LOCK_SH):
-                if not window:  # its reference knows none
+                if causal and not window:  # as its reference is
                     rows[name]["errors"][step] = run.error(), 0.0
                 elif "port" in name:
                     ours, theirs = calls["TRITON_ATTN"].out.double(), run.out.double()
@@ -175,13 +191,14 @@ def spawn(name: str, job: dict[str, Any], limit: float) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> None:
     """Print a line a variant."""
-    print(f"\n{'us':50}" + "".join(f"{name:>20}" for name in STEPS) + "   worst error")
+    names = [*STEPS, *(IN_PIECES if any("1 x 100" in row.get("us", ()) for row in rows) else ())]
+    print(f"\n{'us':50}" + "".join(f"{name:>20}" for name in names) + "   worst error")
     for row in rows:
         if "failed" in row:
             print(f"{row['name']:50}failed: {row['failed'].splitlines()[-1][:150]}")
             continue
         text = ""
-        for name in STEPS:
+        for name in names:
             us, rate = row["us"].get(name), row.get("tflops", {}).get(name)
             cell = "-" if us is None else f"{us:.0f}" + (f" ({rate:.0f} TF)" if rate else "")
             text += f"{cell:>20}"
@@ -209,10 +226,10 @@ def main() -> int:
     jobs: list[tuple[str, dict[str, Any]]] = [(v.name, asdict(v)) for v in VARIANTS]
     backends = [
         (
-            f"backends, {paged=} {size=} {window=}",
-            {"paged": paged, "heads": heads, "size": size, "window": window},
+            f"backends, {heads=} {paged=} {size=} {window=} {causal=}",
+            {"paged": paged, "heads": heads, "size": size, "window": window, "causal": causal},
         )
-        for heads, size, window in LAYERS
+        for heads, size, window, causal in LAYERS
         for paged in (True, False)[: 1 if window or size == 256 else 2]
     ]
     jobs = jobs[:1] + backends + jobs[1:]

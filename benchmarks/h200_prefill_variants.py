@@ -29,6 +29,7 @@ class Variant:
     block_n: int = 128
     stages: int = 2
     turns: bool = True
+    causal: bool = True
     way: str = "whole"  # or one program a tile ("many")
     at_once: int = 8
     dtype: str = "bfloat16"
@@ -72,7 +73,7 @@ class Step:
         self.query = torch.randn(shape, device=DEVICE).to(dtype)
         self.out = torch.full_like(self.query, torch.nan)
         self.lse = torch.full(shape[:2], torch.nan, device=DEVICE)
-        self.parts = torch.empty(1, device=DEVICE)  # the kernel cuts no keys
+        self.parts = torch.empty(1, device=DEVICE)  # no keys are cut here
         self.keys: list[Any] = []
         self.table, self.kept = self.stored(dtype)
         self.work = self.dealt()
@@ -125,7 +126,7 @@ class Step:
         last = np.minimum(row + v.block_m, q[seq] * self.group) - 1
         context = (n - q)[seq]
         spec = LayerSpec(
-            num_heads=v.heads, num_kv_heads=v.kv_heads, head_size=v.size,
+            num_heads=v.heads, num_kv_heads=v.kv_heads, head_size=v.size, causal=v.causal,
             sliding_window=v.window or None,
         )  # fmt: skip
         seen = key_tiles(
@@ -159,8 +160,8 @@ class Step:
             self.table, lens, starts, key_starts, work, self.scale, 1.0,
             *self.query.stride()[:2], *key[1], *value[1], *self.out.stride()[:2], key[0], value[0],
             self.lse.stride(0), self.table.stride(0), tiles, at_once,
-            self.group, v.kv_heads, v.size, v.block_m, v.block_n, v.page or 1, bool(v.page), v.window,
-            v.lse, v.stages, v.turns, 2 if v.size <= 128 else 1,
+            self.group, v.kv_heads, v.size, v.block_m, v.block_n, v.page or 1, bool(v.page), v.causal,
+            v.window, v.lse, False, v.stages, v.turns, 2 if v.size <= 128 else 1,
         )  # fmt: skip
         return (programs, 1, 1), args
 
@@ -185,10 +186,11 @@ class Step:
             for part in torch.unique(chosen).to(DEVICE).split(16):
                 wanted, lse = self.reference(index, token, part)
                 got = self.out[token + part].double()
-                off = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+                off = (got - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp_min(1e-30)
                 worst = max(worst, float(off.nan_to_num(nan=9e9).max()))
                 if self.variant.lse:
-                    off = (self.lse[token + part].double() - lse).abs()
+                    got = self.lse[token + part].double()
+                    off = torch.where(got == lse, 0.0, (got - lse).abs())
                     worst_lse = max(worst_lse, float(off.nan_to_num(nan=9e9).max()))
             token += count
         if not bool(torch.isfinite(self.out).all()):
@@ -196,16 +198,19 @@ class Step:
         return worst, worst_lse
 
     def reference(self, index: int, token: int, part: Any) -> tuple[Any, Any]:
-        """Outputs and LSE of a sequence's tokens `part`, the first of which is `token`, in float64."""
+        """Outputs and LSE of a sequence's tokens `part`, the first of which is `token`, in float64.
+
+        A token that sees no key has zeros, and an LSE of minus infinity.
+        """
         import torch
 
         (key, value), count, length = self.keys[index], self.queries[index], self.lens[index]
         query = self.query[token + part].double().unflatten(1, (-1, self.group))
         scores = torch.einsum("thgd,khd->thgk", query, key.double()) * self.scale
         place = torch.arange(length, device=DEVICE) - (length - count + part)[:, None]
-        hidden = place > 0
+        hidden = (place > 0) & self.variant.causal
         if self.variant.window:
             hidden |= place <= -self.variant.window
         scores.masked_fill_(hidden[:, None, None], -torch.inf)
-        out = torch.einsum("thgk,khd->thgd", scores.softmax(-1), value.double())
+        out = torch.einsum("thgk,khd->thgd", scores.softmax(-1).nan_to_num(0.0), value.double())
         return out.flatten(1, 2), scores.logsumexp(-1).flatten(1, 2)

@@ -1,6 +1,6 @@
 """Steps of uneven lengths on one GPU: TRITON_ATTN and TRITON_MLA beside the libraries.
 
-    python benchmarks/h200_ragged.py [--out FILE.json] [--seed N] [--steps TEXT ...]
+    python benchmarks/h200_ragged.py [--out FILE.json] [--seed N] [--steps TEXT ...] [--beside NAME ...]
 
 Lengths come from traces (`polyattn/data`), uniform and Zipf distributions, and one long sequence
 among short ones; beside them equal lengths. Device times with a cold L2 (see `timing.py`), median
@@ -316,12 +316,14 @@ def main() -> None:
     parser.add_argument(
         "--steps", nargs="+", default=[], help="only steps whose name has one of these"
     )
+    parser.add_argument("--beside", nargs="+", help="only these libraries; default: all")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for step in steps(args.seed):
         if args.steps and not any(text in step.name for text in args.steps):
             continue
-        for name in (step.ours, *step.libraries):
+        libraries = [n for n in step.libraries if args.beside is None or n in args.beside]
+        for name in (step.ours, *libraries):
             rows.append(measured(step, name))
             print(rows[-1], flush=True)
     facts = {

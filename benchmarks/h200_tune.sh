@@ -4,15 +4,17 @@
 #
 #     benchmarks/h200_tune.sh OUT [SECONDS]
 #
-# JUDGE_GPU names a second GPU, on which the judging points are measured meanwhile. OUT gets timings.json (the
-# table), timings.points.jsonl (what it was fitted to), selector.json (the points that judge it) and logs. Called
-# again with what OUT held before, it goes on: no point is measured twice. FLASHINFER compiles minutes for each new
+# JUDGE_GPU names a second GPU, on which the judging points are measured meanwhile; JUDGE_SEED draws their
+# lengths, of a seed that nothing was fitted to or chosen by. OUT gets timings.json (the table),
+# timings.points.jsonl (what it was fitted to), selector.json (the points that judge it) and logs. Called again
+# with what OUT held before, it goes on: no point is measured twice. FLASHINFER compiles minutes for each new
 # variant: everything here is plain causal bfloat16 with heads of 128.
 set -u
 out=$1
 seconds=${2:-170}
 names=${BACKENDS:-TRITON_ATTN FLASH_ATTN_V3 FLASHINFER}
 device=${DEVICE:-cuda}
+seed=${JUDGE_SEED:-31115}
 mkdir -p "$out"
 export OMP_NUM_THREADS=4
 models=()
@@ -29,7 +31,7 @@ for name in $names; do backends+=(--backend "$name"); done
 
 judge() {
   CUDA_VISIBLE_DEVICES=${JUDGE_GPU:-${CUDA_VISIBLE_DEVICES:-0}} python3 benchmarks/selector.py --device "$device" \
-    --out "$out/selector.json" --seconds "$seconds" --backends $names > "$out/judge.log" 2>&1
+    --seed "$seed" --out "$out/selector.json" --seconds "$seconds" --backends $names > "$out/judge.log" 2>&1
 }
 [ -n "${JUDGE_GPU:-}" ] && judge &
 python3 -m polyattn tune --device "$device" --out "$out/timings.json" --seconds "$seconds" \
@@ -39,5 +41,5 @@ wait
 [ -n "${JUDGE_GPU:-}" ] || judge
 tail -3 "$out/judge.log"
 python3 benchmarks/selector.py --device "$device" --table "$out/timings.json" --out "$out/selector.json" --seconds 0 \
-  --backends $names > "$out/selector.log" 2>&1
+  --seed "$seed" --backends $names > "$out/selector.log" 2>&1
 tail -45 "$out/selector.log"

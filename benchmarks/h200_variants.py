@@ -228,25 +228,25 @@ def cases(backend: str) -> dict[str, Callable[[], Case]]:
     return found
 
 
-def tree_case() -> Case:
+def tree_case(backend: str = "TRITON_ATTN") -> Case:
     """16 drafted tokens a sequence, in a tree, for 64 sequences of 4,096."""
     parents = [[-1, *[(i - 1) // 2 for i in range(1, 16)]]] * len(FEW)
     mask = CustomMask.tree(parents)
-    return Case(BASE.replace(mask="custom"), "TRITON_ATTN", FEW, mask=mask)
+    return Case(BASE.replace(mask="custom"), backend, FEW, mask=mask)
 
 
-def quest_case(chosen: bool) -> Case:
+def quest_case(chosen: bool, backend: str = "TRITON_ATTN") -> Case:
     """64 decodes over 2,048 pages of 16 keys each, all or 64 of which are read."""
     pairs = [(1, PAGES * 16)] * len(DECODE)
     if not chosen:
-        return Case(BASE, "TRITON_ATTN", pairs)
+        return Case(BASE, backend, pairs)
     generator = torch.Generator().manual_seed(0)
     pages = [
         sorted({PAGES - 1, *torch.randperm(PAGES - 1, generator=generator)[: READ - 1].tolist()})
         for _ in pairs
     ]
     mask = BlockSparseMask.of_pages(pages, 16)
-    return Case(BASE.replace(mask="block_sparse"), "TRITON_ATTN", pairs, mask=mask)
+    return Case(BASE.replace(mask="block_sparse"), backend, pairs, mask=mask)
 
 
 def blocks_case(backend: str) -> Case:
@@ -264,10 +264,16 @@ def blocks_case(backend: str) -> Case:
 
 
 def ours_on_flashinfer() -> dict[str, Callable[[], Case]]:
-    """The same functions by FlashInfer's JIT."""
+    """The same functions by FlashInfer's JIT, its custom masks, its decode of chosen pages."""
     functions = cases("FLASHINFER")
-    names = ("prefill FlashSigmoid", "decode FlashSigmoid", "prefill documents")
-    return {name: functions[name] for name in names}
+    found = {
+        name: functions[name]
+        for name in ("prefill FlashSigmoid", "decode FlashSigmoid", "prefill documents")
+    }
+    return found | {
+        "speculation tree 64 x 16": lambda: tree_case("FLASHINFER"),
+        "decode 64 x 64 of 2,048 pages": lambda: quest_case(True, "FLASHINFER"),
+    }
 
 
 def second_processes() -> None:

@@ -47,8 +47,8 @@ def main(folder: Path) -> None:
             for c in counts
         ),
         "",
-        "FLASHINFER: its modules built for the plain and the causal mask only (`TWO_MASKS=1`). FLA: "
-        "decode steps and short "
+        "FLASHINFER: its FlashAttention-2 modules built without the multi-item mask, the others for the "
+        "plain and the causal mask only (`FEW_MASKS=1`). FLA: decode steps and short "
         "continuations; its kernels try out configurations for every shape. MAMBA_SSM: mamba-ssm's "
         "Triton kernels without its compiled extension; a subset, for the same reason. FLASH_ATTN: "
         "vLLM's build holds PTX for sm_80, which was assembled for sm_90 beforehand as the driver "

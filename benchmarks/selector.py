@@ -4,10 +4,11 @@
 
 Models with other heads than `benchmarks/h200_tune.sh` fits a table to, and batches with other lengths:
 long ones among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend
-alone is timed (see `polyattn.tools.tune.clock`), of a mixed step every pair, too. Who the table and who
-the priorities choose follows from the lengths; a choice counts with the time of what it names, so that
-noise is no regret. Points that the output file holds already are not measured again: without time left
-(`--seconds 0`) the table is judged by those that are there.
+alone is timed (see `polyattn.tools.tune.clock`), of a mixed step every pair, too: twice, in turns, and
+the mean counts. Who the table and who the priorities choose follows from the lengths; a choice counts
+with the time of what it names, so that noise is no regret. What noise alone costs is told beside: who
+was the best in the first round, judged by the second. Points that the output file holds already are not
+measured again: without time left (`--seconds 0`) the table is judged by those that are there.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import math
 import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,6 +54,7 @@ MODELS = {
 ALONE = ("FLASH_ATTN_V3", "FLASHINFER", "TRITON_ATTN")
 Rows = list[tuple[int, int]]
 SEED = 31_115
+ROUNDS = 2
 
 
 def batches(seed: int = SEED) -> dict[str, tuple[str, Rows]]:
@@ -125,20 +128,31 @@ class Judge:
         self.pairs: dict[str, Attention] = {}
 
     def row(self, sample: StepSample) -> dict[str, Any]:
-        times: dict[str, float] = {}
         cannot: dict[str, str] = {}
+        rounds = [self._round(sample, cannot) for _ in range(ROUNDS)]
+        times = {
+            name: statistics.fmean(found[name] for found in rounds)
+            for name in rounds[0]
+            if all(name in found for found in rounds)
+        }
+        calls = self.by_priority.plan(self.measured.inputs(sample).batch.copy()).calls
+        chosen = "+".join(call.name for call in calls)
+        return {"times": times, "rounds": rounds, "cannot": cannot, "priority": chosen}
+
+    def _round(self, sample: StepSample, cannot: dict[str, str]) -> dict[str, float]:
+        """Return each backend's and each pair's time; `cannot` gets why others have none."""
+        times: dict[str, float] = {}
         mixed = sample.kind == "mixed"
         for name, found in self.measured.times(sample, list(self.measured.layers), one_call=mixed):
             if isinstance(found, str):
                 cannot[name] = found
             else:
                 times[name] = found
-        inputs = self.measured.inputs(sample)
         if mixed:
+            inputs = self.measured.inputs(sample)
             for name, layer in self._pairs().items():
                 times[name] = self.measured.us(layer, inputs)
-        calls = self.by_priority.plan(inputs.batch.copy()).calls
-        return {"times": times, "cannot": cannot, "priority": "+".join(call.name for call in calls)}
+        return times
 
     def _pairs(self) -> dict[str, Attention]:
         if not self.pairs:
@@ -162,7 +176,8 @@ def measure(options: Any) -> list[dict[str, Any]]:
     out: Path = options.out
     rows = json.loads(out.read_text())["points"] if out.exists() else []
     done = {(row["model"], row["step"]) for row in rows}
-    for model, (heads, kv_heads, head_size) in MODELS.items():
+    for model in options.models:
+        heads, kv_heads, head_size = MODELS[model]
         missing = [name for name in steps if (model, name) not in done]
         if not missing or time.monotonic() > end:
             continue
@@ -214,11 +229,23 @@ def ratios(rows: Sequence[dict[str, Any]], who: str) -> list[float]:
     return found
 
 
+def by_noise(rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Return what whoever was the best in a first round costs in the second."""
+    found = []
+    for row in rows:
+        first, again = row.get("rounds", ({}, {}))
+        known = {name: us for name, us in first.items() if name in again}
+        if known:
+            found.append(again[min(known, key=known.__getitem__)] / min(again.values()))
+    return found
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     made: dict[str, dict[str, Any]] = {}
-    for who in ("table", "priority", *ALONE):
+    for who in ("table", "noise", "priority", *ALONE):
         for kind in ("all", "decode", "short", "prefill", "mixed"):
-            costs = ratios([r for r in rows if kind in ("all", r["kind"])], who)
+            here = [r for r in rows if kind in ("all", r["kind"])]
+            costs = by_noise(here) if who == "noise" else ratios(here, who)
             if costs:
                 mean = math.exp(sum(map(math.log, costs)) / len(costs))
                 made[f"{who}, {kind}"] = {"points": len(costs), "mean": mean, "worst": max(costs)}
@@ -238,6 +265,16 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
             f"  {chosen / row['times'][best]:.2f}  {row['model']}, {row['step']}: {row['table']} "
             f"{chosen:.0f} us; best {best} {row['times'][best]:.0f} us"
         )
+    twice = [
+        abs(math.log(again[name] / us))
+        for first, again in (row["rounds"] for row in rows if "rounds" in row)
+        for name, us in first.items()
+        if name in again
+    ]
+    if twice:
+        twice.sort()
+        middle, high = (math.expm1(twice[int(q * (len(twice) - 1))]) for q in (0.5, 0.95))
+        print(f"\nThe same call twice: {middle:.1%} apart (median), {high:.1%} (one in twenty)")
     print(f"\n{'over the best':24} {'points':>6} {'mean':>7} {'worst':>7}")
     for who, line in summary(rows).items():
         print(f"{who:24} {line['points']:6} {line['mean']:7.3f} {line['worst']:7.2f}")
@@ -251,6 +288,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--device", default=None)
     parser.add_argument("--backends", nargs="+", default=[])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     options = parser.parse_args()
     options.leave_out = left_out(options.backends)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -6,21 +6,18 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
-from polyattn.tools.tune.clock import between_events, empty_l2
+from polyattn.tools.tune.clock import between_events, device_us, empty_l2
 
 
 def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:
     """Return the median device time of `call` in microseconds, the L2 cold.
 
-    While the L2 is emptied the host gets the call enqueued, so that only device time lies between
-    the events.
+    As `polyattn tune` takes it: no run counts in which the device may have waited for the host.
     """
     scratch = torch.empty(flush_bytes // 4, device="cuda")
     for _ in range(3):
         call()
-    return statistics.median(
-        between_events(call, lambda: empty_l2(scratch)) for _ in range(repeats)
-    )
+    return statistics.median(device_us(call, scratch) for _ in range(repeats))
 
 
 def host_us(call: Callable[[], object], calls: int = 200, repeats: int = 15) -> float:
@@ -53,7 +50,7 @@ def latencies_us(calls: Mapping[str, Callable[[], object]], repeats: int = 50) -
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            times[name].append(between_events(call, before))
+            times[name].append(between_events(call, before)[0])
     return {name: statistics.median(taken) for name, taken in times.items()}
 
 

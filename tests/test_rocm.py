@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from adapters import FAKES, LIBRARIES, check_given, check_paged, use_fakes
+from kits import conforms, kit
 from polyattn import discover
 from polyattn.api import select
 from polyattn.errors import SelectionError
@@ -20,18 +19,11 @@ from polyattn.runtime.conventions import at_least
 from polyattn.spec.layer import LayerSpec
 
 
-def conformance(backend: str, profile: str, computes: str, report: Path) -> dict[str, int]:
-    """Run the kit over the fakes, the CPU taken for `profile`; the fake chip computes `computes`' fp8."""
-    environment = os.environ | {
-        "PYTHONPATH": str(FAKES), "FAKE_GFX": computes, "POLYATTN_DISABLE_PLUGINS": "triton",
+def over_the_fakes(computes: str) -> dict[str, str]:
+    """The variables for a kit over the fakes, whose chip computes the fp8 of `computes`."""
+    return {
+        "PYTHONPATH": str(FAKES), "FAKE_GFX": computes, "POLYATTN_DISABLE_PLUGINS": "triton"
     }  # fmt: skip
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
-         "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-as", profile,
-         "--polyattn-device", "cpu", "--polyattn-report", str(report), "-x"],
-        cwd="/", env=environment, capture_output=True, text=True, timeout=1400, check=False,
-    )  # fmt: skip
-    return json.loads(report.read_text())
 
 
 @pytest.mark.parametrize(
@@ -42,14 +34,13 @@ def conformance(backend: str, profile: str, computes: str, report: Path) -> dict
         pytest.param("ROCM_FLASH_ATTN", "mi250x", "gfx942", marks=pytest.mark.slow),
     ],
 )
-def test_conforms_over_the_fake(backend: str, profile: str, chip: str, tmp_path: Path) -> None:
-    counts = conformance(backend, profile, chip, tmp_path / "report.json")
-    assert counts["passed"] >= 40 and counts["failed"] == counts["skipped"] == 0
+def test_conforms_over_the_fake(backend: str, profile: str, chip: str) -> None:
+    conforms(backend, 40, "--polyattn-as", profile, "-x", **over_the_fakes(chip))
 
 
-def test_the_wrong_fp8_flavour_is_caught(tmp_path: Path) -> None:
+def test_the_wrong_fp8_flavour_is_caught() -> None:
     """The negative control: a chip that computes OCP bits over a cache that was written as FNUZ."""
-    counts = conformance("ROCM_ATTN", "mi300x", "gfx950", tmp_path / "report.json")
+    _, counts = kit("ROCM_ATTN", "--polyattn-as", "mi300x", "-x", **over_the_fakes("gfx950"))
     assert counts["failed"] == 1  # -x stops at the first
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from interpreting import interpreted
+from kits import conforms
 from polyattn import LayerSpec
 from polyattn.kernel import AttentionKind, RecurrentSpec
 
@@ -211,23 +211,13 @@ def test_compilation_can_fail() -> None:
     [
         pytest.param("pair and (sliding_window or chunked)", marks=sweep),
         pytest.param("pair and not (sliding_window or chunked)", marks=sweep),
-        "feature_lse or isolation or replan",
+        "feature_lse or isolation or plans",
         pytest.param("decoder and not pair", marks=sweep),
         pytest.param("not pair and not decoder", marks=sweep),
     ],
 )
-def test_conforms_in_the_interpreter(chosen: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
-         "polyattn.conformance", "--polyattn-backend", "TRITON_ATTN", "--polyattn-device", "cpu",
-         "--polyattn-report", str(report), "-k", chosen],
-        cwd="/", env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True,
-        timeout=1400, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
-    counts = json.loads(report.read_text())
-    assert counts["passed"] >= 4 and counts["failed"] == counts["skipped"] == 0
+def test_conforms_in_the_interpreter(chosen: str) -> None:
+    conforms("TRITON_ATTN", 4, "-k", chosen, TRITON_INTERPRET="1")
 
 
 def test_both_mla_kernels_are_launched_alike() -> None:
@@ -286,11 +276,7 @@ assert out.tolist() == [1.0, 1.0, 1.0, 2.0, 4.0, 0.25, 2.0**19, 2.0**127], out
 def test_the_unit_of_a_query_is_a_power_of_two(tmp_path: Path) -> None:
     """What float16 holds of a query that is divided by it is exact."""
     (tmp_path / "units.py").write_text(UNITS)
-    found = subprocess.run(
-        [sys.executable, tmp_path / "units.py"], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-1000:]
+    interpreted(tmp_path / "units.py")
 
 
 @pytest.mark.parametrize("kv_heads", [1, 8])

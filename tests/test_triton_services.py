@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreting import interpreted
 from polyattn import LayerSpec, select
 
 pytest.importorskip("triton")
@@ -76,25 +74,20 @@ print("merged")
 """
 
 
-def interpreted(code: str, folder: Path) -> str:
-    script = folder / "script.py"  # Triton reads a kernel's source, so it has to be a file
+def printed(code: str, folder: Path) -> str:
+    script = folder / "script.py"
     script.write_text(code)
-    found = subprocess.run(
-        [sys.executable, script], env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True,
-        text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-2000:]
-    return found.stdout.strip()
+    return interpreted(script).strip()
 
 
 def test_what_is_stored_has_torchs_bits(tmp_path: Path) -> None:
     """In its own dtype and in int8, whose halves go to even; other slots aren't touched."""
-    assert interpreted(STORES, tmp_path) == "20"
+    assert printed(STORES, tmp_path) == "20"
 
 
 def test_merging_in_place_is_the_merge(tmp_path: Path) -> None:
     """Against the operator in float64; a row that nobody saw stays 0 with LSE -inf."""
-    assert interpreted(MERGES, tmp_path) == "merged"
+    assert printed(MERGES, tmp_path) == "merged"
 
 
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx90a", "gfx942", "gfx950")

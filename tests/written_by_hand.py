@@ -45,12 +45,12 @@ def mask_mod(b, h, q_idx, kv_idx, *, reach):
     return q_idx - kv_idx < 4 + 3 * reach[b, h % 2]
 """
 CUDA = """
-static __device__ __host__ float score_mod(float s, int64_t b, int64_t h, int64_t q, int64_t k,
-                                           Input<float> gain, float shift) {
+static __device__ float score_mod(float s, int64_t b, int64_t h, int64_t q, int64_t k,
+                                           Input<float, 1> gain, float shift) {
   return erff(s + shift) * gain(h);
 }
-static __device__ __host__ bool mask_mod(int64_t b, int64_t h, int64_t q, int64_t k,
-                                         Input<int32_t> reach) {
+static __device__ bool mask_mod(int64_t b, int64_t h, int64_t q, int64_t k,
+                                         Input<int32_t, 2> reach) {
   return q - k < 4 + 3 * reach(b, h % 2);
 }
 """

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
+from kits import conforms, kit
 from polyattn import LayerSpec, resolve_device
 from polyattn.conformance.checks.search import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.checks.search import drawn as drawn_
@@ -28,21 +24,6 @@ from polyattn.spec.kinds import AttentionKind
 CPU = resolve_device("cpu")
 
 
-def kit(backend: str, *args: str, path: str = "") -> tuple[int, str]:
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
-         "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", "cpu", *args],
-        cwd="/", env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
-        timeout=1400, check=False,
-    )  # fmt: skip
-    return found.returncode, found.stdout + found.stderr
-
-
-def counts(path: Path) -> dict[str, int]:
-    found: dict[str, int] = json.loads(path.read_text())
-    return found
-
-
 NATIVE = [
     pytest.param(name, marks=pytest.mark.skipif(CPU_DEFAULT != "NATIVE_ATTN", reason="not built"))
     for name in ("NATIVE_ATTN", "NATIVE_MLA", "NATIVE_STORE")
@@ -50,29 +31,23 @@ NATIVE = [
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "EXAMPLE_ATTN", *NATIVE])
-def test_a_backend_conforms(backend: str, tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    code, text = kit(backend, "--polyattn-report", str(report))
-    assert code == 0, text
-    found = counts(report)
-    assert found["failed"] == found["skipped"] == 0 and found["passed"] > 25
+def test_a_backend_conforms(backend: str) -> None:
+    found = conforms(backend, 26)
     assert found["cases"] == found["passed"] + found["refused"]
     if backend == "EXAMPLE_ATTN":
         assert found["refused"] > 10
 
 
-def test_flex_conforms_on_its_plain_cases(tmp_path: Path) -> None:
+def test_flex_conforms_on_its_plain_cases() -> None:
     """All cases take eight minutes of compiling; these are one layer's batches, and all refusals."""
-    report = tmp_path / "report.json"
     chosen = "decoder-prefill or decoder-mixed or refusal or isolation-nan or feature_alibi-mixed"
-    code, text = kit("FLEX_ATTENTION", "--polyattn-report", str(report), "-k", chosen)
-    assert code == 0, text
-    assert counts(report)["refused"] >= 15
+    assert conforms("FLEX_ATTENTION", 4, "-k", chosen)["refused"] >= 15
 
 
 def test_an_unknown_backend_is_a_usage_error() -> None:
-    code, text = kit("TORCH_SPDA")
-    assert code == 4 and "did you mean 'TORCH_SDPA'" in text
+    ran, counts = kit("TORCH_SPDA")
+    assert ran.returncode == 4 and not counts
+    assert "did you mean 'TORCH_SDPA'" in ran.stdout + ran.stderr
 
 
 ATTENTION = AttentionKind.ATTENTION

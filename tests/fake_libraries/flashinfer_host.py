@@ -1,4 +1,4 @@
-"""What FlashInfer does with a declaration: compiled for the host by g++."""
+"""What FlashInfer does with a custom mask, and with a declaration: compiled for the host by g++."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from torch import Tensor
 
 INFINITY = 5e4
 """FlashInfer's own: finite, so that it may be subtracted from itself."""
+ELEMENTS = {
+    "float": torch.float32, "int32_t": torch.int32, "int64_t": torch.int64, "uint8_t": torch.bool,
+}  # fmt: skip
 AROUND = """
 #include <cmath>
 #include <cstdint>
@@ -32,21 +35,29 @@ template <int N> struct DefaultUpdater {{}};
   template <typename Params, typename T> T OutputTransform(const Params& params, T output, \\
     uint32_t batch_idx, uint32_t qo_idx, uint32_t qo_head_idx, float m, float d, float scale) \\
   {{ __VA_ARGS__ }}
-namespace math {{ constexpr float inf = 5e4f; constexpr float log2e = 1.44269504088896340736f; }}
+namespace math {{
+constexpr float inf = 5e4f;
+constexpr float log2e = 1.44269504088896340736f;
+static inline float ptx_exp2(float x) {{ return std::exp2(x); }}
+static inline float ptx_rcp(float x) {{ return 1.f / x; }}
+}}
+template <typename T> T __ldg(const T* at) {{ return *at; }}
 static inline float rsqrtf(float x) {{ return 1.f / std::sqrt(x); }}
 struct AttentionVariantBase {{}};
 {declaration}
-struct Additional {{ int64_t* {table}; double {scale}; double {cap}; }};
-struct Params {{
-  int64_t* {table}; double {scale}; double {cap}; int32_t window_left; uint32_t qo_len, kv_len;
-  uint32_t get_qo_len(uint32_t) const {{ return qo_len; }}
+struct Additional {{ {fields} }};
+struct Params : Additional {{
+  int32_t window_left;
+  uint32_t qo_len, kv_len;
   Additional additional_params;
+  uint32_t get_qo_len(uint32_t) const {{ return qo_len; }}
   uint32_t get_kv_len(uint32_t) const {{ return kv_len; }}
 }};
-extern "C" int transform(int64_t* table, double scale, double cap, int window_left, uint32_t batch,
-                         uint32_t qo_len, uint32_t kv_len, uint32_t heads, uint32_t group,
-                         float* logits) {{
-  Params params{{table, scale, cap, window_left, qo_len, kv_len, Additional{{table, scale, cap}}}};
+extern "C" int transform(void** tensors, double* doubles, int64_t* integers, int window_left,
+                         uint32_t batch, uint32_t qo_len, uint32_t kv_len, uint32_t heads,
+                         uint32_t group, float* logits) {{
+  Additional given{{ {values} }};
+  Params params{{given, window_left, qo_len, kv_len, given}};
   {made}
   for (uint32_t h = 0; h < heads; h++)
     for (uint32_t q = 0; q < qo_len; q++)
@@ -58,15 +69,27 @@ extern "C" int transform(int64_t* table, double scale, double cap, int window_le
 
 
 @cache
-def compiled(name: str, declaration: str, table: str, scale: str, cap: str) -> Callable[..., int]:
+def compiled(
+    name: str, declaration: str, tensors: tuple[tuple[str, str], ...],
+    numbers: tuple[tuple[str, str], ...],
+) -> Callable[..., int]:  # fmt: skip
     """Compile a declaration; what is returned changes logits (heads, queries, keys) in place."""
+    fields = [f"{kind}* {field};" for field, kind in tensors]
+    fields += [f"{kind} {field};" for field, kind in numbers]
+    values = [f"({kind}*)tensors[{i}]" for i, (_, kind) in enumerate(tensors)]
+    doubles = [field for field, kind in numbers if kind == "double"]
+    integers = [field for field, kind in numbers if kind == "int64_t"]
+    for field, kind in numbers:
+        of, names = ("doubles", doubles) if kind == "double" else ("integers", integers)
+        values.append(f"{of}[{names.index(field)}]")
     fa3 = "GetAttentionUpdater" in declaration
     softmax = str("OnlineSoftmax<" in declaration).lower() if fa3 else f"{name}::use_softmax"
     made = f"{name} variant(params, batch, nullptr);"
     if fa3:  # tile, heads, starts, lengths, sequence
         made = f"{name} variant(params, std::make_tuple(0, 0, 0, 0, 0, qo_len, kv_len, batch));"
     source = AROUND.format(
-        declaration=declaration, table=table, scale=scale, cap=cap, made=made, softmax=softmax
+        declaration=declaration, fields=" ".join(fields), values=", ".join(values), made=made,
+        softmax=softmax,
     )  # fmt: skip
     folder = Path(tempfile.mkdtemp())
     (folder / "variant.cpp").write_text(source)
@@ -77,7 +100,7 @@ def compiled(name: str, declaration: str, table: str, scale: str, cap: str) -> C
     assert made.returncode == 0, made.stderr[-3000:]
     function: Callable[..., int] = ctypes.CDLL(str(folder / "variant.so")).transform
     function.argtypes = [  # type: ignore[attr-defined]
-        ctypes.c_void_p, ctypes.c_double, ctypes.c_double, ctypes.c_int, *[ctypes.c_uint32] * 5,
+        *[ctypes.c_void_p] * 3, ctypes.c_int, *[ctypes.c_uint32] * 5,
         ctypes.c_void_p,
     ]  # fmt: skip
     return function
@@ -90,6 +113,7 @@ def attend(
     """Attend for each sequence as FlashInfer does, in blocks of all keys; LSE (heads, tokens), base e."""
     planned, made = wrapper.planned, wrapper.made
     out, lses = [], []
+    bits, at = planned["custom_mask"], 0
     for index, (key, value) in enumerate(zip(keys, values, strict=True)):
         q = query[starts[index] : starts[index + 1]].double()
         count, length, group = len(q), len(key), q.shape[1] // key.shape[1]
@@ -105,7 +129,11 @@ def attend(
             logits = cap * torch.tanh(logits / cap) if cap else logits
         place = torch.arange(count)[:, None] + length - count
         seen = torch.ones(count, length, dtype=torch.bool)
-        if planned["causal"]:
+        if bits is not None:
+            assert planned["window_left"] == -1 and not planned["causal"]
+            seen = bits[at : at + count * length].view(count, length)
+            at += count * length
+        elif planned["causal"]:
             seen = torch.arange(length) <= place
         logits = logits.masked_fill(~seen, -INFINITY if softmax else 0.0)
         wide = value.double().repeat_interleave(group, 1)
@@ -119,6 +147,7 @@ def attend(
         found = torch.einsum("hqk,khd->hqd", weights, wide) / total.clamp(min=1e-30)[..., None]
         out.append(found.masked_fill((top == -INFINITY)[..., None], 0.0).transpose(0, 1))
         lses.append(top + total.log())
+    assert bits is None or at == len(bits)
     return torch.cat(out).to(query.dtype), torch.cat(lses, 1)
 
 
@@ -128,13 +157,18 @@ def _transform(
 ) -> bool:  # fmt: skip
     _, *kinds = jit[:7]
     assert kinds[:3] == [planned["q_data_type"]] * 3 and kinds[3] is torch.int32
-    (table,), (scale, cap), name, declaration = jit[7], jit[9], jit[11], jit[12]
-    assert jit[8] == ["int64_t"] and jit[10] == ["double", "double"]
-    tensor, *numbers = args
+    tensors, numbers, name, declaration = jit[7:9], jit[9:11], jit[11], jit[12]
+    pointers, given = args[: len(tensors[0])], args[len(tensors[0]) :]
+    assert len(given) == len(numbers[0])
+    for tensor, kind in zip(pointers, tensors[1], strict=True):
+        assert tensor.dtype is ELEMENTS[kind]
+    split = {k: [n for n, t in zip(given, numbers[1], strict=True) if t == k] for k in numbers[1]}
     heads, queries, keys = logits.shape
     return bool(
-        compiled(name, declaration, table, scale, cap)(
-            tensor.data_ptr(), *numbers, planned["window_left"], index, queries, keys, heads, group,
-            logits.data_ptr(),
+        compiled(name, declaration, *(tuple(zip(*names, strict=True)) for names in (tensors, numbers)))(
+            (ctypes.c_void_p * len(pointers))(*(t.data_ptr() for t in pointers)),
+            (ctypes.c_double * 2)(*split["double"]),
+            (ctypes.c_int64 * len(given))(*split.get("int64_t", [])),
+            planned["window_left"], index, queries, keys, heads, group, logits.data_ptr(),
         )
     )  # fmt: skip

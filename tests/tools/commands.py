@@ -1,11 +1,27 @@
-"""Command lines by the thousand: real options and variables with values that nobody should give."""
+"""Runs a command line in the test's process, and makes lines by the thousand.
+
+Those have real options and variables with values that nobody should give.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import random
 from collections.abc import Iterator
 from pathlib import Path
+
+from polyattn.tools.cli.entry import run
+
+
+def here(*args: str) -> tuple[int, str, str]:
+    """Run a command line in this process; returns its exit code, its output and its errors."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = run(args)
+    return code, out.getvalue(), err.getvalue()
+
 
 VALUES = (
     "", "0", "-1", "1", "2", "1e9", "1e400", "nan", "inf", "9" * 30, "9" * 5000, "x", "[red]x[/]",

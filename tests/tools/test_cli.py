@@ -1,4 +1,4 @@
-"""The commands as a user runs them, in a process of their own."""
+"""The commands as a user runs them: each in a process of its own once, its other cases in this one."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from polyattn.registry.discovery import discover
 from polyattn.registry.extras import install_advice
 from polyattn.tools.cli.models import bundled, bundled_models
 from polyattn.tools.replay.trace import read_trace
+from tools.commands import here
 
 
 def polyattn(*args: str, code: int = 0, **env: str) -> subprocess.CompletedProcess[str]:
@@ -92,9 +93,18 @@ def test_explain_draws_every_verdict() -> None:
         (["bench", "--device", "a100"], {}, "is a profile"),
     ],
 )
-def test_errors_are_one_clear_message(args: list[str], env: dict[str, str], says: str) -> None:
-    found = polyattn(*args, code=2, **env)
-    assert says in found.stderr and "Traceback" not in found.stderr
+def test_errors_are_one_clear_message(
+    args: list[str], env: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    code, _, errors = here(*args)
+    assert code == 2 and says in errors and "Traceback" not in errors
+
+
+def test_an_error_of_a_process_is_one_clear_message() -> None:
+    text = polyattn("run", "--cache-gb", "0.00001", code=2).stderr
+    assert "--cache-gb" in text and "Traceback" not in text
 
 
 def test_explain_exits_1_when_a_layer_has_no_backend() -> None:
@@ -134,10 +144,12 @@ def test_doctor() -> None:
 ATTENTION_MODELS = [m for m in bundled_models() if not m.startswith(("mamba", "deepseek"))]
 
 
+SHORT = ("--requests", "5", "--scale", "0.03", "--max-tokens", "3", "--json")
+
+
 def serve(model: str, *args: str) -> dict[str, Any]:
-    text = polyattn(
-        "run", model, "--requests", "5", "--scale", "0.03", "--max-tokens", "3", "--json", *args
-    ).stdout
+    code, text, errors = here("run", model, *SHORT, *args)
+    assert code == 0, text + errors
     data: dict[str, Any] = json.loads(text)
     return data
 
@@ -189,18 +201,19 @@ def test_the_example_loop_runs() -> None:
 
 
 def test_run_on_a_quantized_cache() -> None:
-    assert serve("llama-3.1-8b", "--kv-cache-dtype", "int8")["max_error"] < 0.01
+    text = polyattn("run", "llama-3.1-8b", *SHORT, "--kv-cache-dtype", "int8").stdout
+    assert json.loads(text)["max_error"] < 0.01
 
 
 def test_bench_counts_what_a_shared_prefix_saves() -> None:
     spec = '{"num_heads": 4, "head_size": 64, "dtype": "float32", "block_size": 16}'
     command = ("bench", "4q1s80", "--spec", spec, "--seconds", "0.02", "--backend", "TORCH_SDPA")
-    (row,) = json.loads(polyattn(*command, "--shared-prefix", "64", "--json").stdout)["rows"]
+    (row,) = json.loads(here(*command, "--shared-prefix", "64", "--json")[1])["rows"]
     assert (row["blocks_read"], row["distinct_blocks"]) == (4 * 5, 4 + 4)
     assert row["shared_bytes"] == 12 * 16 * 2 * 4 * 64 * 4 and row["saved_bytes"] == 0
-    assert "8 distinct" in polyattn(*command, "--shared-prefix", "64").stdout
-    said = polyattn(*command, "--shared-prefix", "80", code=2).stderr
-    assert "--shared-prefix=80: a sequence of batch 4q1s80 has only 79 tokens" in said
+    assert "8 distinct" in here(*command, "--shared-prefix", "64")[1]
+    code, _, said = here(*command, "--shared-prefix", "80")
+    assert code == 2 and "--shared-prefix=80: a sequence of batch 4q1s80 has only 79 tokens" in said
 
 
 def test_run_streams(tmp_path: Path) -> None:
@@ -215,11 +228,11 @@ def test_run_streams(tmp_path: Path) -> None:
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     command = ["run", str(tmp_path), "--trace", str(trace), "--max-tokens", "40", "--device", "cpu"]
-    text = polyattn(*command, "--sink-tokens", "3", code=2).stderr
-    assert "--sink-tokens=3 needs a window in every attention layer" in text
+    code, _, text = here(*command, "--sink-tokens", "3")
+    assert code == 2 and "--sink-tokens=3 needs a window in every attention layer" in text
     command += ["--sliding-window", "24", "--sink-tokens", "3", "--block-size", "8"]
     for whole in ([], ["--weights", "random"]):
-        data = json.loads(polyattn(*command, *whole, "--cache-gb", "0.01", "--json").stdout)
+        data = json.loads(here(*command, *whole, "--cache-gb", "0.01", "--json")[1])
         (cache,) = data["cache"]
         assert (cache["window"], cache["sinks"]) == (24, 3)
         assert cache["decode_blocks"] == -(-(24 + 3) // 8) + 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -14,20 +12,11 @@ from pathlib import Path
 
 import polyattn
 import pytest
-from polyattn.tools.cli.entry import run
 from polyattn.tools.replay.trace import TraceError, read_trace
-from tools.commands import command_lines, write_files
+from tools.commands import command_lines, here, write_files
 
 SMALL = '{"num_heads": 4, "head_size": 64, "dtype": "float32"}'
 COMMAND = [sys.executable, "-m", "polyattn"]
-
-
-def here(*args: str) -> tuple[int, str, str]:
-    """Run a command line in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(args)
-    return code, out.getvalue(), err.getvalue()
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, layers, samples
 from polyattn.tools.tune.tables import fits, margin_of, margins, mean, regrets
 from test_cli import polyattn
+from tools.commands import here
 
 HEADS = [
     LayerSpec(num_heads=h, num_kv_heads=k, head_size=64) for h, k in ((32, 8), (8, 8), (16, 1))
@@ -307,8 +308,8 @@ def test_tune_writes_a_table_that_a_group_chooses_by(
 
 
 def test_tune_needs_a_device_to_run_on(tmp_path: Path) -> None:
-    wrong = polyattn("tune", "--device", "h200", "--out", str(tmp_path / "t.json"), code=2)
-    assert "profile" in wrong.stderr
+    code, _, errors = here("tune", "--device", "h200", "--out", str(tmp_path / "t.json"))
+    assert code == 2 and "profile" in errors
 
 
 def test_explain_predicts_a_batch(tmp_path: Path) -> None:
@@ -340,7 +341,7 @@ def test_explain_predicts_a_batch(tmp_path: Path) -> None:
 def test_bench_draws_lengths(tmp_path: Path) -> None:
     command = ("bench", "6q1s64", "--backend", "TORCH_SDPA", "--seconds", "0.01", "--json")
     spec = HEADS[0].to_json()
-    rows = json.loads(polyattn(*command, "--spec", spec, "--lengths", "one-long").stdout)["rows"]
+    rows = json.loads(here(*command, "--spec", spec, "--lengths", "one-long")[1])["rows"]
     assert rows[0]["batch"] == "6q1s64 one-long" and rows[0]["error"] < 0.02
-    wrong = polyattn(*command, "--spec", spec, "--lengths", "one-lnog", code=2)
-    assert "one-long" in wrong.stderr
+    code, _, errors = here(*command, "--spec", spec, "--lengths", "one-lnog")
+    assert code == 2 and "one-long" in errors

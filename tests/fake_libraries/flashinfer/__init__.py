@@ -108,7 +108,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         a, p = self.bind("run", args, kwargs), self.planned
         lists = (p["paged_kv_indptr"], p["paged_kv_indices"], p["paged_kv_last_page_len"])
         keys, values = self.pages(a, *lists)
-        if self.made.get("jit_args"):
+        if self.made.get("jit_args") or p["custom_mask"] is not None:
             given = a.get("args", ())
             starts = p["qo_indptr"].tolist()
             self.finish(a, *flashinfer_host.attend(self, given, a["q"], keys, values, starts))
@@ -125,7 +125,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         a, p = self.bind("run", args, kwargs), self.planned
         assert (a["k"].shape[2], a["v"].shape[2]) == (p["head_dim_qk"], p["head_dim_vo"])
         starts, key_starts = p["qo_indptr"].tolist(), p["kv_indptr"].tolist()
-        if self.made.get("jit_args"):
+        if self.made.get("jit_args") or p["custom_mask"] is not None:
             sizes = [b - a for a, b in itertools.pairwise(key_starts)]
             keys, values = (
                 list(t[key_starts[0] : key_starts[-1]].split(sizes)) for t in (a["k"], a["v"])

@@ -10,6 +10,7 @@ import torch
 from adapters import Step, check_given, check_paged, paged_batch
 from builds import CPU, HALF, MASKS, SMALL, fake_varlen, vllm_operators
 from polyattn import Batch, LayerSpec
+from polyattn.checking.compare import output_error
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
 
 pytest.importorskip("triton")
@@ -132,7 +133,7 @@ def test_torchs_build_and_flash_attn_4(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_cudnn(causal: bool, fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel's causal mask is aligned to the top left, and it takes one sequence."""
+    """Its kernel's causal mask is aligned to the top left; sequences of a call are of one length."""
     from polyattn.families.attention import reference
     from polyattn_cuda.cudnn import CudnnAttention
 
@@ -145,11 +146,25 @@ def test_cudnn(causal: bool, fakes: None, monkeypatch: pytest.MonkeyPatch) -> No
             num_heads=q.shape[1], num_kv_heads=k.shape[1], head_size=q.shape[3], scale=scale,
             causal=causal,
         )  # fmt: skip
-        out, found = reference.attend(spec, *(t[0].transpose(0, 1) for t in (q, k, v)))
-        return out.to(q.dtype).transpose(0, 1)[None], found.T.float()[None, :, :, None]
+        calls.append(len(q))
+        each = [
+            reference.attend(spec, *(t[i].transpose(0, 1) for t in (q, k, v))) for i in range(len(q))
+        ]  # fmt: skip
+        out = torch.stack([o.to(q.dtype).transpose(0, 1) for o, _ in each])
+        return out, torch.stack([n.T.float() for _, n in each])[..., None]
 
+    calls: list[int] = []
     aten = SimpleNamespace(_scaled_dot_product_cudnn_attention=attend)
     spec = SMALL.replace(causal=causal)
     monkeypatch.setattr("polyattn_cuda.cudnn.torch.ops", SimpleNamespace(aten=aten))
     check_paged(CudnnAttention, spec, 8, HALF)
     check_given(CudnnAttention, spec, HALF)
+    # Images of one size are one call, what stands between them another.
+    batch = Batch.from_lens([6, 6, 6, 4, 4, 0, 4], [6, 6, 6, 4, 4, 0, 4])
+    query, key, value = (torch.randn(30, n, 64).half() for n in (6, 2, 2))
+    backend, out = CudnnAttention(spec, None, CPU), torch.empty(30, 6, 64).half()
+    calls.clear()
+    backend.run(backend.plan(batch), query, key, value, None, LayerParams(), out, None)
+    assert calls == [3, 2, 1]
+    wanted, _ = reference.forward(spec, query, key, value, None, batch, LayerParams())
+    assert output_error(out, wanted) < HALF

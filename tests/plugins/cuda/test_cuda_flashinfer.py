@@ -7,10 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from adapters import check_given, check_paged, paged_batch
 from builds import CPU, HALF, SMALL
 from polyattn import Batch, LayerSpec
-from polyattn.kernel import CacheFormat
+from polyattn.checking.compare import output_error
+from polyattn.families.attention import reference
+from polyattn.families.attention.trial import fill
+from polyattn.kernel import CacheFormat, KVCache, LayerParams
 
 pytest.importorskip("triton")
 
@@ -63,6 +67,24 @@ def flashinfer_decode(spec: LayerSpec) -> tuple[Any, Any]:
     return FlashInferAttention(spec, form, CPU), form
 
 
+def test_keys_that_were_stored_before_are_read_from_their_pages(fakes: None) -> None:
+    """A prompt's: nothing is copied out of the cache, in this layer and in the plan's next."""
+    backend, form = flashinfer_decode(SMALL)
+    batch = paged_batch(form, [20, 33], [20, 33], list(range(12)))
+    generator = torch.Generator().manual_seed(3)
+    plan = backend.plan(batch)
+    assert plan.keys is not None
+    for _ in range(2):
+        cache = KVCache.allocate(form, 12, torch.device("cpu"))
+        fill(cache, generator)
+        query = torch.randn(53, SMALL.num_heads, 64, generator=generator).half()
+        out, lse = torch.empty_like(query), torch.empty(query.shape[:2])
+        backend.run(plan, query, None, None, cache, LayerParams(), out, lse)
+        wanted, _ = reference.forward(SMALL, query, None, None, cache, batch, LayerParams())
+        assert output_error(out, wanted) < HALF
+        assert "Paged" in type(plan.lease.wrapper).__name__
+
+
 def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
     backend, form = flashinfer_decode(SMALL)
 
@@ -77,8 +99,8 @@ def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
     assert [lease.wrapper for _, lease in backend.pool.idle] == [before]
     third = backend.plan(batch())
     assert third.lease.wrapper is before and third.lease.wrapper is not second.lease.wrapper
-    backend.prepare("decode")  # one token, and a row of two
-    backend.prepare("prefill")
+    backend.prepare(("decode",))  # one token, and a row of two
+    backend.prepare(("prefill",))
     gc.collect()
     assert {kind for kind, _ in backend.pool.idle} == {"decode", "short", "paged"}
 
@@ -128,8 +150,7 @@ def test_no_step_is_planned_for_what_was_not_compiled_before(case: str, fakes: N
     )  # fmt: skip
     backend = FlashInferAttention(spec, form, CPU)
     flashinfer.MODULES.clear()
-    for phase in ("decode", "prefill"):
-        backend.prepare(phase)
+    backend.prepare(("decode", "prefill"))
     compiled = set(flashinfer.MODULES)
     steps = [
         ([20, 30], [20, 30]), ([20, 30], [20, 60]), ([1, 40], [9, 40]), ([1, 1], [9, 33]),

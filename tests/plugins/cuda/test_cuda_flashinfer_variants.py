@@ -1,4 +1,4 @@
-"""FlashInfer's JIT declarations, compiled for the host, beside the reference."""
+"""FlashInfer's JIT declarations, compiled for the host, and custom masks, beside the reference."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from builds import CPU, HALF, SMALL
 from polyattn import (
     AttentionVariant,
     Batch,
-    Device,
+    BlockSparseMask,
+    CustomMask,
     LayerSpec,
     register_variant,
-    select,
     unregister_variant,
 )
 from polyattn.checking.compare import lse_error, output_error
-from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.families.attention.trial import fill
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
@@ -66,7 +65,7 @@ def registered(fakes: None) -> Iterator[None]:
         unregister_variant(variant.name)
 
 
-def check(spec: LayerSpec, lens: Any, inputs: Any) -> None:
+def check(spec: LayerSpec, lens: Any = LENS, inputs: Any = None, mask: Any = None) -> None:
     from polyattn_cuda.flashinfer import FlashInferAttention
 
     generator = torch.Generator().manual_seed(2)
@@ -76,7 +75,7 @@ def check(spec: LayerSpec, lens: Any, inputs: Any) -> None:
     cache = KVCache.allocate(form, 25, torch.device("cpu"))
     fill(cache, generator)
     table = torch.randperm(25, generator=generator).int().view(5, 5)
-    batch = Batch.from_lens(*lens, table, 8, inputs=inputs)
+    batch = Batch.from_lens(*lens, table, 8, mask=mask, inputs=inputs)
     params = LayerParams()
     query, key, value = (
         torch.randn(batch.num_tokens, n, 64, generator=generator).half() for n in (4, 2, 2)
@@ -94,7 +93,7 @@ def check(spec: LayerSpec, lens: Any, inputs: Any) -> None:
     assert output_error(out, expected) < HALF
     assert lse is None or lse_error(lse, expected_lse) < HALF
     plain, _ = reference.forward(
-        spec.replace(variant=None), query, None, None, cache, batch, params
+        spec.replace(variant=None, mask=None), query, None, None, cache, batch, params
     )
     assert output_error(plain, expected) > HALF
 
@@ -126,7 +125,45 @@ def test_a_source_by_hand() -> None:
             unregister_variant(variant.name)
 
 
-def test_step_masks_are_refused_by_name() -> None:
-    for mask in ("custom", "block_sparse"):
-        with pytest.raises(SelectionError, match="its custom masks ran on no device yet"):
-            select(SPEC.replace(mask=mask), Device("cuda", "sm_90"), backend="FLASHINFER")
+def masks() -> dict[str, tuple[LayerSpec, Any, Any]]:
+    generator = torch.Generator().manual_seed(5)
+    bits = [torch.rand(q, n, generator=generator) < 0.4 for q, n in zip(*LENS, strict=True)]
+    packed = CustomMask.pack(bits, "all")
+    tree = CustomMask.tree(
+        [[-1, 0, 0], [-1], [], [n // 2 - 1 if n > 1 else n - 1 for n in range(20)], [-1]]
+    )
+    custom, blocks = SPEC.replace(mask="custom", needs_lse=True), SPEC.replace(mask="block_sparse")
+    return {
+        "tree": (custom, tree, LENS),
+        "any": (custom.replace(causal=False), packed, LENS),
+        "any, window": (custom.replace(sliding_window=9), packed, LENS),
+        "blocks": (blocks, BlockSparseMask.of(packed, *LENS, (4, 3)), LENS),
+        "pages": (blocks, BlockSparseMask.of_pages([[0, 2], [0], [], [1], [4, 1]], 8), DECODES),
+        "parts of pages": (blocks, BlockSparseMask.of_pages([[0, 2], [0], [], [1], [4, 1]], 4), DECODES),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", masks())
+def test_step_masks(name: str) -> None:
+    spec, mask, lens = masks()[name]
+    check(spec, lens, mask=mask)
+
+
+def test_a_function_beside_a_step_s_mask() -> None:
+    spec, mask, lens = masks()["any"]
+    spec = spec.replace(variant="relative_bias", needs_lse=False)
+    check(spec, lens, INPUTS["relative_bias"], mask)
+
+
+def test_chosen_pages_are_all_that_is_read() -> None:
+    from polyattn_cuda.flashinfer import FlashInferAttention
+
+    spec, mask, lens = masks()["pages"]
+    form = CacheFormat(
+        block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
+    )  # fmt: skip
+    table = torch.arange(25).int().view(5, 5)
+    plan = FlashInferAttention(spec, form, CPU).plan(
+        Batch.from_lens(*lens, table, 8, mask=mask)
+    )  # fmt: skip
+    assert plan.lease.wrapper.planned["indices"].tolist() == [0, 2, 5, 16, 21, 24]

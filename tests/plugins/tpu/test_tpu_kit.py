@@ -5,14 +5,11 @@ Through torchax the kit's tensors live in JAX; through JAX's own functions no ba
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from kits import conforms
 
 pytest.importorskip("jax")
 slow, sweep = pytest.mark.slow, pytest.mark.sweep
@@ -27,25 +24,21 @@ FEW_RECURRENT = "recurrent_out or recurrent_strided or recurrent_plans-gdn"
 ALL = ""
 
 
-def kit(backend: str, door: str, chosen: str, report: Path) -> dict[str, int]:
-    """Run the kit, or the cases that `chosen` names, in a process of its own; returns its counts."""
+ENVIRONMENT = {
+    "PALLAS_INTERPRET": "1",
+    "JAX_PLATFORMS": "cpu",
+    "PALLAS_BUCKETS": "tokens=1024,seqs=48,pages=1024",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of the time
+    "POLYATTN_PLUGIN_TIMEOUT": "200",  # torchax is imported to look for its device
+    "PYTHONPATH": str(Path(__file__).parent),
+}
+
+
+def conforms_through(door: str, backend: str, chosen: str, least: int) -> None:
+    """Assert that the kit, or the cases that `chosen` names, passes through a door."""
     plugin, device = DOORS[door]
-    found = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", plugin, "--pyargs",
-         "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", device,
-         "--polyattn-budget", "0.1", "--polyattn-report", str(report), "-k", chosen],
-        cwd="/",
-        env=os.environ | {
-            "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1",
-            "PALLAS_BUCKETS": "tokens=1024,seqs=48,pages=1024",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0",  # compiling is most of the time
-            "POLYATTN_PLUGIN_TIMEOUT": "200",  # torchax is imported to look for its device
-            "PYTHONPATH": str(Path(__file__).parent)},
-        capture_output=True, text=True, timeout=7200, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-1000:]
-    counts: dict[str, int] = json.loads(report.read_text())
-    return counts
+    options = ("-p", plugin, "-k", chosen, "--polyattn-budget", "0.1")
+    conforms(backend, least, *options, device=device, **ENVIRONMENT)
 
 
 @pytest.mark.timeout(7200)
@@ -61,19 +54,15 @@ def kit(backend: str, door: str, chosen: str, report: Path) -> dict[str, int]:
         pytest.param("PALLAS_ATTN", ALL, 300, marks=sweep),
     ],
 )
-def test_conforms_in_the_interpreter(
-    backend: str, chosen: str, least: int, door: str, tmp_path: Path
-) -> None:
+def test_conforms_in_the_interpreter(backend: str, chosen: str, least: int, door: str) -> None:
     if door == "torchax" and find_spec("torchax") is None:
         pytest.skip("torchax is not installed")
-    counts = kit(backend, door, chosen, tmp_path / "report.json")
-    assert counts["passed"] >= least and counts["failed"] == counts["skipped"] == 0
+    conforms_through(door, backend, chosen, least)
 
 
 @sweep
 @pytest.mark.skipif(find_spec("torchax") is None, reason="torchax is not installed")
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(("backend", "least"), [("JAX_STORE", 20), ("JAX_MERGE", 4)])
-def test_services_conform_through_torchax(backend: str, least: int, tmp_path: Path) -> None:
-    counts = kit(backend, "torchax", ALL, tmp_path / "report.json")
-    assert counts["passed"] >= least and counts["failed"] == counts["skipped"] == 0
+def test_services_conform_through_torchax(backend: str, least: int) -> None:
+    conforms_through("torchax", backend, ALL, least)

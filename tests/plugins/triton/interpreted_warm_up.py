@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def main() -> None:
             random.Random(0).shuffle(list(pairs))
             table = torch.zeros(len(pairs), 400, dtype=torch.int32)
             queries, lens = [q for q, _ in pairs], [n for _, n in pairs]
-            starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+            starts = [0, *accumulate(queries)]
             batch = Batch(starts, lens, table, None, mask=mask_of(spec, pairs))
             new = [torch.empty(starts[-1], heads, 64) for heads in (8, 2, 2)]
             launched.clear()

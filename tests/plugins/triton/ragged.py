@@ -7,6 +7,7 @@ were run.
 from __future__ import annotations
 
 import sys
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def check(name: str, step: str, sms: int) -> str:
         backend.kernels.programs = sms
     else:
         backend.num_sms = sms
-    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    starts = [0, *accumulate(queries)]
     batch = Batch(starts, lens, table)
     plan = backend.plan(batch)
     found = []

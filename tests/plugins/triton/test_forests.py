@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreting import interpreted
 
 pytest.importorskip("triton")
 sweep = pytest.mark.sweep
@@ -23,11 +21,6 @@ QUICK = ("soft cap, sinks", "int8, scales of heads, sinks", "captured")
 )
 def test_forests(name: str) -> None:
     """One run, several levels, rows apart, padding; NaN elsewhere in the cache; the same bits twice."""
-    script = Path(__file__).with_name("forests.py")
-    found = subprocess.run(
-        [sys.executable, script, name], env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-1500:]
-    heights = {line.rpartition(" ")[2] for line in found.stdout.splitlines()}
+    told = interpreted(Path(__file__).with_name("forests.py"), name, seconds=600)
+    heights = {line.rpartition(" ")[2] for line in told.splitlines()}
     assert len(heights) > 1 or name == "captured", "tiles fit their groups"

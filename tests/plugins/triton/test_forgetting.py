@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from interpreting import interpreted
 
 pytest.importorskip("triton")
 TOLERANCE = 2e-6
@@ -16,12 +14,6 @@ TOLERANCE = 2e-6
 
 
 def test_tokens_that_forget_all_are_kept_themselves() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [sys.executable, Path(__file__).with_name("forgetting.py")], env=environment,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-2000:]
-    errors = json.loads(found.stdout)
+    errors = json.loads(interpreted(Path(__file__).with_name("forgetting.py")))
     assert len(errors) == 2
     assert {kind: wrong for kind, wrong in errors.items() if wrong > TOLERANCE} == {}

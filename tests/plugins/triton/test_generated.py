@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interpreting import interpreted
 from polyattn import AttentionVariant, LayerSpec, register_variant, unregister_variant
 from torch import Tensor
 
@@ -43,24 +44,10 @@ def spec() -> Iterator[LayerSpec]:
 
 @pytest.mark.slow
 def test_right_in_the_interpreter(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name("interpreted_variants.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "TRITON_CACHE_DIR": str(tmp_path),
-             "PYTHONPATH": str(FAMILIES)},
-        capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
-    assert ran.stdout == "right\n", ran.stderr[-3000:]
+    variables = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(FAMILIES)}
+    script = Path(__file__).with_name("interpreted_variants.py")
+    assert interpreted(script, seconds=1200, **variables) == "right\n"
     assert len(list((tmp_path / "polyattn").glob("polyattn_generated_*.py"))) >= 8
-
-
-def apart(script: str, *words: str, **variables: str) -> str:
-    """Run a script in a process of its own and return what it prints."""
-    ran = subprocess.run(
-        [sys.executable, Path(__file__).with_name(script), *words], env={**os.environ, **variables},
-        capture_output=True, text=True, timeout=1200, check=False,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return ran.stdout
 
 
 KEYS = """
@@ -91,17 +78,22 @@ def test_a_kernel_s_key_depends_on_no_order(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_no_step_compiles_what_the_group_did_not(tmp_path: Path) -> None:
-    told = apart("interpreted_warm_up.py", TRITON_INTERPRET="1", TRITON_CACHE_DIR=str(tmp_path))
+    script = Path(__file__).with_name("interpreted_warm_up.py")
+    told = interpreted(script, seconds=1200, TRITON_CACHE_DIR=str(tmp_path))
     assert told == "none is late\n"
 
 
 @pytest.mark.slow
 def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
     """For an sm_90 that is not here: decodes whole, by splits, by stretches, of many; few tokens."""
-    told = apart(
-        "compiled_warm_up.py", '{"variant": "flash_sigmoid"}', "decode", TRITON_CACHE_DIR=str(tmp_path)
+    script = Path(__file__).with_name("compiled_warm_up.py")
+    ran = subprocess.run(
+        [sys.executable, script, '{"variant": "flash_sigmoid"}', "decode"], timeout=1200,
+        env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
-    kernels = dict(line.split() for line in told.splitlines())
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    kernels = dict(line.split() for line in ran.stdout.splitlines())
     assert int(kernels["decode_kernel"]) >= 4
 
 

@@ -1,8 +1,10 @@
-"""Which tiles have the programs of Hopper's own prefill, and which keys do these see?"""
+"""Which tiles and pieces have the programs of Hopper's own prefill, and where do pieces lie?"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,11 @@ import pytest
 pytest.importorskip("triton")
 import numpy as np
 from polyattn import LayerSpec
-from polyattn_triton import hopper_items
-from polyattn_triton.schedule import key_tiles, rows_of
+from polyattn_triton import hopper_items, parts, tiles
+from polyattn_triton.schedule import Rates, Tiles, key_tiles, max_parts, rows_of, stretches
+
+FUNCTIONS = [getattr(hopper_items, name).fn for name in ("begin", "advance", "bounds", "part_of")]
+JOB_AT = hopper_items.job_at.fn
 
 
 class Pointer:
@@ -25,7 +30,7 @@ class Pointer:
         return Pointer(self.array, self.at + int(by))
 
 
-def language(program: int, programs: int) -> SimpleNamespace:
+def language(program: int, programs: int, kv_head: int = 0) -> SimpleNamespace:
     """Gluon's functions of scalars, for one program."""
 
     def load(pointer: Pointer, mask: bool = True, other: int = 0) -> int:
@@ -33,78 +38,160 @@ def language(program: int, programs: int) -> SimpleNamespace:
         return int(pointer.array[pointer.at]) if mask else other
 
     return SimpleNamespace(
-        program_id=lambda axis: program, num_programs=lambda axis: programs,
+        program_id=lambda axis: (program, kv_head)[axis], num_programs=lambda axis: programs,
         load=load, minimum=min, maximum=max, where=lambda c, a, b: a if c else b,
         cdiv=lambda a, b: -(-a // b),
     )  # fmt: skip
 
 
-def items_of(
-    monkeypatch: pytest.MonkeyPatch, work: Any, tiles: int, heads: int, at_once: int,
-    programs: int, height: int, queries: list[int], lens: list[int], group: int, window: int,
-) -> list[tuple[Any, ...]]:  # fmt: skip
-    """Run the kernel's own index functions: head, sequence, row, then what `bounds` tells."""
-    starts = np.concatenate([[0], np.cumsum(queries)])
-    begin, advance, bounds = (
-        getattr(hopper_items, name).fn for name in ("begin", "advance", "bounds")
-    )
-    monkeypatch.setattr(hopper_items, "job_at", hopper_items.job_at.fn)
-    found = []
-    for program in range(programs):
-        monkeypatch.setattr(hopper_items, "gl", language(program, programs))
-        work_at = Pointer(work)
-        at, stop, rounds, seq, row, head = begin(work_at, tiles, at_once, heads)
-        while at < stop:
-            token0, query_len, length, *rest = bounds(
-                Pointer(lens), Pointer(starts), seq, row, group, height, 128, window
-            )
-            assert (token0, query_len, length) == (starts[seq], queries[seq], lens[seq])
-            found.append((head, seq, row, *rest))
-            at, rounds, seq, row, head = advance(work_at, tiles, at_once, rounds)
-    return found
+@dataclass
+class Case:
+    """A step's rows and lengths, and the work that is dealt to `programs` (and KV heads, if `split`)."""
+
+    group: int
+    heads: int
+    queries: list[int]
+    lens: list[int]
+    causal: bool = True
+    window: int = 0
+    split: bool = False
+    at_once: int = 1
+
+    def __post_init__(self) -> None:
+        q, n = np.array(self.queries), np.array(self.lens)
+        seq, row = rows_of(q, self.group, 128)
+        last = np.minimum(row + 128, q[seq] * self.group) - 1
+        context = (n - q)[seq]
+        first = context + row // self.group
+        spec = LayerSpec(
+            num_heads=self.group * self.heads, num_kv_heads=self.heads, head_size=128,
+            causal=self.causal, sliding_window=self.window or None,
+        )  # fmt: skip
+        keys = key_tiles(spec, first, context + last // self.group, n[seq], 128)
+        lows = np.maximum(first - self.window + 1, 0) // 128 if self.window else np.zeros_like(keys)
+        self.wanted = {
+            (head, int(s), int(r)): list(range(int(low), int(low + k)))
+            for head in range(self.heads)
+            for s, r, k, low in zip(seq, row, keys, lows, strict=True)
+        }
+        self.tiles = len(seq)
+        if self.split:
+            self.programs = max(1, 132 // self.heads)
+            dealt = stretches(keys, self.programs, Rates(1, 2))
+            self.work = dealt.work(Tiles(seq, row, keys))
+        else:
+            self.programs = min(132, self.tiles * self.heads)
+            order = np.argsort(-keys, kind="stable")
+            self.work = np.concatenate([seq[order], row[order]])
+
+    def items(self, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+        """Run the kernel's own index functions."""
+        starts = np.concatenate([[0], np.cumsum(self.queries)])
+        begin, advance, bounds, part_of = FUNCTIONS
+        monkeypatch.setattr(hopper_items, "job_at", JOB_AT)
+        found = []
+        work, given = Pointer(self.work), (self.tiles, self.at_once)
+        for program, kv_head in product(
+            range(self.programs), range(self.heads if self.split else 1)
+        ):
+            monkeypatch.setattr(hopper_items, "gl", language(program, self.programs, kv_head))
+            at, stop, low, high, tile, seq, row, head = begin(work, *given, self.heads, self.split)
+            while at < stop:
+                token0, query_len, length, first, count, full_low, full, limit = bounds(
+                    Pointer(self.lens), Pointer(starts), work, at, stop, low, high, seq, row,
+                    self.group, 128, 128, self.causal, self.window, self.split,
+                )  # fmt: skip
+                assert (token0, query_len) == (starts[seq], self.queries[seq])
+                assert length == self.lens[seq] and count > 0 and first >= 0
+                cut, place = part_of(work, low, high, head) if self.split else (False, -1)
+                found.append({
+                    "program": program, "head": head, "seq": seq, "row": row, "first": first,
+                    "count": count, "full_low": full_low, "full": full, "limit": limit,
+                    "low": low, "high": high, "cut": cut, "place": place,
+                })  # fmt: skip
+                at, low, high, tile, seq, row, head = advance(
+                    work, *given, low, high, tile, head, self.split
+                )
+        return found
 
 
-@pytest.mark.parametrize("window", [0, 200, 1000])
-@pytest.mark.parametrize("seed", range(6))
-def test_every_key_of_every_row_has_one_program(
-    monkeypatch: pytest.MonkeyPatch, seed: int, window: int
-) -> None:
+def drawn(seed: int, beyond: bool = False, **changes: Any) -> Case:
+    """A random step; `beyond`: queries may outnumber keys."""
     chance = random.Random(seed)
     group, heads = chance.choice([(4, 8), (7, 4), (1, 3), (8, 1)])
     queries = [chance.choice([0, 1, 17, 128, 300, 1500]) for _ in range(chance.randint(1, 6))]
     queries[0] = max(queries[0], 1)
     lens = [q + chance.choice([0, 0, 5, 128, 2000]) for q in queries]
-    spec = LayerSpec(num_heads=group * heads, num_kv_heads=heads, head_size=128)
-    if window:
-        spec = spec.replace(sliding_window=window)
-    q, n = np.array(queries), np.array(lens)
-    height, at_once = 128, chance.choice([1, heads])
-    seq, row = rows_of(q, group, height)
-    last = np.minimum(row + height, q[seq] * group) - 1
-    context = (n - q)[seq]
-    keys = key_tiles(spec, context + row // group, context + last // group, n[seq], 128)
-    lows = (
-        np.maximum(context + row // group - window + 1, 0) // 128 if window else np.zeros_like(keys)
-    )
-    order = np.argsort(-keys, kind="stable")
-    work = np.concatenate([seq[order], row[order]])
-    found = items_of(
-        monkeypatch, work, len(seq), heads, at_once, min(132, len(seq) * heads), height,
-        queries, lens, group, window,
-    )  # fmt: skip
+    if beyond:
+        lens = [chance.choice([0, 1, q // 3, n]) for q, n in zip(queries, lens, strict=True)]
+    return Case(group, heads, queries, lens, at_once=chance.choice([1, heads]), **changes)
+
+
+MASKS: list[dict[str, Any]] = [{}, {"causal": False}, {"window": 200}, {"window": 1000}]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("beyond", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_key_of_every_row_has_one_program(
+    monkeypatch: pytest.MonkeyPatch, seed: int, beyond: bool, split: bool, mask: dict[str, Any]
+) -> None:
+    case = drawn(seed, beyond, split=split, **mask)
     seen: dict[tuple[int, int, int], list[int]] = {}
-    for head, s, r, first, count, full_low, full in found:
-        seen.setdefault((head, s, r), []).extend(range(first, first + count))
-        # In [full_low, full) every row sees every key.
-        context_s = lens[s] - queries[s]
-        last_row = context_s + (min(r + height, queries[s] * group) - 1) // group
-        for tile in range(full_low, full):
-            assert first <= tile < first + count
-            assert (tile + 1) * 128 <= context_s + r // group + 1
-            assert not window or tile * 128 > last_row - window
-    wanted = {
-        (head, int(s), int(r)): list(range(int(low), int(low + k)))
-        for head in range(heads)
-        for s, r, k, low in zip(seq, row, keys, lows, strict=True)
-    }
-    assert seen == wanted
+    for item in case.items(monkeypatch):
+        s, r, first = item["seq"], item["row"], item["first"]
+        end = min(first + item["count"], -(-item["limit"] // 128))
+        context = case.lens[s] - case.queries[s]
+        last_row = context + (min(r + 128, case.queries[s] * case.group) - 1) // case.group
+        if case.causal:  # tiles that no row sees are masked whole
+            end = min(end, -(-(last_row + 1) // 128))
+        seen.setdefault((item["head"], s, r), []).extend(range(first, end))
+        # In [full_low, full) every row sees every key; the last tile always has a mask.
+        for tile in range(item["full_low"], min(item["full"], first + item["count"] - 1)):
+            assert first <= tile
+            most = context + r // case.group + 1 if case.causal else case.lens[s]
+            assert (tile + 1) * 128 <= min(most, item["limit"])
+            assert not case.window or tile * 128 > last_row - case.window
+    assert {key: sorted(tiles) for key, tiles in seen.items()} == case.wanted
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_lie_where_they_are_merged_from(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Where pieces are stored, beside where the merge looks for them: by its own index functions."""
+    case = drawn(seed, split=True)
+    stored: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
+    whole = set()
+    for item in case.items(monkeypatch):
+        tile = (item["head"], item["seq"], item["row"])
+        if item["cut"]:
+            stored.setdefault(tile, []).append((item["program"], item["place"]))
+        else:
+            assert tile not in whole
+            whole.add(tile)
+    places = [place for pieces in stored.values() for _, place in pieces]
+    assert len(set(places)) == len(places) and max(places, default=0) < (
+        max_parts(case.programs) * case.heads
+    )
+    merged = set()
+    for program, head in product(range(case.programs), range(case.heads)):
+        for module in (tiles, parts):
+            monkeypatch.setattr(module, "tl", language(program, case.programs))
+        at, stop, _tile, low, high, seq, row = tiles.my_stretch.fn(Pointer(case.work), True)
+        share = int(case.work[0])
+        first, last = low // share, (high - 1) // share
+        if at < stop and first < program == last:
+            begins = tiles.part_at.fn(2 * first, head)
+            found = [
+                (p, parts._following.fn(begins, 0, p - first, 1, True))
+                for p in range(first, last + 1)
+            ]
+            assert sorted(stored[head, int(seq), int(row)]) == found
+            merged.add((head, int(seq), int(row)))
+    assert merged == set(stored) and not merged & whole and merged | whole == set(case.wanted)
+
+
+def test_some_steps_are_cut_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the test above proves something."""
+    cut = {item["cut"] for seed in range(8) for item in drawn(seed, split=True).items(monkeypatch)}
+    assert cut == {True, False}

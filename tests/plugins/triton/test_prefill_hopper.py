@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from polyattn_triton.attention import TritonAttention
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.descriptors import described
 from polyattn_triton.hopper import HopperPrefill, box_rows, hopper_config
+from polyattn_triton.schedule import max_parts
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 ODD: dict[str, dict[str, Any]] = {
-    "not causal": {"causal": False},
     "window on both sides": {"sliding_window": 128, "causal": False},
     "chunks": {"chunk_size": 128},
     "sink tokens": {"sliding_window": 128, "sink_tokens": 4},
@@ -42,7 +43,7 @@ ODD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("arch", ["sm_90", "sm_80", "sm_100", "gfx942", "cpu"])
 def test_plain_layers_get_it_on_hopper_alone(arch: str) -> None:
     for changes in ({}, {"num_heads": 28, "num_kv_heads": 4}, {"dtype": "float16"},
-                    {"head_size": 64}, {"needs_lse": True}, {"head_size": 256},
+                    {"head_size": 64}, {"needs_lse": True}, {"head_size": 256}, {"causal": False},
                     {"sliding_window": 4096}):  # fmt: skip
         spec = PLAIN.replace(**changes)
         found = hopper_config(spec, arch)
@@ -148,46 +149,67 @@ def pretended(
     return backend, launched
 
 
-def test_what_it_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over blocks and over keys by token; each name has what it says."""
+@pytest.mark.parametrize(
+    ("queries", "lens", "fresh"),
+    [
+        ([2048] * 4, [2048] * 4, False),
+        ([2048] * 4, [2048] * 4, True),
+        ([300], [8192], False),
+        ([300, 2], [300, 2], True),
+    ],
+)
+@pytest.mark.parametrize("causal", [True, False])
+def test_what_it_is_launched_with(
+    monkeypatch: pytest.MonkeyPatch, queries: list[int], lens: list[int], fresh: bool, causal: bool
+) -> None:
+    """Over blocks and over keys by token, whole and in pieces; each name has what it says."""
     backend, launched = pretended(monkeypatch, PLAIN)
     form = backend.cache
     assert form is not None
-    lens = [2048] * 4
-    cache = KVCache.allocate(form, sum(lens) // 16, torch.device("cpu"))
-    table = torch.zeros(len(lens), max(lens) // 16, dtype=torch.int32)
-    query = torch.zeros(sum(lens), 32, 128, dtype=torch.bfloat16)
+    merged: list[Any] = []
+    monkeypatch.setattr(backend, "_merge", lambda plan, *_: merged.append(plan))
+    cache = KVCache.allocate(form, sum(-(-n // 16) for n in lens), torch.device("cpu"))
+    table = torch.zeros(len(lens), max(lens) // 16 + 1, dtype=torch.int32)
+    query = torch.zeros(sum(queries), 32, 128, dtype=torch.bfloat16)
     out, lse = torch.empty_like(query), torch.empty(len(query), 32)
-    for key in (None, torch.zeros(sum(lens), 8, 128, dtype=torch.bfloat16)):
-        plan = backend.plan(Batch.from_lens(lens, lens, table, 16))
-        launched.clear()
-        backend.run(plan, query, key, key, cache, LayerParams(), out, lse)
-        (named,) = launched
-        assert named["Q"] is query and named["OUT"] is out and named["LSE"] is lse
-        fresh, kept = key is not None, cache.key if key is None else key
-        assert named["K"].base is kept and named["WORK"] is plan.work
-        assert named["K"].block_shape == [128 if fresh else 16, 128]
-        assert (named["q_t"], named["q_h"], named["o_t"], named["lse_t"]) == (4096, 128, 4096, 32)
-        assert (named["k_b"], named["k_row"], named["k_col"]) == (0 if fresh else 16, 0, 128)
-        assert (named["G"], named["KV_HEADS"], named["D"]) == (4, 8, 128)
-        assert (named["PAGED"], named["HAS_LSE"], named["WINDOW"]) == (not fresh, True, 0)
-        assert named["bt_s"] == table.stride(0) and named["v_scale"] == 1.0
-        assert named["tiles"] == 256 and named["grid"] == (132, 1, 1)
+    key = torch.zeros(sum(lens), 8, 128, dtype=torch.bfloat16) if fresh else None
+    batch = Batch.from_lens(queries, lens, table, 16)
+    batch.causal = causal
+    plan = backend.plan_rows(batch)
+    backend.run(plan, query, key, key, cache, LayerParams(), out, lse)
+    (named,) = launched
+    assert named["Q"] is query and named["OUT"] is out and named["LSE"] is lse
+    kept = cache.key if key is None else key
+    assert named["K"].base is kept and named["WORK"] is plan.work
+    assert named["K"].block_shape == [128 if fresh else 16, 128]
+    assert (named["q_t"], named["q_h"], named["o_t"], named["lse_t"]) == (4096, 128, 4096, 32)
+    assert (named["k_b"], named["k_row"], named["k_col"]) == (0 if fresh else 16, 0, 128)
+    assert (named["G"], named["KV_HEADS"], named["D"]) == (4, 8, 128)
+    assert (named["PAGED"], named["HAS_LSE"], named["WINDOW"]) == (not fresh, True, 0)
+    assert named["bt_s"] == table.stride(0) and named["v_scale"] == 1.0
+    assert named["CAUSAL"] is causal
+    assert named["SPLIT"] is plan.merge is (plan.way == "pieces") is (len(lens) < 4)
+    if plan.merge:
+        assert named["grid"] == (132 // 8, 8, 1) and merged == [plan]
+        rows = max_parts(132 // 8) * 8 * 128
+        assert named["PART_LSE"].numel() >= rows and named["PARTS"].numel() >= rows * 128
+    else:
+        assert named["tiles"] == 256 and named["grid"] == (132, 1, 1) and not merged
         assert named["WORK"].numel() == 2 * named["tiles"]
 
 
 @pytest.mark.parametrize(
-    ("size", "queries", "lens", "causal", "wanted"),
+    ("size", "queries", "lens", "causal", "way"),
     [
-        (128, [2048] * 4, [2048] * 4, True, True),
-        (128, [512] * 4, [4608] * 4, True, True),
-        (128, [2048] * 4, [2048] * 4, False, False),  # a step that asks for no causality
-        (128, [300], [8192], True, False),  # few tiles: their keys are cut
-        (128, [100, 1, 40], [1000, 1, 40], True, False),
-        (128, [4096] * 4, [2048] * 4, True, False),  # the first queries see no key
-        (64, [512] * 4, [4608] * 4, True, True),
-        (64, [2048] * 4, [2048] * 4, True, False),  # by token the portable kernel is faster
-        (256, [2048] * 4, [2048] * 4, True, True),
+        (128, [2048] * 4, [2048] * 4, True, "prefill"),
+        (128, [512] * 4, [4608] * 4, True, "prefill"),
+        (128, [2048] * 4, [2048] * 4, False, "prefill"),  # a step that asks for no causality
+        (128, [300], [8192], True, "pieces"),  # few tiles: their keys are cut
+        (128, [100, 1, 40], [1000, 1, 40], True, "pieces"),
+        (128, [4096] * 4, [2048] * 4, True, "prefill"),  # the first queries see no key
+        (64, [512] * 4, [4608] * 4, True, "prefill"),
+        (64, [2048] * 4, [2048] * 4, True, ""),  # by token the portable kernel is faster
+        (256, [2048] * 4, [2048] * 4, True, "prefill"),
     ],
 )
 def test_which_steps_are_planned_for_it(
@@ -196,18 +218,18 @@ def test_which_steps_are_planned_for_it(
     queries: list[int],
     lens: list[int],
     causal: bool,
-    wanted: bool,
+    way: str,
 ) -> None:
     """Others are dealt out as if there were no such kernel."""
     backend, _ = pretended(monkeypatch, PLAIN.replace(head_size=size))
     table = torch.zeros(len(lens), max(*queries, *lens) // 16 + 1, dtype=torch.int32)
-    starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+    starts = [0, *accumulate(queries)]
     batch = Batch(starts, lens, table)
     batch.causal = causal
     plan, portable = backend.plan_rows(batch), backend.plan_rows(batch, portable=True)
-    assert (plan.at_once > 0) is wanted and portable.at_once == 0
-    if wanted:
-        assert (plan.way, plan.config, plan.merge) == ("prefill", HOPPER[size], False)
+    assert (plan.at_once > 0) is bool(way) and portable.at_once == 0
+    if way:
+        assert (plan.way, plan.config, plan.merge) == (way, HOPPER[size], way == "pieces")
     else:
         assert plan.variant == portable.variant and plan.grid == portable.grid
         assert torch.equal(plan.work, portable.work) and plan.merge == portable.merge
@@ -280,31 +302,37 @@ def test_heads_share_what_the_l2_holds(lens: list[int], wanted: int) -> None:
 
 CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")
 SHAPES = [
-    pytest.param({}, 16),
+    pytest.param({}, 16, True),
     *(
-        pytest.param(changes, block_size, marks=mark)
-        for mark, changes, block_size in (
-            (pytest.mark.slow, {}, 0),
-            (pytest.mark.slow, {"head_size": 64}, 16),
-            (pytest.mark.slow, {"sliding_window": 1000, "needs_lse": True}, 64),
-            (pytest.mark.slow, {"head_size": 256}, 16),
-            (pytest.mark.sweep, {"needs_lse": True}, 256),
-            (pytest.mark.sweep, {"head_size": 64, "dtype": "float16"}, 64),
-            (pytest.mark.sweep, {"num_heads": 28, "num_kv_heads": 4, "needs_lse": True}, 64),
-            (pytest.mark.sweep, {"num_heads": 8}, 8),
-            (pytest.mark.sweep, {"head_size": 256, "sliding_window": 512}, 0),
+        pytest.param(changes, block_size, split, marks=mark)
+        for mark, changes, block_size, split in (
+            (pytest.mark.slow, {}, 0, False),
+            (pytest.mark.slow, {"head_size": 64}, 16, True),
+            (pytest.mark.slow, {"sliding_window": 1000, "needs_lse": True}, 64, False),
+            (pytest.mark.slow, {"head_size": 256}, 16, True),
+            (pytest.mark.slow, {"causal": False}, 0, False),
+            (pytest.mark.sweep, {}, 16, False),
+            (pytest.mark.sweep, {"sliding_window": 1000}, 16, True),
+            (pytest.mark.sweep, {"causal": False, "needs_lse": True}, 16, True),
+            (pytest.mark.sweep, {"needs_lse": True}, 256, False),
+            (pytest.mark.sweep, {"head_size": 64, "dtype": "float16"}, 64, False),
+            (pytest.mark.sweep, {"num_heads": 28, "num_kv_heads": 4, "needs_lse": True}, 64, True),
+            (pytest.mark.sweep, {"num_heads": 8}, 8, False),
+            (pytest.mark.sweep, {"head_size": 256, "sliding_window": 512}, 0, False),
         )
     ),
 ]
 
 
-@pytest.mark.parametrize(("changes", "block_size"), SHAPES)
-def test_compiles_for_hopper(changes: dict[str, Any], block_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("changes", "block_size", "split"), SHAPES)
+def test_compiles_for_hopper(
+    changes: dict[str, Any], block_size: int, split: bool, tmp_path: Path
+) -> None:
     """Its program fits on a multiprocessor, and no register of the loops over keys lies in memory."""
     from triton import knobs
 
     spec = PLAIN.replace(**changes)
-    kernel, config = compile_hopper(spec, block_size), HOPPER[spec.head_size]
+    kernel, config = compile_hopper(spec, block_size, split), HOPPER[spec.head_size]
     assert kernel.metadata.shared <= 227 << 10
     # Blocks looked up ahead and those of the tile before: Triton 3.6 can lose one of them.
     carried = [line for line in kernel.asm["ttgir"].splitlines() if "iter_args" in line]

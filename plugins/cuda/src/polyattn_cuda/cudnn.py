@@ -1,7 +1,11 @@
-"""CUDNN_ATTENTION: torch's cuDNN kernel, a sequence at a time; context and new tokens are merged."""
+"""CUDNN_ATTENTION: torch's cuDNN kernel; context and new tokens are merged.
+
+Neighbouring sequences of equal lengths are one dense call: an encoder's batch of images, for one.
+"""
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -23,13 +27,24 @@ from polyattn_cuda.paging import PackedKeys
 
 
 class CudnnPlan(Plan):
-    """Where the keys are, and which tokens see none."""
+    """Where the keys are, which tokens see none, and `runs` of neighbours of equal lengths.
 
-    __slots__ = ("empty", "keys")
+    Each is (first sequence, how many, query tokens, keys); those that see nothing are in none.
+    """
+
+    __slots__ = ("empty", "keys", "runs")
 
     def __init__(self, batch: Batch, cache: CacheFormat | None, causal: bool):
         super().__init__(batch)
         self.keys, self.empty = PackedKeys(batch, cache), empty_rows(batch, causal)
+        lengths = list(zip(batch.query_lens, batch.lens, strict=True))
+        self.runs: list[tuple[int, int, int, int]] = []
+        first = 0
+        for (count, length), same in groupby(lengths):
+            many = len(list(same))
+            if count and length:
+                self.runs.append((first, many, count, length))
+            first += many
 
 
 class CudnnAttention(AttentionBackend):
@@ -55,41 +70,42 @@ class CudnnAttention(AttentionBackend):
         batch, starts = plan.batch, plan.keys.starts
         causal = self.spec_of(batch).causal
         key, value = plan.keys.read(key, value, cache)
-        for index, count in enumerate(batch.query_lens):
-            first, last = starts[index], starts[index + 1]
-            end = batch.starts[index + 1]
+        for first, many, count, length in plan.runs:
             # Under a causal mask no more tokens see a key than there are keys.
-            seeing = min(count, last - first) if causal else count
-            if seeing == 0 or last == first:
-                continue
-            rows = slice(end - seeing, end)
-            state = self._sequence(query[rows], key[first:last], value[first:last], causal)
-            out[rows] = state.output
+            seeing = min(count, length) if causal else count
+            rows = slice(batch.starts[first], batch.starts[first + many])
+            keys = slice(starts[first], starts[first + many])
+
+            def seen(tensor: Tensor, rows: slice = rows, shape: tuple[int, int] = (many, count),
+                     last: int = seeing) -> Tensor:  # fmt: skip
+                return tensor[rows].unflatten(0, shape)[:, shape[1] - last :]
+
+            state = self._sequences(
+                seen(query), *(t[keys].unflatten(0, (many, length)) for t in (key, value)), causal
+            )
+            seen(out).copy_(state.output.unflatten(0, (many, seeing)))
             if lse is not None:
-                lse[rows] = state.lse
+                seen(lse).copy_(state.lse.unflatten(0, (many, seeing)))
         blank(plan.empty, out, lse)
 
-    def _sequence(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> AttentionState:
-        """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
+    def _sequences(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> AttentionState:
+        """Attend in sequences (many, tokens, heads, size); the state is (many * tokens, heads).
+
+        The kernel's causal mask is aligned to the top left, so context is a part of its own.
+        """
         if not causal:
             return self._attend(query, key, value, False)
-        context = len(key) - len(query)
-        state = self._attend(query, key[context:], value[context:], True)
+        context = key.shape[1] - query.shape[1]
+        state = self._attend(query, key[:, context:], value[:, context:], True)
         if context:
-            head = self._attend(query, key[:context], value[:context], False)
+            head = self._attend(query, key[:, :context], value[:, :context], False)
             state = merge_states([head, state])
         return state
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> AttentionState:
-        result = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            query.transpose(0, 1)[None],
-            key.transpose(0, 1)[None],
-            value.transpose(0, 1)[None],
-            None,
-            True,
-            0.0,
-            causal,
-            False,
-            scale=self.spec.scale,
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            query, key, value, None, True, 0.0, causal, False, scale=self.spec.scale
         )
-        return AttentionState(result[0][0].transpose(0, 1), result[1][0].view(query.shape[1], -1).T)
+        found = lse.reshape(query.shape[:3]).transpose(1, 2)
+        return AttentionState(out.transpose(1, 2).flatten(0, 1), found.flatten(0, 1))

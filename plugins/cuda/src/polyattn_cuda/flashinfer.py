@@ -28,7 +28,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.flashinfer_variants import Functions
+from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
 from polyattn_cuda.paging import PackedKeys, page_lists
 from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
@@ -88,7 +88,8 @@ class FlashInferAttention(AttentionBackend):
         self.tensor_cores = spec.gqa_ratio >= 4 or spec.head_size not in (64, 128, 256)
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
-        fa3 = sizes in FA3_SIZES and not self.quantized
+        self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
+        fa3 = sizes in FA3_SIZES and not self.quantized and self.masks is None
         self.prefill_kernel = "auto" if fa3 else "fa2"
         if self.functions is not None:  # what is compiled of them is for one kind of kernels
             fa3 = fa3 and self.functions.by_fa3 and arch_matches("sm_90", device.arch)
@@ -102,20 +103,25 @@ class FlashInferAttention(AttentionBackend):
             "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
         }  # fmt: skip
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
         table = None
         if self.cache is not None:
             table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
-        query_lens = [[SHORT + 1]] if phase == "prefill" else [[1], [2]]
-        for lens in query_lens:
+        query_lens = [[SHORT + 1]] if "prefill" in phases else []
+        for lens in [*query_lens, *([[1], [2]] if "decode" in phases else [])]:
             keys = [lens[0] if self.cache is None else min(lens[0], self.cache.block_size)]
             starts = [0, lens[0]]
             self.plan(Batch(starts, keys, table, device=self.torch_device))
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashInferPlan:
+        chosen = None if self.masks is None else self.masks.over_chosen(batch)
+        batch = chosen or batch
         plan = FlashInferPlan(batch, self.spec_of(batch).causal, reuse)
         if not batch.num_tokens:
+            return plan
+        if self.masks is not None and batch.mask is not None:
+            self._plan_masked(plan, self.masks)
             return plan
         fresh = batch.lens == batch.query_lens and not self.quantized
         if self.cache is None or (fresh and batch.max_query_len > SHORT):
@@ -172,27 +178,41 @@ class FlashInferAttention(AttentionBackend):
             cache.block_size, **self.options,
         )  # fmt: skip
 
-    def _plan_paged(self, plan: FlashInferPlan) -> None:
+    def _plan_paged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch, cache = self.spec_of(plan.batch), plan.batch, self.cache
         assert cache is not None
         kind = "short" if batch.max_query_len <= SHORT else "paged"
         indptr, indices, last = page_lists(batch, cache.block_size)
+        starts = torch.tensor(batch.starts, dtype=torch.int32)
+        if masked:  # which it packs on the device
+            starts, indptr, last = (t.to(self.torch_device) for t in (starts, indptr, last))
         plan.lease = self.pool.lease(plan, kind)
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32), indptr, indices, last, spec.num_heads,
-            spec.num_kv_heads, spec.head_size, cache.block_size, causal=spec.causal, **self.options,
+            starts, indptr, indices, last, spec.num_heads,
+            spec.num_kv_heads, spec.head_size, cache.block_size,
+            causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
-    def _plan_ragged(self, plan: FlashInferPlan) -> None:
+    def _plan_masked(self, plan: FlashInferPlan, masks: StepMasks) -> None:
+        """Plan with a custom mask, which holds the layer's own, too."""
+        spec = self.spec_of(plan.batch)
+        bits, plan.empty = masks.bits(plan.batch, spec)
+        if self.cache is None:
+            self._plan_ragged(plan, custom_mask=bits)
+        else:
+            self._plan_paged(plan, custom_mask=bits)
+
+    def _plan_ragged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.keys = PackedKeys(batch, self.cache)
         plan.lease = self.pool.lease(plan, "ragged")
+        place = self.torch_device if masked else torch.device("cpu")
         plan.lease.plan(
-            torch.tensor(batch.starts, dtype=torch.int32),
-            torch.tensor(plan.keys.starts, dtype=torch.int32),
+            torch.tensor(batch.starts, dtype=torch.int32, device=place),
+            torch.tensor(plan.keys.starts, dtype=torch.int32, device=place),
             spec.num_heads, spec.num_kv_heads,
             spec.head_size, head_dim_vo=spec.v_head_size,
-            causal=spec.causal, **self.options,
+            causal=spec.causal and not masked, **self._options(masked),
         )  # fmt: skip
 
     def run(
@@ -210,6 +230,9 @@ class FlashInferAttention(AttentionBackend):
         if not plan.batch.num_tokens:
             return
         scales = {"k_scale": params.k_scale, "v_scale": params.v_scale} if self.quantized else {}
+        if plan.keys is not None and key is None and cache is not None:
+            plan.keys = None  # they were stored before: read where they are
+            self._plan_paged(plan)
         if plan.keys is not None:
             keys: tuple[Any, ...] = plan.keys.read(key, value, cache)
         else:
@@ -222,6 +245,10 @@ class FlashInferAttention(AttentionBackend):
         if lse is not None:
             lse.mul_(math.log(2.0))
         blank(plan.empty, out, lse)  # older releases say -5e4 where nothing was attended to
+
+    def _options(self, masked: dict[str, Tensor]) -> dict[str, Any]:
+        """Return what wrappers plan with; a custom mask has the window in it."""
+        return self.options | ({"window_left": -1} | masked if masked else {})
 
     def _given(self, plan: FlashInferPlan, params: LayerParams) -> tuple[Any, ...]:
         """Return what compiled functions are given, made once for a layer's tensors and a plan."""

@@ -193,7 +193,6 @@ FLASH_ATTN_V4 = BackendInfo(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
-UNTRIED_MASKS = "its custom masks ran on no device yet; TRITON_ATTN leaves hidden tiles out"
 FLASHINFER = BackendInfo(
     name="FLASHINFER",
     summary="FlashInfer's planned wrappers: paged prefill (fa2, fa3) and decode",
@@ -212,17 +211,17 @@ FLASHINFER = BackendInfo(
         head_sizes=one_of(64, 128, 192, 256),
         v_head_pairs=EXPANDED_MLA,
         layouts=("NHD", "HND"),
-        features=MASKS | {"v_head_size", "logit_soft_cap", "lse", "variant"},
-        remedies=dict.fromkeys(("custom_mask", "block_sparse"), UNTRIED_MASKS),
+        features=MASKS
+        | {"v_head_size", "logit_soft_cap", "lse", "variant", "custom_mask", "block_sparse"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
         excludes=(
             *(
                 (frozenset({"variant", other}), "what its JIT compiles scales no 8-bit keys")
                 for other in ("fp8_e4m3", "fp8_e5m2")
             ),
-            (
-                frozenset({"variant", "captured"}),
-                "what its JIT compiles has no buffers of a graph's",
+            *(
+                (frozenset({other, "captured"}), "its prefill kernels have no buffers of a graph's")
+                for other in ("variant", "custom_mask", "block_sparse")
             ),
             (frozenset({"variant", "lse"}), "its JIT's LSE of a row that sees nothing is finite"),
             (frozenset({"sliding_window", "non_causal"}), "its window bounds the left side only"),
@@ -233,6 +232,8 @@ FLASHINFER = BackendInfo(
     ),
     priorities=(
         Priority(score=40, needs="variant", why="functions are compiled by nvcc, for a minute"),
+        Priority(score=50, needs="custom_mask", why="every pair is masked, none left out"),
+        Priority(score=50, needs="block_sparse", why="every pair is masked, none left out"),
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),

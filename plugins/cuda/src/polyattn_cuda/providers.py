@@ -16,6 +16,12 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _real(module: str) -> bool:
+    """Return whether a module is here itself: what has no loader only stands in for it."""
+    spec = find_spec(module)
+    return spec is not None and spec.loader is not None
+
+
 def vllm_library(name: str) -> Path | None:
     """Return the shared library `name` of an installed vLLM, without importing vLLM."""
     spec = find_spec("vllm")
@@ -34,9 +40,7 @@ def flash_attn_ready() -> str | None:
     """
     if not _version("flash-attn"):
         return "flash-attn is not installed"
-    spec = find_spec("flash_attn")
-    hidden = spec is None or spec.loader is None
-    return "flash_attn is hidden by a stand-in in this process" if hidden else None
+    return None if _real("flash_attn") else "flash_attn is hidden by a stand-in in this process"
 
 
 def torch_fa2_ready() -> str | None:
@@ -52,10 +56,8 @@ def vllm_fa2_ready() -> str | None:
 
 
 def fa3_ready() -> str | None:
-    """Say why flash-attn's hopper folder isn't here, or None. What has no loader stands in for it."""
-    spec = find_spec("flash_attn_interface")
-    there = spec is not None and spec.loader is not None
-    return None if there else "flash_attn_interface is not installed"
+    """Say why flash-attn's hopper folder isn't here, or None."""
+    return None if _real("flash_attn_interface") else "flash_attn_interface is not installed"
 
 
 def vllm_fa3_ready() -> str | None:

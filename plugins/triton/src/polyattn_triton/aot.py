@@ -147,8 +147,10 @@ def _compile_lists(spec: LayerSpec, arch: str) -> Any:
     return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
-def compile_hopper(spec: LayerSpec, block_size: int) -> Any:
+def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     """Compile TRITON_ATTN's own prefill for Hopper; `block_size` 0: over keys by token.
+
+    `split`: in pieces.
 
     Raises LookupError where it doesn't serve this layer, or blocks of this size.
     """
@@ -163,7 +165,7 @@ def compile_hopper(spec: LayerSpec, block_size: int) -> Any:
     element = ELEMENT[spec.dtype]
     boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
     pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
-    constants = hopper_constants(spec, config, block_size, spec.needs_lse)
+    constants = hopper_constants(spec, config, block_size, split, spec.needs_lse)
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )

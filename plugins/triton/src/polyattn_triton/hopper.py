@@ -1,8 +1,8 @@
 """Which prefills does Hopper's own kernel serve, and what is it launched with?
 
-Plain causal layers, with a window or without: no chunks, sinks, soft cap, ALiBi or functions, 16 bits
-throughout; and steps whose tiles end together uncut. All others, and tensors that TMA can't describe,
-are the portable kernel's (`prefill`), by a plan with its own tiles.
+Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap, ALiBi or functions,
+16 bits throughout. All others, and tensors that TMA can't describe, are the portable kernel's
+(`prefill`), by a plan with its own tiles.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import triton
 from polyattn.device import arch_matches
-from polyattn.kernel import Batch, LayerSpec
+from polyattn.kernel import LayerSpec
 from torch import Tensor
 
 from polyattn_triton.configs import HOPPER, SLOWER_BY_TOKEN, Config
@@ -48,8 +48,8 @@ def is_plain(spec: LayerSpec) -> bool:
         spec.learned_sinks, spec.variant, spec.mask,
     )  # fmt: skip
     return (
-        spec.causal
-        and not any(odd)
+        not any(odd)
+        and (spec.causal or not spec.sliding_window)
         and spec.dtype in ("bfloat16", "float16")
         and spec.stored_dtype == spec.dtype
         and (spec.qkv_dtype, spec.out_dtype, spec.scales) == ("auto", "auto", "number")
@@ -82,13 +82,13 @@ def box_rows(config: Config, block_size: int) -> int | None:
 
 
 def hopper_constants(
-    spec: LayerSpec, config: Config, block_size: int, lse: bool
+    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool
 ) -> tuple[Any, ...]:
     """Return `prefill_hopper_kernel`'s constants, in its order. `block_size`: 0 for keys by token."""
     return (
         spec.gqa_ratio, spec.num_kv_heads, spec.head_size, config.block_m, config.block_n,
-        block_size or 1, bool(block_size), spec.sliding_window or 0, lse, config.num_stages, True,
-        2 if spec.head_size <= TWO_QUERIES else 1,
+        block_size or 1, bool(block_size), spec.causal, spec.sliding_window or 0, lse, split,
+        config.num_stages, True, 2 if spec.head_size <= TWO_QUERIES else 1,
     )  # fmt: skip
 
 
@@ -104,14 +104,12 @@ class HopperPrefill:
         self.by_token = spec.head_size not in SLOWER_BY_TOKEN
         self._sites: dict[tuple[Any, ...], Site] = {}
 
-    def takes(self, spec: LayerSpec, batch: Batch, fresh: bool) -> bool:
+    def takes(self, spec: LayerSpec, fresh: bool) -> bool:
         """Whether a step is worth a plan for the kernel. `fresh`: all its keys are its own.
 
-        `spec`: the layer as this step has it, which may ask for no causality. Rows that see no key,
-        where queries outnumber keys, have not run in it on a device.
+        `spec`: the layer as this step has it, which may ask for no causality.
         """
-        held = bool((batch.host_lens >= batch.host_query_lens).all())
-        return held and is_plain(spec) and (self.by_token or not fresh)
+        return is_plain(spec) and (self.by_token or not fresh)
 
     def heads_at_once(self, lens: Sequence[int]) -> int:
         """Return how many KV heads' tiles run side by side: as many as the L2 has room for.
@@ -144,13 +142,14 @@ class HopperPrefill:
         k, v = described(key, box), described(value, box)
         if k is None or v is None:
             return False
+        split = plan.way == "pieces"
         strides = (q[0], q[1], *k[1], *v[1], *out.stride()[:2])
-        which = (strides, query.dtype, block_size, lse is None)
+        which = (strides, query.dtype, block_size, split, lse is None, spec.causal)
         site = self._sites.get(which)
         if site is None:
             site = self._sites[which] = Site(
                 prefill_hopper_kernel, strides,
-                hopper_constants(spec, self.config, block_size, lse is not None),
+                hopper_constants(spec, self.config, block_size, split, lse is not None),
                 {"num_warps": DEFAULT_WARPS},
             )  # fmt: skip
         tiles, heads, _ = plan.grid
@@ -159,7 +158,7 @@ class HopperPrefill:
         jobs = tiles * heads
         programs = (min(self.programs, jobs) if plan.at_once == heads else jobs, 1, 1)
         site(
-            programs,
+            plan.grid if split else programs,
             (query, out, out if lse is None else lse),
             factors,
             (

@@ -48,8 +48,8 @@ def produce(
     K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
     k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles, at_once,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, WINDOW: gl.constexpr,
-    STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Copy the items' keys and values, the last first, into stages as these become free.
 
@@ -57,12 +57,13 @@ def produce(
     """
     BOX: gl.constexpr = K.block_shape[0]
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    at, stop, rounds, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     while at < stop:
-        _token0, _query_len, seq_len, first, count, _full_low, _full = bounds(
-            SEQ_LENS, STARTS, seq, start, G, BLOCK_M, BLOCK_N, WINDOW
-        )
+        _token0, _query_len, seq_len, first, count, _full_low, _full, _limit = bounds(
+            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
+        )  # fmt: skip
         k_first = head * k_row
         v_first = head * v_row
         k_at = head * k_col
@@ -76,7 +77,9 @@ def produce(
         blocks = blocks_of_boxes(TABLE, key, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
         # Not `blocks`: Triton 3.6 carries no name round a loop that is given what it began as.
         before = gl.full([32], -1, gl.int32, LANES)
-        at, rounds, seq, start, head = advance(WORK, tiles, at_once, rounds)
+        at, low, high, tile, seq, start, head = advance(
+            WORK, tiles, at_once, low, high, tile, head, SPLIT
+        )
         for i in range(count):
             ahead = blocks_of_boxes(TABLE, key - BLOCK_N, seq_len, PAGED, BLOCK_SIZE, BOX, LANES)
             stage = n % STAGES

@@ -235,12 +235,10 @@ class PlannedAttention(AttentionBackend):
         batch = plan.batch
         plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
         hopper = None if portable else self.hopper
-        if hopper is not None and hopper.takes(self.spec_of(batch), batch, plan.fresh):
-            plan.config = hopper.config
-            if self._plan_whole(plan, self._tiles(plan), before):
-                plan.at_once = hopper.heads_at_once(batch.lens)
-                return
-        plan.config = self.prefill_config if plan.fresh else self.paged_config
+        if hopper is not None and hopper.takes(self.spec_of(batch), plan.fresh):
+            plan.config, plan.at_once = hopper.config, hopper.heads_at_once(batch.lens)
+        else:
+            plan.config = self.prefill_config if plan.fresh else self.paged_config
         self._plan_tiles(plan, before, lister)
 
     def _plan_tiles(
@@ -267,9 +265,7 @@ class PlannedAttention(AttentionBackend):
 
     def _plan_whole(self, plan: AttentionPlan, tiles: Tiles, before: Tensor | None) -> bool:
         """Deal uncut tiles out, the ones with most keys first; False: they don't end together."""
-        if not len(tiles.keys):
-            return False
-        plan.way, heads = "prefill", self.spec.num_kv_heads
+        heads = self.spec.num_kv_heads
         slots = max(1, self._resident(plan) * self.num_sms // heads)
         order = whole(tiles.keys, slots, self.rates)
         if order is None:

@@ -4,7 +4,7 @@ As FlashAttention-3 (Shah et al., 2024): one warp asks the copy engine (TMA) for
 groups of four warps have 64 rows of a tile each. A group issues the scores of its next keys before the
 product of these weights with V, and takes the exponentials of the former while the latter runs.
 Keys are gone through from the last to the first, so that those that need a mask come first. A program
-has several tiles: while the groups store one, the next one's copies arrive.
+has several tiles, or pieces of them: while the groups store one, the next one's copies arrive.
 
 Gluon has no interpreter: CI compiles this ahead of time, and the H200 checks its values.
 """
@@ -20,9 +20,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper_copies import produce
-from polyattn_triton.hopper_items import advance, begin, bounds
+from polyattn_triton.hopper_items import advance, begin, bounds, part_of
 
 LOG2E = gl.constexpr(1.4426950408889634)
 LN2 = gl.constexpr(0.6931471805599453)
@@ -44,14 +45,16 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, m, key, limit, row_pos, by, MASK: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr
+    s, m, key, limit, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """From scores to weights: these, the new maximum (unscaled), and what older sums count."""
     LAYOUT: gl.constexpr = s.type.layout
     if MASK:
         key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         seen = (key_pos < limit)[None, :]
-        seen = seen & (key_pos[None, :] <= row_pos[:, None])
+        if CAUSAL:
+            seen = seen & (key_pos[None, :] <= row_pos[:, None])
         if WINDOW > 0:
             seen = seen & (key_pos[None, :] > row_pos[:, None] - WINDOW)
         s = gl.where(seen, s, float("-inf"))
@@ -75,8 +78,8 @@ def _sums(weights):
 def _step(
     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
     limit, row_pos, by,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -94,7 +97,7 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
-    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, WINDOW, BLOCK_N)
+    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, WINDOW, BLOCK_N)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
     # The next keys are waited for here: ptxas moves the wait for the product before the softmax
@@ -152,12 +155,30 @@ def _store(
 
 
 @gluon.jit
+def _store_part(acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr):
+    """Store a group's rows of a piece, normalised, with their LSE in base 2; `at`: the first's place."""
+    OUTPUT: gl.constexpr = acc.type.layout
+    safe = gl.where(l == 0.0, 1.0, l)
+    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
+    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
+    offs = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
+    to = (at + row).to(gl.int64) * D
+    gl.store(
+        PARTS + to[:, None] + offs[None, :], out, mask=(row < held)[:, None] & (offs < D)[None, :]
+    )
+    row = gl.arange(0, 64, layout=m.type.layout)
+    lse = gl.where(l == 0.0, float("-inf"), m * by + gl.log2(safe))
+    gl.store(PART_LSE + at + row, lse, mask=row < held)
+
+
+@gluon.jit
 def _consume(
-    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LSE: gl.constexpr, TURNS: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
+    SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
+    QUERIES: gl.constexpr,
 ):  # fmt: skip
     """Attend with a group's 64 of the items' rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
@@ -165,7 +186,7 @@ def _consume(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, OUTPUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    at, stop, rounds, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS)
+    at, stop, low, high, tile, seq, start, head = begin(WORK, tiles, at_once, KV_HEADS, SPLIT)
     n = 0
     item = 0
     if at < stop:
@@ -175,12 +196,17 @@ def _consume(
             q_t, q_h, G, D,
         )  # fmt: skip
     while at < stop:
-        token0, query_len, seq_len, first, count, full_low, full = bounds(
-            SEQ_LENS, STARTS, seq, start, G, BLOCK_M, BLOCK_N, WINDOW
-        )
+        token0, query_len, seq_len, first, count, full_low, full, limit = bounds(
+            SEQ_LENS, STARTS, WORK, at, stop, low, high, seq, start,
+            G, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, SPLIT,
+        )  # fmt: skip
+        if SPLIT:
+            cut, place = part_of(WORK, low, high, head)
         my_start = start + GROUP * 64
         my_head = head
-        at, rounds, seq, start, head = advance(WORK, tiles, at_once, rounds)
+        at, low, high, tile, seq, start, head = advance(
+            WORK, tiles, at_once, low, high, tile, head, SPLIT
+        )
         next_token0 = gl.load(STARTS + seq)
         next_query_len = gl.load(STARTS + seq + 1) - next_token0
         q = q_smem.index(GROUPS * (item % QUERIES) + GROUP)
@@ -198,7 +224,7 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(k_empty.index(n % STAGES))
         m = gl.full([64], float("-inf"), gl.float32, ROW)
-        weights, m, _alpha = _softmax(s, m, key, seq_len, row_pos, by, True, WINDOW, BLOCK_N)
+        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, WINDOW, BLOCK_N)
         l = _sums(weights)
         p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
@@ -214,21 +240,21 @@ def _consume(
         for i in range(1, masked):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, seq_len, row_pos, by,
-                GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES, TURNS,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
         for i in range(gl.maximum(masked, 1), kept):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, seq_len, row_pos, by,
-                GROUP, GROUPS, False, WINDOW, BLOCK_N, STAGES, TURNS,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
             )  # fmt: skip
         if WINDOW > 0:
             for i in range(gl.maximum(kept, 1), count):
                 acc, m, l, p = _step(
                     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, seq_len, row_pos, by,
-                    GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES, TURNS,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
+                    GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
                 )  # fmt: skip
         n += count
         item += 1
@@ -244,10 +270,22 @@ def _consume(
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         gl.thread_barrier()
         mbarrier.arrive(v_empty.index(last))
-        _store(
-            acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
-            o_t, o_h, lse_t, G, D, HAS_LSE,
-        )  # fmt: skip
+        if SPLIT:
+            if cut:
+                _store_part(
+                    acc, m, l, by, PARTS, PART_LSE, place * BLOCK_M + GROUP * 64,
+                    query_len * G - my_start, D,
+                )  # fmt: skip
+            else:
+                _store(
+                    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
+                    o_t, o_h, lse_t, G, D, HAS_LSE,
+                )  # fmt: skip
+        else:
+            _store(
+                acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
+                o_t, o_h, lse_t, G, D, HAS_LSE,
+            )  # fmt: skip
         if QUERIES == 1 and at < stop:
             gl.thread_barrier()
             _load_query(
@@ -260,19 +298,24 @@ def prefill_hopper_kernel(
     Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
     q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles, at_once,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, WINDOW: gl.constexpr,
-    HAS_LSE: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr, QUERIES: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
+    TURNS: gl.constexpr, QUERIES: gl.constexpr,
 ):  # fmt: skip
-    """Tiles of 128 (token, head of group) rows of one KV head, which see no key after their own.
+    """Tiles of 128 (token, head of group) rows of one KV head, whole or in pieces.
 
     Grid: (programs,), `tiles` of them, longest first, dealt out with all KV heads, `at_once` of these
-    at a time. `K`, `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most
-    `BLOCK_N`; a block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns
-    (`descriptors`). `PARTS`, `PART_LSE`: of a plan's tensors, for kernels that cut keys; not touched.
+    at a time; `SPLIT`: (programs, KV heads), whose stretches WORK holds, and `merge_kernel` merges. `K`,
+    `V`: descriptors of (rows, columns) in boxes of as many rows as lie together, at most `BLOCK_N`; a
+    block begins `k_b` rows after the one before, a head `k_row` rows and `k_col` columns
+    (`descriptors`).
     """
     GROUPS: gl.constexpr = BLOCK_M // 64
     gl.static_assert(gl.num_warps() == 4 and GROUPS == 2)
+    gl.static_assert(CAUSAL or WINDOW == 0)
     gl.static_assert(BLOCK_N // K.block_shape[0] <= 32)
+    if SPLIT:  # let the merge be scheduled while this runs
+        gdc_launch_dependents()
     DTYPE: gl.constexpr = Q.dtype.element_ty
     SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     q_smem = gl.allocate_shared_memory(DTYPE, [GROUPS * QUERIES, 64, D], SHARED)
@@ -296,19 +339,19 @@ def prefill_hopper_kernel(
             (
                 _consume,
                 (
-                    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem, k_full, k_empty,
-                    v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
-                    0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, WINDOW, STAGES, HAS_LSE, TURNS,
-                    QUERIES,
+                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                    lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL,
+                    WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
                 ),
             ),
             (
                 _consume,
                 (
-                    Q, OUT, LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem, k_full, k_empty,
-                    v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
-                    1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, WINDOW, STAGES, HAS_LSE, TURNS,
-                    QUERIES,
+                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                    lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL,
+                    WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
                 ),
             ),
             (
@@ -316,7 +359,7 @@ def prefill_hopper_kernel(
                 (
                     K, V, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, k_smem, v_smem, k_full, k_empty,
                     v_full, v_empty, k_b, k_row, k_col, v_b, v_row, v_col, bt_s, tiles, at_once,
-                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, WINDOW, STAGES,
+                    G, KV_HEADS, D, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW, SPLIT, STAGES,
                 ),
             ),
         ],

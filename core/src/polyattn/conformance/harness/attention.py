@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -153,7 +154,7 @@ class AttentionHarness(Harness):
         scales = (layer.params.k_scale, layer.params.v_scale)
         if spec.role is Role.CROSS:
             put(cache, keys, values, slots, scales)
-            starts = [sum(queries[:i]) for i in range(len(queries) + 1)]
+            starts = [0, *accumulate(queries)]
             return Inputs(Batch(starts, lens, table), query, None, None, cache)
         there = held_before(lengths, skipped).to(self.torch_device)
         put(cache, keys, values, slots.masked_fill(~there, -1), scales)

@@ -1,0 +1,9 @@
+"""What holds for every test of the workspace, before any imports torch?"""
+
+from __future__ import annotations
+
+import os
+
+# One thread a process, and a process a core (-n): two workers' threads of torch, each waiting for
+# the others' in a loop, take three times the processor time. Tests that are about threads name theirs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,0 +1,40 @@
+"""How does a test run the conformance kit? As a user does: by pytest, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+BUDGET = "1"
+"""Seconds for each of a kit's searches, which make eight draws at least; the kit's own default is 5."""
+
+
+def kit(
+    backend: str, *options: str, device: str = "cpu", **variables: str
+) -> tuple[subprocess.CompletedProcess[str], dict[str, int]]:
+    """Run a backend's kit; returns the process and the report's counts, none where there is no report."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        ran = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
+             "polyattn.conformance", "--polyattn-backend", backend, "--polyattn-device", device,
+             "--polyattn-budget", BUDGET, "--polyattn-report", str(report), *options],
+            cwd="/", env={**os.environ, "PYTHONPATH": "", **variables}, capture_output=True,
+            text=True, timeout=7200, check=False,
+        )  # fmt: skip
+        counts: dict[str, int] = json.loads(report.read_text()) if report.is_file() else {}
+    return ran, counts
+
+
+def conforms(
+    backend: str, least: int, *options: str, device: str = "cpu", **variables: str
+) -> dict[str, int]:
+    """Assert that a kit passes and runs `least` cases beside refusals; returns the counts."""
+    ran, counts = kit(backend, *options, device=device, **variables)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-1000:]
+    assert counts["failed"] == counts["skipped"] == 0 and counts["passed"] >= least
+    return counts
