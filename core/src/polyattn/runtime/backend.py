@@ -79,8 +79,8 @@ class Backend:
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what `phases` will run, so that no step has to wait for a compiler.
 
-        Called before the first plan of any, once for all phases that the backend was chosen for; once more
-        for each that another spec or cache format brings later.
+        Called before the first plan of any, once for all phases that the backend was chosen for, and
+        again for what another spec or cache format brings later.
         """
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:

@@ -158,14 +158,16 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     from polyattn_triton.hopper import DEFAULT_WARPS, box_rows, hopper_config, hopper_constants
     from polyattn_triton.prefill_hopper import prefill_hopper_kernel
 
-    config = hopper_config(spec, "sm_90")
+    generated = Generated.of(spec)
+    config = hopper_config(spec, "sm_90", generated)
     box = None if config is None else box_rows(config, block_size)
     if config is None or box is None:
         raise LookupError(f"prefill_hopper serves no {spec} in blocks of {block_size}")
     element = ELEMENT[spec.dtype]
     boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
     pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
-    constants = hopper_constants(spec, config, block_size, split, spec.needs_lse)
+    functions = NOTHING if generated is None else generated.constants
+    constants = hopper_constants(spec, config, block_size, split, spec.needs_lse, functions)
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )

@@ -13,7 +13,7 @@ from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_rows
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
-from polyattn_triton.pointwise import NOTHING, Generated, table
+from polyattn_triton.pointwise import NOTHING, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
@@ -27,7 +27,6 @@ class TritonAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.generated = Generated.of(spec)
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
@@ -110,7 +109,8 @@ class TritonAttention(PlannedAttention):
         if plan.at_once:
             assert self.hopper is not None
             spec = self.spec_of(plan.batch)
-            if self.hopper(plan, spec, query, key, value, out, lse, factors[:2]):
+            inputs = self._inputs(plan, params)
+            if self.hopper(plan, spec, query, key, value, out, lse, factors[:2], inputs):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.plan_rows(plan.batch, portable=True)

@@ -17,7 +17,7 @@ import torch
 from polyattn.kernel import AttentionVariant, LayerSpec, Pointwise, Trace, trace, untraceable
 from torch import Tensor
 
-from polyattn_triton.pointwise_source import source
+from polyattn_triton.pointwise_source import by_row, source
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Generated:
     """A layer's functions as Triton's. `softmax`: whether weights are a softmax of what they return.
 
     `rescore`: None where scores stay as they are. `by_head`: whether anything depends on the head.
+    `by_row`: whether nothing is hidden, and whatever is read is one number for a row of scores.
     """
 
     rows_of: Any
@@ -34,6 +35,7 @@ class Generated:
     softmax: bool
     trace: Trace
     reads: bool
+    by_row: bool
 
     @classmethod
     def of(cls, spec: LayerSpec) -> Generated | None:
@@ -59,7 +61,9 @@ class Generated:
         by_head, by_seq = (any(node.what == name for node in traced.nodes) for name in "hb")
         rescore = getattr(module, "rescore", None)
         reads = bool(traced.inputs) or by_seq
-        return cls(module.rows_of, module.change, rescore, by_head, softmax, traced, reads)
+        return cls(
+            module.rows_of, module.change, rescore, by_head, softmax, traced, reads, by_row(traced)
+        )
 
     @property
     def constants(self) -> tuple[Any, ...]:

@@ -53,6 +53,13 @@ def source(traced: Trace, softmax: bool, written: str = "") -> str:
     return _Writer(traced).module("-float('inf')" if softmax else "0.0", written)
 
 
+def by_row(traced: Trace) -> bool:
+    """Whether nothing is hidden, and whatever is read is one number for a row of scores."""
+    writer = _Writer(traced)
+    reads = [i for i, node in enumerate(traced.nodes) if node.op in ("load", "written")]
+    return traced.mask is None and all(writer.shapes[i] in (ONE, ROW) for i in reads)
+
+
 class _Writer:
     """Writes a trace as functions of Triton's language. `alike`: values that are one number in a tile."""
 
