@@ -286,7 +286,9 @@ def _inputs(node: Any) -> tuple[str, ...]:
     """The names of what an operation reads."""
     if node.op == "written":
         return tuple(node.what[1])
-    return {"load": (node.what,), "size": (node.what or ("",))[:1]}.get(node.op, ())
+    if node.op == "size":
+        return (node.what[0],)
+    return (node.what,) if node.op == "load" else ()
 
 
 def _joined(shapes: list[str]) -> str:
