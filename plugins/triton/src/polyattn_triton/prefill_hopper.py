@@ -192,7 +192,8 @@ def _store_part(acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr):
 def _consume(
     Q, OUT, LSE, INPUTS, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty, turns, by, scale, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
-    at_once, GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    at_once, GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
     QUERIES: gl.constexpr, ROWS_OF: gl.constexpr, CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
