@@ -108,9 +108,8 @@ class TritonAttention(PlannedAttention):
         factors = self._factors(query, key, params)
         if plan.at_once:
             assert self.hopper is not None
-            spec = self.spec_of(plan.batch)
-            inputs = self._inputs(plan, params)
-            if self.hopper(plan, spec, query, key, value, out, lse, factors[:2], inputs):
+            given = (query, key, value, out, lse, factors[:2], self._inputs(plan, params))
+            if self.hopper(plan, self.spec_of(plan.batch), *given):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.plan_rows(plan.batch, portable=True)

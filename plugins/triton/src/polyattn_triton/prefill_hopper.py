@@ -24,9 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper_copies import produce
 from polyattn_triton.hopper_items import advance, begin, bounds, part_of
+from polyattn_triton.hopper_rows import load_query, store_part, store_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -129,66 +129,6 @@ def _step(
 
 
 @gluon.jit
-def _load_query(
-    q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    """Copy a group's 64 (token, head) rows into shared memory, without waiting."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (token0 + row // G).to(gl.int64) * q_t + (head * G + row % G) * q_h
-    async_copy.async_copy_global_to_shared(
-        q,
-        Q + at[:, None] + offs[None, :],
-        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
-    )
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _store(
-    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, start, head, o_t, o_h, lse_t,
-    G: gl.constexpr, D: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
-    """Store a group's rows, through the shared memory of its query: whole rows leave at once."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    ROW: gl.constexpr = m.type.layout
-    safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
-    q.store(out.to(q.dtype))
-    gl.thread_barrier()
-    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (token0 + row // G).to(gl.int64) * o_t + (head * G + row % G) * o_h
-    gl.store(
-        OUT + at[:, None] + offs[None, :], q.load(WIDE),
-        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
-    )  # fmt: skip
-    if HAS_LSE:
-        row = start + gl.arange(0, 64, layout=ROW)
-        lse = gl.where(l == 0.0, float("-inf"), (m * by + gl.log2(safe)) * LN2)
-        at = (token0 + row // G).to(gl.int64) * lse_t + head * G + row % G
-        gl.store(LSE + at, lse, mask=row < query_len * G)
-
-
-@gluon.jit
-def _store_part(acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr):
-    """Store a group's rows of a piece, normalised, with their LSE in base 2; `at`: the first's place."""
-    OUTPUT: gl.constexpr = acc.type.layout
-    safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
-    to = (at + row).to(gl.int64) * D
-    gl.store(
-        PARTS + to[:, None] + offs[None, :], out, mask=(row < held)[:, None] & (offs < D)[None, :]
-    )
-    row = gl.arange(0, 64, layout=m.type.layout)
-    lse = gl.where(l == 0.0, float("-inf"), m * by + gl.log2(safe))
-    gl.store(PART_LSE + at + row, lse, mask=row < held)
-
-
-@gluon.jit
 def _consume(
     Q, OUT, LSE, INPUTS, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
     k_full, k_empty, v_full, v_empty, turns, by, scale, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
@@ -209,7 +149,7 @@ def _consume(
     item = 0
     if at < stop:
         token0 = gl.load(STARTS + seq)
-        _load_query(
+        load_query(
             q_smem.index(GROUP), Q, token0, gl.load(STARTS + seq + 1) - token0, start + GROUP * 64, head,
             q_t, q_h, G, D,
         )  # fmt: skip
@@ -301,7 +241,7 @@ def _consume(
         mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
         if QUERIES > 1 and at < stop:  # while this item's last product runs and is stored
-            _load_query(
+            load_query(
                 q_smem.index(GROUPS * (item % QUERIES) + GROUP), Q, next_token0, next_query_len,
                 start + GROUP * 64, head, q_t, q_h, G, D,
             )  # fmt: skip
@@ -313,23 +253,23 @@ def _consume(
         mbarrier.arrive(v_empty.index(last))
         if SPLIT:
             if cut:
-                _store_part(
+                store_part(
                     acc, m, l, by, PARTS, PART_LSE, place * BLOCK_M + GROUP * 64,
                     query_len * G - my_start, D,
                 )  # fmt: skip
             else:
-                _store(
+                store_rows(
                     acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                     o_t, o_h, lse_t, G, D, HAS_LSE,
                 )  # fmt: skip
         else:
-            _store(
+            store_rows(
                 acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                 o_t, o_h, lse_t, G, D, HAS_LSE,
             )  # fmt: skip
         if QUERIES == 1 and at < stop:
             gl.thread_barrier()
-            _load_query(
+            load_query(
                 q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D
             )  # fmt: skip
 
