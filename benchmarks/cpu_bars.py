@@ -43,7 +43,7 @@ SCANS: dict[str, tuple[int, dict[str, Any], float | None]] = {
     }, None),
 }  # fmt: skip
 """Sequences, the layer and its bar."""
-SECTIONS = ("share", "store", "two", "busy", "tiny", "overhead", "scan")
+SECTIONS = ("share", "store", "two", "busy", "tiny", "overhead", "scan", "run")
 Calls = dict[str, Callable[[], object]]
 Row = dict[str, Any]
 
@@ -289,6 +289,35 @@ class Visit:
                 share = amount / best["scan"] / (64 * 2**20 / best["read"])
                 asked = bar if backend == "NATIVE_SCAN" else None
                 self.row(f"{name} {backend}", share, "of read", asked, ms=best["scan"] * 1e3)
+
+    def run(self) -> None:
+        """`polyattn run` of the default model, two threads: by what is chosen beside TORCH_SDPA."""
+        rates: dict[str, float] = {}
+        command = [
+            sys.executable,
+            "-m",
+            "polyattn",
+            "run",
+            "--requests",
+            "8",
+            "--check",
+            "0",
+            "--json",
+        ]
+        for _ in range(2):
+            for named in ({}, {"POLYATTN_BACKEND": "TORCH_SDPA"}):
+                done = subprocess.run(
+                    command, env=os.environ | named, capture_output=True, text=True
+                )
+                if done.returncode:
+                    raise RuntimeError(done.stderr.strip().splitlines()[-1])
+                found = json.loads(done.stdout)
+                by = found["groups"][0]["chosen"]["decode"]
+                rate = found["tokens"] / (found["prefill"]["seconds"] + found["decode"]["seconds"])
+                rates[by] = max(rate, rates.get(by, 0.0))
+        chosen, torchs = rates.get("NATIVE_ATTN", 0.0), rates["TORCH_SDPA"]
+        self.row("polyattn run, NATIVE_ATTN's tokens/s / TORCH_SDPA's", chosen / torchs, "x", 3.0,
+                 native=chosen, torch=torchs)  # fmt: skip
 
 
 def child(isa: str, seconds: float, sections: list[str], out: Path) -> None:

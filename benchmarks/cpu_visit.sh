@@ -2,14 +2,7 @@
 # The native CPU kernels on a machine where nothing of polyattn is installed: builds them from the sources, compares each
 # instruction set with float64, times every bar. Usage, from the repository's root: benchmarks/cpu_visit.sh OUT [SECONDS A CASE]
 out=$1
-root=$PWD
-info=$(mktemp -d)
-# An entry point makes the plugin known; its sources are used where they lie.
-mkdir -p "$info/polyattn_cpu-0.1.0.dist-info"
-printf 'Metadata-Version: 2.1\nName: polyattn-cpu\nVersion: 0.1.0\n' > "$info/polyattn_cpu-0.1.0.dist-info/METADATA"
-printf '[polyattn.plugins]\ncpu = polyattn_cpu.hooks\n' > "$info/polyattn_cpu-0.1.0.dist-info/entry_points.txt"
-export PYTHONPATH=$root/core/src:$root/plugins/cpu/src:$info PYTHONUNBUFFERED=1 CUDA_VISIBLE_DEVICES= POLYATTN_PLUGINS=cpu
-python3 -m polyattn_cpu.native.build || exit
+. benchmarks/cpu_setup.sh
 cd benchmarks || exit
 timeout 400 python3 cpu_bars.py --seconds "${2:-2}" --out "$out/cpu_bars.json" 2>&1 | tee "$out/cpu_bars.log"
 cd "$root" || exit

@@ -29,6 +29,7 @@ class Variant:
     block_n: int = 128
     stages: int = 2
     turns: bool = True
+    queries: int = 2
     causal: bool = True
     way: str = "whole"  # or one program a tile ("many")
     at_once: int = 8
@@ -56,7 +57,8 @@ VARIANTS = (
     replace(BASE, name="window 1024", window=1024),
     replace(BASE, name="window 1024, packed", window=1024, page=0),
     replace(BASE, name="window 100, lse", window=100, lse=True, steps=("1 x 8192",)),
-    replace(BASE, name="size 256", size=256, block_n=64, heads=16, kv_heads=4),
+    replace(BASE, name="size 256", size=256, block_n=64, heads=16, kv_heads=4, queries=1),
+    replace(BASE, name="pages of 16, 3 stages, 1 query", stages=3, queries=1),
 )
 
 
@@ -161,7 +163,7 @@ class Step:
             *self.query.stride()[:2], *key[1], *value[1], *self.out.stride()[:2], key[0], value[0],
             self.lse.stride(0), self.table.stride(0), tiles, at_once,
             self.group, v.kv_heads, v.size, v.block_m, v.block_n, v.page or 1, bool(v.page), v.causal,
-            v.window, v.lse, False, v.stages, v.turns, 2 if v.size <= 128 else 1,
+            v.window, v.lse, False, v.stages, v.turns, v.queries,
         )  # fmt: skip
         return (programs, 1, 1), args
 
@@ -182,6 +184,8 @@ class Step:
         worst = worst_lse = 0.0
         token = 0
         for index, count in enumerate(self.queries):
+            if not count:
+                continue
             chosen = torch.cat([torch.randperm(count)[:rows], torch.tensor([0, count - 1])])
             for part in torch.unique(chosen).to(DEVICE).split(16):
                 wanted, lse = self.reference(index, token, part)

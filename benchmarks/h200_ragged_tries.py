@@ -13,6 +13,8 @@ from typing import Any
 
 from h200_ragged import MHA, K, Step, measured, steps
 from polyattn import LayerSpec
+from polyattn_triton import attention, launch
+from polyattn_triton.configs import Pipe
 
 ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
 
@@ -49,6 +51,28 @@ FEW_HEADS = {
     "4 stages, 1 on one": decoding(num_stages=4, on_one=1),
     "128 keys, 8 warps, 1": decoding(block_n=128, num_warps=8, num_stages=3, on_one=1),
 }  # fmt: skip
+
+
+def owned(stages: int, queries: int, turns: bool = True, parts: int = 0, rows: int = 0) -> Any:
+    """Hopper's own prefill, in pieces; `parts` merged at once, `rows` by a program."""
+
+    def tweak(backend: Any) -> None:
+        assert backend.hopper is not None
+        backend.hopper.pipes = (backend.hopper.pipes[0], Pipe(stages, queries, turns))
+        launch.parts_at_once = lambda *_: parts or AT_ONCE(*_)
+        launch.merge_rows = attention.merge_rows = lambda *_: rows or ROWS(*_)
+
+    return tweak
+
+
+AT_ONCE, ROWS = launch.parts_at_once, launch.merge_rows
+OWN = {
+    "2 stages, 2 queries": owned(2, 2), "2 stages": owned(2, 1), "3 stages": owned(3, 1),
+    "3 stages, no turns": owned(3, 1, False), "2 stages, 2 queries, no turns": owned(2, 2, False),
+    "32 parts": owned(3, 1, parts=32), "2 rows, 32 parts": owned(3, 1, parts=32, rows=2),
+    "2 rows": owned(3, 1, rows=2), "8 rows, 8 parts": owned(3, 1, parts=8, rows=8),
+    "portable": pieces(0),
+}  # fmt: skip
 TAIL = {"stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4)}
 HIGH = {
     "64 rows, 4 warps, 2 stages, 3": pieces(3, block_m=64, num_warps=4, num_stages=2),
@@ -66,9 +90,15 @@ HIGH = {
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=100)
-    end = time.monotonic() + parser.parse_args().seconds
+    parser.add_argument("--own", action="store_true", help="Hopper's own prefill in pieces alone")
+    options = parser.parse_args()
+    end = time.monotonic() + options.seconds
     by_name = {step.name: step for step in steps(2)}
     work: list[tuple[Step, dict[str, Any]]] = [
+        (by_name["16 new after 128k"], OWN),
+        (by_name["512 new after 8k"], OWN),
+        (by_name["16/2 heads: 16 new after 128k"], OWN),
+        (by_name["4 x 512 new after 4k"], OWN),
         (by_name["16 new after 128k"], HIGH),
         (by_name["16/2 heads: 1 x 128k + 63 x 1k"], FEW_HEADS),
         (by_name["decode 1 x 128k + 63 x 1k"], FEW_HEADS),
@@ -80,10 +110,13 @@ def main() -> None:
         (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
     ]
     for step, tries in work:
+        if options.own and tries is not OWN:
+            continue
         found: dict[str, float | str] = {}
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
                 break
+            launch.parts_at_once, launch.merge_rows, attention.merge_rows = AT_ONCE, ROWS, ROWS
             row = measured(step, "TRITON_ATTN", tweak)
             found[name] = row.get("us", row.get("cannot"))
             if row.get("repeats_bits") is False:

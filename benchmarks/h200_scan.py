@@ -19,6 +19,7 @@ from typing import Any
 
 import polyattn_triton.channels as channels
 import polyattn_triton.configs as configs
+import polyattn_triton.selective as selective
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
@@ -46,7 +47,6 @@ STEPS = {
     "decode 128": ([1] * 128, [4096] * 128),
 }
 TILES = {
-    "Mamba-1 (Jamba)": ((32, 4, 1, 1), (64, 2, 2, 1)),
     "KDA (Kimi Linear)": (
         (32, 16, 2, 1), (32, 16, 4, 1), (64, 16, 4, 2), (64, 16, 8, 1), (128, 16, 4, 1),
         (128, 16, 8, 1), (128, 16, 8, 2),
@@ -55,9 +55,22 @@ TILES = {
         (16, 16, 1, 1), (32, 16, 2, 1), (32, 16, 4, 1), (64, 16, 2, 1), (64, 16, 4, 2), (64, 16, 8, 1),
     ),
 }  # fmt: skip
-"""Configurations of prefills to try: values (Mamba-1: channels), chunk (Mamba-1: tokens loaded ahead),
-warps, stages.
-"""
+"""Configurations of prefills to try: values, chunk, warps, stages."""
+CUTS = {
+    "8 x 4096": ((64, 3, 0), (64, 4, 0), (64, 6, 0), (32, 6, 0), (32, 8, 0), (64, 4, 2048)),
+    "1 x 8192": (
+        (128, 2, 186),
+        (128, 2, 384),
+        (128, 2, 497),
+        (128, 2, 640),
+        (64, 4, 256),
+        (64, 4, 512),
+        (64, 4, 993),
+        (32, 4, 256),
+        (32, 4, 512),
+    ),
+}
+"""Mamba-1's ways to try: channels of a program, tokens loaded ahead, tokens of a piece (0: whole)."""
 
 DRAWN = 2048
 """Tokens that are drawn at random, on the host; more of them repeat."""
@@ -97,8 +110,8 @@ class Step:
 
     def pieces(self) -> int:
         """Return in how many pieces Mamba-1's sequences run, 0 for whole ones."""
-        found = [getattr(call.plan, "pieces", None) for call in self.plan.calls]
-        return sum(pieces.count for pieces in found if pieces is not None)
+        cuts = [getattr(call.plan, "cut", None) for call in self.plan.calls]
+        return sum(cut.pieces.count for cut in cuts if cut is not None and cut.pieces is not None)
 
     def errors(self) -> tuple[float, float]:
         """Return how far output and states are from float64, of the largest element."""
@@ -159,6 +172,19 @@ def tried(
         return timed(spec, "TRITON_SCAN", step, speed)
     finally:
         configs.SCAN_TABLE = before
+
+
+def cut_so(
+    spec: LayerSpec, step: str, channels: int, ahead: int, tokens: int, speed: float
+) -> dict[str, Any]:
+    """Time Mamba-1's prefill another way than is chosen."""
+    way = selective.way_of
+    config = configs.SelectiveConfig(channels, ahead, 1.0, 1.0)
+    selective.way_of = lambda *given: (config, tokens)  # type: ignore[assignment]
+    try:
+        return timed(spec, "TRITON_SCAN", step, speed)
+    finally:
+        selective.way_of = way
 
 
 def pairs_alone(spec: LayerSpec, step: str, speed: float) -> dict[str, Any]:
@@ -223,6 +249,13 @@ def main() -> None:
                     f"{name} 8 x 4096, values/chunk/warps/stages {tile}",
                     lambda n=name, t=tile: tried(spec_of(n, dtype), "8 x 4096", t, speed),
                 )
+        for name in [n for n in backends if KINDS[n][0] == "mamba1"]:
+            for step, cuts in CUTS.items():
+                for cut in cuts:
+                    rows.add(
+                        f"{name} {step}, channels/ahead/piece {cut}",
+                        lambda n=name, t=step, c=cut: cut_so(spec_of(n, dtype), t, *c, speed),
+                    )
     print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
     if given.out:
         machine = torch.cuda.get_device_name() if gpu else "interpreter"

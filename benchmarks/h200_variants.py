@@ -273,6 +273,10 @@ def ours_on_flashinfer() -> dict[str, Callable[[], Case]]:
     return found | {
         "speculation tree 64 x 16": lambda: tree_case("FLASHINFER"),
         "decode 64 x 64 of 2,048 pages": lambda: quest_case(True, "FLASHINFER"),
+        "prefill dense, no causal mask": lambda: Case(
+            BASE.replace(causal=False), "FLASHINFER", PREFILL
+        ),
+        "prefill a quarter of blocks": lambda: blocks_case("FLASHINFER"),
     }
 
 
@@ -327,7 +331,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=400.0)
     parser.add_argument("--out", default="variants.json")
     parser.add_argument("--flashinfer", action="store_true", help="compile its modules, no more")
-    parser.add_argument("--only", default="", help="one row of TRITON_ATTN's: its first call alone")
+    parser.add_argument("--only", default="", help="FLASHINFER: its rows; else "
+                        "one row of TRITON_ATTN's: its first call alone")  # fmt: skip
     args = parser.parse_args()
     DEADLINE = time.time() + args.seconds
     for variant in VARIANTS:
@@ -338,6 +343,11 @@ def main() -> None:
                 print("FLASHINFER", name, round(build().build_s, 1), "s", flush=True)
             except Exception:
                 traceback.print_exc()
+        return
+    if args.only == "FLASHINFER":
+        for name, build in ours_on_flashinfer().items():
+            row(f"FLASHINFER {name}", build)
+        report(args.out)
         return
     triton = cases("TRITON_ATTN")
     if args.only:

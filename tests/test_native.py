@@ -114,15 +114,13 @@ class Step:
             attention.layer_bytes(self.spec), [0, *accumulate(queries)], lens, self.block_size,
             threads=threads,
         )  # fmt: skip
-        rows, p = len(query), self.params
+        rows = len(query)
         out = torch.full(
             (rows + 1, self.spec.num_heads, self.spec.v_head_size), 7.0, dtype=query.dtype
         )
         lse = torch.full((rows + 1, self.spec.num_heads), 7.0)
-        attention.attend(
-            plan, query, self.key, self.value, table, out[:-1], lse[:-1], p.sinks, p.alibi_slopes,
-            p.k_scale, p.v_scale,
-        )  # fmt: skip
+        attend = attention.bound(plan, table)
+        attend(query, self.key, self.value, self.params, out[:-1], lse[:-1])
         assert bool((out[-1] == 7).all()) and bool((lse[-1] == 7).all())
         return out[:-1], lse[:-1]
 
@@ -205,7 +203,7 @@ def test_given_keys_of_other_lengths(isa):
         attention.layer_bytes(spec), batch.starts, batch.lens, key_starts=batch.key_starts
     )
     out = torch.empty_like(query)
-    attention.attend(plan, query, key, value, None, out)
+    attention.bound(plan, None)(query, key, value, LayerParams(), out, None)
     for rows, keys in ((slice(0, 4), slice(60, 93)), (slice(4, 9), slice(5, 55))):
         want, _ = reference.attend(spec, query[rows], key[keys], value[keys])
         assert output_error(out[rows], want) <= tolerance_of(spec).output

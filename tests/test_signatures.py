@@ -8,7 +8,7 @@ import json
 import sys
 from inspect import Parameter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,6 +210,58 @@ def test_flashinfer_trtllm_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert call["bmm1_scale"] == 64**-0.5
     assert call["kv_layout"] == "NHD" and call["seq_lens"].tolist() == [17, 0]
     assert (out[0] == 3).all() and (out[1] == 0).all()  # a row without keys is zero
+
+
+def test_flashinfer_xqa_calls_over_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's own kernel isn't right beside NaN in unused slots: the general one is asked for."""
+    made: list[tuple[Any, ...]] = []
+    calls: list[dict[str, Any]] = []
+
+    def xqa(
+        run_sm90_fp8_mha: bool, sm_count: int, num_kv_heads: int, sliding_win_size: int,
+        q_scale: float, output: torch.Tensor, rcp_out_scale: float, q: torch.Tensor, sinks: Any,
+        k_cache: torch.Tensor, v_cache: torch.Tensor, k_sf_cache: None, v_sf_cache: None,
+        page_table: torch.Tensor, max_seq_len: int, seq_lens: torch.Tensor, batch_size: int,
+        kv_scale: float, semaphores: torch.Tensor, workspace_buffer: torch.Tensor, enable_pdl: bool,
+        q_seq_len: int, mask: None,
+    ) -> None:  # fmt: skip
+        calls.append(locals())
+        output.fill_(3.0)
+
+    def get_xqa_module(*args: Any, **kwargs: Any) -> Any:
+        made.append(tuple(bind("flashinfer", "get_xqa_module", *args, **kwargs).values()))
+        return SimpleNamespace(xqa=xqa)
+
+    module = ModuleType("flashinfer.xqa")
+    module.get_xqa_module = get_xqa_module  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
+    monkeypatch.setitem(sys.modules, "flashinfer.xqa", module)
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    from polyattn_cuda.flashinfer_trtllm import FlashInferTrtllm
+
+    spec = SPEC.replace(needs_lse=False, logit_soft_cap=None, kv_cache_dtype="fp8_e4m3")
+    form = dataclasses.replace(FORM, dtype="fp8_e4m3")
+    backend = FlashInferTrtllm(spec, form, CPU)
+    backend.prepare("decode")
+    half, byte = torch.float16, torch.float8_e4m3fn
+    assert made == [(half, byte, form.block_size, 64, 4, True, half, 1)]
+    batch, _, query = step([17, 0], [1, 1])
+    cache = KVCache.allocate(form, 8, torch.device("cpu"))
+    out = torch.full((2, 8, 64), torch.nan, dtype=half)
+    params = LayerParams(k_scale=0.5, v_scale=0.25)
+    backend.run(backend.plan(batch), query, None, None, cache, params, out, None)
+    call = calls[0]
+    assert call["run_sm90_fp8_mha"] is False and call["sm_count"] == 132
+    assert call["sliding_win_size"] == 9 and call["num_kv_heads"] == 2
+    # logits: q_scale * kv_scale / sqrt(head_size); outputs: kv_scale
+    assert call["q_scale"] * call["kv_scale"] / 8 == pytest.approx(spec.scale * 0.5)
+    assert call["kv_scale"] == 0.25 and call["rcp_out_scale"] == 1.0
+    assert call["q"].shape == call["output"].shape == (2, 1, 8, 64)
+    assert call["seq_lens"].tolist() == [[17], [0]] and call["batch_size"] == 2
+    assert call["max_seq_len"] == call["page_table"].shape[1] * form.block_size
+    assert call["k_cache"].dtype is byte and not call["semaphores"].any()
+    assert (out[0] == 3).all() and (out[1] == 0).all()
 
 
 def test_flash_attn_4_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,11 +40,22 @@ TARGETS = tuple(SHARED_KIB)
 FP8_TARGETS = ("sm_90", "gfx942", "gfx950")
 
 
-def compiled_bytes(spec: LayerSpec, arch: str) -> dict[str, int]:
+LARGEST = ("listed", "paged pieces", "prefix high", "merge", "write")
+"""Each kernel once, in the way that asks most of a chip: listed work, pieces of pages, high tiles."""
+
+
+def compiled_bytes(
+    spec: LayerSpec, arch: str, phases: tuple[str, ...] | None = None
+) -> dict[str, int]:
+    """Compile a layer's phases, of `phases` those that it has; returns the machine code's sizes."""
     from polyattn_triton.aot import compile_phase, phases_of
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
-    compiled = {phase: compile_phase(spec, arch, phase) for phase in phases_of(spec, arch)}
+    compiled = {
+        phase: compile_phase(spec, arch, phase)
+        for phase in phases_of(spec, arch)
+        if phases is None or phase in phases
+    }
     for phase, kernel in compiled.items():
         assert kernel.metadata.shared <= SHARED_KIB[arch] << 10, f"{phase} can't be launched"
     return {phase: len(kernel.asm[kind]) for phase, kernel in compiled.items()}
@@ -52,18 +63,29 @@ def compiled_bytes(spec: LayerSpec, arch: str) -> dict[str, int]:
 
 slow = pytest.mark.slow
 sweep = pytest.mark.sweep  # not yet run whole on the work lists' kernels
-CASES = [
-    pytest.param(arch, variant, marks=[] if variant == "plain" or arch == "sm_90" else [sweep])
+WHOLE = [
+    pytest.param(arch, variant, marks=[] if (arch, variant) == ("sm_90", "plain") else [sweep])
     for arch in TARGETS
     for variant in VARIANTS
 ]
-"""Every variant for every target; the quick suite has one chip's whole set and a sample of others."""
+"""Every variant for every target; the quick suite has one chip's plain layer."""
+QUICK = [
+    *(("sm_90", variant) for variant in VARIANTS if variant != "plain"),
+    *((arch, "plain") for arch in TARGETS if arch != "sm_90"),
+]
 
 
-@pytest.mark.parametrize(("arch", "variant"), CASES)
+@pytest.mark.parametrize(("arch", "variant"), WHOLE)
 def test_compiles_to_machine_code(arch: str, variant: str) -> None:
     sizes = compiled_bytes(VARIANTS[variant], arch)
     assert len(sizes) >= 9 and all(size > 500 for size in sizes.values())
+
+
+@pytest.mark.parametrize(("arch", "variant"), QUICK)
+def test_each_kernel_compiles_at_its_largest(arch: str, variant: str) -> None:
+    """One chip's variants and the other chips' plain layers, in the ways that may not fit."""
+    sizes = compiled_bytes(VARIANTS[variant], arch, LARGEST)
+    assert len(sizes) >= 3 and all(size > 500 for size in sizes.values())
 
 
 def programs_on_one(kernel: object, folder: Path, most_spilled: int = 0) -> int:
@@ -154,10 +176,20 @@ FAMILY_MODELS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "arch", [pytest.param(a, marks=[] if a == "sm_90" else [slow]) for a in TARGETS]
-)
-@pytest.mark.parametrize("model", FAMILY_MODELS)
+SAMPLE = ("deepseek-v3", "qwen3-next-80b-a3b")
+"""An MLA and a recurrence: what CI compiles for each target, of one NVIDIA and one AMD chip all."""
+FAMILY_CASES = [
+    *(pytest.param("sm_90", model) for model in FAMILY_MODELS),
+    *(
+        pytest.param(arch, model, marks=slow if arch == "gfx942" or model in SAMPLE else sweep)
+        for arch in TARGETS
+        if arch != "sm_90"
+        for model in FAMILY_MODELS
+    ),
+]
+
+
+@pytest.mark.parametrize(("arch", "model"), FAMILY_CASES)
 def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     from polyattn.tools.cli.models import bundled
     from polyattn_triton.aot_families import compile_mla, compile_scan

@@ -15,7 +15,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.chosen_pages import over_chosen_pages
+from polyattn.runtime.chosen_pages import ChosenPages, chosen_pages, over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -55,6 +55,7 @@ __all__ = [
     "BatchError",
     "BlockSparseMask",
     "CacheFormat",
+    "ChosenPages",
     "CustomMask",
     "Device",
     "Function",
@@ -86,6 +87,7 @@ __all__ = [
     "arch_matches",
     "at_least",
     "blank",
+    "chosen_pages",
     "cumulative",
     "decode_window_sizes",
     "empty_rows",

@@ -2,15 +2,19 @@
 
 XQA on Hopper and on sm_120, trtllm-gen on sm_100 and sm_103. They read block table and lengths on
 the device, so nothing is planned; XQA gives no LSE. Rows of several tokens are for trtllm-gen alone:
-XQA wants a packed mask with them.
+XQA wants a packed mask with them. Context (prefill) isn't served: trtllm-gen's kernels for it are
+Blackwell's, and TensorRT-LLM's FMHA, which FlashInfer compiles for Hopper, wants keys and values in one
+tensor.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from polyattn.kernel import (
+    STORAGE_DTYPES,
     AttentionBackend,
     Batch,
     CacheFormat,
@@ -19,6 +23,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Plan,
+    arch_matches,
     blank,
     empty_rows,
     window_sizes,
@@ -26,6 +31,9 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.workspaces import zeroed_workspace
+
+SEMAPHORE_BYTES = 8 << 20
+"""What FlashInfer lets XQA count in, at the start of its workspace."""
 
 
 class TrtllmPlan(Plan):
@@ -39,13 +47,25 @@ class TrtllmPlan(Plan):
 
 
 class FlashInferTrtllm(AttentionBackend):
-    """One call a layer and step, over the cache as it lies."""
+    """One call a layer and step, over the cache as it lies.
+
+    Over 8-bit keys on Hopper it is XQA's general kernel. Hopper's own, which FlashInfer would choose,
+    multiplies what lies behind a sequence's end by a weight of zero, and NaN may lie there.
+    """
 
     name: ClassVar[str] = "FLASHINFER_TRTLLM"
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.torch_device = torch.device(str(device.torch_device))
+        assert cache is not None
+        self.quantized = cache.item_bytes == 1
+        self.by_xqa = self.quantized and arch_matches("sm_90", device.arch)
+
+    def prepare(self, phase: str) -> None:
+        """Compile XQA's module, where it is XQA that runs."""
+        if not arch_matches("sm_100-sm_109", self.device.arch):
+            self._xqa()
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> TrtllmPlan:
         return TrtllmPlan(batch)
@@ -61,21 +81,63 @@ class FlashInferTrtllm(AttentionBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
-
         assert isinstance(plan, TrtllmPlan) and cache is not None and lse is None
-        spec, batch = self.spec, plan.batch
-        assert batch.block_table is not None
         # The kernels are given addresses alone: what isn't contiguous goes by a copy.
         whole = out if out.is_contiguous() else torch.empty_like(
             out, memory_format=torch.contiguous_format
         )  # fmt: skip
-        trtllm_batch_decode_with_kv_cache(
-            query.contiguous(), (cache.key, cache.value), zeroed_workspace(self.torch_device),
-            batch.block_table.contiguous(), batch.seq_lens, batch.max_seq_len,
-            bmm1_scale=spec.scale, window_left=window_sizes(spec)[0], out=whole, sinks=params.sinks,
-            kv_layout="NHD",
-        )  # fmt: skip
+        attend = self._general if self.by_xqa else self._chosen
+        attend(plan.batch, query.contiguous(), cache, params, whole)
         if whole is not out:
             out.copy_(whole)
         blank(plan.empty, out, lse)
+
+    def _chosen(
+        self, batch: Batch, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor
+    ) -> None:
+        """Attend by the kernel that FlashInfer chooses."""
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+
+        assert batch.block_table is not None
+        k_scale, v_scale = (params.k_scale, params.v_scale) if self.quantized else (1.0, 1.0)
+        trtllm_batch_decode_with_kv_cache(
+            query, (cache.key, cache.value), zeroed_workspace(self.torch_device),
+            batch.block_table.contiguous(), batch.seq_lens, batch.max_seq_len,
+            bmm1_scale=self.spec.scale * k_scale, bmm2_scale=v_scale,
+            window_left=window_sizes(self.spec)[0], out=out, sinks=params.sinks, kv_layout="NHD",
+        )  # fmt: skip
+
+    def _general(
+        self, batch: Batch, query: Tensor, cache: KVCache, params: LayerParams, out: Tensor
+    ) -> None:
+        """Attend by XQA's general kernel: what FlashInfer's function does, but for its choice."""
+        spec, table = self.spec, batch.block_table
+        assert table is not None
+        left, work = window_sizes(spec)[0], zeroed_workspace(self.torch_device)
+        sinks = None if params.sinks is None else params.sinks.view(spec.num_kv_heads, -1)
+        # It multiplies logits by `q_scale * kv_scale / sqrt(head_size)`, outputs by `kv_scale`.
+        q_scale = spec.scale * params.k_scale / params.v_scale * spec.head_size**0.5
+        self._xqa().xqa(
+            False, self.num_sms, spec.num_kv_heads, left + 1 if left >= 0 else 0, q_scale,
+            out.unsqueeze(1), 1.0, query.unsqueeze(1), sinks, cache.key, cache.value, None, None,
+            table.contiguous(), table.shape[1] * cache.block_size, batch.seq_lens.unsqueeze(1),
+            batch.num_seqs, params.v_scale, work[:SEMAPHORE_BYTES], work[SEMAPHORE_BYTES:], True, 1,
+            None,
+        )  # fmt: skip
+
+    @cached_property
+    def num_sms(self) -> int:
+        """How many multiprocessors XQA may spread a step's keys over."""
+        return int(torch.cuda.get_device_properties(self.torch_device).multi_processor_count)
+
+    def _xqa(self) -> Any:
+        """XQA's module for this layer; FlashInfer compiles each once."""
+        from flashinfer.xqa import get_xqa_module
+
+        spec, cache = self.spec, self.cache
+        assert cache is not None
+        kind = STORAGE_DTYPES[spec.dtype]
+        return get_xqa_module(
+            kind, STORAGE_DTYPES[cache.dtype], cache.block_size, spec.head_size, spec.gqa_ratio,
+            window_sizes(spec)[0] >= 0, kind, 1,
+        )  # fmt: skip

@@ -167,7 +167,6 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
     proof={"sm_90": Proof.MEASURED, "cuda": Proof.SIGNATURE},
 )
 
-FA4_GROUPS = "4.0.0b36 was wrong on an H200 for groups of 5, 7, 8 and 16 over a cached context"
 FLASH_ATTN_V4 = BackendInfo(
     name="FLASH_ATTN_V4",
     summary="FlashAttention-4 (CuTe DSL) for Hopper and Blackwell",
@@ -180,7 +179,6 @@ FLASH_ATTN_V4 = BackendInfo(
         roles=ALL_ROLES,
         cached=EITHER,
         head_sizes=multiples(8, low=32, high=128),
-        gqa_ratios=Sizes(high=4, why=FA4_GROUPS),
         phases=frozenset({"prefill"}),
         features=MASKS | {"logit_soft_cap", "lse"},
     ),
@@ -233,7 +231,11 @@ FLASHINFER = BackendInfo(
     priorities=(
         Priority(score=40, needs="variant", why="functions are compiled by nvcc, for a minute"),
         Priority(score=50, needs="custom_mask", why="every pair is masked, none left out"),
-        Priority(score=50, needs="block_sparse", why="every pair is masked, none left out"),
+        Priority(
+            score=50,
+            needs="block_sparse",
+            why="rows of whole pages; others are masked pair by pair",
+        ),
         Priority(score=80, phase="decode", why="tensor-core decode near the memory's bandwidth"),
         Priority(score=80, phase="prefill", why="paged prefill by FA3 on Hopper, FA2 elsewhere"),
     ),
@@ -250,8 +252,8 @@ FLASHINFER_TRTLLM = BackendInfo(
     capabilities=Capabilities(
         platforms={"cuda": ("sm_90+",)},
         roles=DECODER_CROSS,
-        # No quantised caches: 0.6.13's fp8 kernel reads NaN behind a sequence's end into its rows,
-        # and its int8 doesn't compile for Hopper.
+        # 0.6.13's XQA for int8 doesn't compile for Hopper.
+        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3"}),
         head_sizes=one_of(64, 128, 256),
         gqa_ratios=one_of(1, 2, 4, 8, 16),
         block_sizes=one_of(16, 32, 64),
@@ -259,6 +261,10 @@ FLASHINFER_TRTLLM = BackendInfo(
         phases=frozenset({"decode"}),
         features=MASKS | {"learned_sinks"},
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+        excludes=tuple(
+            (frozenset({"fp8_e4m3", arch}), "trtllm-gen's 8-bit kernels ran on no device yet")
+            for arch in ("sm_100", "sm_103")
+        ),
     ),
     priorities=(
         Priority(score=60, phase="decode", why="nothing to plan, but the slowest on Hopper"),

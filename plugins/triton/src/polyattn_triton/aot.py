@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import launches_early, merge_constants
 from polyattn_triton.parts import merge_kernel
@@ -148,10 +148,9 @@ def _compile_lists(spec: LayerSpec, arch: str) -> Any:
 
 
 def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
-    """Compile TRITON_ATTN's own prefill for Hopper; `block_size` 0: over keys by token.
+    """Compile TRITON_ATTN's own prefill for Hopper; `split`: in pieces.
 
-    `split`: in pieces.
-
+    `block_size` 0: over keys by token.
     Raises LookupError where it doesn't serve this layer, or blocks of this size.
     """
     from polyattn_triton.descriptors import SHARED
@@ -166,8 +165,9 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     element = ELEMENT[spec.dtype]
     boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
     pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
+    pipe = HOPPER_PIPES[spec.head_size][split]
     functions = NOTHING if generated is None else generated.constants
-    constants = hopper_constants(spec, config, block_size, split, spec.needs_lse, functions)
+    constants = hopper_constants(spec, config, pipe, block_size, split, spec.needs_lse, functions)
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )

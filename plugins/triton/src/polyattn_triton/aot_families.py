@@ -27,7 +27,12 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.selective import selective_constants
+from polyattn_triton.selective import (
+    OPTIONS,
+    selective_configs,
+    selective_constants,
+    widest_words,
+)
 from polyattn_triton.selective_kernels import selective_kernel
 from polyattn_triton.token_kernels import channel_kernel, unit_kernel
 from polyattn_triton.token_scan import token_constants, token_options
@@ -102,8 +107,9 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
         kernel = DECODES.get(kind, step_kernel)
     given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
     if phase in ("left", "out"):
-        config = pick_scan(arch, kind, "prefill")
-        constants = selective_constants(spec, config, (True, True), phase)
+        assert spec.recurrent is not None
+        first = selective_configs(spec.recurrent.state_size)[0]
+        constants = selective_constants(spec, first, widest_words(spec), (True, True), phase)
     else:
         constants = scan_constants(spec, phase, arch, given)
     pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA"), element)
@@ -113,7 +119,9 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
     pointers["STATE_SLOTS"] = "i64"
     pointers["STATE"] = element if kind is AttentionKind.SHORT_CONV else "fp32"
     options = {"num_warps": 4}
-    if kind is not AttentionKind.SHORT_CONV:
+    if kernel is selective_kernel:
+        options = OPTIONS
+    elif kind is not AttentionKind.SHORT_CONV:
         config = pick_scan(arch, kind, "decode" if phase == "decode" else "prefill")
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)

@@ -7,6 +7,7 @@ from. BLOCK_M counts (query token, head of its group) rows, BLOCK_N keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from polyattn import AttentionKind, LayerSpec
 from polyattn.device import arch_matches
@@ -80,6 +81,27 @@ HOPPER: dict[int, Config] = {
     256: Config(128, 64, 12, 2),
 }
 """Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
+
+
+class Pipe(NamedTuple):
+    """How `prefill_hopper` is kept busy.
+
+    `stages`: tiles of keys and values in shared memory. `queries`: items whose queries lie there.
+    `turns`: its groups take turns at the tensor cores.
+    """
+
+    stages: int
+    queries: int
+    turns: bool = True
+
+
+HOPPER_PIPES: dict[int, tuple[Pipe, Pipe]] = {
+    64: (Pipe(3, 2), Pipe(6, 1)),
+    128: (Pipe(2, 2), Pipe(3, 1)),
+    256: (Pipe(2, 1), Pipe(2, 1)),
+}
+"""By head size: of whole tiles, and of pieces, of which a program has few, so that what would hold the
+next one's query holds keys on their way."""
 SLOWER_BY_TOKEN = frozenset({64})
 """Its head sizes for which the portable kernel is faster over keys by token (H200: 668 us at 1 x 8,192,
 with it 709); over pages that is the slower one."""
@@ -214,9 +236,7 @@ def pick_mla(spec: LayerSpec, arch: str, gluon: bool) -> MLAConfig:
 
 @dataclass(frozen=True)
 class ScanConfig:
-    """Tile sizes of the recurrent kernels: values (Mamba-1: channels) and tokens of a chunk (Mamba-1:
-    tokens that are loaded ahead).
-    """
+    """Tile sizes of the recurrent kernels: values (Mamba-1's decode: channels) and tokens of a chunk."""
 
     block_v: int
     chunk: int
@@ -236,7 +256,6 @@ class ScanRow:
 
 
 SCAN_TABLE: tuple[ScanRow, ...] = (
-    ScanRow("any", AttentionKind.MAMBA1, "prefill", ScanConfig(64, 2, 1, 1)),
     ScanRow("any", AttentionKind.MAMBA1, "decode", ScanConfig(64, 1, 2, 1)),
     ScanRow(
         "any",
@@ -253,6 +272,28 @@ SCAN_TABLE: tuple[ScanRow, ...] = (
     ScanRow("any", AttentionKind.LINEAR, "decode", ScanConfig(64, 1, 4, 1)),
     ScanRow("any", AttentionKind.GDN, "decode", ScanConfig(64, 1, 4, 1)),
 )
+
+
+@dataclass(frozen=True)
+class SelectiveConfig:
+    """Channels of a program of Mamba-1's prefill, tokens that it loads ahead, and its speed.
+
+    `alone`, `full`: the time of a token where a program has a scheduler to itself, and how much of
+    one it takes up where many share it; the unit is the first configuration's `alone`.
+    """
+
+    channels: int
+    ahead: int
+    alone: float
+    full: float
+
+
+SELECTIVE: tuple[SelectiveConfig, ...] = (
+    SelectiveConfig(128, 2, 1.0, 0.78),
+    SelectiveConfig(64, 4, 0.61, 0.41),
+    SelectiveConfig(32, 4, 0.47, 0.285),
+)
+"""Of 16 states a channel, most channels first; H200: 0.55 us a token, the first alone."""
 
 
 def pick_scan(arch: str, kind: AttentionKind, phase: str) -> ScanConfig:

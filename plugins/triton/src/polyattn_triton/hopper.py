@@ -18,7 +18,7 @@ from polyattn.device import arch_matches
 from polyattn.kernel import LayerSpec
 from torch import Tensor
 
-from polyattn_triton.configs import HOPPER, SLOWER_BY_TOKEN, Config
+from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.launch import Site
 from polyattn_triton.pointwise import NOTHING, Generated
 
@@ -37,8 +37,6 @@ BYTES = 2
 """Of an element."""
 CACHED = 0.7
 """Of the L2, what keys and values that are read again may take."""
-TWO_QUERIES = 128
-"""Head size up to which the next item's query has room in shared memory beside this one's."""
 FEWEST_ROWS = 8
 """Of a block: what is copied at once begins where shared memory's swizzle does."""
 
@@ -85,7 +83,7 @@ def box_rows(config: Config, block_size: int) -> int | None:
 
 
 def hopper_constants(
-    spec: LayerSpec, config: Config, block_size: int, split: bool, lse: bool,
+    spec: LayerSpec, config: Config, pipe: Pipe, block_size: int, split: bool, lse: bool,
     functions: tuple[Any, ...] = NOTHING,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `prefill_hopper_kernel`'s constants, in its order. `block_size`: 0 for keys by token.
@@ -95,8 +93,7 @@ def hopper_constants(
     return (
         spec.gqa_ratio, spec.num_kv_heads, spec.head_size, config.block_m, config.block_n,
         block_size or 1, bool(block_size), spec.causal, spec.sliding_window or 0, lse, split,
-        config.num_stages, True, 2 if spec.head_size <= TWO_QUERIES else 1,
-        *functions,
+        pipe.stages, pipe.turns, pipe.queries, *functions,
     )  # fmt: skip
 
 
@@ -112,6 +109,7 @@ class HopperPrefill:
     ):  # fmt: skip
         self.generated = generated
         self.config, self.programs, self.heads = config, programs, spec.num_kv_heads
+        self.pipes = HOPPER_PIPES[spec.head_size]
         self.cached, self.token_bytes = cached, 2 * spec.head_size * BYTES
         self.by_token = spec.head_size not in SLOWER_BY_TOKEN
         self._sites: dict[tuple[Any, ...], Site] = {}
@@ -163,7 +161,7 @@ class HopperPrefill:
             site = self._sites[which] = Site(
                 prefill_hopper_kernel, strides,
                 hopper_constants(
-                    spec, self.config, block_size, split, lse is not None,
+                    spec, self.config, self.pipes[split], block_size, split, lse is not None,
                     NOTHING if self.generated is None else self.generated.constants,
                 ),
                 {"num_warps": DEFAULT_WARPS},

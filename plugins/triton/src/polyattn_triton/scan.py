@@ -28,7 +28,13 @@ from polyattn_triton.scan_kernels import (
     mamba1_kernel,
     step_kernel,
 )
-from polyattn_triton.selective import Pieces, Selective, selective_constants
+from polyattn_triton.selective import (
+    Cut,
+    Selective,
+    selective_configs,
+    selective_constants,
+    widest_words,
+)
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS = 16, 128
@@ -62,9 +68,10 @@ def scan_constants(
             "bias" in params, form.activation == "silu", decode,
         )  # fmt: skip
     if kind is AttentionKind.MAMBA1:
-        config = pick_scan(arch, kind, phase)
         if not decode:
-            return selective_constants(spec, config, has, "whole")
+            first = selective_configs(form.state_size)[0]
+            return selective_constants(spec, first, widest_words(spec), has, "whole")
+        config = pick_scan(arch, kind, phase)
         n = triton.next_power_of_2(form.state_size)
         return (spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus)
     config = pick_scan(arch, kind, phase)
@@ -84,18 +91,18 @@ def scan_constants(
 
 class ScanPlan(Plan):
     """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
-    RWKV-7's their chunks, for Mamba-1's the pieces of its sequences.
+    RWKV-7's their chunks, for Mamba-1's how its sequences are cut.
     """
 
-    __slots__ = ("phase", "pieces", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
-    pieces: Pieces | None
+    __slots__ = ("cut", "phase", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
+    cut: Cut | None
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.phase = "decode" if batch.all_decode else "prefill"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
-        self.slots, self.pieces = batch.state_slots, None
+        self.slots, self.cut = batch.state_slots, None
 
     def list_tiles(self, size: int, device: torch.device) -> None:
         """List (sequence, first token) of every tile of `size` tokens."""
@@ -122,7 +129,7 @@ class TritonScan(RecurrentBackend):
         self._constants: dict[tuple[str, frozenset[str]], tuple[Any, ...]] = {}
         self._selective: Selective | None = None
         if spec.kind is AttentionKind.MAMBA1:
-            self._selective = Selective(spec, device.arch, self.torch_device)
+            self._selective = Selective(spec, self.torch_device)
         self._channels: Channels | None = None
         if spec.kind in CHANNELS:
             self._channels = Channels(spec, device.arch, self.torch_device)
@@ -132,7 +139,7 @@ class TritonScan(RecurrentBackend):
         if plan.phase == "prefill" and self.spec.kind in TILES:
             plan.list_tiles(TILES[self.spec.kind], self.torch_device)
         if self._selective is not None and plan.phase == "prefill":
-            plan.pieces = self._selective.cut(batch.query_lens)
+            plan.cut = self._selective.cut(batch.query_lens)
         return plan
 
     def run(
@@ -191,8 +198,8 @@ class TritonScan(RecurrentBackend):
         given = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
-            assert self._selective is not None
-            self._selective(given, params, out, states, meta, plan.pieces)
+            assert self._selective is not None and plan.cut is not None
+            self._selective(given, params, out, states, meta, plan.cut)
             return
         x, dt, B, C = given
         config = pick_scan(self.device.arch, self.spec.kind, plan.phase)

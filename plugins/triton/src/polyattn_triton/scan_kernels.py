@@ -14,7 +14,21 @@ import triton.language as tl
 
 @triton.jit
 def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
+
+    Fitted at the Chebyshev nodes of [0, 1]: half the instructions of a logarithm, and right where u is
+    lost beside 1.
+    """
+    u = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    p = u * 0.005253457797148085 - 0.02958850739317554
+    p = p * u + 0.07836166801885099
+    p = p * u - 0.13674769705510198
+    p = p * u + 0.19111431080553018
+    p = p * u - 0.24844369892454324
+    p = p * u + 0.33319271342497936
+    p = p * u - 0.49999501516786776
+    p = p * u + 0.999999970540657
+    return tl.maximum(x, 0.0) + p * u
 
 
 @triton.jit

@@ -3,56 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 import triton
-from polyattn.kernel import AttentionKind, LayerSpec, at_least
+from polyattn.kernel import LayerSpec, at_least
 from torch import Tensor
 
-from polyattn_triton.configs import ScanConfig, pick_scan
+from polyattn_triton.configs import SELECTIVE, SelectiveConfig
 from polyattn_triton.launch import Launcher, multiprocessors
 from polyattn_triton.selective_kernels import selective_kernel
 
-PROGRAMS = 8
-"""Programs of one warp that keep a multiprocessor at work."""
+SCHEDULERS = 4
+"""Of a multiprocessor, each of which runs programs of one warp."""
+ON_ONE = (1, 2)
+"""How many of them share a scheduler where sequences are cut to pieces."""
 LEAST_PIECE = 64
 """Tokens of a piece at least: shorter ones would read more states than tokens."""
-WORTH = 3
-"""How often more programs must run at once before pieces, whose tokens are computed twice, pay."""
+TWICE = 1.9
+"""What a piece's token costs of a whole sequence's, since all but outputs are computed twice."""
+CARRY = 3.0
+"""What a piece costs beside, for each that comes before it, in units of `SelectiveConfig`."""
+MOST_STATES = 64
+"""States of a channel that a lane holds in registers at most."""
+OPTIONS = {"num_warps": 1, "num_stages": 1}
 _selective = Launcher(selective_kernel)
 
 
-def channels_at_once(spec: LayerSpec, config: ScanConfig) -> int:
-    """Return the channels of a program, fewer where states are larger than Mamba's 16."""
+def state_groups(states: int) -> tuple[int, int]:
+    """Return in how many lanes a channel's states are, and how many are in each."""
+    groups = max(1, triton.next_power_of_2(triton.cdiv(states, MOST_STATES)))
+    return groups, triton.cdiv(states, groups)
+
+
+def selective_configs(states: int) -> tuple[SelectiveConfig, ...]:
+    """Return the configurations that a layer of so many states can run in, fastest first.
+
+    Registers hold what they do of 16 states a channel: with more, fewer channels and tokens.
+    """
+    groups, held = state_groups(states)
+    more = max(1, triton.next_power_of_2(held) // 16)
+    return tuple(
+        replace(
+            config,
+            channels=max(1, config.channels // groups),
+            ahead=max(1, config.ahead // more),
+        )
+        for config in SELECTIVE
+        if config.channels <= max(32, 128 // more)
+    )
+
+
+def words_of(b: Tensor, c: Tensor, states: int) -> int:
+    """Return how many elements of B and C lie in words of 8 bytes that a token's states fill, or 1."""
+    size = 8 // b.element_size()
+    if state_groups(states)[1] % size or (b.data_ptr() | c.data_ptr()) % 8:
+        return 1
+    return 1 if b.stride(0) % size or c.stride(0) % size else size
+
+
+def widest_words(spec: LayerSpec) -> int:
+    """Return what `words_of` returns of aligned tensors."""
     assert spec.recurrent is not None
-    states = triton.next_power_of_2(spec.recurrent.state_size)
-    return int(min(config.block_v, max(16, 16 * config.block_v // states)))
+    size = 2 if spec.dtype == "float32" else 4
+    return 1 if state_groups(spec.recurrent.state_size)[1] % size else size
 
 
 def selective_constants(
-    spec: LayerSpec, config: ScanConfig, has: tuple[bool, bool], part: str
+    spec: LayerSpec, config: SelectiveConfig, words: int, has: tuple[bool, bool], part: str
 ) -> tuple[Any, ...]:
-    """Return `selective_kernel`'s constants, in its order. `has`: whether D and dt_bias are there."""
+    """Return `selective_kernel`'s constants, in its order.
+
+    `words`: elements of B and C that are loaded at once; `has`: whether D and dt_bias are there.
+    """
     form = spec.recurrent
     assert form is not None
     return (
-        spec.num_heads, form.state_size, channels_at_once(spec, config),
-        triton.next_power_of_2(form.state_size), config.chunk, *has, form.dt_softplus, part,
+        spec.num_heads, form.state_size, config.channels, *state_groups(form.state_size), words,
+        config.ahead, *has, form.dt_softplus, part,
     )  # fmt: skip
 
 
-def piece_tokens(counts: Sequence[int], blocks: int, programs: int) -> int:
-    """Return how many tokens a piece has, 0 where sequences stay whole.
+def way_of(
+    counts: Sequence[int], width: int, configs: Sequence[SelectiveConfig], slots: int, pieces: bool
+) -> tuple[SelectiveConfig, int]:
+    """Return the configuration of least predicted time, and the tokens of a piece, 0 for none.
 
-    `counts`: tokens of each sequence; `blocks`: programs of each piece; `programs`: how many run at
-    once.
+    `counts`: tokens of each sequence; `width`: channels of the layer; `slots`: schedulers that run
+    programs side by side; `pieces`: whether sequences may be cut.
     """
     total, longest = sum(counts), max(counts, default=0)
-    if total * blocks * WORTH > programs * longest:
-        return 0
-    size = max(LEAST_PIECE, triton.cdiv(total * blocks, programs))
-    return size if size < longest else 0
+    ways = []
+    for config in configs:
+        blocks = triton.cdiv(width, config.channels)
+        shared = total * blocks / max(1, longest * slots)
+        ways.append((longest * max(config.alone, config.full * shared), config, 0))
+        for on_one in ON_ONE if pieces else ():
+            tokens = max(LEAST_PIECE, triton.cdiv(total * blocks, slots * on_one))
+            if tokens < longest:
+                shared = total * blocks / (tokens * slots)
+                each = TWICE * tokens * max(config.alone, config.full * shared)
+                ways.append((each + CARRY * longest / tokens, config, tokens))
+    return min(ways, key=lambda way: way[0])[1:]
 
 
 class Pieces:
@@ -67,28 +120,33 @@ class Pieces:
         self.seq, self.start = packed
 
 
+class Cut(NamedTuple):
+    """How a step runs: its configuration, and its pieces, None where sequences stay whole."""
+
+    config: SelectiveConfig
+    pieces: Pieces | None
+
+
 class Selective:
     """Plans and launches the prefill; holds what pieces leave. One stream uses it at a time."""
 
-    def __init__(self, spec: LayerSpec, arch: str, device: torch.device):
+    def __init__(self, spec: LayerSpec, device: torch.device):
         assert spec.recurrent is not None
         self.spec, self.device = spec, device
-        self.config = pick_scan(arch, AttentionKind.MAMBA1, "prefill")
-        self.blocks = triton.cdiv(spec.num_heads, channels_at_once(spec, self.config))
+        self.configs = selective_configs(spec.recurrent.state_size)
         self.none = torch.empty(0, device=device)
         self.whole = torch.empty(0, dtype=torch.int32, device=device)
         self.left = self.steps = self.none
         self._outgrown: list[Tensor] = []
 
-    def cut(self, counts: Sequence[int]) -> Pieces | None:
-        """Return the pieces of a step's sequences, None where they stay whole.
+    def cut(self, counts: Sequence[int]) -> Cut:
+        """Return how a step's sequences run.
 
         A layer whose bits may not depend on the batch has them whole.
         """
-        if self.spec.batch_invariant:
-            return None
-        size = piece_tokens(counts, self.blocks, PROGRAMS * multiprocessors(self.device))
-        return Pieces(counts, size, self.device) if size else None
+        spec, slots = self.spec, SCHEDULERS * multiprocessors(self.device)
+        config, size = way_of(counts, spec.num_heads, self.configs, slots, not spec.batch_invariant)
+        return Cut(config, Pieces(counts, size, self.device) if size else None)
 
     def __call__(
         self,
@@ -97,29 +155,29 @@ class Selective:
         out: Tensor,
         states: Tensor,
         meta: tuple[Tensor, Tensor, Tensor],
-        pieces: Pieces | None,
+        cut: Cut,
     ) -> None:
         """Run a step. `inputs`: x, dt, B, C; `meta`: the sequences' starts, lengths and slots."""
-        spec, form, none, config = self.spec, self.spec.recurrent, self.none, self.config
+        spec, form, none, config = self.spec, self.spec.recurrent, self.none, cut.config
         assert form is not None
         x, dt, B, C = inputs
         has = ("D" in params, "dt_bias" in params)
         parts: tuple[str, ...] = ("whole",)
         cells = (self.whole, self.whole)
-        programs, size = meta[2].numel(), 0
+        programs, size, pieces = meta[2].numel(), 0, cut.pieces
         if pieces is not None:
             parts, cells, programs = ("left", "out"), (pieces.seq, pieces.start), pieces.count
             size, channels = pieces.size, spec.num_heads
             self.left = at_least(self.left, programs * channels * form.state_size, self._outgrown)
             self.steps = at_least(self.steps, programs * channels, self._outgrown)
+        words = words_of(B, C, form.state_size)
         for part in parts:
             _selective(
-                (programs, self.blocks, 1),
+                (programs, triton.cdiv(spec.num_heads, config.channels), 1),
                 (
                     x, dt, params["A"], B, C, params.get("D", none), params.get("dt_bias", none),
                     out, states, self.left, self.steps, *meta, *cells,
                 ),
                 (), tuple(t.stride(0) for t in (x, dt, B, C, out, states)), (size,),
-                selective_constants(spec, config, has, part),
-                {"num_warps": config.num_warps, "num_stages": config.num_stages},
+                selective_constants(spec, config, words, has, part), OPTIONS,
             )  # fmt: skip

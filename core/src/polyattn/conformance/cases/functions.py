@@ -62,6 +62,10 @@ def derive(info: BackendInfo, base: LayerSpec, names: tuple[str, ...]) -> Iterat
         yield Case(
             "functions", f"{where} transforms", base.replace(variant=TRANSFORMS.name), names[0]
         )
+    spec = base.replace(mask="block_sparse")
+    if base.role is Role.DECODER and base.cached and refused(info, spec) is None:
+        for name in names:  # which kernels may read alone
+            yield Case("functions", f"{where} block sparse", spec, name, "pages")
     if base.role is Role.DECODER and base.cached:
         spec = base.replace(variant="relative_bias", mask="block_sparse")
         for label, fields in BESIDE.items():

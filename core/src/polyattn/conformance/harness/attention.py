@@ -125,6 +125,7 @@ class AttentionHarness(Harness):
     ) -> Inputs:
         """Return a step whose context is in the cache and whose unused cache is NaN.
 
+        - `numbers`: unusual ones, as a case names them; `pages`: a mask's blocks are the cache's.
         - `packed`: K and V are views into one storage.
         - `shared`: runs of blocks that sequences have in common.
         - `skipped`: of every other new token the cache has the key already; it isn't stored again.
@@ -159,7 +160,8 @@ class AttentionHarness(Harness):
         there = held_before(lengths, skipped).to(self.torch_device)
         put(cache, keys, values, slots.masked_fill(~there, -1), scales)
         rows = new_rows(lengths).to(self.torch_device)
-        mask = example_mask(spec, queries, lens, self.generator)
+        page = form.block_size if numbers == "pages" else None
+        mask = example_mask(spec, queries, lens, self.generator, page)
         batch = self._brought(spec, paged_batch(lengths, table, form.block_size, mask))
         if not len(keys):  # padding rows alone: no sequence has a key
             keys, values = (t.new_zeros(len(rows), *t.shape[1:]) for t in (keys, values))

@@ -66,11 +66,23 @@ def paged_step(group: LayerGroup, phase: str, generator: torch.Generator) -> tup
 
 
 def example_mask(
-    spec: LayerSpec, query_lens: list[int], lens: list[int], generator: torch.Generator
-) -> StepMask | None:
-    """Return a random mask of the kind that a layer's steps bring: half of the keys, or of blocks."""
+    spec: LayerSpec, query_lens: list[int], lens: list[int], generator: torch.Generator,
+    page: int | None = None,
+) -> StepMask | None:  # fmt: skip
+    """Return a random mask of the kind that a layer's steps bring: half of the keys, or of blocks.
+
+    `page`: a block is so many keys, seen by four queries.
+    """
     if spec.mask is None:
         return None
+    if spec.mask == "block_sparse" and page is not None:
+        indptr, indices = [0], list[int]()
+        for queries, keys in zip(query_lens, lens, strict=True):
+            for _ in range(0, queries, 4):
+                seen = torch.rand(-(-keys // page), generator=generator) < 0.5
+                indices += seen.nonzero()[:, 0].tolist()
+                indptr.append(len(indices))
+        return BlockSparseMask(indptr, indices, (4, page))
     pairs = zip(query_lens, lens, strict=True)
     bits = [torch.rand(q, n, generator=generator) < 0.5 for q, n in pairs]
     whole = CustomMask.pack(bits, "all")

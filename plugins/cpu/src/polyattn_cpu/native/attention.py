@@ -100,56 +100,52 @@ def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def attend(
-    plan: StepPlan,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor | None,
-    out: Tensor,
-    lse: Tensor | None = None,
-    sinks: Tensor | None = None,
-    alibi: Tensor | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
-) -> None:
-    """Attend for every sequence of the plan in one call; writes `out` and `lse`.
+def bound(plan: StepPlan, block_table: Tensor | None) -> Addressed:
+    """Return the call that attends for every sequence of the plan; it writes `out` and `lse`.
 
     `query` (num_tokens, num_heads, head_size), `out` likewise with the V head size, `lse` float32
     (num_tokens, num_heads). `key`, `value`: a paged cache (num_blocks, block_size, num_kv_heads,
     size) of any strides whose last is 1, with `block_table` int32 (num_seqs, max_blocks); or packed
-    (num_tokens, num_kv_heads, size) with None. `sinks`, `alibi` float32 (num_heads,), contiguous.
-    Raises `BatchError` where the block table points outside the cache.
+    (num_tokens, num_kv_heads, size) with None. Sinks and slopes float32 (num_heads,), contiguous.
+    The call raises `BatchError` where the block table points outside the cache.
     """
-    qt, qh, _ = query.stride()
-    ot, oh, _ = out.stride()
-    lt, lh = (0, 0) if lse is None else lse.stride()
-    if block_table is None:
-        (kt, kh, _), kb, (vt, vh, _), vb = key.stride(), 0, value.stride(), 0
-        table, row = 0, 0
-    else:
-        (kb, kt, kh, _), (vb, vt, vh, _) = key.stride(), value.stride()
-        table, row = block_table.data_ptr(), block_table.stride(0)
-    tensors = _TENSORS.pack(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        table,
-        0 if sinks is None else sinks.data_ptr(),
-        0 if alibi is None else alibi.data_ptr(),
-        qt, qh, kb, kt, kh, vb, vt, vh, ot, oh, lt, lh, row, key.shape[0], k_scale, v_scale,
-    )  # fmt: skip
-    lib = load()
-    if lib.pa_attend(plan.handle, tensors):
-        text = lib.pa_error().decode()
-        if "block table" in text:
-            raise BatchError(
-                f"block_table points outside the cache's {key.shape[0]} blocks; the sequences that do "
-                "were left out, and their outputs are unwritten"
-            )
-        raise NativeError(text)
+    lib, pack = load(), _TENSORS.pack
+    call = lib.pa_attend
+    table, row = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0))
+
+    # Each microsecond is paid once a layer: all that the step knows is a variable here.
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
+        qt, qh, _ = query.stride()
+        ot, oh, _ = out.stride()
+        if block_table is None:
+            (kt, kh, _), kb, (vt, vh, _), vb = key.stride(), 0, value.stride(), 0
+        else:
+            (kb, kt, kh, _), (vb, vt, vh, _) = key.stride(), value.stride()
+        lt, lh = (0, 0) if lse is None else lse.stride()
+        sinks, alibi = params.sinks, params.alibi_slopes
+        tensors = pack(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
+            0 if lse is None else lse.data_ptr(), table, 0 if sinks is None else sinks.data_ptr(),
+            0 if alibi is None else alibi.data_ptr(),
+            qt, qh, kb, kt, kh, vb, vt, vh, ot, oh, lt, lh, row, key.shape[0],
+            params.k_scale, params.v_scale,
+        )  # fmt: skip
+        if call(plan.handle, tensors):
+            raise _failed(lib.pa_error().decode(), key.shape[0])
+
+    return attend
+
+
+def _failed(text: str, blocks: int) -> Exception:
+    if "block table" in text:
+        return BatchError(
+            f"block_table points outside the cache's {blocks} blocks; the sequences that do were left "
+            "out, and their outputs are unwritten"
+        )
+    return NativeError(text)
 
 
 def addressed(plan: StepPlan, spec: LayerSpec, lie: Lie) -> Addressed:

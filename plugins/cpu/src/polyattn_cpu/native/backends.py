@@ -24,7 +24,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, addressed, attend, layer_bytes
+from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.store import Part, store
 
@@ -32,11 +32,12 @@ from polyattn_cpu.native.store import Part, store
 class NativePlan(Plan):
     """The step's work items, balanced over torch's threads; the same for every layer."""
 
-    __slots__ = ("step",)
+    __slots__ = ("attend", "step")
 
-    def __init__(self, batch: Batch, step: StepPlan):
+    def __init__(self, batch: Batch, step: StepPlan, paged: bool):
         super().__init__(batch)
         self.step = step
+        self.attend = bound(step, batch.block_table if paged else None)
 
 
 class NativeAttention(AttentionBackend):
@@ -57,7 +58,7 @@ class NativeAttention(AttentionBackend):
             step = StepPlan(layer, batch.starts, batch.lens, key_starts=batch.key_starts)
         else:
             step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size)
-        return NativePlan(batch, step)
+        return NativePlan(batch, step, self.cache is not None)
 
     def addressed(self, plan: Plan, lie: Lie) -> Addressed:
         assert isinstance(plan, NativePlan) and self.cache is None
@@ -75,14 +76,10 @@ class NativeAttention(AttentionBackend):
         lse: Tensor | None,
     ) -> None:
         assert isinstance(plan, NativePlan)
-        table = None
         if cache is not None:
-            key, value, table = cache.key, cache.value, plan.batch.block_table
+            key, value = cache.key, cache.value
         assert key is not None and value is not None
-        attend(
-            plan.step, query, key, value, table, out, lse,
-            params.sinks, params.alibi_slopes, params.k_scale, params.v_scale,
-        )  # fmt: skip
+        plan.attend(query, key, value, params, out, lse)
 
 
 class NativeMLA(NativeAttention):

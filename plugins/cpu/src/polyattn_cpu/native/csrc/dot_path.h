@@ -4,7 +4,9 @@
 // the scores are kept. Each load of a row prefetches the same line of the row that is read a few
 // visits later, so that the memory is never idle while there is arithmetic to do.
 
-constexpr int DOT_ROWS = W < 8 ? W : 8;  // rows per KV head at most
+constexpr int PART_ROWS = W < 8 ? W : 8;   // rows that share a load of a key or a value
+constexpr int DOT_ROWS = 2 * PART_ROWS;    // per KV head at most: parts, the second out of the cache
+constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
 constexpr int DISTANCE = 4096;           // bytes that are asked for ahead of their use
 
@@ -18,7 +20,10 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
   int d = 0;
   auto step = [&](int at) {
     vf row[ROWS];
-    for (int r = 0; r < ROWS; r++) row[r] = loadf(q + r * ldq + at);
+    for (int r = 0; r < ROWS; r++) {
+      row[r] = loadf(q + r * ldq + at);
+      if (KEYS > 1) in_register(row[r]);
+    }
     for (int k = 0; k < KEYS; k++) {
       vf x = load((const T *)(keys[k] + offset) + at);
       for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
@@ -53,7 +58,10 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, const cha
     const T *value = (const T *)(values[t] + offset);
     for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(next[t] + next_offset + b);
     vf weight[ROWS];
-    for (int r = 0; r < ROWS; r++) weight[r] = splat(p[(int64_t)t * ldp + r]);
+    for (int r = 0; r < ROWS; r++) {
+      weight[r] = splat(p[(int64_t)t * ldp + r]);
+      if (C > 1) in_register(weight[r]);
+    }
     for (int c = 0; c < C; c++) {
       vf x = some < W ? load_some(value, some) : load(value + c * W);
       for (int r = 0; r < ROWS; r++) acc[r][c] += x * weight[r];
@@ -64,21 +72,23 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, const cha
   }
 }
 
-// The visits to keys, in their order: KEYS tokens of one head, then the next head, then the next tokens.
-// `at` and `offset` are those of the visit that is asked for now.
+// The visits to keys, in their order: KEYS tokens of one head, by each part of its rows, then the next
+// head, then the next tokens. `at` and `offset` are those of the visit that is asked for now.
 template <int KEYS>
 struct KeysAhead {
   const char *const *first, *const *at, *const *values;
   int64_t base, head_stride, value_base, offset;
-  int heads, count, head = 0, token = 0;
+  int heads, parts, count, head = 0, part = 0, token = 0;
 
   KeysAhead(const char *const *keys, const char *const *values, int64_t base, int64_t head_stride,
-            int64_t value_base, int heads, int count, int visits)
+            int64_t value_base, int heads, int parts, int count, int visits)
       : first(keys), at(keys), values(values), base(base), head_stride(head_stride),
-        value_base(value_base), offset(base), heads(heads), count(count) {
-    for (int i = 0; i < visits; i++) next();
+        value_base(value_base), offset(base), heads(heads), parts(parts), count(count) {
+    for (int i = 0; i < visits * parts; i++) next();
   }
   void next() {
+    if (++part < parts) return;
+    part = 0;
     if (++head == heads) {
       head = 0;
       token += KEYS;
@@ -90,19 +100,20 @@ struct KeysAhead {
 };
 
 struct DotLayout {
-  int rows, lanes, ldq, ldo;  // rows per head padded to a power of two; floats of a row of q, of o
+  int parts, each;            // of a head's rows; rows of a part
+  int rows, lanes, ldq, ldo;  // of a part, padded to a power of two; floats of a row of q, of o
+  DotLayout(const pa_layer &layer, int heads, int per_head)
+      : parts((per_head + PART_ROWS - 1) / PART_ROWS), each((per_head + parts - 1) / parts),
+        rows(each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8),
+        lanes(pa_round_up(heads * parts * rows, W)), ldq(pa_round_up(layer.head_size, W)),
+        ldo(pa_round_up(layer.v_head_size, W)) {}
 };
-PA_INLINE DotLayout dot_layout(const pa_layer &layer, int heads, int rows) {
-  int padded = rows <= 1 ? 1 : rows <= 2 ? 2 : rows <= 4 ? 4 : 8;
-  return {padded, pa_round_up(heads * padded, W), pa_round_up(layer.head_size, W),
-          pa_round_up(layer.v_head_size, W)};
-}
 
 static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
-  DotLayout is = dot_layout(layer, heads, rows);
-  int64_t floats = (int64_t)heads * is.rows * (is.ldq + is.ldo) +
+  DotLayout is(layer, heads, rows);
+  int64_t floats = (int64_t)heads * is.parts * is.rows * (is.ldq + is.ldo) +
                    (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes;
-  return floats * 4 + 2 * (SPLIT_KEYS + W) * (int64_t)sizeof(char *) + 16 * 64;
+  return floats * 4 + 2 * (DOT_KEYS + W) * (int64_t)sizeof(char *) + 16 * 64;
 }
 
 template <class T, int ROWS>
@@ -110,21 +121,22 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
   const pa_plan *plan = run->plan;
   const pa_layer &layer = plan->layer;
   const int ratio = layer.num_heads / layer.num_kv_heads, rows = item.tokens * ratio;
-  const DotLayout is = dot_layout(layer, item.heads, rows);
+  const DotLayout is(layer, item.heads, rows);
   const int heads = item.heads, size = layer.head_size, v_size = layer.v_head_size;
+  const int used = heads * is.parts * ROWS;  // lanes
   Arena arena = {scratch};
-  float *q = arena.take<float>((int64_t)heads * ROWS * is.ldq);
-  float *o = arena.take<float>((int64_t)heads * ROWS * is.ldo);
+  float *q = arena.take<float>((int64_t)used * is.ldq);
+  float *o = arena.take<float>((int64_t)used * is.ldo);
   float *s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
   float *alpha = arena.take<float>(is.lanes);
   Lanes lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
-  const char **keys = arena.take<const char *>(SPLIT_KEYS + W);
-  const char **values = arena.take<const char *>(SPLIT_KEYS + W);
+  const char **keys = arena.take<const char *>(DOT_KEYS + W);
+  const char **values = arena.take<const char *>(DOT_KEYS + W);
 
   const int total = item.to - item.from;
   const Source source = source_of(run, item.seq);
   {
-    Tiles piece = {&item, item.from, SPLIT_KEYS, 0, 0};
+    Tiles piece = {&item, item.from, DOT_KEYS, 0, 0};
     for (int at = 0; piece.next(); at += piece.count) {
       if (!token_addresses(source, piece.first_key, piece.count, keys + at, values + at)) {
         __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
@@ -137,19 +149,20 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
     }
   }
   clear_lanes(lanes, is.lanes);
-  __builtin_memset(q, 0, sizeof(float) * heads * ROWS * is.ldq);
-  __builtin_memset(o, 0, sizeof(float) * heads * ROWS * is.ldo);
-  if (is.lanes > heads * ROWS) {  // lanes of no row: nothing else writes them
+  __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
+  __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
+  if (is.lanes > used) {  // lanes of no row: nothing else writes them
     __builtin_memset(s, 0, sizeof(float) * (DOT_TILE + W) * is.lanes);
   }
   const int64_t query_row = plan->query_starts[item.seq] + item.token0;
+  auto lane_of = [&](int h, int r) { return (h * is.parts + r / is.each) * ROWS + r % is.each; };
   for (int h = 0; h < heads; h++) {
     for (int r = 0; r < rows; r++) {
-      int head = (item.head0 + h) * ratio + r % ratio;
+      int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
       int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
       widen_any((const char *)run->t.query + at * itemsize(layer.dtype), layer.dtype,
-                q + (int64_t)(h * ROWS + r) * is.ldq, size);
-      set_lane(run, item, lanes, h * ROWS + r, item.token0 + r / ratio, head);
+                q + (int64_t)lane * is.ldq, size);
+      set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
     }
   }
   const Logits how = logits_of(run);
@@ -165,15 +178,17 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
   while (tile.next()) {
     const int count = tile.count;
     const char *const *k = keys + done, *const *v = values + done;
-    KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, count, visits);
+    KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, is.parts, count,
+                          visits);
     for (int t = 0; t < count; t += KEYS) {
-      for (int h = 0; h < heads; h++, ahead.next()) {
-        vf found = dots<T, ROWS>(k + t, ahead.at, key_base + h * source.key_head, ahead.offset,
-                                 q + (int64_t)h * ROWS * is.ldq, is.ldq, size);
+      for (int lane = 0; lane < used; lane += ROWS, ahead.next()) {
+        const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
+        vf found = dots<T, ROWS>(k + t, ahead.at, offset, ahead.offset, q + (int64_t)lane * is.ldq,
+                                 is.ldq, size);
         float each[W];
         write(each, found);
         for (int i = 0; i < KEYS; i++) {
-          __builtin_memcpy(s + (int64_t)(t + i) * is.lanes + h * ROWS, each + i * ROWS, 4 * ROWS);
+          __builtin_memcpy(s + (int64_t)(t + i) * is.lanes + lane, each + i * ROWS, 4 * ROWS);
         }
       }
     }
@@ -184,7 +199,7 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
     bool changed = softmax_tile<Floats>(s, {is.lanes, W, W}, is.lanes / W, count, tile.first_key, how,
                                         lanes, !one_row, alpha, NULL);
     if (changed) {
-      for (int row = 0; row < heads * ROWS; row++) {
+      for (int row = 0; row < used; row++) {
         if (alpha[row] == 1.0f) continue;
         vf by = splat(alpha[row]);
         float *at = o + (int64_t)row * is.ldo;
@@ -194,8 +209,7 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
     done += count;
     const char *const *after = done < total ? keys + done : v;
     for (int h = 0; h < heads; h++) {
-      const float *p = s + h * ROWS;
-      float *to = o + (int64_t)h * ROWS * is.ldo;
+      const int lane = h * is.parts * ROWS;
       const int64_t base = value_base + h * source.value_head;
       for (int c = 0; c < v_size;) {
         int step = c + C * W <= v_size ? C * W : W;
@@ -208,13 +222,15 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
         const char *const *safe = few < count ? v : next;
         int64_t safe_offset = few < count ? base : next_offset;
         int64_t offset = base + c * (int64_t)sizeof(T);
-        if (step == C * W) {
-          add_values<T, ROWS, C>(v, offset, safe, safe_offset, count, p, is.lanes, to + c, is.ldo, W);
-        } else if (c + W <= v_size) {
-          add_values<T, ROWS, 1>(v, offset, safe, safe_offset, count, p, is.lanes, to + c, is.ldo, W);
-        } else {
-          add_values<T, ROWS, 1>(v, offset, safe, safe_offset, count, p, is.lanes, to + c, is.ldo,
-                                 v_size - c);
+        for (int part = 0; part < is.parts; part++) {
+          const float *p = s + lane + part * ROWS;
+          float *to = o + (int64_t)(lane + part * ROWS) * is.ldo + c;
+          if (step == C * W) {
+            add_values<T, ROWS, C>(v, offset, safe, safe_offset, count, p, is.lanes, to, is.ldo, W);
+          } else {
+            add_values<T, ROWS, 1>(v, offset, safe, safe_offset, count, p, is.lanes, to, is.ldo,
+                                   pa_min(W, v_size - c));
+          }
         }
         c += step;
       }
@@ -222,7 +238,7 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
   }
   for (int h = 0; h < heads; h++) {
     for (int r = 0; r < rows; r++) {
-      int lane = h * ROWS + r;
+      int lane = lane_of(h, r);
       leave(run, item, h, r, o + (int64_t)lane * is.ldo, lanes.m[lane], lanes.l[lane]);
     }
   }
@@ -231,9 +247,10 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
 
 template <class T>
 static void dot_item_of(Run *run, const Item &item, char *scratch) {
-  int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  int per_head = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  int rows = DotLayout(run->plan->layer, item.heads, per_head).rows;
   if (rows <= 1) return dot_item<T, 1>(run, item, scratch);
   if (rows <= 2) return dot_item<T, 2>(run, item, scratch);
   if (rows <= 4) return dot_item<T, 4>(run, item, scratch);
-  if constexpr (DOT_ROWS >= 8) return dot_item<T, 8>(run, item, scratch);
+  if constexpr (PART_ROWS >= 8) return dot_item<T, 8>(run, item, scratch);
 }

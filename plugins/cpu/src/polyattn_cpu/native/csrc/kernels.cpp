@@ -58,11 +58,16 @@ bool multiplies_bf16(const pa_layer &layer) {  // the query is, and bfloat16 hol
   return layer.dtype == PA_BF16 && layer.cache_dtype != PA_F32 && layer.cache_dtype != PA_F16;
 }
 
+// Above so few rows its products are faster than converting once for all of them.
+constexpr int FEW_ROWS = 8;
+
 int32_t dot_rows(const pa_layer *layer) {
+  if (!multiplies_bf16(*layer)) return PA_BASE.dot_rows(layer);
 #if defined(__AMX_BF16__)
-  if (multiplies_bf16(*layer)) return TILE_HEAD_ROWS;
+  return TILE_HEAD_ROWS;
+#else
+  return FEW_ROWS;
 #endif
-  return PA_BASE.dot_rows(layer);
 }
 
 template <class T>
@@ -82,7 +87,7 @@ void run_item(Run *run, int32_t index, char *scratch) {
   // Few rows waste a tile register, and are worth it where each element costs more to make.
   const int most = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2 ? 0 : 4;
 #else
-  const int most = PA_BASE.dot_rows(&layer);
+  const int most = FEW_ROWS;
 #endif
   if (!multiplies_bf16(layer) || rows <= most) return PA_BASE.run_item(run, index, scratch);
   switch (layer.cache_dtype) {

@@ -31,6 +31,16 @@ PA_INLINE void write(void *p, V v) {
   __builtin_memcpy(p, &v, sizeof v);
 }
 PA_INLINE vf loadf(const float *p) { return read<vf>(p); }
+// Keeps a compiler from loading it again for each use: load ports are what runs out.
+PA_INLINE void in_register(vf &v) {
+#if defined(__AVX512F__)
+  __asm__("" : "+v"(v));
+#elif defined(__x86_64__)
+  __asm__("" : "+x"(v));
+#elif defined(__aarch64__)
+  __asm__("" : "+w"(v));
+#endif
+}
 PA_INLINE vf splat(float x) { return x - vf{}; }
 PA_INLINE vi splati(int32_t x) { return x - vi{}; }
 

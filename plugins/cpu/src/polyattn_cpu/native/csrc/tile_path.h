@@ -5,13 +5,15 @@
 // pairs of keys, which is one instruction for 64 bytes. So little arithmetic is left that memory sets
 // the pace, which takes the lines of the next tile while this one is computed.
 //
-// A unit is up to 16 rows of one KV head. Tile registers: 0 to 3 are sums; 4 and 5 hold keys or
-// values, 6 and 7 queries or weights. Of up to 16 rows a head, 0 and 1 are scores, 2 and 3 outputs.
+// A unit is up to 16 rows of one KV head. Tile registers: 0 to 3 are sums, as a product's latency is
+// that of three more; 4 and 5 hold keys or values, 6 and 7 queries or weights.
 
 constexpr int TILE_KEYS = 128;
 constexpr int TILE_ROWS = 128;       // per KV head at most
 // Of values, in 16 bits: a line more than the pairs fill, as 4 KiB apart all panels share a set.
 constexpr int64_t PANEL = TILE_KEYS / 2 * 32 + 32;
+constexpr int KEY_STEP = 64;    // keys whose scores are computed at a time
+constexpr int VALUE_STEP = 64;  // elements of the values that are interleaved, then used, at a time
 constexpr int TILE_HEAD_ROWS = 16;   // up to so many, all KV heads are one item
 
 struct TileLayout {
@@ -20,7 +22,7 @@ struct TileLayout {
   TileLayout(const pa_layer &layer, int heads, int per_head)
       : rows(pa_min(per_head, 16)), units((per_head + 15) / 16), heads(heads),
         lanes(pa_round_up(heads * units * rows, W)), k(pa_round_up(layer.head_size, 32)),
-        v(pa_round_up(layer.v_head_size, 32)) {}
+        v(pa_round_up(layer.v_head_size, VALUE_STEP)) {}
   int64_t query_words() const { return (int64_t)rows * k / 2; }  // of a unit
   int64_t output_floats() const { return (int64_t)rows * v; }
 };
@@ -29,7 +31,7 @@ static int64_t tile_scratch(const pa_layer &layer, int heads, int per_head) {
   TileLayout is(layer, heads, per_head);
   int64_t words = (int64_t)heads * is.units * (is.query_words() + is.output_floats()) +
                   (int64_t)is.lanes * (LANE_ARRAYS + 1 + TILE_KEYS * 2) +
-                  (int64_t)(TILE_KEYS * (is.k + is.v) + is.k + is.v * 4) / 2 + 64 * 8;
+                  (int64_t)(KEY_STEP * (is.k + 32) + VALUE_STEP / 16 * PANEL) / 2 + is.v;
   return words * 4 + Walk::scratch(TILE_KEYS) + 16 * 64;
 }
 
@@ -135,8 +137,8 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     turned = arena.take<uint32_t>((int64_t)TILE_KEYS / 2 * is.lanes);
     lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
     alpha = arena.take<float>(is.lanes);
-    keys = arena.take<uint16_t>((int64_t)32 * (is.k + 32));
-    values = arena.take<uint16_t>(is.v / 16 * PANEL);
+    keys = arena.take<uint16_t>((int64_t)KEY_STEP * (is.k + 32));
+    values = arena.take<uint16_t>(VALUE_STEP / 16 * PANEL);
     row = arena.take<float>(is.v);
     how = logits_of(run);
     clear_lanes(lanes, is.lanes);
@@ -148,10 +150,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   int per_head() const { return item.tokens * (layer.num_heads / layer.num_kv_heads); }
   int lane_of(int head, int unit) const { return (head * is.units + unit) * is.rows; }
   uint32_t *query_at(int lane) const { return q + lane / is.rows * is.query_words(); }
-  float *output_at(int lane) const { return o + (int64_t)lane * is.v; }
+  // O as [unit][v / 16][row][16]: what a tile register holds is one run of memory.
+  float *output_at(int lane) const { return o + lane / is.rows * is.output_floats(); }
+  int image() const { return is.rows * 16; }
 
-  // Tile registers of keys are 16 x 64 bytes, of scores 16 x rows, of outputs rows x 64 bytes.
-  void configure() const {
+  // Sums are (16 keys, rows) of scores and (rows, 16 elements) of outputs. Of whole units the two
+  // don't differ.
+  void configure(bool outputs) const {
     struct {
       uint8_t palette, start, reserved[14];
       uint16_t bytes[16];
@@ -159,26 +164,39 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     } config = {};
     config.palette = 1;
     for (int i = 0; i < 8; i++) {
-      const bool columns = i < 2 || i == 6, lines = i == 2 || i == 3 || i == 7;
-      config.bytes[i] = (uint16_t)(columns ? 4 * is.rows : 64);
-      config.rows[i] = (uint8_t)(lines ? is.rows : 16);
+      const bool ours = i != 4 && i != 5;  // of a unit's rows
+      config.bytes[i] = (uint16_t)(ours && !outputs ? 4 * is.rows : 64);
+      config.rows[i] = (uint8_t)(ours && outputs ? is.rows : 16);
     }
     load_tile_config(&config);
   }
 
   // Q as [unit][pair of k][row].
   PA_NOINLINE void take_queries() {
-    const int ratio = layer.num_heads / layer.num_kv_heads, count = per_head();
-    const int64_t first = run->plan->query_starts[item.seq] + item.token0;
     for (int h = 0; h < is.heads; h++) {
-      for (int r = 0; r < count; r++) {
-        int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, 0) + r;
-        int64_t at = (first + r / ratio) * run->t.query_token + head * run->t.query_head;
-        const uint16_t *from = (const uint16_t *)run->t.query + at;
-        uint16_t *to = (uint16_t *)(query_at(lane) + lane % is.rows);
-        for (int d = 0; d < layer.head_size; d++) to[d / 2 * 2 * is.rows + d % 2] = from[d];
-        set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
+      for (int first = 0; first < per_head(); first += is.rows) {
+        take_unit(h, first, pa_min(is.rows, per_head() - first));
       }
+    }
+  }
+  void take_unit(int h, int first, int count) {
+    const int ratio = layer.num_heads / layer.num_kv_heads, lane = lane_of(h, 0) + first;
+    const int64_t token0 = run->plan->query_starts[item.seq] + item.token0;
+    const uint16_t *from[16];
+    for (int r = 0; r < count; r++) {
+      const int token = (first + r) / ratio, head = (item.head0 + h) * ratio + (first + r) % ratio;
+      from[r] = (const uint16_t *)run->t.query + (token0 + token) * run->t.query_token +
+                head * run->t.query_head;
+      set_lane(run, item, lanes, lane + r, item.token0 + token, head);
+    }
+    uint32_t *to = query_at(lane);
+    for (int d = 0; d < is.k; d += 32) {
+      const int some = pa_min(32, layer.head_size - d);
+      const __mmask32 valid = some == 32 ? ~0u : (1u << some) - 1;
+      vf block[W] = {};
+      for (int r = 0; r < count; r++) block[r] = (vf)_mm512_maskz_loadu_epi16(valid, from[r] + d);
+      transpose(block);
+      for (int i = 0; i < W; i++, to += is.rows) __builtin_memcpy(to, block + i, 4 * is.rows);
     }
   }
 
@@ -196,7 +214,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   KeyRows key_rows(const char *const *rows, int t, int count, int64_t offset) {
     if (strides[t / 16]) return {rows[t] + offset, strides[t / 16]};
     const int64_t ld = is.k + 32;  // of an odd number of cache lines
-    uint16_t *to = keys + t % 32 * ld;
+    uint16_t *to = keys + t % KEY_STEP * ld;
     for (int i = 0; i < 16; i++) {
       const bool there = t + i < count;
       const T *from = there ? (const T *)(rows[t + i] + offset) : NULL;
@@ -210,101 +228,95 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     return {(const char *)to, ld * 2};
   }
 
-  // Scores of 32 keys with one unit's rows, or two units' of 16 rows.
+  // Scores of 64 keys with one unit's rows, or of 32 with two units' of 16 rows. `far`: the keys are
+  // in the second cache, out of which a register takes longer to come than its product.
   template <int V>
-  PA_NOINLINE void scores(const KeyRows &a, const KeyRows &b, int lane, float *to) {
+  PA_NOINLINE void scores(const KeyRows *keys, int lane, float *to, bool far, Ahead &ahead) {
     const uint32_t *from = query_at(lane);
     const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
     _tile_zero(0);
     _tile_zero(1);
-    if constexpr (V == 2) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    _tile_zero(2);
+    _tile_zero(3);
     for (int d = 0; d < is.k; d += 32) {
-      _tile_loadd(4, a.at + 2 * d, a.stride);
       _tile_loadd(6, from + (int64_t)d / 2 * is.rows, row);
+      _tile_loadd(4, keys[0].at + 2 * d, keys[0].stride);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(5, b.at + 2 * d, b.stride);
+      _tile_loadd(5, keys[1].at + 2 * d, keys[1].stride);
       _tile_dpbf16ps(1, 5, 6);
       if constexpr (V == 2) {
         _tile_loadd(7, from + is.query_words() + (int64_t)d / 2 * is.rows, row);
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
+      } else {
+        _tile_loadd(4, keys[2].at + 2 * d, keys[2].stride);
+        _tile_dpbf16ps(2, 4, 6);
+        _tile_loadd(5, keys[3].at + 2 * d, keys[3].stride);
+        _tile_dpbf16ps(3, 5, 6);
       }
+      for (int i = 0; far && i < 4 / V; i++) prefetch_rows(keys[i], 2 * d + 128);
+      ahead(2 * SCORE_COST);
     }
     _tile_stored(0, to + lane, ld);
     _tile_stored(1, to + 16 * is.lanes + lane, ld);
-    if constexpr (V == 2) {
-      _tile_stored(2, to + lane + 16, ld);
-      _tile_stored(3, to + 16 * is.lanes + lane + 16, ld);
-    }
+    _tile_stored(2, to + (V == 2 ? 16 : 32 * is.lanes) + lane, ld);
+    _tile_stored(3, to + (V == 2 ? 16 * is.lanes + 16 : 48 * is.lanes) + lane, ld);
+  }
+  static void prefetch_rows(const KeyRows &rows, int64_t at) {
+    for (int i = 0; i < 16; i++) prefetch(rows.at + i * rows.stride + at);
   }
 
-  // V in panels [v / 16][pair of keys][16]; within 32 elements the first panel has those whose
-  // number is 0 to 3 modulo 8.
-  PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int count, Ahead &ahead) {
-    const int size = layer.v_head_size;
+  // VALUE_STEP elements of V from `d` on, in panels [v / 16][pair of keys][16]; within 32 elements
+  // the first panel has those whose number is 0 to 3 modulo 8.
+  PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int d, int count,
+                               Ahead &ahead) {
+    const int size = layer.v_head_size - d;
     for (int t = 0; t < pa_round_up(count, 32); t += 2) {
-      const T *a = t < count ? (const T *)(rows[t] + offset) : NULL;
-      const T *b = t + 1 < count ? (const T *)(rows[t + 1] + offset) : NULL;
-      for (int d = 0; d < is.v; d += 64) {
-        Halves x = {}, y = {};
-        if (a) x = halves(a + d, size - d);
-        if (b) y = halves(b + d, size - d);
-        uint16_t *to = values + d / 16 * PANEL + t * 16;
-        for (int i = 0; i < 2 && d + 32 * i < is.v; i++, to += 2 * PANEL) {
-          _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
-          _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
-        }
+      Halves x = {}, y = {};
+      if (t < count) x = halves((const T *)(rows[t] + offset) + d, size);
+      if (t + 1 < count) y = halves((const T *)(rows[t + 1] + offset) + d, size);
+      uint16_t *to = values + t * 16;
+      for (int i = 0; i < VALUE_STEP / 32; i++, to += 2 * PANEL) {
+        _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
+        _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
       }
-      ahead(value_cost());
+      ahead(VALUE_COST);
     }
   }
 
-  // O += P V of one unit, or of two of 16 rows.
+  // O += P V of one unit, 64 elements at `to`, or of two of 16 rows, 32 elements; V's panels are at
+  // `from`.
   template <int V>
-  PA_NOINLINE void outputs(int lane, int depth) {
+  PA_NOINLINE void outputs(int lane, float *to, const uint16_t *from, int depth, Ahead &ahead) {
     constexpr int ld = TILE_KEYS / 2;
-    const int64_t row = is.v * 4L;
     const uint32_t *weights = turned + (int64_t)lane * ld;
-    for (int d = 0; d < is.v; d += 32) {
-      float *to = output_at(lane) + d;
-      const uint16_t *from = values + d / 16 * PANEL;
-      if constexpr (V == 1) {
-        _tile_loadd(2, to, row);
-        _tile_loadd(3, to + 16, row);
-        for (int t = 0; t < depth; t += 16) {
-          _tile_loadd(7, weights + t, ld * 4);
-          _tile_loadd(4, from + t * 32, 64);
-          _tile_dpbf16ps(2, 7, 4);
-          _tile_loadd(5, from + PANEL + t * 32, 64);
-          _tile_dpbf16ps(3, 7, 5);
-        }
-        _tile_stored(2, to, row);
-        _tile_stored(3, to + 16, row);
+    float *second = V == 2 ? to + is.output_floats() : to + 2 * image();
+    _tile_loadd(0, to, 64);
+    _tile_loadd(1, to + image(), 64);
+    _tile_loadd(2, second, 64);
+    _tile_loadd(3, second + image(), 64);
+    for (int t = 0; t < depth; t += 16) {
+      _tile_loadd(6, weights + t, ld * 4);
+      _tile_loadd(4, from + t * 32, 64);
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_loadd(5, from + PANEL + t * 32, 64);
+      _tile_dpbf16ps(1, 6, 5);
+      if constexpr (V == 2) {
+        _tile_loadd(7, weights + 16 * ld + t, ld * 4);
+        _tile_dpbf16ps(2, 7, 4);
+        _tile_dpbf16ps(3, 7, 5);
       } else {
-        float *second = to + 16 * is.v;
-        _tile_loadd(0, to, row);
-        _tile_loadd(1, to + 16, row);
-        _tile_loadd(2, second, row);
-        _tile_loadd(3, second + 16, row);
-        for (int t = 0; t < depth; t += 16) {
-          _tile_loadd(6, weights + t, ld * 4);
-          _tile_loadd(4, from + t * 32, 64);
-          _tile_dpbf16ps(0, 6, 4);
-          _tile_loadd(5, from + PANEL + t * 32, 64);
-          _tile_dpbf16ps(1, 6, 5);
-          _tile_loadd(7, weights + 16 * ld + t, ld * 4);
-          _tile_dpbf16ps(2, 7, 4);
-          _tile_dpbf16ps(3, 7, 5);
-        }
-        _tile_stored(0, to, row);
-        _tile_stored(1, to + 16, row);
-        _tile_stored(2, second, row);
-        _tile_stored(3, second + 16, row);
+        _tile_loadd(4, from + 2 * PANEL + t * 32, 64);
+        _tile_dpbf16ps(2, 6, 4);
+        _tile_loadd(5, from + 3 * PANEL + t * 32, 64);
+        _tile_dpbf16ps(3, 6, 5);
       }
+      ahead(2 * OUTPUT_COST);
     }
+    _tile_stored(0, to, 64);
+    _tile_stored(1, to + image(), 64);
+    _tile_stored(2, second, 64);
+    _tile_stored(3, second + image(), 64);
   }
 
   // Weights as [lane][pair of keys]; pairs beyond the last become zero, up to a tile register.
@@ -329,36 +341,38 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     for (int lane = 0; lane < used; lane++) {
       if (alpha[lane] == 1.0f) continue;
       vf by = splat(alpha[lane]);
-      float *at = output_at(lane);
-      for (int d = 0; d < is.v; d += W) write(at + d, loadf(at + d) * by);
+      float *at = output_at(lane) + lane % is.rows * 16;
+      for (int d = 0; d < is.v; d += 16, at += image()) write(at, loadf(at) * by);
     }
   }
 
-  // Cycles, about: of 32 keys with a unit, of a pair of values, of a unit's outputs, of a tile.
-  int score_cost() const { return is.k + 16; }
-  int value_cost() const { return is.v / 8; }
-  int output_cost(int count) const { return is.v * count / 32 + is.v; }
+  // Cycles, about: of 32 elements of 32 keys with a unit; of a pair of values, VALUE_STEP elements; of
+  // a unit's 32 output elements over 32 keys; of a tile.
+  enum { SCORE_COST = 40, VALUE_COST = 16, OUTPUT_COST = 40 };
   int cost_of(int count) const {
-    const int units = is.heads * is.units;
-    return units * ((count + 31) / 32 * score_cost() + output_cost(count)) +
-           is.heads * (count + 1) / 2 * value_cost();
+    const int units = is.heads * is.units, keys = (count + 31) / 32;
+    return keys * (units * (is.k * SCORE_COST + is.v * OUTPUT_COST) / 32 +
+                   is.heads * is.v / VALUE_STEP * 16 * VALUE_COST);
   }
 
   void score_tile(const Walk &walk, Ahead &ahead) {
-    for (int t = 0; t < walk.tile.count; t += 32) {
+    const int count = walk.tile.count;
+    for (int t = 0; t < count; t += KEY_STEP) {
       float *to = s + (int64_t)t * is.lanes;
       for (int h = 0; h < is.heads; h++) {
         const int64_t offset = ahead.key_offset + h * walk.source.key_head;
-        KeyRows a = key_rows(walk.keys, t, walk.tile.count, offset);
-        KeyRows b = key_rows(walk.keys, t + 16, walk.tile.count, offset);
-        int unit = 0;
-        for (; unit + 2 <= is.units; unit += 2) {
-          scores<2>(a, b, lane_of(h, unit), to);
-          ahead(2 * score_cost());
+        KeyRows rows[KEY_STEP / 16];
+        for (int i = 0; i < KEY_STEP / 16; i++) {
+          rows[i] = key_rows(walk.keys, t + 16 * i, count, offset);
         }
-        if (unit < is.units) {
-          scores<1>(a, b, lane_of(h, unit), to);
-          ahead(score_cost());
+        for (int unit = 0; unit < is.units; unit += 2) {
+          const int lane = lane_of(h, unit);
+          if (unit + 1 == is.units) {
+            scores<1>(rows, lane, to, unit == 0, ahead);
+          } else {
+            scores<2>(rows, lane, to, unit == 0, ahead);
+            if (t + 32 < count) scores<2>(rows + 2, lane, to + 32 * is.lanes, unit == 0, ahead);
+          }
         }
       }
     }
@@ -368,15 +382,18 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     const int depth = turn_weights(walk.tile.count);
     for (int h = 0; h < is.heads; h++) {
       const int64_t offset = ahead.value_offset + h * walk.source.value_head;
-      take_values(walk.values, offset, walk.tile.count, ahead);
-      int unit = 0;
-      for (; unit + 2 <= is.units; unit += 2) {
-        outputs<2>(lane_of(h, unit), depth);
-        ahead(2 * output_cost(walk.tile.count));
-      }
-      if (unit < is.units) {
-        outputs<1>(lane_of(h, unit), depth);
-        ahead(output_cost(walk.tile.count));
+      for (int d = 0; d < is.v; d += VALUE_STEP) {
+        take_values(walk.values, offset, d, walk.tile.count, ahead);
+        for (int unit = 0; unit < is.units; unit += 2) {
+          const int lane = lane_of(h, unit);
+          float *to = output_at(lane) + d * is.rows;
+          if (unit + 1 == is.units) {
+            outputs<1>(lane, to, values, depth, ahead);
+          } else {
+            outputs<2>(lane, to, values, depth, ahead);
+            outputs<2>(lane, to + 2 * image(), values + 2 * PANEL, depth, ahead);
+          }
+        }
       }
     }
   }
@@ -387,9 +404,9 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     for (int h = 0; h < is.heads; h++) {
       for (int r = 0; r < per_head(); r++) {
         const int lane = lane_of(h, 0) + r;
-        const float *from = output_at(lane);
-        for (int d = 0; d < is.v; d += 32) {
-          __m512 a = _mm512_loadu_ps(from + d), b = _mm512_loadu_ps(from + d + 16);
+        const float *from = output_at(lane) + lane % is.rows * 16;
+        for (int d = 0; d < is.v; d += 32, from += 2 * image()) {
+          __m512 a = _mm512_loadu_ps(from), b = _mm512_loadu_ps(from + image());
           _mm512_storeu_ps(row + d, _mm512_permutex2var_ps(a, first, b));
           _mm512_storeu_ps(row + d + 16, _mm512_permutex2var_ps(a, second, b));
         }
@@ -405,16 +422,17 @@ static void tile_item(Run *run, const Item &item, char *scratch) {
   Tile<T> tile(run, item, arena);
   Walk walk(run, item, arena, TILE_KEYS);
   tile.take_queries();
-  tile.configure();
   // A single query token sees every key that its item was given.
   const bool masked = item.tokens > 1;
   while (walk.step([&](int keys) { return tile.cost_of(keys); })) {
     tile.look_at(walk.keys, walk.tile.count);
+    tile.configure(false);
     tile.score_tile(walk, walk.ahead);
     bool changed = softmax_tile<Pairs>(tile.s, {tile.is.lanes, W, W}, tile.is.lanes / W,
                                        walk.tile.count, walk.tile.first_key, tile.how, tile.lanes,
                                        masked, tile.alpha, tile.pairs);
     if (changed) tile.rescale();
+    if (tile.is.rows < 16) tile.configure(true);
     tile.weigh_tile(walk, walk.ahead);
   }
   _tile_release();
