@@ -35,6 +35,7 @@ from polyattn_cpu.native.library import isa
 from polyattn_cpu.sdpa import TorchSDPA
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128}
+MLA = {"num_kv_heads": 1, "head_size": 576, "v_head_size": 512}
 DECODE = ([1] * 8, [2048] * 8)
 CASES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "decode 8x2048 bf16": (LLAMA, *DECODE),
@@ -47,12 +48,10 @@ CASES: dict[str, tuple[dict[str, Any], list[int], list[int]]] = {
     "decode 8x2048 fp32": (LLAMA | {"dtype": "float32"}, *DECODE),
     "decode 8x2048 e4m3": (LLAMA | {"kv_cache_dtype": "fp8_e4m3"}, *DECODE),
     "decode 8x2048 int8": (LLAMA | {"kv_cache_dtype": "int8"}, *DECODE),
-    "decode 8x2048 MLA 16 heads bf16": (
-        {"num_heads": 16, "num_kv_heads": 1, "head_size": 576, "v_head_size": 512}, *DECODE,
-    ),
-    "decode 8x2048 MLA 128 heads bf16": (
-        {"num_heads": 128, "num_kv_heads": 1, "head_size": 576, "v_head_size": 512}, *DECODE,
-    ),
+    "decode 8x2048 MLA 16 heads bf16": (MLA | {"num_heads": 16}, *DECODE),
+    "decode 8x2048 MLA 128 heads bf16": (MLA | {"num_heads": 128}, *DECODE),
+    "decode 8x2048 MLA 16 heads fp32": (MLA | {"num_heads": 16, "dtype": "float32"}, *DECODE),
+    "decode 8x2048 MLA 128 heads fp32": (MLA | {"num_heads": 128, "dtype": "float32"}, *DECODE),
     "decode 8x64 4/2x32 fp32": (
         {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"}, [1] * 8, [64] * 8,
     ),

@@ -34,7 +34,7 @@ FAMILIES = HERE.parent / "tests/families"
 STEPS: dict[str, list[tuple[int, int]]] = {
     "ragged": [(n, n) for n in (16, 48, 128, 144, 304, 1008)],
     "chunks": [(96, 2000), (512, 2048), (32, 48), (700, 3344)],
-    "pieces": [(512, 8704)],
+    "pieces": [(128, 8704)],
 }
 FIELDS: dict[str, dict[str, Any]] = {
     "": {},

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from h200_ragged import MHA, K, Step, measured, steps
+from h200_ragged import MHA, K, Run, Step, measured, steps
 from polyattn import LayerSpec
-from polyattn_triton import attention, launch
 from polyattn_triton.configs import Pipe
+from timing import kernel_us
 
 ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
 
@@ -53,24 +53,19 @@ FEW_HEADS = {
 }  # fmt: skip
 
 
-def owned(stages: int, queries: int, turns: bool = True, parts: int = 0, rows: int = 0) -> Any:
-    """Hopper's own prefill, in pieces; `parts` merged at once, `rows` by a program."""
+def owned(stages: int, queries: int, turns: bool = True) -> Callable[[Any], None]:
+    """Hopper's own prefill, in pieces."""
 
     def tweak(backend: Any) -> None:
         assert backend.hopper is not None
         backend.hopper.pipes = (backend.hopper.pipes[0], Pipe(stages, queries, turns))
-        launch.parts_at_once = lambda *_: parts or AT_ONCE(*_)
-        launch.merge_rows = attention.merge_rows = lambda *_: rows or ROWS(*_)
 
     return tweak
 
 
-AT_ONCE, ROWS = launch.parts_at_once, launch.merge_rows
 OWN = {
     "2 stages, 2 queries": owned(2, 2), "2 stages": owned(2, 1), "3 stages": owned(3, 1),
     "3 stages, no turns": owned(3, 1, False), "2 stages, 2 queries, no turns": owned(2, 2, False),
-    "32 parts": owned(3, 1, parts=32), "2 rows, 32 parts": owned(3, 1, parts=32, rows=2),
-    "2 rows": owned(3, 1, rows=2), "8 rows, 8 parts": owned(3, 1, parts=8, rows=8),
     "portable": pieces(0),
 }  # fmt: skip
 TAIL = {"stretches, 2": stretched(2), "stretches, 3": stretched(3), "stretches, 4": stretched(4)}
@@ -85,6 +80,13 @@ HIGH = {
     "128 rows, 4 warps, 2 stages, 2": pieces(2, num_warps=4, num_stages=2),
     "4 stages": pieces(1, num_stages=4),
 }  # fmt: skip
+
+
+def without_merge(step: Step) -> float:
+    """Time what cuts keys without what merges the parts: its results are none."""
+    run = Run(step, "TRITON_ATTN", lambda backend: setattr(backend, "_merge", lambda *_: None))
+    run()
+    return kernel_us(run, repeats=10)
 
 
 def main() -> None:
@@ -116,7 +118,6 @@ def main() -> None:
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
                 break
-            launch.parts_at_once, launch.merge_rows, attention.merge_rows = AT_ONCE, ROWS, ROWS
             row = measured(step, "TRITON_ATTN", tweak)
             found[name] = row.get("us", row.get("cannot"))
             if row.get("repeats_bits") is False:
@@ -126,6 +127,8 @@ def main() -> None:
             print(f"{step.name}: FLASH_ATTN_V3 {other}", flush=True)
             numbers = sorted((v, k) for k, v in found.items() if isinstance(v, float))
             print("   ", "; ".join(f"{k} {v:.1f}" for v, k in numbers), flush=True)
+            if tries is OWN:
+                print(f"    without the merge {without_merge(step):.1f}", flush=True)
             print("   ", {k: v for k, v in found.items() if not isinstance(v, float)}, flush=True)
 
 

@@ -11,6 +11,13 @@ LIBRARIES = {
 }
 """A column each: the attention backend, and the same library's for MLA."""
 
+LABELS = {
+    "table": "by the table",
+    "priority": "by priority",
+    "noise": "noise: a first round's best, judged by a second",
+}
+"""Who chooses."""
+
 
 def ragged(data: dict[str, Any]) -> list[str]:
     """Uneven steps first, as engines have them; equal ones behind."""
@@ -87,6 +94,6 @@ def choice(data: dict[str, Any]) -> list[str]:
             f"{s['mean']:.3f}, {s['worst']:.2f}" if (s := summary.get(f"{name}, {k}")) else "–"
             for k in kinds
         ]
-        label = {"table": "by the table", "priority": "by priority"}.get(name, f"{name} alone")
+        label = LABELS.get(name, f"{name} alone")
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines

@@ -3,6 +3,7 @@
 from polyattn.device import Device, arch_matches
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes
+from polyattn.families.attention.rope import inv_freq
 from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     Addressed,
@@ -40,6 +41,7 @@ from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+from polyattn.spec.rope import RopeSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -73,6 +75,7 @@ __all__ = [
     "RecurrentBackend",
     "RecurrentSpec",
     "Role",
+    "RopeSpec",
     "Rotation",
     "SharedRun",
     "SparseBackend",
@@ -91,6 +94,7 @@ __all__ = [
     "cumulative",
     "decode_window_sizes",
     "empty_rows",
+    "inv_freq",
     "merge_states",
     "over_chosen_pages",
     "prepared",

@@ -156,8 +156,11 @@ def test_every_key_of_every_row_has_one_program(
     assert {key: sorted(tiles) for key, tiles in seen.items()} == case.wanted
 
 
+@pytest.mark.parametrize("by_tile", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_parts_lie_where_they_are_merged_from(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_parts_lie_where_they_are_merged_from(
+    monkeypatch: pytest.MonkeyPatch, seed: int, by_tile: bool
+) -> None:
     """Where pieces are stored, beside where the merge looks for them: by its own index functions."""
     case = drawn(seed, split=True)
     stored: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
@@ -173,22 +176,31 @@ def test_parts_lie_where_they_are_merged_from(monkeypatch: pytest.MonkeyPatch, s
     assert len(set(places)) == len(places) and max(places, default=0) < (
         max_parts(case.programs) * case.heads
     )
-    merged = set()
-    for program, head in product(range(case.programs), range(case.heads)):
+    merged = []
+    work, share = Pointer(case.work), int(case.work[0])
+    for program, head in product(
+        range(case.tiles if by_tile else case.programs), range(case.heads)
+    ):
         for module in (tiles, parts):
             monkeypatch.setattr(module, "tl", language(program, case.programs))
-        at, stop, _tile, low, high, seq, row = tiles.my_stretch.fn(Pointer(case.work), True)
-        share = int(case.work[0])
-        first, last = low // share, (high - 1) // share
-        if at < stop and first < program == last:
-            begins = tiles.part_at.fn(2 * first, head)
+        if by_tile:
+            low, high, seq, row = tiles.tile_of.fn(work, program, case.programs, True)
+            first, last = low // share, (high - 1) // share
+            mine = first < last
+        else:
+            at, stop, _tile, low, high, seq, row = tiles.my_stretch.fn(work, True)
+            first, last = low // share, (high - 1) // share
+            mine = at < stop and first < program == last
+        if mine:
+            begins = tiles.part_at.fn(2 * first, head, case.programs)
             found = [
                 (p, parts._following.fn(begins, 0, p - first, 1, True))
                 for p in range(first, last + 1)
             ]
-            assert sorted(stored[head, int(seq), int(row)]) == found
-            merged.add((head, int(seq), int(row)))
-    assert merged == set(stored) and not merged & whole and merged | whole == set(case.wanted)
+            assert sorted(stored[head, seq, row]) == found
+            merged.append((head, seq, row))
+    assert len(merged) == len(set(merged)) and set(merged) == set(stored)
+    assert not set(merged) & whole and set(merged) | whole == set(case.wanted)
 
 
 def test_some_steps_are_cut_and_others_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,8 @@ def tiles_of(keys: list[int]) -> Tiles:
 def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates: Rates) -> None:
     """And pieces of a tile have parts of their own, in the order in which they are merged."""
     tiles = tiles_of(keys)
-    work = stretches(tiles.keys, programs, rates).work(tiles)
+    dealt = stretches(tiles.keys, programs, rates)
+    work = dealt.work(tiles)
     pieces: dict[int, list[Piece]] = {tile: [] for tile in range(len(keys))}
     parts = set()
     for piece in walk(work, programs):
@@ -94,6 +95,7 @@ def test_every_key_is_in_exactly_one_piece(keys: list[int], programs: int, rates
             assert [p.part for p in mine] == merged
             assert not parts & set(merged) and max(merged) < max_parts(programs)
             parts |= set(merged)
+    assert dealt.most_parts() == max(len(mine) for mine in pieces.values())
 
 
 @settings(max_examples=300, deadline=None)

@@ -21,7 +21,7 @@ from polyattn.context_parallel.shards import Blocks, Zigzag
 from polyattn.context_parallel.step import ContextStep
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_queries, check_table_width
+from polyattn.runtime.batch_checks import check_pages, check_queries
 from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
@@ -196,11 +196,7 @@ class ContextGroup:
             raise BatchError("placed keys with queries='own' are Star Attention's first phase; give "
                              "ContextGroup prefill='star'")  # fmt: skip
         check_queries(batch)
-        if batch.block_table is None:
-            if batch.num_seqs:
-                raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
-            return
-        check_table_width(batch, self.block_size)
+        check_pages(self.spec, batch, self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:
         """Say what this rank is about to plan, as far as all ranks must say the same."""

@@ -13,6 +13,7 @@ from polyattn.runtime.shared_prefix import check_shared_blocks
 
 if TYPE_CHECKING:
     from polyattn.runtime.batch import Batch
+    from polyattn.spec.layer import LayerSpec
 
 
 LARGEST = (1 << 31) - 1
@@ -176,6 +177,13 @@ def check_table_width(batch: Batch, block_size: int) -> None:
         f"block_table has {width} blocks of {block_size} a sequence; sequence {index} of "
         f"length {batch.max_seq_len} needs {-(-batch.max_seq_len // block_size)}"
     )
+
+
+def check_pages(spec: LayerSpec, batch: Batch, block_size: int) -> None:
+    """Check on the host that a step over a cache says where each length lies. Raises `BatchError`."""
+    if batch.block_table is None and batch.num_seqs:
+        raise BatchError(f"{spec} attends over a cache; the batch has no block_table")
+    check_table_width(batch, block_size)
 
 
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:

@@ -20,6 +20,7 @@ FEATURES = {
     "learned_sinks": "learned sink logits",
     "sink_tokens": "kept first tokens beyond the window",
     "cache_positions": "keys rotated at their places within the cache",
+    "cache_positions_by_length": "of these, frequencies that follow a sequence's length",
     "variant": "a variant's functions of scores",
     "custom_mask": "masks that a step brings",
     "block_sparse": "rows of blocks that a step brings",
@@ -37,6 +38,7 @@ FEATURES = {
 
 def features(spec: LayerSpec) -> frozenset[str]:
     """Return the names in `FEATURES` that `spec` asks for."""
+    in_cache = spec.rope is not None and spec.rope.positions == "cache"
     wanted = {
         "causal": spec.causal,
         "non_causal": not spec.causal,
@@ -49,7 +51,8 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "alibi": spec.alibi,
         "learned_sinks": spec.learned_sinks,
         "sink_tokens": spec.sink_tokens > 0,
-        "cache_positions": spec.rope is not None and spec.rope.positions == "cache",
+        "cache_positions": in_cache,
+        "cache_positions_by_length": in_cache and spec.rope.scaling in ("dynamic", "longrope"),
         "variant": spec.variant is not None,
         "custom_mask": spec.mask == "custom",
         "block_sparse": spec.mask == "block_sparse",

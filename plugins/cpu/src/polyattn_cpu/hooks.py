@@ -39,6 +39,7 @@ TORCH_SDPA = BackendInfo(
             "block_sparse",
             "window_right",
             "cache_positions",
+            "cache_positions_by_length",
             "v_head_size",
             "logit_soft_cap",
             "alibi",

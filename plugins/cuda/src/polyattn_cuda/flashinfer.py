@@ -125,7 +125,7 @@ class FlashInferAttention(AttentionBackend):
             table = torch.zeros(1, pages, dtype=torch.int32, device=self.torch_device)
             mask = BlockSparseMask([0, pages], list(range(pages)), (tokens, size))
             batch = Batch([0, tokens], [tokens], table, mask=mask, device=self.torch_device)
-            rows = self.masks.rows(batch)
+            rows = self.masks.rows(batch, self.spec)
             if rows is not None:
                 self._plan_rows(FlashInferPlan(batch, self.spec.causal), self.masks, rows)
 
@@ -136,7 +136,7 @@ class FlashInferAttention(AttentionBackend):
         if not batch.num_tokens:
             return plan
         if self.masks is not None and batch.mask is not None:
-            rows = self.masks.rows(batch)
+            rows = self.masks.rows(batch, self.spec_of(batch))
             if rows is None:
                 self._plan_masked(plan, self.masks)
             else:

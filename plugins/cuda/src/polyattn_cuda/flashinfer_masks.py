@@ -43,9 +43,8 @@ class StepMasks:
             return None
         return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
 
-    def rows(self, batch: Batch) -> ChosenPages | None:
+    def rows(self, batch: Batch, spec: LayerSpec) -> ChosenPages | None:
         """Return the rows of blocks over their pages alone; None where blocks aren't whole pages."""
-        spec = self.spec
         if spec.mask != "block_sparse" or self.block_size is None:
             return None
         return chosen_pages(batch, self.block_size, spec.causal)
@@ -56,7 +55,7 @@ class StepMasks:
         """Return what hides chosen keys, a causal mask or bits (pairs,), and who sees nothing (tokens,).
 
         A causal mask is aligned to the last chosen key: it is right where each row's own places are
-        chosen whole; nothing is hidden where a row's chosen keys all lie before it.
+        chosen whole; nothing is hidden where a row's chosen keys all lie before it. Raises `BatchError`.
         """
         window = window_sizes(spec)
         nobody = np.repeat(rows.lens == 0, rows.queries)
@@ -67,6 +66,7 @@ class StepMasks:
             return True, None, torch.from_numpy(nobody).to(device)
         if window[0] < 0 and ((own == 0) | (rows.queries == 1)).all():
             return False, None, torch.from_numpy(nobody).to(device)
+        _check_pairs(int((rows.queries * rows.lens).sum()))
         found = [self._row_bits(rows, i, spec, device) for i in range(len(rows.seq))]
         blind = torch.cat([~row.any(1) for row in found])
         return False, torch.cat([row.flatten() for row in found]), blind
@@ -100,12 +100,7 @@ class StepMasks:
 
         Raises `BatchError`.
         """
-        pairs = sum(q * n for q, n in zip(batch.query_lens, batch.lens, strict=True))
-        if pairs > MOST_BITS:
-            raise BatchError(
-                f"a mask of {pairs} pairs of queries and keys: FLASHINFER takes {MOST_BITS} at most; "
-                "give the step fewer tokens, or name TRITON_ATTN"
-            )
+        _check_pairs(sum(q * n for q, n in zip(batch.query_lens, batch.lens, strict=True)))
         found, blind = [], []
         for number, queries, keys in zip(batch.seq_ids, batch.query_lens, batch.lens, strict=True):
             device = batch.device
@@ -120,6 +115,14 @@ class StepMasks:
             found.append(seen.flatten())
             blind.append(~seen.any(1))
         return torch.cat(found), torch.cat(blind)
+
+
+def _check_pairs(pairs: int) -> None:
+    if pairs > MOST_BITS:
+        raise BatchError(
+            f"a mask of {pairs} pairs of queries and keys: FLASHINFER takes {MOST_BITS} at most; give "
+            "the step fewer tokens, or name TRITON_ATTN"
+        )
 
 
 def _visible(query: Tensor, key: Tensor, spec: LayerSpec) -> Tensor:

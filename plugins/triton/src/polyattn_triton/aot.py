@@ -12,7 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.decode import decode_kernel
-from polyattn_triton.launch import launches_early, merge_constants
+from polyattn_triton.launch import Merge, launches_early, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.pointwise import NOTHING, Generated
 from polyattn_triton.prefill import prefill_kernel
@@ -53,7 +53,14 @@ def target_of(arch: str) -> GPUTarget:
 
 def phases_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
     """Return what there is to compile: what `TRITON_ATTN` runs for this layer on `arch`."""
-    alone = spec.sliding_window or spec.chunk_size or spec.alibi or spec.variant or spec.mask
+    alone = (
+        spec.sliding_window
+        or spec.chunk_size
+        or spec.alibi
+        or spec.rope
+        or spec.variant
+        or spec.mask
+    )
     masked = LISTED if Generated.of_mask(spec) is not None else ()
     return (*ways_of(spec, arch), *OTHERS, *masked, *(() if alone else SHARED))
 
@@ -185,12 +192,15 @@ def _compile_small(
         generated = Generated.of(spec)
         summed = generated is not None and not generated.softmax
         height = tile_config(spec, arch, "prefill").block_m
+        merge = Merge(99, 1, 99)
         constants: tuple[Any, ...] = merge_constants(
-            spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
+            merge, spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
             spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
         )  # fmt: skip
         out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
-        return compile_kernel(merge_kernel, {"OUT": out}, constants, arch, {"num_warps": 4})
+        return compile_kernel(
+            merge_kernel, {"OUT": out}, constants, arch, merge_options(spec.v_head_size, False)
+        )
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
@@ -219,7 +229,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 FREE = {
     "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
-    "piece_tokens", "bounds", "part_rows", "parts", "listed",
+    "programs", "piece_tokens", "bounds", "part_rows", "parts", "listed",
 }  # fmt: skip
 LONGS = {"INPUTS"}
 INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}

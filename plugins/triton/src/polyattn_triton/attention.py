@@ -5,12 +5,22 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from polyattn.kernel import Batch, CacheFormat, Device, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import (
+    Batch,
+    CacheFormat,
+    Device,
+    KVCache,
+    LayerParams,
+    LayerSpec,
+    Plan,
+    RopeSpec,
+)
 from torch import Tensor
 
+from polyattn_triton.cache_rope import turns
 from polyattn_triton.configs import Config
 from polyattn_triton.decode import decode_kernel
-from polyattn_triton.launch import Site, merge_constants, merge_rows
+from polyattn_triton.launch import Site, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, table
@@ -33,6 +43,7 @@ class TritonAttention(PlannedAttention):
             self._captured = self.generated.trace.captured(self.torch_device)
         self._sites: dict[tuple[Any, ...], Site] = {}
         self.by_tensors = spec.scales != "number"
+        self._turns: dict[int, tuple[Tensor, Tensor]] = {}
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
         self.prefixes: PrefixLauncher | None = None
@@ -114,6 +125,7 @@ class TritonAttention(PlannedAttention):
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.plan_rows(plan.batch, portable=True)
             plan = plan.portable
+        inputs = self._inputs(plan, params)
         which = (plan.variant, query.stride(), key.stride(), value.stride(), out.stride(), key.dtype,
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
@@ -125,7 +137,7 @@ class TritonAttention(PlannedAttention):
                 where_seen = self.generated.where_seen
             constants = prefill_constants(
                 self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
-                lse is not None, self.device.arch, self._functions, where_seen,
+                lse is not None, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 prefill_kernel, query, key, value, out, constants, config, packed
@@ -136,7 +148,7 @@ class TritonAttention(PlannedAttention):
                 query, key, value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
-                self._inputs(plan, params), *self._scales(query, params),
+                inputs, *self._scales(query, params),
             ),
             factors,
             (0 if lse is None else lse.stride(0), plan.table[0]),
@@ -153,7 +165,7 @@ class TritonAttention(PlannedAttention):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        none = self._none
+        none, inputs = self._none, self._inputs(plan, params)
         which = (
             plan.variant, query.stride(), query.dtype, out.stride(), cache.strides, lse is None
         )  # fmt: skip
@@ -163,7 +175,7 @@ class TritonAttention(PlannedAttention):
             constants = decode_constants(
                 self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
                 self.device.arch, key.stride() == value.stride(), in_pairs(value),
-                NOTHING if plan.chosen else self._functions,
+                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
             )  # fmt: skip
             site = self._sites[which] = _site(
                 decode_kernel, query, key, value, out, constants, plan.config, False
@@ -174,7 +186,7 @@ class TritonAttention(PlannedAttention):
                 query, cache.key, cache.value, out, out if lse is None else lse,
                 none if params.sinks is None else params.sinks,
                 none if params.alibi_slopes is None else params.alibi_slopes,
-                self._inputs(plan, params), *self._scales(query, params),
+                inputs, *self._scales(query, params),
             ),
             self._factors(query, cache.key, params),
             (0 if lse is None else lse.stride(0), *plan.table, plan.splits),
@@ -182,17 +194,34 @@ class TritonAttention(PlannedAttention):
         )  # fmt: skip
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
-        """Return where the functions' inputs lie, made once for a layer's tensors and a plan."""
-        generated = self.generated
-        if generated is None or plan.chosen or not (generated.reads or plan.lists is not None):
+        """Return where the functions' inputs lie, then the table that turns keys, as addresses.
+
+        Made once for a layer's tensors and a plan.
+        """
+        generated, rope = self.generated, self.spec.rope
+        if generated is not None and not (generated.reads or plan.lists is not None or rope):
+            generated = None
+        if plan.chosen or (generated is None and rope is None):
             return self._none
         key = tuple([(t.data_ptr(), t.shape) for t in params.inputs.values()])
         found = plan.inputs.get(key)
         if found is None:
-            given = {**plan.batch.inputs, **params.inputs, **self._captured}
-            found = table(generated.trace, plan.batch.seq_index, given, plan.lists)
-            plan.inputs[key] = found
+            parts = []
+            if generated is not None:
+                given = {**plan.batch.inputs, **params.inputs, **self._captured}
+                parts = [table(generated.trace, plan.batch.seq_index, given, plan.lists)]
+            if rope is not None:
+                parts.append(self._turned(rope, plan.config.block_n))
+            found = plan.inputs[key] = parts[0] if len(parts) == 1 else torch.cat(parts)
         return found
+
+    def _turned(self, rope: RopeSpec, block_n: int) -> Tensor:
+        """Return the address of the table that keys are rotated by, int64 (1,)."""
+        if block_n not in self._turns:
+            made = turns(rope, block_n, self.torch_device)
+            address = torch.tensor([made.data_ptr()], device=self.torch_device)
+            self._turns[block_n] = (made, address)
+        return self._turns[block_n][1]
 
     def _factors(
         self, query: Tensor, kept: Tensor, params: LayerParams
@@ -229,27 +258,27 @@ class TritonAttention(PlannedAttention):
             v_scale = (params.v_scale if quantized else 1.0) / params.out_scale
         # The plan's own buffers: a later plan may have made the workspace grow.
         parts, part_lse = plan.kept.tensors[:2]
-        key = ("merge", plan.way, plan.rows, out.stride(), lse is None)
+        merging = plan.merging
+        assert merging is not None
+        key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.variant)
         site = self._sites.get(key)
         if site is None:
             constants = merge_constants(
-                spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
+                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
                 plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
                 SCALES[spec.scales], self._functions[-1] == 2,
             )  # fmt: skip
-            early = {"launch_pdl": True} if self.early else {}
-            site = Site(merge_kernel, out.stride()[:2], constants, {"num_warps": 4} | early)
-            self._sites[key] = site
-        rows = merge_rows(plan.rows, spec.v_head_size)
+            options = merge_options(spec.v_head_size, self.early)
+            site = self._sites[key] = Site(merge_kernel, out.stride()[:2], constants, options)
         site(
-            (plan.grid[0], -(-plan.rows // rows), spec.num_kv_heads),
+            merging.grid(plan.rows, spec.num_kv_heads),
             (
                 parts, part_lse, out, out if lse is None else lse,
                 part_lse if params.sinks is None else params.sinks, *self._scales(out, params)[2:],
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
-            (0 if lse is None else lse.stride(0),),
+            (0 if lse is None else lse.stride(0), plan.grid[0]),
         )  # fmt: skip
 
 

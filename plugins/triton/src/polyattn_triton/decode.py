@@ -10,6 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from polyattn_triton.cache_rope import (
+    frequencies,
+    load_pairs,
+    load_rest,
+    pair_block,
+    places_in_tile,
+    rest_block,
+    turn_by,
+    turned,
+    turned_queries,
+)
 from polyattn_triton.parts import merged, store_part
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tiles import (
@@ -57,7 +68,8 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
-    ALIKE: tl.constexpr, PAIRED: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
+    TURNS_AT: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l."""
     offs_n = tl.arange(0, BLOCK_N)
@@ -88,7 +100,9 @@ def _attend(
     # An 8-bit float becomes float16 in one instruction and bfloat16 in several. Powers of two keep
     # queries and weights inside of float16's range: the weights' is not undone, since it is in their
     # sum too (without a softmax there is none).
-    SMALL: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    SMALL: tl.constexpr = (
+        K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
+    )
     BY_HALF: tl.constexpr = SMALL and WAY < 2
     RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
     if Q.dtype.element_ty.is_fp8():
@@ -114,6 +128,8 @@ def _attend(
     if SINK_TOKENS > 0:
         # The first tiles, then those of the window: one range with a gap.
         skip_from = tl.minimum((SINK_TOKENS + BLOCK_N - 1) // BLOCK_N, first)
+        if ROPE > 0:  # the window's tiles once more, where they are the first ones
+            skip_from = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
         skip_by = first - skip_from
         low = 0
         first = 0
@@ -121,6 +137,15 @@ def _attend(
     last = tl.minimum(last, first + end)
     first += begin
 
+    if ROPE > 0:
+        TURNS = tl.load(INPUTS + TURNS_AT).to(tl.pointer_type(tl.float32))
+        BLOCK_H: tl.constexpr = pair_block(SPAN)
+        turn_high, turn_low = frequencies(TURNS, BLOCK_H)
+        place_cos, place_sin = places_in_tile(TURNS, BLOCK_N, BLOCK_H)
+        own, own_second, kept, kept_second, rest = turned_queries(
+            Q, TURNS, q_row, row_ok, row_pos, last_pos, q,
+            D, SPAN, BLOCK_H, ROPE, CAUSAL, WINDOW, SINK_TOKENS,
+        )  # fmt: skip
     K += kv_head * k_h
     V += kv_head * v_h
     if PAIRS:
@@ -143,6 +168,7 @@ def _attend(
         v_row = k_row
         if PAIRS or not ALIKE:
             v_row = row * v_b + offset * v_t
+        tile_pos = tile * BLOCK_N
         tile = tile_at(i + step, skip_from, skip_by, SINK_TOKENS)
         # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
         # put in flight early (Triton 3.6).
@@ -150,7 +176,12 @@ def _attend(
         held = key_pos < seq_len
         if WINDOW > 0 or CHUNK > 0:
             held = held & (key_pos >= low)
-        k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
+        if ROPE > 0:
+            k, k_second = load_pairs(K, k_row, held, SPAN, BLOCK_H, ROPE)
+            if SPAN < D:
+                k_rest = load_rest(K, k_row, held, D, SPAN, rest_block(D, SPAN))
+        else:
+            k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
         if PAIRS:
             both = load_held_rows(
                 V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH
@@ -158,11 +189,33 @@ def _attend(
             v, v_odd = _split_pairs(both, K, q)
         else:
             v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if ROPE > 0:
+            at = last_pos - tile_pos
+            a = own
+            b = own_second
+            if SINK_TOKENS > 0:
+                of_kept = i < skip_from
+                at = tl.where(of_kept, -tile_pos, at)
+                a = tl.where(of_kept, kept, a)
+                b = tl.where(of_kept, kept_second, b)
+            cos, sin = turn_by(at, turn_high, turn_low)
+            a, b = turned(a, b, cos[None, :], sin[None, :])
+            k, k_second = turned(
+                k.to(tl.float32), k_second.to(tl.float32), place_cos, place_sin
+            )  # fmt: skip
+            s = tl.dot(a.to(q.dtype), tl.trans(k.to(q.dtype)), input_precision="ieee")
+            s = tl.dot(b.to(q.dtype), tl.trans(k_second.to(q.dtype)), s, input_precision="ieee")
+            if SPAN < D:
+                s = tl.dot(rest, tl.trans(k_rest.to(q.dtype)), s, input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,
             True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
         )  # fmt: skip
+        if ROPE > 0 and SINK_TOKENS > 0:  # each key in the tile that was turned for it
+            own_tile = (key_pos < SINK_TOKENS) == of_kept
+            s = tl.where(own_tile[None, :], s, 0.0 if WAY == 2 else float("-inf"))
         if WAY == 2:  # the weights themselves
             acc = tl.dot(s.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         else:
@@ -201,7 +254,7 @@ def decode_kernel(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
-    SCALES: tl.constexpr,
+    SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of the rows of one KV head, over all their keys or some of them.
 
@@ -209,7 +262,8 @@ def decode_kernel(
     splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
     `AT_ONCE` the program that ends last merges a tile's parts, so many at once; without,
     `merge_kernel` does. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit
-    values are loaded two at a time. `bt_end`: a block table's last column.
+    values are loaded two at a time. `bt_end`: a block table's last column. `ROPE`: keys are rotated
+    as they are loaded (`cache_rope`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
@@ -235,10 +289,11 @@ def decode_kernel(
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
+                ROPE, SPAN, TURNS_AT,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
-                part_row = part_at(part, kv_head) * ROWS
+                part_row = part_at(part, kv_head, tl.num_programs(0)) * ROWS
                 store_part(
                     acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
                 )  # fmt: skip
@@ -249,7 +304,8 @@ def decode_kernel(
                         tl.store(counter, 0)
                         ok = start + group < query_len * G
                         total, top, weight = merged(
-                            PARTS, PART_LSE, part_at(2 * first, kv_head) * ROWS + group,
+                            PARTS, PART_LSE,
+                            part_at(2 * first, kv_head, tl.num_programs(0)) * ROWS + group,
                             last - first + 1, ok, ROWS, True,
                             ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
                         )  # fmt: skip
@@ -286,6 +342,7 @@ def decode_kernel(
             seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
+            ROPE, SPAN, TURNS_AT,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

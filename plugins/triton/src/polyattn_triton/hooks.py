@@ -64,6 +64,7 @@ TRITON_ATTN = BackendInfo(
                 "sliding_window",
                 "chunked",
                 "sink_tokens",
+                "cache_positions",
                 "logit_soft_cap",
                 "alibi",
                 "learned_sinks",

@@ -46,7 +46,7 @@ def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
     odd = (
         spec.window_right, spec.chunk_size, spec.sink_tokens, spec.logit_soft_cap, spec.alibi,
         spec.learned_sinks, spec.variant is not None and (generated is None or not generated.by_row),
-        spec.mask,
+        spec.mask, spec.rope,
     )  # fmt: skip
     return (
         not any(odd)

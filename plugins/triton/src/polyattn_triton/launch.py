@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import reduce
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -51,22 +51,59 @@ def parts_at_once(rows: int, width: int) -> int:
 
 
 def merge_rows(height: int, width: int) -> int:
-    """Return how many rows of a tile one program of the merge kernel takes."""
+    """Return how many rows of a tile one program takes that merges parts by `merged`."""
     return min(height, max(1, MERGED_AT_ONCE // (16 * power(width))))
 
 
+FEW_PARTS = 4
+"""Parts of a tile up to which a program merges several rows."""
+
+
+class Merge(NamedTuple):
+    """What `merge_kernel` is to do: `programs` have parts of so many tiles, at most `parts` of one.
+
+    A thread holds four columns of sixteen parts: of one row, or four of each of four rows.
+    """
+
+    programs: int
+    tiles: int
+    parts: int
+
+    @property
+    def variant(self) -> tuple[bool, bool]:
+        """What a compiled kernel depends on: whether parts are few, and tiles fewer than programs.
+
+        Then cut tiles are looked for among the tiles, not among the programs that end one.
+        """
+        return self.parts <= FEW_PARTS, self.tiles < self.programs
+
+    def rows(self, height: int) -> int:
+        """Return how many of a tile's rows a program takes."""
+        return min(height, 4 if self.parts <= FEW_PARTS else 1)
+
+    def grid(self, height: int, heads: int) -> tuple[int, int, int]:
+        """Return the kernel's grid for tiles of so many rows."""
+        return min(self.tiles, self.programs), -(-height // self.rows(height)), heads
+
+
+def merge_options(width: int, early: bool) -> dict[str, Any]:
+    """Return `merge_kernel`'s launch options: warps in which a row's columns lie side by side."""
+    pdl = {"launch_pdl": True} if early else {}
+    return {"num_warps": max(1, power(width) // 128)} | pdl
+
+
 def merge_constants(
-    group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool, lse: bool,
-    early: bool, scales: int = 0, summed: bool = False,
+    merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
+    lse: bool, early: bool, scales: int = 0, summed: bool = False,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
     `summed`: parts have no softmax.
     """
-    rows = merge_rows(height, width)
+    few, by_tile = merge.variant
     return (
-        group, width, power(width), height, rows, parts_at_once(rows, width), tiled, by_token,
-        sinks, lse, early, scales, summed,
+        group, width, power(width), height, merge.rows(height), FEW_PARTS if few else 16, tiled, by_token,
+        sinks, lse, early, scales, summed, by_tile,
     )  # fmt: skip
 
 

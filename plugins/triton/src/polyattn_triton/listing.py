@@ -28,8 +28,11 @@ class Lister:
 
     @classmethod
     def of(cls, spec: LayerSpec, device: torch.device) -> Lister | None:
-        """Return a layer's, None where it has no masks but its own."""
-        masks = Generated.of_mask(spec)
+        """Return a layer's, None where it has no masks but its own.
+
+        Rotated keys are gone through in the window's tiles and the kept tokens' apart: no list says so.
+        """
+        masks = None if spec.rope and spec.sink_tokens else Generated.of_mask(spec)
         return None if masks is None else cls(masks, device)
 
     def takes(self, batch: Batch) -> bool:

@@ -25,11 +25,12 @@ from torch import Tensor
 from polyattn_triton.configs import MLAConfig, pick_mla
 from polyattn_triton.launch import (
     Launcher,
+    Merge,
     Workspace,
     fitting,
     launches_early,
     merge_constants,
-    merge_rows,
+    merge_options,
     multiprocessors,
     power,
     to_device,
@@ -88,13 +89,15 @@ class Way(NamedTuple):
 
 
 class LatentPlan(Plan):
-    """One step: the way it runs, its grid, and the tiles' work."""
+    """One step: the way it runs, its grid, the tiles' work, and what merges their parts."""
 
-    __slots__ = ("grid", "way", "work")
+    __slots__ = ("grid", "merging", "way", "work")
 
-    def __init__(self, batch: Batch, way: Way, grid: int, work: Tensor):
+    def __init__(
+        self, batch: Batch, way: Way, grid: int, work: Tensor, merging: Merge | None = None
+    ):
         super().__init__(batch)
-        self.way, self.grid, self.work = way, grid, work
+        self.way, self.grid, self.work, self.merging = way, grid, work, merging
 
 
 class Kernels:
@@ -137,10 +140,13 @@ class Kernels:
                 batch, Way(False, few), count, to_device(work, self.torch_device, before)
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
-        work = stretches(tiles.keys, programs, self.rates).work(tiles)
+        dealt = stretches(tiles.keys, programs, self.rates)
+        # A captured graph's grid serves later steps, whatever tiles these have.
+        shown = programs if self.spec.graph_capture else count
         return LatentPlan(
-            batch, Way(True, few), programs, to_device(work, self.torch_device, before)
-        )
+            batch, Way(True, few), programs, to_device(dealt.work(tiles), self.torch_device, before),
+            Merge(programs, shown, dealt.most_parts()),
+        )  # fmt: skip
 
     def launch(
         self,
@@ -178,23 +184,23 @@ class Kernels:
             ),
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
-        if not plan.way.split:
+        if plan.merging is None:
             return
         height = config.block_h
         _merge(
-            (plan.grid, height // merge_rows(height, self.rank), 1),
+            plan.merging.grid(height, 1),
             (
                 space.parts, space.part_lse, out, out if lse is None else lse, space.part_lse,
                 space.part_lse, space.part_lse, starts, plan.work,
             ),
             (v_scale,),
             (out.stride(0), out.stride(1)),
-            (lse_t,),
+            (lse_t, plan.grid),
             merge_constants(
-                spec.num_heads, self.rank, height, True, not plan.way.few, False, lse is not None,
-                self.early,
+                plan.merging, spec.num_heads, self.rank, height, True, not plan.way.few, False,
+                lse is not None, self.early,
             ),
-            {"num_warps": 4} | ({"launch_pdl": True} if self.early else {}),
+            merge_options(self.rank, self.early),
         )  # fmt: skip
 
 

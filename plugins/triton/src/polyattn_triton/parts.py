@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from polyattn_triton.softmax import finish, value_scale
-from polyattn_triton.tiles import my_stretch, part_at
+from polyattn_triton.tiles import my_stretch, part_at, tile_of
 
 
 @triton.jit
@@ -70,6 +70,43 @@ def merged(
 
 
 @triton.jit
+def _gathered(
+    PARTS, PART_LSE, first, count, row_ok, APART: tl.constexpr, ROWS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """As `merged`, of listed parts; one load asks for all that are merged at once.
+
+    Where parts are loaded one by one, ptxas leaves few in flight. Who merges alone has the registers.
+    """
+    first = first.to(tl.int64)
+    offs_dv = tl.arange(0, BLOCK_DV)
+    offs_p = tl.arange(0, AT_ONCE)
+    acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    for start in range(0, count, AT_ONCE):
+        part = _following(first[None, :], start, offs_p[:, None], APART, True)
+        ok = row_ok[None, :] & (start + offs_p < count)[:, None]
+        x = tl.load(
+            PARTS + part[:, :, None] * DV + offs_dv[None, None, :],
+            mask=ok[:, :, None] & (offs_dv < DV)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        lse = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        m_new = tl.maximum(m, tl.max(lse, 0))
+        base = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m - base)
+        weights = tl.exp2(lse - base[None, :])
+        l = l * alpha + tl.sum(weights, 0)
+        acc = acc * alpha[:, None] + tl.sum(x * weights[:, :, None], 0)
+        m = m_new
+    if SUMMED:
+        l = tl.full([ROWS], 1.0, tl.float32)
+    return acc, m, l
+
+
+@triton.jit
 def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
     """Store rows of one part, normalised, with their LSE in base 2."""
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -82,29 +119,38 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["lse_t"])
+@triton.jit(do_not_specialize=["lse_t", "programs"])
 def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
+    programs,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
-    SUMMED: tl.constexpr,
+    SUMMED: tl.constexpr, BY_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of ROWS rows of the tile, of HEIGHT rows, that one program came into.
+    """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
     Grid: (programs, HEIGHT / ROWS, KV heads); who ended no tile that others began has nothing to do.
+    `BY_TILE`: (tiles, ...), where these are fewer; who has an uncut one has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     share = tl.load(WORK)
-    at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
+    if BY_TILE:
+        low, high, seq, start = tile_of(WORK, program, programs, TILED)
+    else:
+        at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
     first = low // share
     last = (high - 1) // share
+    if BY_TILE:
+        mine = first < last
+    else:
+        mine = (at < stop) & (first < program) & (last == program)
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
-    if (at < stop) & (first < program) & (last == program):
+    if mine:
         token0 = seq
         query_len = 1
         if not BY_TOKEN:
@@ -112,9 +158,9 @@ def merge_kernel(
             query_len = tl.load(STARTS + seq + 1) - token0
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
-        acc, m, l = merged(
-            PARTS, PART_LSE, part_at(2 * first, kv_head) * HEIGHT + rows,
-            last - first + 1, ok, HEIGHT, True, ROWS, DV, BLOCK_DV, AT_ONCE, SUMMED,
+        acc, m, l = _gathered(
+            PARTS, PART_LSE, part_at(2 * first, kv_head, programs) * HEIGHT + rows,
+            last - first + 1, ok, HEIGHT, ROWS, DV, BLOCK_DV, AT_ONCE, SUMMED,
         )  # fmt: skip
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),

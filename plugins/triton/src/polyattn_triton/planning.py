@@ -23,6 +23,7 @@ from polyattn_triton.configs import Config
 from polyattn_triton.hopper import hopper_prefill
 from polyattn_triton.launch import (
     Kept,
+    Merge,
     Workspace,
     fitting,
     launches_early,
@@ -71,12 +72,12 @@ class AttentionPlan(Plan):
     stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
     prefill goes through at a time; 0: the portable kernel runs. `portable`: the plan for that one, once
     tensors needed it. `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`).
-    `chosen`: the batch is over chosen pages, and needs no mask.
+    `chosen`: the batch is over chosen pages, and needs no mask. `merging`: what that kernel is to do.
     """
 
     __slots__ = (
-        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "portable",
-        "rows", "splits",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "merging",
+        "portable", "rows", "splits",
         "table", "variant", "way", "work",
     )  # fmt: skip
 
@@ -84,6 +85,7 @@ class AttentionPlan(Plan):
         super().__init__(batch)
         self.way, self.splits, self.rows, self.merge, self.fresh = "decode", 1, 0, False, False
         self.work, self.table = work, (0, 0)
+        self.merging: Merge | None = None
         self.grid: tuple[int, int, int] = (0, 1, 1)
         self.config: Config
         self.kept: Kept
@@ -168,7 +170,7 @@ class PlannedAttention(AttentionBackend):
         Not where a score depends on the key's place.
         """
         spec = self.spec
-        placed = spec.variant or spec.alibi or spec.sliding_window or spec.chunk_size
+        placed = spec.variant or spec.alibi or spec.rope or spec.sliding_window or spec.chunk_size
         if spec.mask != "block_sparse" or placed or spec.length_bounds or self.cache is None:
             return None
         if not batch.all_decode:
@@ -319,8 +321,12 @@ class PlannedAttention(AttentionBackend):
         if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
             programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
-        work = stretches(keys, programs, self.rates, most).work(tiles)
-        plan.work = to_device(work, self.torch_device, before)
+        dealt = stretches(keys, programs, self.rates, most)
+        if plan.merge:
+            # A captured graph's grid serves later steps, whatever tiles these have.
+            count = programs if self.spec.graph_capture else len(keys)
+            plan.merging = Merge(programs, count, dealt.most_parts())
+        plan.work = to_device(dealt.work(tiles), self.torch_device, before)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
 
     def _fewer(self, programs: int, total: int, longest: int) -> int:

@@ -10,6 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from polyattn_triton.cache_rope import (
+    frequencies,
+    load_pairs,
+    load_rest,
+    pair_block,
+    places_in_tile,
+    rest_block,
+    turn_by,
+    turned,
+    turned_queries,
+)
 from polyattn_triton.parts import store_part
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tile_lists import list_of
@@ -35,12 +46,18 @@ def _tiles(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
-    LISTED: tl.constexpr,
+    LISTED: tl.constexpr, TURNS, origin, ROPE: tl.constexpr, SPAN: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further.
 
-    `LISTED`: the tiles are those that LIST names there.
+    `LISTED`: the tiles are those that LIST names there. `ROPE`: q is its pairs and its rest, turned to
+    places after `origin`, and keys are turned likewise; `KEPT`: of the kept first tokens' tiles alone.
     """
+    LIKE = q[0] if ROPE > 0 else q
+    if ROPE > 0:
+        BLOCK_H: tl.constexpr = pair_block(SPAN)
+        turn_high, turn_low = frequencies(TURNS, BLOCK_H)
+        place_cos, place_sin = places_in_tile(TURNS, BLOCK_N, BLOCK_H)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
@@ -53,6 +70,7 @@ def _tiles(
         block = blocks_of(BT, tile * BLOCK_N + offs_n, seq_len, BLOCK_SIZE)
     for i in range(first, last):
         key_pos = tile * BLOCK_N + offs_n
+        tile_pos = tile * BLOCK_N
         inside = key_pos < seq_len
         if LISTED:
             # Two steps ahead, for the same reason as blocks. What is handed on as it is would keep the
@@ -73,17 +91,35 @@ def _tiles(
             v_row = (kv_start + key_pos).to(tl.int64) * v_t
         k_ptr = K + k_row[:, None] + offs_d[None, :]
         v_ptr = V + v_row[:, None] + offs_dv[None, :]
-        if MASK:
+        if ROPE > 0:
+            k, k_second = load_pairs(K, k_row, inside, SPAN, BLOCK_H, ROPE)
+            if SPAN < D:
+                k_rest = load_rest(K, k_row, inside, D, SPAN, rest_block(D, SPAN))
+        elif MASK:
             k = load_held_rows(k_ptr, inside, offs_d, D, BLOCK_D)
-            v = load_held_rows(v_ptr, inside, offs_dv, DV, BLOCK_DV)
         else:
             k = load_rows(k_ptr, offs_d, D, BLOCK_D)
+        if MASK:
+            v = load_held_rows(v_ptr, inside, offs_dv, DV, BLOCK_DV)
+        else:
             v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
-        s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        if ROPE > 0:
+            cos, sin = turn_by(tile_pos - origin, turn_high, turn_low)
+            cos, sin = turned(place_cos, place_sin, cos[None, :], sin[None, :])
+            k, k_second = turned(k.to(tl.float32), k_second.to(tl.float32), cos, sin)
+            s = tl.dot(q[0], tl.trans(k.to(LIKE.dtype)), input_precision="ieee")
+            s = tl.dot(q[1], tl.trans(k_second.to(LIKE.dtype)), s, input_precision="ieee")
+            if SPAN < D:
+                s = tl.dot(q[2], tl.trans(k_rest.to(LIKE.dtype)), s, input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, row_pos, key_pos, seq_len, slope, scale, soft_cap, changed,
             MASK, CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
         )  # fmt: skip
+        if ROPE > 0 and SINK_TOKENS > 0:  # each key in the tile that was turned for it
+            own_tile = (key_pos < SINK_TOKENS) == KEPT
+            s = tl.where(own_tile[None, :], s, 0.0 if WAY == 2 else float("-inf"))
         if WAY == 2:  # the weights themselves
             p = s
         else:
@@ -98,7 +134,7 @@ def _tiles(
             l = l * alpha + tl.sum(p, 1)
             acc = acc * alpha[:, None]
             m = m_new
-        acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        acc = tl.dot(p.to(LIKE.dtype), v.to(LIKE.dtype), acc, input_precision="ieee")
     return acc, m, l
 
 
@@ -113,6 +149,7 @@ def _attend(
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, SPLIT: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
+    ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`.
 
@@ -147,6 +184,8 @@ def _attend(
     if SINK_TOKENS > 0:
         # The first tiles, then those of the window: one range with a gap.
         skip_from = tl.minimum((SINK_TOKENS + BLOCK_N - 1) // BLOCK_N, low_tile)
+        if ROPE > 0:  # the window's tiles once more, where they are the first ones
+            skip_from = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
         skip_by = low_tile - skip_from
         low_tile = 0
         high_tile = high_tile - skip_by
@@ -184,6 +223,16 @@ def _attend(
     if WAY > 0:
         changed = ROWS_OF(INPUTS, seq, head, row_pos)
 
+    q_kept = q
+    TURNS = 0
+    if ROPE > 0:
+        TURNS = tl.load(INPUTS + TURNS_AT).to(tl.pointer_type(tl.float32))
+        own, own_second, kept, kept_second, rest = turned_queries(
+            Q, TURNS, q_row, row_ok, row_pos, last_pos, q,
+            D, SPAN, pair_block(SPAN), ROPE, CAUSAL, WINDOW, SINK_TOKENS,
+        )  # fmt: skip
+        q_kept = (kept.to(q.dtype), kept_second.to(q.dtype), rest)
+        q = (own.to(q.dtype), own_second.to(q.dtype), rest)
     K += kv_head * k_h
     V += kv_head * v_h
     BT += seq.to(tl.int64) * bt_s
@@ -196,6 +245,7 @@ def _attend(
             0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, RESCORE, WHERE_SEEN, True,
+            TURNS, last_pos, ROPE, SPAN, False,
         )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, PARTLY, kv_start, tl.maximum(entry - whole, 0),
@@ -203,14 +253,28 @@ def _attend(
             0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, True,
+            TURNS, last_pos, ROPE, SPAN, False,
         )  # fmt: skip
     else:
+        if ROPE > 0 and SINK_TOKENS > 0:
+            kept_tile = tl.minimum(tl.maximum(skip_from, low_tile), high_tile)
+            acc, m, l = _tiles(
+                acc, m, l, q_kept, K, V, BT, BT, kv_start, low_tile, kept_tile, skip_from, skip_by,
+                row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
+                True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
+                CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
+                TURNS, 0, ROPE, SPAN, True,
+            )  # fmt: skip
+            low_tile = kept_tile
+            full_low = tl.maximum(full_low, low_tile)
+            full_high = tl.maximum(full_high, full_low)
         if WINDOW > 0 or CHUNK > 0:
             acc, m, l = _tiles(
                 acc, m, l, q, K, V, BT, BT, kv_start, low_tile, full_low, skip_from, skip_by, row_pos,
                 seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
+                TURNS, last_pos, ROPE, SPAN, False,
             )  # fmt: skip
         if SINK_TOKENS == 0:
             acc, m, l = _tiles(
@@ -218,12 +282,14 @@ def _attend(
                 seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
+                TURNS, last_pos, ROPE, SPAN, False,
             )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
+            TURNS, last_pos, ROPE, SPAN, False,
         )  # fmt: skip
     if WAY == 2:  # nothing is to be divided by
         m = tl.zeros([BLOCK_M], tl.float32)
@@ -245,12 +311,13 @@ def prefill_kernel(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
+    ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
 
     Grid: (tiles, KV heads), WORK their sequences, then their first rows; `SPLIT`: (programs, KV
     heads), whose stretches WORK holds, and `merge_kernel` merges. `KEY_STARTS`: where sequences'
-    packed keys start.
+    packed keys start. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
@@ -275,12 +342,12 @@ def prefill_kernel(
                 start, begin, end, tile,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
                 CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
-                LISTED, RESCORE, WHERE_SEEN,
+                LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT,
             )  # fmt: skip
             in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
             row_ok = in_query < query_len
             if last > first:
-                part_row = part_at(part, kv_head) * BLOCK_M
+                part_row = part_at(part, kv_head, tl.num_programs(0)) * BLOCK_M
                 store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
                 finish(
@@ -307,7 +374,7 @@ def prefill_kernel(
             start, 0, 0, tl.program_id(0),
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
-            LISTED, RESCORE, WHERE_SEEN,
+            LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT,
         )  # fmt: skip
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         finish(

@@ -246,8 +246,9 @@ def _consume(
                 start + GROUP * 64, head, q_t, q_h, G, D,
             )  # fmt: skip
         l = gl.convert_layout(gl.sum(l, 1), ROW)
-        if FUNCTIONS == 2:  # sums of values as they are
+        if FUNCTIONS == 2:  # sums of values as they are, those of pieces too
             l = gl.full([64], 1.0, gl.float32, ROW)
+            m = gl.full([64], 0.0, gl.float32, ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         gl.thread_barrier()
         mbarrier.arrive(v_empty.index(last))

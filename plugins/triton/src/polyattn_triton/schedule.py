@@ -66,6 +66,11 @@ class Stretches:
     item: int
     programs: int
 
+    def most_parts(self) -> int:
+        """Return how many parts a tile is cut into at most."""
+        first, last = self.line[:-1] // self.share, (self.line[1:] - 1) // self.share
+        return int((last - first).max()) + 1
+
     def work(self, tiles: Tiles | None = None) -> NDArray[np.int32]:
         """Return what the kernels read, int32: header, columns, the line, sequences, first rows.
 
@@ -187,10 +192,12 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
         nearest: Ints = np.maximum(upper, 0)  # more queries than keys: the first see none
         return nearest
     lower = low // block
+    seen: Ints = upper - lower
     if spec.sink_tokens:
-        lower = lower - np.minimum(-(-spec.sink_tokens // block), lower)
-    seen: Ints = np.maximum(upper - lower, 0)
-    return seen
+        kept = -(-spec.sink_tokens // block)
+        # Rotated keys' tiles are the kept tokens' and the window's apart.
+        seen = seen + (np.where(high > 0, kept, 0) if spec.rope else np.minimum(kept, lower))
+    return np.maximum(seen, 0)
 
 
 def rows_of(query_lens: Ints, group: int, height: int) -> tuple[Ints, Ints]:

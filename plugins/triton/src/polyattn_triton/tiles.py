@@ -119,6 +119,19 @@ def next_tile(WORK, tile, TILED: tl.constexpr):
 
 
 @triton.jit
+def tile_of(WORK, tile, programs, TILED: tl.constexpr):
+    """A tile by its number: where it begins and ends, its sequence and row."""
+    LINE = WORK + 4 + (5 if TILED else 3) * programs
+    seq = tile
+    row = 0
+    if TILED:
+        count = tl.load(WORK + 3)
+        seq = tl.load(LINE + count + 1 + tile)
+        row = tl.load(LINE + 2 * count + 1 + tile)
+    return tl.load(LINE + tile), tl.load(LINE + tile + 1), seq, row
+
+
+@triton.jit
 def piece_of(WORK, at, stop, low, high):
     """The piece of a tile that a program has: its key tiles [begin, end), its part, who else has any.
 
@@ -135,6 +148,6 @@ def piece_of(WORK, at, stop, low, high):
 
 
 @triton.jit
-def part_at(part, kv_head):
+def part_at(part, kv_head, programs):
     """Where a part's rows lie in the workspace, in tiles: a KV head's parts follow one another."""
-    return kv_head * 2 * tl.num_programs(0) + part
+    return kv_head * 2 * programs + part

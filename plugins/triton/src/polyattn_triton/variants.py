@@ -9,6 +9,7 @@ import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 from torch import Tensor
 
+from polyattn_triton.cache_rope import rope_constants
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
@@ -83,17 +84,28 @@ def _mask_constants(spec: LayerSpec, lse: bool, functions: tuple[Any, ...]) -> t
 
 def prefill_constants(
     spec: LayerSpec, config: Config, block_size: int, paged: bool, split: bool, lse: bool, arch: str,
-    functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None,
+    functions: tuple[Any, ...] = NOTHING, where_seen: tuple[Any, ...] | None = None, turns_at: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `prefill_kernel`'s constants, in its order. `functions`: `Generated.constants`.
 
-    `where_seen`: `Generated`'s, where key tiles are listed.
+    `where_seen`: `Generated`'s, where key tiles are listed. `turns_at`: `rope_constants`' `at`.
     """
     shape = _shape_constants(spec, config, block_size)
     early = split and launches_early(arch)
     masks = _mask_constants(spec, lse, functions)
     listed = (False, None, 0) if where_seen is None else (True, *where_seen)
-    return (spec.gqa_ratio, *shape, paged, *masks, split, early, SCALES[spec.scales], *listed)
+    rope = rope_constants(spec, turns_at)
+    return (
+        spec.gqa_ratio,
+        *shape,
+        paged,
+        *masks,
+        split,
+        early,
+        SCALES[spec.scales],
+        *listed,
+        *rope,
+    )
 
 
 def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -106,12 +118,12 @@ def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> t
 
 def decode_constants(
     spec: LayerSpec, config: Config, block_size: int, way: str, lse: bool, arch: str, alike: bool,
-    paired: bool, functions: tuple[Any, ...] = NOTHING,
+    paired: bool, functions: tuple[Any, ...] = NOTHING, turns_at: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `decode_kernel`'s constants, in its order. `way`: one of `WAYS`.
 
     `alike`: V has K's strides. `paired`: V is read two 8-bit values at a time.
-    `functions`: `Generated.constants`.
+    `functions`: `Generated.constants`. `turns_at`: `rope_constants`' `at`.
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = part_rows(spec, config, way == "few")
@@ -122,6 +134,7 @@ def decode_constants(
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
+        *rope_constants(spec, turns_at),
     )  # fmt: skip
 
 
@@ -151,7 +164,8 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     """
     width = power(max(spec.head_size, spec.v_head_size))
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
-    plain = not (spec.sliding_window or spec.chunk_size or spec.alibi)
+    # Keys that are rotated want the registers of four warps.
+    plain = bool(spec.rope) or not (spec.sliding_window or spec.chunk_size or spec.alibi)
     config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
     if phase in ("prefill", "paged"):
         # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
@@ -180,7 +194,7 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
     # The masks of a size that is no power of two and of a window are held at once.
     masked = power(spec.head_size) != spec.head_size and spec.sliding_window is not None
-    return HIGH_ON_ONE if wide or tall or small or masked else FEW_ON_ONE
+    return HIGH_ON_ONE if wide or tall or small or masked or spec.rope else FEW_ON_ONE
 
 
 def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:

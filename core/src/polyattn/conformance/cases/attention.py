@@ -25,6 +25,9 @@ CACHED_BATCHES = (
 )  # fmt: skip
 GIVEN_BATCHES = ("given", "more keys", "fewer keys")
 
+NTK = RopeSpec(
+    rotary_size=8, base=50.0, positions="cache", scaling="dynamic", factor=2.0, original_length=16
+)
 FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "sliding_window": {"sliding_window": 21},
     "window_right": {"causal": False, "sliding_window": 21, "window_right": 9},
@@ -34,6 +37,7 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "learned_sinks": {"learned_sinks": True},
     "sink_tokens": {"sliding_window": 21, "sink_tokens": 3},
     "cache_positions": {"rope": RopeSpec(rotary_size=8, base=50.0, positions="cache")},
+    "cache_positions_by_length": {"rope": NTK},
     "tensor_scales": {"scales": "tensor", "kv_cache_dtype": "int8"},
     "head_scales": {"scales": "head", "kv_cache_dtype": "int8"},
     "fp8_output": {"out_dtype": "fp8_e4m3"},
@@ -44,7 +48,7 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
     "batch_invariant": {"batch_invariant": True},
 }
 """What each optional feature sets on the base spec."""
-ALONE = frozenset({"tensor_scales"})
+ALONE = frozenset({"tensor_scales", "cache_positions_by_length"})
 """What is in no pair: another feature's pairs go the same ways."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
@@ -244,7 +248,7 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
     elif not base.causal:
         claimed = [name for name in claimed if name != "non_causal"]
     if not base.cached:
-        claimed = [name for name in claimed if name != "cache_positions"]
+        claimed = [name for name in claimed if not name.startswith("cache_positions")]
     for name in claimed:
         yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
     if base.role is Role.DECODER or not base.cached:
@@ -325,7 +329,7 @@ def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[C
     """One case for each thing that the backend doesn't claim."""
     attempts = {name: fields_of(caps, name, bool(base.cached)) for name in FEATURE_FIELDS}
     if not base.cached or base.role is not Role.DECODER:
-        del attempts["cache_positions"]
+        del attempts["cache_positions"], attempts["cache_positions_by_length"]
     attempts |= {f"dtype {dtype}": {"dtype": dtype} for dtype in DTYPES}
     attempts |= {f"head_size {size}": {"head_size": size} for size in HEAD_SIZES}
     attempts |= {f"gqa {r}": {"num_heads": 2 * r, "num_kv_heads": 2} for r in GQA_RATIOS}

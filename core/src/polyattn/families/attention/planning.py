@@ -17,7 +17,7 @@ from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import Addressed, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_queries, check_table_width
+from polyattn.runtime.batch_checks import check_pages, check_queries
 from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup, StepPlanner
@@ -356,9 +356,5 @@ class Planner(StepPlanner):
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:
             check_queries(batch)
-        if batch.block_table is None:
-            if batch.num_seqs:
-                raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
-            return
         assert self.group.cache_format is not None
-        check_table_width(batch, self.group.cache_format.block_size)
+        check_pages(self.spec, batch, self.group.cache_format.block_size)

@@ -25,7 +25,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_queries, check_table_width
+from polyattn.runtime.batch_checks import check_pages, check_queries
 from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
@@ -206,10 +206,8 @@ class Planner(StepPlanner):
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
         """Plan one step. Raises `BatchError`."""
         check_queries(batch)
-        if batch.block_table is None and batch.num_seqs:
-            raise BatchError(f"{self.spec} attends over a cache; the batch has no block_table")
         assert self.group.cache_format is not None
-        check_table_width(batch, self.group.cache_format.block_size)
+        check_pages(self.spec, batch, self.group.cache_format.block_size)
         if reuse is not None and not (batch.all_decode and reuse.batch.all_decode):
             raise BatchError("a captured step of MLA is of single-token rows alone")
         step = LatentStep(self.group, batch)

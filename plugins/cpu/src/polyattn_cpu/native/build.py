@@ -41,7 +41,7 @@ ISAS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx2": _AVX2,
         "generic": (),
     },
-    "aarch64": {"neon": ()},
+    "aarch64": {"sve256": ("-march=armv8.2-a+sve", "-msve-vector-bits=256"), "neon": ()},
 }
 """Per machine, the best first: the instruction sets and the flags that bring them."""
 

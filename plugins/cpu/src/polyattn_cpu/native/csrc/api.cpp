@@ -11,6 +11,9 @@
 #if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#include <sys/prctl.h>
 #endif
 
 extern "C" {
@@ -53,6 +56,11 @@ bool has(const char *name) {
            syscall(SYS_arch_prctl, 0x1023, 18) == 0;
   }
 #endif
+#elif defined(__aarch64__) && defined(__linux__)
+  // HWCAP_SVE, PR_SVE_GET_VL: compiled for vectors of 32 bytes, right for no others.
+  if (!std::strcmp(name, "sve256")) {
+    return (getauxval(AT_HWCAP) >> 22 & 1) && (prctl(51) & 0xffff) == 32;
+  }
 #endif
   return false;
 }

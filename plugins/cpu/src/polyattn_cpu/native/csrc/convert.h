@@ -23,7 +23,7 @@ PA_INLINE vf load(const f16 *p) {
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_NEON) && PA_W == 4
   return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
 #else
   return half_bits(__builtin_convertvector(read<vh>(p), vu));

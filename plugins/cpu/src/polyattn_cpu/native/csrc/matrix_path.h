@@ -59,6 +59,7 @@ struct MulFloat {
 struct FloatEngine {
   typedef Floats Form;
   static constexpr int VECTORS = 3, STEP = BLOCK;  // of a panel; rows of a product's step
+  static constexpr int SCORE_DEPTH = 192;
   static constexpr bool PLANES = false;
   // Cycles of a step whose sum has `depth` elements, about.
   static int cost(int depth, int vectors) { return 4 * vectors * depth; }
@@ -96,9 +97,19 @@ struct FloatEngine {
   template <int V>
   static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
                      const uint32_t *, Ahead &ahead) {
-    for (int t = 0; t < keys; t += BLOCK) {
-      micro<MulFloat, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
-      ahead(cost(is.k, V));
+    // A panel's queries of so many elements stay in the first cache over all keys.
+    for (int d = 0; d < is.k; d += SCORE_DEPTH) {
+      const int depth = pa_min(SCORE_DEPTH, is.k - d);
+      for (int t = 0; t < keys; t += BLOCK) {
+        const uint32_t *a = k + (int64_t)t * is.k + d, *b = q + (int64_t)d * V * W;
+        float *c = s + (int64_t)t * V * W;
+        if (d) {
+          micro<MulFloat, V, true>(a, is.k, 1, b, c, depth);
+        } else {
+          micro<MulFloat, V, false>(a, is.k, 1, b, c, depth);
+        }
+        ahead(cost(depth, V));
+      }
     }
   }
   template <int V>

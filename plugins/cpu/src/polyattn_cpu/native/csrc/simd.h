@@ -2,12 +2,13 @@
 // say is an intrinsic. Included inside an anonymous namespace.
 
 #if defined(__AVX512F__)
-constexpr int W = 16;
-#elif defined(__AVX2__)
-constexpr int W = 8;
+#define PA_W 16
+#elif defined(__AVX2__) || (defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == 256)
+#define PA_W 8
 #else
-constexpr int W = 4;
+#define PA_W 4
 #endif
+constexpr int W = PA_W;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -101,14 +102,14 @@ constexpr int interleaved(int lane) {
   int start = lane / (2 * B) * (2 * B), at = lane % (2 * B);
   return (at < B ? start + at : W + start + at - B) + (HIGH ? B : 0);
 }
-#if defined(__AVX512F__)
+#if PA_W == 16
 #define PA_LANES(B, H)                                                                         \
   interleaved<B, H>(0), interleaved<B, H>(1), interleaved<B, H>(2), interleaved<B, H>(3),      \
       interleaved<B, H>(4), interleaved<B, H>(5), interleaved<B, H>(6), interleaved<B, H>(7),  \
       interleaved<B, H>(8), interleaved<B, H>(9), interleaved<B, H>(10),                       \
       interleaved<B, H>(11), interleaved<B, H>(12), interleaved<B, H>(13),                     \
       interleaved<B, H>(14), interleaved<B, H>(15)
-#elif defined(__AVX2__)
+#elif PA_W == 8
 #define PA_LANES(B, H)                                                                        \
   interleaved<B, H>(0), interleaved<B, H>(1), interleaved<B, H>(2), interleaved<B, H>(3),     \
       interleaved<B, H>(4), interleaved<B, H>(5), interleaved<B, H>(6), interleaved<B, H>(7)

@@ -1,0 +1,78 @@
+"""Does TRITON_ATTN turn cached keys as the float64 formulas say? Interpreted, and as machine code."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from polyattn import LayerSpec, select
+from polyattn.spec.rope import RopeSpec
+
+pytest.importorskip("triton")
+from polyattn_triton.aot import compile_phase, phases_of
+from polyattn_triton.cache_rope import turns
+
+SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
+STREAM = SPEC.replace(
+    sliding_window=1020, sink_tokens=4, rope=RopeSpec(rotary_size=128, positions="cache")
+)
+PART = SPEC.replace(rope=RopeSpec(rotary_size=48, pairing="gptj", positions="cache"))
+
+
+def test_interpreted() -> None:
+    """Whole and part, both pairings, before and after a window leaves kept tokens; each way."""
+    found = subprocess.run(
+        [sys.executable, Path(__file__).with_name("interpreted_cache_rope.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert {"decode", "listed", "few", "prefill"} <= set(found.stdout.split())
+
+
+def test_the_frequencies_are_exact_in_two_parts() -> None:
+    """Where the kernel's whole turns are subtracted first, a million tokens turn as float64 says."""
+    rope = RopeSpec(rotary_size=128, base=5e5, positions="cache")
+    table = turns(rope, 32, torch.device("cpu"))
+    high, low = table[4:68], table[68:132]
+    exact = 5e5 ** (-torch.arange(0, 128, 2, dtype=torch.float64) / 128) / (2 * math.pi)
+    assert float((high.double() + low.double() - exact).abs().max()) * 1e6 < 1e-8
+    cosines = table[132:].view(32, 2, 64)[:, 0].double()
+    places = torch.arange(32, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(cosines, (places * exact * 2 * math.pi).cos(), rtol=0, atol=1e-7)
+
+
+def test_frequencies_that_follow_the_length_are_refused_by_name() -> None:
+    rope = RopeSpec(
+        rotary_size=128, positions="cache", scaling="dynamic", factor=2.0, original_length=4096
+    )
+    verdicts = select(SPEC.replace(rope=rope), "h200").decision.verdicts()
+    refused = [v for v in verdicts if v.backend == "TRITON_ATTN"]
+    assert refused and all("cache_positions_by_length" in str(v.rejections) for v in refused)
+
+
+def test_decode_compiles_without_spilling_much(tmp_path: Path) -> None:
+    from triton import knobs
+
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compile_phase(STREAM, "sm_90", "decode").asm["cubin"])
+    usage = subprocess.run(
+        [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    assert int(stack) <= 64  # two warps a program spilled 240
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_every_phase_compiles(arch: str) -> None:
+    for spec in (STREAM, PART, PART.replace(kv_cache_dtype="fp8_e4m3")):
+        for phase in phases_of(spec, arch):
+            assert compile_phase(spec, arch, phase).asm
