@@ -32,6 +32,7 @@ from polyattn_triton.launch import (
     to_device,
 )
 from polyattn_triton.listing import Lister
+from polyattn_triton.pointwise import Generated
 from polyattn_triton.schedule import (
     EVEN,
     Ints,
@@ -115,7 +116,8 @@ class PlannedAttention(AttentionBackend):
         )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
-        self.hopper = hopper_prefill(spec, arch, self.torch_device)
+        self.generated = Generated.of(spec)
+        self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
         # The fewest keys of one of several blocks that share a sequence; 0: none share one.
