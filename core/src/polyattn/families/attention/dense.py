@@ -17,6 +17,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.short_steps import server_of
 from polyattn.families.attention.views import View, ordered, token_view
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Addressed, LayerParams, Lie
@@ -82,7 +83,8 @@ def plan_for(
 ) -> AttentionStep:
     """Return the plan for these lengths; a plan is a value, so that equal calls share one.
 
-    `apart`: how far apart sequences' keys start, or where each starts; default: one after another.
+    It is of the group that serves such a step, which is another one where the step is short. `apart`:
+    how far apart sequences' keys start, or where each starts; default: one after another.
     """
     starts: Sequence[int] | None = None
     if isinstance(apart, int):
@@ -90,7 +92,7 @@ def plan_for(
     elif apart is not None:
         starts = apart
     batch = Batch.from_lens(query_lens, key_lens, key_starts=starts, device=group.torch_device)
-    step = group.plan(batch)
+    step = server_of(group, query_lens, key_lens).plan(batch)
     assert isinstance(step, AttentionStep)
     return step
 
@@ -110,7 +112,7 @@ def run(
     Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
     """
     assert isinstance(step, AttentionStep)
-    params = _params(step.group.spec, query, sinks, alibi_slopes)
+    params = parameters(step.group.spec, query, sinks, alibi_slopes)
     lse = None
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
@@ -139,7 +141,7 @@ def run_given(
         return found
     if query.requires_grad or key.requires_grad or value.requires_grad:
         refuse_gradients(query=query, key=key, value=value)
-    params = _params(step.group.spec, query, sinks, alibi_slopes)
+    params = parameters(step.group.spec, query, sinks, alibi_slopes)
     out, lse = query.new_empty(step.out_shape), None
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
@@ -158,9 +160,10 @@ def _addressed(call: Call, *tensors: Tensor) -> Addressed | None:
 _PLAIN = LayerParams()
 
 
-def _params(
+def parameters(
     spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
 ) -> LayerParams:
+    """Return what comes with a call beside its tensors. Raises `BatchError`."""
     if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
         return _PLAIN
     if spec.alibi and alibi_slopes is None:
@@ -283,7 +286,7 @@ class DenseCall:
             refuse_gradients(query=query, key=key, value=value)
         params = _PLAIN
         if sinks is not None or alibi_slopes is not None:
-            params = _params(self.step.group.spec, query, sinks, alibi_slopes)
+            params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
         if self.addressed is not None:
             out, lse = query.new_empty(self.out_shape), None
             if self.needs_lse:
