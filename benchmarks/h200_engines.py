@@ -1,18 +1,22 @@
 """Engines on one GPU: nano-vllm with its graphs, transformers, flash-attn's functions, vLLM's builder.
 
-    python benchmarks/h200_engines.py --nano FOLDER [--out FILE.json] [--only nano32,flash,...] [--gpus 4]
+    python benchmarks/h200_engines.py --nano FOLDER [--out FILE.json] [--only nano,host,...]
 
 Each section is a process of its own, bounded in time, so that one that dies or hangs leaves the others;
-a table comes last. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
+a table comes last. Those that time something go first, one after another; then those that compare, side
+by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 
-- `bounds`: TRITON_ATTN's conformance cases of decode planned by bounds, and of captured steps.
-- `flash`: flash-attn's functions beside the formula in float64; captured decodes, replayed unplanned.
-- `vllm`: the builder of polyattn-vllm under captured graphs.
+- `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
+  FlashAttention-3 (vLLM's build, where it is there).
+- `decode`: the attention of one such step in a captured graph, beside FlashAttention-3.
+- `host`: host time of a call on tiny tensors, by way, by backend and by what it is made up of.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
-- `nano`: in bf16, Qwen3-0.6B's shape, 256 requests: tokens a second beside FlashAttention-3 (vLLM's
-  build, where it is there).
-- `hf`: transformers: logits, greedy tokens, static caches, fullgraph compile, continuous batching.
-- `host`: host time of a call on tiny tensors.
+- `flash32`, `flash16`, `flashbf16`: flash-attn's functions beside the formula in float64.
+- `graphs`: captured decodes, replayed unplanned.
+- `vllm`: the builder of polyattn-vllm under captured graphs.
+- `hf-logits`, `hf-tokens`, `hf-batching`: transformers: logits, greedy tokens, static caches, fullgraph
+  compile, continuous batching.
+- `bounds`: TRITON_ATTN's conformance cases of decode planned by bounds, and of captured steps.
 """
 
 from __future__ import annotations
@@ -31,11 +35,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
-           "integrations/transformers", "integrations/vllm")  # fmt: skip
-LIMITS = {"flash": 100, "vllm": 60, "nano32": 110, "nano": 240, "host": 50, "hf": 220, "bounds": 90}
+           "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
+TIMED = {"nano": 230, "decode": 40, "host": 100}
+COMPARED = {
+    "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
+    "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220, "bounds": 200,
+}  # fmt: skip
+LIMITS = TIMED | COMPARED
 """Sections in their order, and their most seconds."""
-LANES = (("nano32", "nano"), ("flash", "hf"), ("vllm", "host", "bounds"))
-"""What runs side by side where there are several GPUs; nano-vllm's processes meet at one port."""
 CARRIED = Path("/tmp/engines-transformers")
 """Where a transformers of the version that the integration is made for is unpacked."""
 Row = dict[str, Any]
@@ -44,17 +51,33 @@ Row = dict[str, Any]
 def sections(nano: str) -> dict[str, Callable[[Any], None]]:
     """Return each section's rows, as functions that add them."""
 
-    def flash(rows: Any) -> None:
-        import torch
+    def flash(dtype: str) -> Callable[[Any], None]:
+        def run(rows: Any) -> None:
+            import torch
+            from engines import functions
+
+            for first in range(0, 24, 6):
+                seeds = range(first, first + 6)
+                rows.add(
+                    f"flash-attn's functions, {dtype}, cases from {first}",
+                    lambda s=seeds: functions.forward_cases(getattr(torch, dtype), s),
+                )
+
+        return run
+
+    def graphs(rows: Any) -> None:
         from engines import functions
 
-        for dtype in (torch.float32, torch.float16, torch.bfloat16):
-            rows.add(f"forward cases {dtype}", lambda d=dtype: functions.forward_cases(d, 24))
         for count in (1, 8, 64, 256):
             rows.add(
                 f"captured, {count} rows over pages", lambda n=count: functions.captured(n, True)
             )
         rows.add("captured, 8 dense rows", lambda: functions.captured(8, False))
+        for count in (4, 64):
+            rows.add(
+                f"captured, {count} rows of 3 tokens",
+                lambda n=count: functions.captured(n, True, tokens=3),
+            )
 
     def vllm(rows: Any) -> None:
         from engines import vllm_graphs
@@ -77,28 +100,46 @@ def sections(nano: str) -> dict[str, Callable[[Any], None]]:
         for row in engine.throughput(nano):
             rows.add(f"nano-vllm, bf16: {row.pop('what')}", lambda r=row: r)
 
+    def decode(rows: Any) -> None:
+        from engines import nano as engine
+
+        for row in engine.decode_times():
+            rows.add(f"decodes of a step, {row.pop('what')}", lambda r=row: r)
+
     def host(rows: Any) -> None:
-        from engines import functions
+        from engines import host as measured
 
-        for row in functions.host_times():
-            rows.add(f"host: {row.pop('what')}", lambda r=row: r)
+        for part in (measured.ways, measured.backends, measured.stages):
+            for row in part():
+                rows.add(f"host: {row.pop('what')}", lambda r=row: r)
+        measured.profiled()
 
-    def hf(rows: Any) -> None:
-        import polyattn_transformers  # noqa: F401  (registers the name)
+    def hf_logits(rows: Any) -> None:
         from engines import hugging_face as tf
 
         for name in tf.MODELS:
             rows.add(f"{name}: logits", lambda n=name: tf.logits(n))
-        for name in ("llama", "gpt_oss"):
-            for mode in ("no padding", "left padding", "static cache", "beams"):
+
+    def hf_tokens(rows: Any) -> None:
+        from engines import hugging_face as tf
+
+        modes = ("no padding", "left padding", "static cache", "beams", "static cache, compiled")
+        for mode in modes:
+            for name in ("llama", "gpt_oss"):
                 rows.add(f"{name}: tokens, {mode}", lambda n=name, m=mode: tf.tokens(n, m))
+
+    def hf_batching(rows: Any) -> None:
+        from engines import hugging_face as tf
+
         for name in ("llama", "gemma2"):
             rows.add(f"{name}: continuous batching", lambda n=name: tf.batching(n))
         rows.add("llama: fullgraph compile", lambda: tf.compiled("llama"))
-        mode = "static cache, compiled"
-        rows.add(f"llama: tokens, {mode}", lambda: tf.tokens("llama", mode))
 
-    return {"flash": flash, "vllm": vllm, "nano32": nano32, "nano": nano16, "host": host, "hf": hf}
+    return {
+        "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
+        "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16, "decode": decode,
+        "host": host, "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
+    }  # fmt: skip
 
 
 def run_section(name: str, nano: str, seconds: float, out: Path) -> int:
@@ -115,21 +156,21 @@ def run_section(name: str, nano: str, seconds: float, out: Path) -> int:
     return len(rows.wrong())
 
 
-def environment(section: str, gpu: int) -> dict[str, str]:
+def environment(section: str) -> dict[str, str]:
     """Return the environment of a section: this tree's sources first, whatever is installed."""
     paths = [str(ROOT / folder / "src") for folder in FOLDERS] + [str(ROOT / "benchmarks")]
-    found = dict(
-        os.environ, PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES=str(gpu)
-    )
+    found = dict(os.environ, PYTHONUNBUFFERED="1", HF_HUB_OFFLINE="1")
+    if section in COMPARED:
+        found["OMP_NUM_THREADS"] = "1"
     found["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")])
     if section == "nano32":
         found["TORCHDYNAMO_DISABLE"] = "1"
-    if section == "hf" and CARRIED.is_dir():
+    if section in ("host", "hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():
         found["PYTHONPATH"] = f"{CARRIED}:{found['PYTHONPATH']}"
     return found
 
 
-def kit(limit: float, gpu: int) -> list[Row]:
+def kit(limit: float) -> list[Row]:
     """Run the kit's cases of captured steps and of lengths that only the device knows."""
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs",
@@ -137,7 +178,7 @@ def kit(limit: float, gpu: int) -> list[Row]:
         "-k", "bounds or graph",
     ]  # fmt: skip
     done = subprocess.run(
-        command, cwd="/tmp", env=environment("bounds", gpu), capture_output=True, text=True,
+        command, cwd="/tmp", env=environment("bounds"), capture_output=True, text=True,
         timeout=limit, check=False,
     )  # fmt: skip
     last = (done.stdout.strip().splitlines() or ["nothing"])[-1]
@@ -154,8 +195,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("engines.json"))
     parser.add_argument("--only", default=",".join(LIMITS))
     parser.add_argument("--seconds", type=float, default=540.0)
-    parser.add_argument("--transformers", help="a wheel of transformers 5.23, for the section hf")
-    parser.add_argument("--gpus", type=int, default=1, help="3 or more: sections side by side")
+    parser.add_argument(
+        "--transformers", help="a wheel of transformers 5.23, for the sections that use it"
+    )
     parser.add_argument("--section", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.section:
@@ -164,16 +206,17 @@ def main() -> int:
         zipfile.ZipFile(args.transformers).extractall(CARRIED)
     end, found = time.monotonic() + args.seconds, list[Row]()
 
-    def lane(gpu: int, names: list[str]) -> None:
-        for name in names:
-            limit = min(LIMITS[name], end - time.monotonic())
-            print(f"== {name}, at most {limit:.0f} s", flush=True)
-            found.extend(section_rows(name, args, limit, gpu))
-            args.out.write_text(json.dumps(found, indent=1))
+    def run(name: str) -> None:
+        limit = min(LIMITS[name], end - time.monotonic())
+        print(f"== {name}, at most {limit:.0f} s", flush=True)
+        found.extend(section_rows(name, args, limit))
+        args.out.write_text(json.dumps(found, indent=1))
 
     wanted = args.only.split(",")
-    lanes = [[n for n in names if n in wanted] for names in LANES] if args.gpus > 2 else [wanted]
-    threads = [Thread(target=lane, args=each) for each in enumerate(lanes)]
+    for name in TIMED:
+        if name in wanted:
+            run(name)
+    threads = [Thread(target=run, args=[name]) for name in COMPARED if name in wanted]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -189,7 +232,7 @@ def main() -> int:
     return sum("failed" in row or row.get("right") is False for row in found)
 
 
-def section_rows(name: str, args: Any, limit: float, gpu: int) -> list[Row]:
+def section_rows(name: str, args: Any, limit: float) -> list[Row]:
     """Run a section in a process of its own; what it had found counts, however it ends."""
     if limit < 15:
         return [{"what": name, "failed": "no time was left"}]
@@ -198,11 +241,11 @@ def section_rows(name: str, args: Any, limit: float, gpu: int) -> list[Row]:
     how: str | None = None
     try:
         if name == "bounds":
-            return kit(limit, gpu)
+            return kit(limit)
         subprocess.run(
             [sys.executable, __file__, "--section", name, "--nano", str(Path(args.nano).resolve()),
              "--out", str(out), "--seconds", str(limit - 10)],
-            env=environment(name, gpu), timeout=limit, check=True,
+            env=environment(name), timeout=limit, check=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         how = f"ended after {limit:.0f} s"

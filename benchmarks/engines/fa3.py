@@ -1,4 +1,4 @@
-"""flash-attn's two paged functions on FlashAttention-3 itself: the other side that ours are held to.
+"""flash-attn's functions on FlashAttention-3 itself: the other side that ours are held to.
 
 The kernels are vLLM's build of FlashAttention-3 (`_vllm_fa3_C`), called as its wrapper does; on Hopper
 they are faster than flash-attn 2's, which nano-vllm was written for.
@@ -16,9 +16,9 @@ from torch import Tensor
 
 
 def _fwd(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool, starts_q: Tensor,
-    longest_q: int, longest_k: int, starts_k: Tensor | None = None, lens: Tensor | None = None,
-    table: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool,
+    starts_q: Tensor | None = None, longest_q: int | None = None, longest_k: int | None = None,
+    starts_k: Tensor | None = None, lens: Tensor | None = None, table: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     out = torch.empty_like(q)
     torch.ops._vllm_fa3_C.fwd(
@@ -33,6 +33,11 @@ def _fwd(
 def _one_each(count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return torch.arange(count + 1, dtype=torch.int32, device=device)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """Dense rows, (batch, seqlen, heads, size)."""
+    return _fwd(q, k, v, scale=None, causal=causal)
 
 
 def flash_attn_varlen_func(

@@ -174,7 +174,10 @@ def test_features_are_complete() -> None:
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
         deterministic=True, batch_invariant=True,
-        rope=RopeSpec(rotary_size=64, positions="cache"), variant="capped", mask="custom",
+        rope=RopeSpec(
+            rotary_size=64, positions="cache", scaling="dynamic", factor=2.0, original_length=4096
+        ),
+        variant="capped", mask="custom",
     )  # fmt: skip
     from polyattn.spec.features import FEATURES, RECURRENT
 

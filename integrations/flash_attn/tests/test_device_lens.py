@@ -50,15 +50,31 @@ CASES: dict[str, dict[str, Any]] = {
     "rotated": {"new": True, "rotary": True},
     "window": {"window_size": (20, 0), "softcap": 3.0},
     "slopes": {"alibi_slopes": torch.tensor([0.5, 0.3, 0.2, 0.1])},
+    "drafts": {"tokens": 3},
+    "drafts that are appended": {"tokens": 3, "new": True, "rotary": True},
+    "drafts, a window, dense rows": {
+        "tokens": 2,
+        "new": True,
+        "paged": False,
+        "window_size": (9, 0),
+    },
+    "drafts that see all": {"tokens": 3, "new": True, "rotary": True, "causal": False},
     "version 3": {"version": 3, "window_size": (9, -1)},
 }
 
 
-def case(paged: bool = True, rows: list[int] | None = None, new: bool = False, rotary: bool = False,
-         version: int = 2, **given: Any) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:  # fmt: skip
+def case(
+    paged: bool = True,
+    rows: list[int] | None = None,
+    new: bool = False,
+    rotary: bool = False,
+    version: int = 2,
+    tokens: int = 1,
+    **given: Any,
+) -> tuple[Any, tuple[Tensor, ...], dict[str, Any]]:
     """Return the function, its tensors and its other arguments."""
     extra: dict[str, Any] = {"causal": True, "return_softmax_lse": True, **given}
-    extra["cache_seqlens"] = torch.tensor(LENS, dtype=torch.int32)
+    extra["cache_seqlens"] = torch.tensor(LENS, dtype=torch.int32).clamp(max=64 - tokens)
     if paged:
         caches = torch.randn(2, 4 * 4 + 3, 16, 2, 16)
         table = torch.randperm(16).view(4, 4).int()
@@ -68,13 +84,13 @@ def case(paged: bool = True, rows: list[int] | None = None, new: bool = False, r
     if rows is not None:
         extra["cache_batch_idx"] = torch.tensor(rows, dtype=torch.int32)
     if new:
-        extra |= {"k": torch.randn(4, 1, 2, 16), "v": torch.randn(4, 1, 2, 16)}
+        extra |= {"k": torch.randn(4, tokens, 2, 16), "v": torch.randn(4, tokens, 2, 16)}
     if rotary:
         angles = torch.randn(64, 6)
         extra |= {"rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
     module = flash_attn_3 if version == 3 else flash_attn_2
     function = module.flash_attn_with_kvcache
-    return function, (torch.randn(4, 1, 4, 16), caches[0], caches[1]), extra
+    return function, (torch.randn(4, tokens, 4, 16), caches[0], caches[1]), extra
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -96,8 +112,8 @@ def test_lengths_that_change_in_place_need_no_plan(monkeypatch: pytest.MonkeyPat
     function, given, extra = case()
     unread(monkeypatch)
     planned: list[Any] = []
-    plan = core._plan
-    monkeypatch.setattr(core, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1])
+    plan = core.Way._plan
+    monkeypatch.setattr(core.Way, "_plan", lambda *a: planned.append(plan(*a)) or planned[-1])
     function(*given, **extra)
     lens = extra["cache_seqlens"]
     lens.copy_(torch.tensor([64, 2, 30, 0]))
@@ -123,7 +139,8 @@ def test_the_rest_goes_by_the_host_s(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, given, extra = case(paged=False)
-    monkeypatch.setattr(kv_cache, "decode_on_device", None)  # not called
+    for module in (kv_cache, flash_attn_2):
+        monkeypatch.setattr(module, "decode_on_device", None)  # not called
     out, _ = function(*given, **extra | change)
     assert out.shape == (4, 1, 4, 16)
 
@@ -144,7 +161,7 @@ def test_nobody_goes_by_the_device_s_lengths(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_graph_can_t_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     function, given, extra = case()
     monkeypatch.setattr(calls, "capturing", lambda _: True)
-    with pytest.raises(PolyattnError, match="one token a row"):
+    with pytest.raises(PolyattnError, match="as many tokens in each row"):
         function(*given, **extra | {"cache_seqlens": extra["cache_seqlens"].long()})
     monkeypatch.setattr(core, "capturing", lambda _: True)
     with pytest.raises(PolyattnError, match="run the step once before"):

@@ -72,6 +72,8 @@ def layer(heads: int = 4, kv_heads: int = 2, size: int = 16, **more: Any) -> Any
 class Served:
     """A runner with two requests, and what they hold."""
 
+    mode: Any = Mode
+
     def __init__(self, sliding: bool = False, size: int = 16):
         torch.manual_seed(0)
         torch.set_num_threads(1)
@@ -82,19 +84,22 @@ class Served:
         width = slots.shape[1]
         self.req_to_token[self.rows, :width] = slots.int()
         self.pool = Pool(2, size, size, sliding)
-        runner = SimpleNamespace(
+        self.runner = SimpleNamespace(
             use_mla_backend=False, page_size=PAGE, token_to_kv_pool=self.pool,
             req_to_token_pool=SimpleNamespace(req_to_token=self.req_to_token),
         )  # fmt: skip
-        self.backend = ServedAttention(runner)
+        self.backend = ServedAttention(self.runner)
         self.lens = [0, 0]
         self.keys: list[Tensor] = [torch.empty(0, 2, size)] * 2
         self.values = list(self.keys)
 
     def step(
-        self, counts: list[int], layer: Any, padding: int = 0, **kwargs: Any
+        self, counts: list[int], layer: Any, padding: int = 0, through: Any = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """Serve new tokens of both requests. Returns the output and the queries of each."""
+        """Serve new tokens of both requests. Returns the output and the queries of each.
+
+        `through`: SGLang's own layer, which is called instead of the backend.
+        """
         self.lens = [a + b for a, b in zip(self.lens, counts, strict=True)]
         decode = counts == [1, 1]
         slots = [
@@ -102,9 +107,11 @@ class Served:
             for row, n, c in zip(self.rows.tolist(), self.lens, counts, strict=True)
         ]
         batch = SimpleNamespace(
-            forward_mode=Mode("DECODE" if decode else "EXTEND"), seq_lens_cpu=torch.tensor(self.lens),
-            seq_lens=torch.tensor(self.lens), extend_seq_lens_cpu=None if decode else counts,
+            forward_mode=self.mode("DECODE" if decode else "EXTEND"),
+            seq_lens_cpu=torch.tensor(self.lens), seq_lens=torch.tensor(self.lens),
+            extend_seq_lens_cpu=None if decode else counts,
             req_pool_indices=self.rows, out_cache_loc=torch.cat(slots).long(), spec_info=None,
+            global_num_token_non_padded_cpu=None,
         )  # fmt: skip
         total = sum(counts) + padding
         q = torch.randn(total, layer.tp_q_head_num * layer.qk_head_dim)
@@ -116,7 +123,10 @@ class Served:
                 self.values[row] = torch.cat([self.values[row], b])
         self.backend.init_forward_metadata(batch)
         forward = self.backend.forward_decode if decode else self.backend.forward_extend
-        out = forward(q, k, v, layer, batch, save_kv_cache=True, **kwargs)
+        if through is None:
+            out = forward(q, k, v, layer, batch, save_kv_cache=True, **kwargs)
+        else:
+            out = through(q, k, v, batch, **kwargs)
         return out, q.unflatten(1, (layer.tp_q_head_num, -1)).split([*counts, padding])
 
 

@@ -71,6 +71,8 @@ class Capabilities:
       their rows, in its own launch.
     - `state_targets`: of a recurrence, whether its decode takes a step's drafts in one launch, the state
       after each token going where `Batch.state_targets` says; for others core decodes token by token.
+    - `by_address`: whether its `addressed` takes keys that are given whole by their addresses alone, so
+      that a short step costs the host little.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
       and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
     - `features`: names of `polyattn.spec.layer.FEATURES`.
@@ -106,6 +108,7 @@ class Capabilities:
     decode_query_lens: int = 1
     shared_prefix: bool = False
     state_targets: bool = False
+    by_address: bool = False
     rotates: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
@@ -236,8 +239,7 @@ def _check_computation(
         if spec.latent.topk:
             need(spec.latent.topk in caps.topks, "topk", spec.latent.topk, caps.topks)
     asked = features(spec)
-    # Bounds are of rows of one token: prefills go by what the host knows.
-    _check_features(caps, asked - ({"length_bounds"} if phase != "decode" else set()), need)
+    _check_features(caps, asked, need)
     if asked & {"fp8_inputs", "fp8_output"}:
         need(
             device.fp8 != "fnuz",

@@ -29,7 +29,7 @@ FEATURES = {
     "fp8_inputs": "queries, keys and values that come in e4m3",
     "fp8_output": "an output in e4m3",
     "lse": "returning the log-sum-exp",
-    "length_bounds": "decode planned by upper bounds of the lengths",
+    "length_bounds": "steps planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
     "gated": "Mamba's gate z",
@@ -45,7 +45,7 @@ RECURRENT = frozenset({"gated", "grouped_channels", "bc_in_float32", "narrow_sta
 def features(spec: LayerSpec) -> frozenset[str]:
     """Return the names in `FEATURES` that `spec` asks for."""
     form = spec.recurrent
-    in_cache = spec.rope is not None and spec.rope.positions == "cache"
+    rope = spec.rope if spec.rope is not None and spec.rope.positions == "cache" else None
     wanted = {
         "causal": spec.causal,
         "non_causal": not spec.causal,
@@ -58,8 +58,8 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "alibi": spec.alibi,
         "learned_sinks": spec.learned_sinks,
         "sink_tokens": spec.sink_tokens > 0,
-        "cache_positions": in_cache,
-        "cache_positions_by_length": in_cache and spec.rope.scaling in ("dynamic", "longrope"),
+        "cache_positions": rope is not None,
+        "cache_positions_by_length": rope is not None and rope.scaling in ("dynamic", "longrope"),
         "variant": spec.variant is not None,
         "custom_mask": spec.mask == "custom",
         "block_sparse": spec.mask == "block_sparse",

@@ -106,8 +106,8 @@ class LayerSpec:
     - `out_dtype` `"fp8_e4m3"`: the output leaves as `value / out_scale`, saturated.
     - `scales`: `"number"`s, fixed while a graph is captured; or `"tensor"`s on the device, one number
       each, or one a KV `"head"` (`out_scale` is one number always), which kernels read at each step.
-    - `length_bounds`: steps of one token a sequence are planned by upper bounds of the lengths
-      (`Batch.on_buffers`): kernels go by the device's alone, so that a graph replays unplanned.
+    - `length_bounds`: steps are planned by upper bounds of the lengths (`Batch.on_buffers`); kernels go
+      by the device's alone, so that a graph replays unplanned. Query lengths are exact.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
       as well, for kernels that multiply in it; `checking.tolerance.FP8_COMPUTE` is the tolerance.
     """

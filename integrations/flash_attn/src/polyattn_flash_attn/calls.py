@@ -76,8 +76,8 @@ def host(tensor: Tensor) -> list[int]:
     """Return a tensor's values, remembered by the tensor until it changes. Raises `PolyattnError`."""
     if capturing(tensor):
         raise PolyattnError(
-            "a captured graph holds dense calls, and flash_attn_with_kvcache of one token a row with "
-            "int32 cache_seqlens; this call's lengths are read on the host: run it outside"
+            "a captured graph holds dense calls, and flash_attn_with_kvcache with as many tokens in each "
+            "row and int32 cache_seqlens; this call's lengths are read on the host: run it outside"
         )
     version = None if tensor.is_inference() else tensor._version
     known = getattr(tensor, "_polyattn_host", None)

@@ -1,4 +1,4 @@
-"""What can a captured graph hold? `flash_attn_with_kvcache` of one token, its lengths left on the GPU."""
+"""What can a captured graph hold? `flash_attn_with_kvcache`, its lengths left on the GPU."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from math import gcd
 from typing import NamedTuple
 
 import torch
-from polyattn import settings
-from polyattn.families.attention.device_lens import decode, way_of
+from polyattn.families.attention.device_lens import way_of
 from torch import Tensor
 
 from polyattn_flash_attn.calls import FlashAsked, Rotary, asked_of
@@ -36,36 +35,43 @@ def decode_on_device(
     rotary: Rotary | None,
     asked: FlashAsked,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Append one token a sequence, and attend. Returns the output and, where asked, the LSE.
+    """Append tokens, as many to each sequence, and attend. Returns the output and, where asked, the LSE.
 
     None, and nothing has changed, where no backend goes by the device's lengths or a dense cache
     can't be viewed as pages. Whether a sequence has room nobody looks at, but for POLYATTN_CHECKS=1.
     """
-    paged = None if settings.current().checks else _as_pages(cache, query.shape[0])
-    if paged is None:
-        return None
-    key, value, table = paged
+    key, value, table = cache.key, cache.value, cache.block_table
+    rows = lens.shape[0]
+    if table is None:
+        paged = _as_pages(cache, rows)
+        if paged is None:
+            return None
+        key, value, table = paged
     slopes, size = asked.alibi_slopes, key.shape[1]
-    way = way_of(query, key, value, asked_of(asked), alibi_slopes=slopes)
+    way = way_of(query, key, value, table, lens, asked_of(asked), alibi_slopes=slopes)
     if way is None:
         return None
-    position = lens.long()
     if rotary is not None:
-        query = rotary(query, position)
+        local = asked.causal or asked.window_size != (-1, -1)
+        query = rotary(query, _positions(lens, query.shape[0] // rows, 1 if local else 0).flatten())
     if new is not None:
-        page = table.gather(1, (position // size)[:, None])[:, 0].long()
-        new_key = new[0] if rotary is None else rotary(new[0], position)
-        key[page, position % size] = new_key.to(key.dtype)
-        value[page, position % size] = new[1].to(value.dtype)
-        lens = lens + 1
-    out, lse = decode(way, query, key, value, table, lens, alibi_slopes=slopes)
+        count = new[0].shape[0] // rows
+        position = _positions(lens, count)
+        page, at = table.gather(1, position // size).long().flatten(), position.flatten() % size
+        new_key = new[0] if rotary is None else rotary(new[0], position.flatten())
+        key[page, at], value[page, at] = new_key.to(key.dtype), new[1].to(value.dtype)
+        lens = way.after(lens, count)
+    out, lse = way(query, key, value, table, lens, alibi_slopes=slopes)
     return out, None if lse is None else lse.T
 
 
+def _positions(lens: Tensor, count: int, step: int = 1) -> Tensor:
+    """Return int64 (rows, count): each row's length, and by `step` on from there."""
+    return lens[:, None].long() + torch.arange(count, device=lens.device) * step
+
+
 def _as_pages(cache: Cache, count: int) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Return the keys and values in pages, and the block table; None where strides allow no view."""
-    if cache.block_table is not None:
-        return cache.key, cache.value, cache.block_table
+    """Return dense keys and values in pages, and a block table; None where strides allow no view."""
     seqlen = cache.key.shape[1]
     page = gcd(seqlen, MOST_PAGE)
     if page < LEAST_PAGE or any(t.stride(0) != seqlen * t.stride(1) for t in cache[:2]):

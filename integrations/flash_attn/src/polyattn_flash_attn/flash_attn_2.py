@@ -20,7 +20,8 @@ from polyattn_flash_attn.calls import (
     lens_of,
     refuse,
 )
-from polyattn_flash_attn.kv_cache import with_kvcache
+from polyattn_flash_attn.device_lens import Cache, decode_on_device
+from polyattn_flash_attn.kv_cache import stays_on_device, with_kvcache
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
@@ -133,6 +134,13 @@ def flash_attn_with_kvcache(
     asked = FlashAsked(
         softmax_scale, causal, window_size, softcap, alibi_slopes, needs_lse=return_softmax_lse
     )
+    plain = k is None and rotary_cos is None and count == 1
+    if plain and stays_on_device(cache_seqlens, cache_leftpad, alibi_slopes):
+        cache = Cache(k_cache, v_cache, block_table, cache_batch_idx)
+        found = decode_on_device(q.squeeze(1), cache, None, cache_seqlens, None, asked)  # type: ignore[arg-type]
+        if found is not None:
+            out, lse = found[0].unsqueeze(1), found[1]
+            return (out, by_rows(lse, rows, 1)) if return_softmax_lse else out
     rotary = None
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, rotary_interleaved)

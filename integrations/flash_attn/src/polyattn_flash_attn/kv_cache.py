@@ -8,6 +8,7 @@ import torch
 from polyattn import PolyattnError
 from polyattn.families.attention.packed import Keys
 from polyattn.families.attention.views import keys_as_tokens
+from polyattn.runtime.inputs import capturing
 from torch import Tensor
 
 from polyattn_flash_attn.calls import FlashAsked, Rotary, attend, host
@@ -33,7 +34,9 @@ def with_kvcache(
         if block_table is not None or new is not None:
             raise PolyattnError("cache_seqlens is missing; a cache with room needs it")
         cache_seqlens = k_cache.shape[1]
-    if _stays_on_device(query_lens, new, cache_seqlens, cache_leftpad, asked):
+    if _alike(query, query_lens, new) and stays_on_device(
+        cache_seqlens, cache_leftpad, asked.alibi_slopes
+    ):
         cache = Cache(k_cache, v_cache, block_table, cache_batch_idx)
         token = None if new is None else (new[0], new[1])
         found = decode_on_device(query, cache, token, cache_seqlens, rotary, asked)  # type: ignore[arg-type]
@@ -69,25 +72,32 @@ def with_kvcache(
     return attend(query, query_lens, Keys(keys, values, used, starts), asked)
 
 
-def _stays_on_device(
-    query_lens: Sequence[int],
-    new: tuple[Tensor, Tensor, Sequence[int]] | None,
-    cache_seqlens: int | Tensor,
-    cache_leftpad: Tensor | None,
-    asked: FlashAsked,
+def stays_on_device(
+    cache_seqlens: int | Tensor | None, cache_leftpad: Tensor | None, slopes: Tensor | None
 ) -> bool:
-    """Whether a call can go by lengths that aren't copied to the host."""
-    slopes = asked.alibi_slopes
+    """Whether a call of as many tokens in each row can go by lengths that aren't copied to the host."""
     return (
         isinstance(cache_seqlens, Tensor)
         and cache_seqlens.device.type in BY_DEVICE
         and cache_seqlens.dtype == torch.int32
-        and all(n == 1 for n in (*query_lens, *([] if new is None else new[2])))
         and cache_leftpad is None
         and (slopes is None or slopes.dim() == 1)
     )
 
 
+def _alike(
+    query: Tensor, query_lens: Sequence[int], new: tuple[Tensor, Tensor, Sequence[int]] | None
+) -> bool:
+    """Whether rows have one number of tokens: few, unless a graph is captured.
+
+    Of many, a plan by exact lengths is worth the wait for them.
+    """
+    same = len(set(query_lens)) == 1 and (new is None or len(set(new[2])) == 1)
+    return same and 0 < query_lens[0] <= (query_lens[0] if capturing(query) else FEW)
+
+
+FEW = 16
+"""Tokens of a row that are taken as a decode: drafts that are verified."""
 BY_DEVICE = frozenset({"cuda"})
 """Devices whose lengths are left where they are; a CPU's cost nothing to read."""
 

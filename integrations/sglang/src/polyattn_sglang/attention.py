@@ -125,7 +125,7 @@ class ServedAttention:
             if not store:  # what shares another layer's cache attends to what that one stored
                 given = [None, None]
             plan = group.plan_for(step.batch(sliding, store and k is not None))
-        LEDGER.count(group)
+        LEDGER.count(plan.group)
         found, _ = run(plan, query[:tokens], *given, cache, sinks=sinks)
         out[:tokens] = found.flatten(1)
         return out

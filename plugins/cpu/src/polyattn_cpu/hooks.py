@@ -80,6 +80,7 @@ NATIVE_ATTN = BackendInfo(
         kv_cache_dtypes=QUANTISED,
         layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"prefill", "decode", "mixed"}),
+        by_address=True,
         features=MASKS
         | {
             "v_head_size",

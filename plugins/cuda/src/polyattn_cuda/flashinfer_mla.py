@@ -58,7 +58,7 @@ class FlashInferMLA(LatentAdapter):
             kv_indices=ints(capacity), kv_len_arr=ints(count), backend="auto",
         )  # fmt: skip
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
         self.plan(Batch([0, 1], [1], table, device=self.torch_device))

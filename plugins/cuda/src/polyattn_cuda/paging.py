@@ -83,6 +83,8 @@ class PackedKeys:
         assert key is not None and value is not None
         if self.rows is not None and cache is None:
             return key[self.rows], value[self.rows]
+        if key.shape[0] == self.total:
+            return key, value
         return key[: self.total], value[: self.total]
 
     def _slots(self) -> Tensor:

@@ -165,7 +165,8 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     from polyattn_triton.hopper import DEFAULT_WARPS, box_rows, hopper_config, hopper_constants
     from polyattn_triton.prefill_hopper import prefill_hopper_kernel
 
-    config = hopper_config(spec, "sm_90")
+    generated = Generated.of(spec)
+    config = hopper_config(spec, "sm_90", generated)
     box = None if config is None else box_rows(config, block_size)
     if config is None or box is None:
         raise LookupError(f"prefill_hopper serves no {spec} in blocks of {block_size}")
@@ -173,7 +174,8 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
     pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
     pipe = HOPPER_PIPES[spec.head_size][split]
-    constants = hopper_constants(spec, config, pipe, block_size, split, spec.needs_lse)
+    functions = NOTHING if generated is None else generated.constants
+    constants = hopper_constants(spec, config, pipe, block_size, split, spec.needs_lse, functions)
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )

@@ -6,12 +6,15 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn.kernel import (
+    STORAGE_DTYPES,
+    Addressed,
     Batch,
     CacheFormat,
     Device,
     KVCache,
     LayerParams,
     LayerSpec,
+    Lie,
     Plan,
     RopeSpec,
 )
@@ -23,11 +26,17 @@ from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
-from polyattn_triton.pointwise import NOTHING, Generated, table
+from polyattn_triton.pointwise import NOTHING, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
 from polyattn_triton.warm_up import warm_up
+
+Strides = tuple[int, ...]
+
+
+UNCUT_KEYS = 512
+"""Of the longest sequence of a step whose tiles stay whole, so that it takes one launch."""
 
 
 class TritonAttention(PlannedAttention):
@@ -37,7 +46,6 @@ class TritonAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.generated = Generated.of(spec)
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
@@ -60,10 +68,10 @@ class TritonAttention(PlannedAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
-            warm_up(self, phase)
+            warm_up(self, phases)
 
     def run(
         self,
@@ -120,8 +128,8 @@ class TritonAttention(PlannedAttention):
         factors = self._factors(query, key, params)
         if plan.at_once:
             assert self.hopper is not None
-            spec = self.spec_of(plan.batch)
-            if self.hopper(plan, spec, query, key, value, out, lse, factors[:2]):
+            given = (query, key, value, out, lse, factors[:2], self._inputs(plan, params))
+            if self.hopper(plan, self.spec_of(plan.batch), *given):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.plan_rows(plan.batch, portable=True)
@@ -131,17 +139,9 @@ class TritonAttention(PlannedAttention):
                  query.dtype, packed, lse is None)  # fmt: skip
         site = self._sites.get(which)
         if site is None:
-            config = self.paged_config if plan.fresh and not packed else plan.config
             block_size = 1 if cache is None else cache.block_size
-            where_seen = None
-            if plan.lists is not None and self.generated is not None:
-                where_seen = self.generated.where_seen
-            constants = prefill_constants(
-                self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
-                lse is not None, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
-            )  # fmt: skip
-            site = self._sites[which] = _site(
-                prefill_kernel, query, key, value, out, constants, config, packed
+            site = self._sites[which] = self._prefill_site(
+                plan, which[1:5], block_size, packed, lse is not None, inputs
             )
         site(
             plan.grid,
@@ -156,6 +156,74 @@ class TritonAttention(PlannedAttention):
             plan.kept,
         )  # fmt: skip
         return plan
+
+    def _prefill_site(
+        self,
+        plan: AttentionPlan,
+        strides: tuple[Strides, ...],
+        block_size: int,
+        packed: bool,
+        lse: bool,
+        inputs: Tensor,
+    ) -> Site:
+        """Specialise the portable kernel for query, key, value and output of these strides.
+
+        `packed`: keys go by token, not by block.
+        """
+        config = self.paged_config if plan.fresh and not packed else plan.config
+        where_seen = None
+        if plan.lists is not None and self.generated is not None:
+            where_seen = self.generated.where_seen
+        constants = prefill_constants(
+            self.spec_of(plan.batch), config, block_size, not packed, plan.way == "pieces",
+            lse, self.device.arch, self._functions, where_seen, inputs.numel() - 1,
+        )  # fmt: skip
+        return _site(prefill_kernel, strides, constants, config, packed)
+
+    def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
+        """Return the portable prefill's one launch over packed tensors that lie so.
+
+        Short steps stay uncut for it; of others, those that were cut or are Hopper's own have none.
+        """
+        spec = self.spec
+        assert isinstance(plan, AttentionPlan)
+        if self.generated or spec.rope or self.by_tensors or not plan.grid[0]:
+            return None
+        if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
+            return None
+        if plan.merge or plan.at_once:
+            if plan.batch.max_seq_len > UNCUT_KEYS:
+                return None
+            plan = self.plan_rows(plan.batch, uncut=True)
+        width = spec.num_heads * spec.v_head_size
+        strides = (*((*s, 1) for s in lie[:3]), (width, spec.v_head_size, 1))
+        dtype = STORAGE_DTYPES[spec.dtype]
+        sites = []
+        for lse in (False, True):
+            which = (plan.variant, *strides, dtype, dtype, True, not lse)
+            if which not in self._sites:
+                self._sites[which] = self._prefill_site(plan, strides, 1, True, lse, self._none)
+            sites.append(self._sites[which])
+        plain, with_lse = sites
+        none, scales, grid, kept = self._none, self._no_scales, plan.grid, plan.kept
+        factors = spec.scale, 1.0, spec.logit_soft_cap or 1.0
+        free, free_lse = (0, plan.table[0]), (spec.num_heads, plan.table[0])
+
+        def run(
+            query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
+            lse: Tensor | None,
+        ) -> None:  # fmt: skip
+            sinks, alibi = params.sinks, params.alibi_slopes
+            some = none if sinks is None else sinks, none if alibi is None else alibi
+            if lse is None:
+                plain(
+                    grid, (query, key, value, out, out, *some, none, *scales), factors, free, kept
+                )
+            else:
+                tensors = query, key, value, out, lse, *some, none, *scales
+                with_lse(grid, tensors, factors, free_lse, kept)
+
+        return run
 
     def _decode(
         self,
@@ -178,9 +246,8 @@ class TritonAttention(PlannedAttention):
                 self.device.arch, key.stride() == value.stride(), in_pairs(value),
                 NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
             )  # fmt: skip
-            site = self._sites[which] = _site(
-                decode_kernel, query, key, value, out, constants, plan.config, False
-            )
+            strides = query.stride(), key.stride(), value.stride(), out.stride()
+            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
         site(
             plan.grid,
             (
@@ -285,18 +352,18 @@ class TritonAttention(PlannedAttention):
 
 def _site(
     kernel: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
+    strides: tuple[Strides, ...],
     constants: tuple[Any, ...],
     config: Config,
     packed: bool,
 ) -> Site:
-    """Specialise a kernel for these strides. `packed`: keys by token, one "block" of them all."""
-    k, v = key.stride(), value.stride()
-    strides = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
+    """Specialise a kernel for query, key, value and output of these strides.
+
+    `packed`: keys by token, one "block" of them all.
+    """
+    q, k, v, out = strides
+    kept = (0, k[0], k[1], 0, v[0], v[1]) if packed else (*k[:3], *v[:3])
     return Site(
-        kernel, (*query.stride()[:2], *strides, *out.stride()[:2]), constants,
+        kernel, (*q[:2], *kept, *out[:2]), constants,
         {"num_warps": config.num_warps, "num_stages": config.num_stages},
     )  # fmt: skip

@@ -80,6 +80,7 @@ TRITON_ATTN = BackendInfo(
             # The interpreter is not held to 8-bit floats.
             | (set() if INTERPRETED else {"fp8_inputs", "fp8_output"})
         ),
+        by_address=True,
         graph_capture=GraphCapture.ANY,
         excludes=(
             (

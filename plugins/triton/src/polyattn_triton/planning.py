@@ -32,6 +32,7 @@ from polyattn_triton.launch import (
     to_device,
 )
 from polyattn_triton.listing import Lister
+from polyattn_triton.pointwise import Generated
 from polyattn_triton.schedule import (
     EVEN,
     Ints,
@@ -39,6 +40,7 @@ from polyattn_triton.schedule import (
     Tiles,
     key_tiles,
     max_parts,
+    most_key_tiles,
     rows_of,
     stretches,
     whole,
@@ -114,7 +116,8 @@ class PlannedAttention(AttentionBackend):
         )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
-        self.hopper = hopper_prefill(spec, arch, self.torch_device)
+        self.generated = Generated.of(spec)
+        self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
         # The fewest keys of one of several blocks that share a sequence; 0: none share one.
@@ -134,9 +137,16 @@ class PlannedAttention(AttentionBackend):
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan_rows(
-        self, batch: Batch, reuse: Plan | None = None, portable: bool = False
+        self,
+        batch: Batch,
+        reuse: Plan | None = None,
+        portable: bool = False,
+        uncut: bool = False,
     ) -> AttentionPlan:
-        """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill."""
+        """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill.
+
+        `uncut`: each of a prefill's tiles to a program of its own, of the portable kernel.
+        """
         chosen = self._over_chosen(batch)
         batch = chosen or batch
         plan = AttentionPlan(batch, self._none)
@@ -154,7 +164,7 @@ class PlannedAttention(AttentionBackend):
         elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
             self._plan_captured(plan, before)
         else:
-            self._plan_prefill(plan, before, lister, portable)
+            self._plan_prefill(plan, before, lister, portable, uncut)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = none if table is None else table
         if plan.way in ("prefill", "pieces"):
@@ -248,15 +258,25 @@ class PlannedAttention(AttentionBackend):
         self._deal(plan, tiles.keys, tiles, before)
 
     def _plan_prefill(
-        self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None, portable: bool
+        self,
+        plan: AttentionPlan,
+        before: Tensor | None,
+        lister: Lister | None,
+        portable: bool,
+        uncut: bool,
     ) -> None:
-        batch = plan.batch
-        plan.fresh = batch.block_table is None or batch.lens == batch.query_lens
-        hopper = None if portable else self.hopper
+        batch, bounded = plan.batch, self.spec.length_bounds
+        exact = not bounded and batch.lens == batch.query_lens
+        plan.fresh = batch.block_table is None or exact
+        hopper = None if portable or uncut or bounded else self.hopper
         if hopper is not None and hopper.takes(self.spec_of(batch), plan.fresh):
             plan.config, plan.at_once = hopper.config, hopper.heads_at_once(batch.lens)
         else:
             plan.config = self.prefill_config if plan.fresh else self.paged_config
+        if uncut:
+            tiles = self._tiles(plan)
+            self._one_each(plan, tiles, np.argsort(-tiles.keys, kind="stable"), before)
+            return
         self._plan_tiles(plan, before, lister)
 
     def _plan_captured(self, plan: AttentionPlan, before: Tensor | None) -> None:
@@ -296,10 +316,16 @@ class PlannedAttention(AttentionBackend):
         order = whole(tiles.keys, slots, self.rates)
         if order is None:
             return False
-        plan.grid = (len(order), heads, 1)
+        self._one_each(plan, tiles, order, before)
+        return True
+
+    def _one_each(
+        self, plan: AttentionPlan, tiles: Tiles, order: Ints, before: Tensor | None
+    ) -> None:
+        """Give each tile a program of its own, in this order."""
+        plan.way, plan.grid = "prefill", (len(order), self.spec.num_kv_heads, 1)
         work = np.concatenate([tiles.seq[order], tiles.row[order]]).astype(np.int32)
         plan.work = to_device(work, self.torch_device, before)
-        return True
 
     def _tiles(self, plan: AttentionPlan) -> Tiles:
         """Cut the queries into tiles, and count the key tiles that each one sees."""
@@ -308,7 +334,8 @@ class PlannedAttention(AttentionBackend):
         seq, row = rows_of(queries, group, config.block_m)
         context = (lens - queries)[seq]
         last = np.minimum(row + config.block_m, queries[seq] * group) - 1
-        keys = key_tiles(
+        count = most_key_tiles if self.spec.length_bounds else key_tiles
+        keys = count(
             self.spec_of(batch),
             context + row // group,
             context + last // group,

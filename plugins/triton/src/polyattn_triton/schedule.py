@@ -200,6 +200,22 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
     return np.maximum(seen, 0)
 
 
+def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
+    """Return the most tiles that `key_tiles` may count for these queries, of any keys up to `lens`.
+
+    What lies in a window or chunk begins at another place of a tile for each length.
+    """
+    high = np.minimum(lens, last + 1) if spec.causal else lens
+    most: Ints = np.maximum((high + (block - 1)) // block, 0)
+    sides = 1 if spec.causal else 2
+    for width in (spec.sliding_window, spec.chunk_size):
+        if width is not None:
+            keys = last - first + sides * width + 1 - sides
+            seen = (keys + block - 2) // block + 1 + -(-spec.sink_tokens // block)
+            most = np.minimum(most, seen)
+    return most
+
+
 def rows_of(query_lens: Ints, group: int, height: int) -> tuple[Ints, Ints]:
     """Return (sequence, first row) of every tile of `height` rows; rows are (token, head of group).
 

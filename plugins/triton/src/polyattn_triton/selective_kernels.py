@@ -133,7 +133,7 @@ def selective_kernel(
     d = of_bc * EACH + tl.program_id(1) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     group = 0 if GROUPS == 1 else tl.arange(0, GROUPS)
     d_ok = d < (of_bc + 1) * EACH
-    n = 0 if GROUPS == 1 else group[:, None] * PER
+    n = 0 if GROUPS == 1 else group[:, None] * PER  # type: ignore[index]
     held_ok = _over(d_ok, GROUPS)
     state = STATE + slot * st_s + _over(d, GROUPS) * N + n
     rates = A + _over(d, GROUPS) * N + n

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
@@ -126,6 +126,11 @@ def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
     names = _batches_for(caps, base)
     for name in names:
         yield Case("numeric", where, base, name)
+    if caps.by_address and not base.cached:
+        lse = ("", " lse") if "lse" in caps.features else ("",)
+        for label, name in product(lse, names):
+            spec = base.replace(needs_lse=bool(label))
+            yield Case("addressed", where + label, spec, name)
     for label, spec in _variants(caps, base):
         for name in _main(names, label):
             yield Case("numeric", f"{where} {label}", spec, name)
@@ -298,6 +303,11 @@ def _behaviour(
         for label, fields in (("", {}), ("window", wide)):
             spec = base.replace(length_bounds=True, **fields)
             cases.append(Case("bounds", label, spec, "decode"))
+            cases += [
+                Case("bounds", f"{label} {batch}".strip(), spec, batch)
+                for batch in ("in order", "mixed")
+                if "mixed" in names
+            ]
     if caps.graph_capture and base.cached and "decode" in caps.phases:
         how = "graph" if captures(device) else "reuse"
         spec = base.replace(graph_capture="single_token_decode")

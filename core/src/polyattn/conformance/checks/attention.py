@@ -12,7 +12,8 @@ from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.harness.attention import AttentionHarness, Inputs
 from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
 from polyattn.errors import SelectionError
-from polyattn.runtime.backend import AttentionBackend
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.runtime.backend import AttentionBackend, Lie
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.block_tables import without_first
 from polyattn.runtime.cuda_graph import StepGraphs
@@ -357,14 +358,40 @@ def reuse(case: Case, harness: AttentionHarness) -> None:
         )  # fmt: skip
 
 
+def addressed(case: Case, harness: AttentionHarness) -> None:
+    """Short steps run by their tensors' addresses, whatever shapes those have."""
+    layer = harness.layer(case.spec)
+    given = harness.inputs(layer, case.batch)
+    step = layer.group.plan(given.batch)
+    assert isinstance(step, AttentionStep) and given.key is not None and given.value is not None
+    if not step.calls:
+        return
+    tensors = given.query, given.key, given.value
+    of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
+    (call,) = step.calls
+    lie = Lie(of_query, of_key, of_value, given.key.shape[0])
+    run = call.backend.addressed(call.plan, lie)
+    if run is None:
+        assert given.batch.max_seq_len > 64, (
+            "it claims by_address, and a short step has no such way"
+        )
+        return
+    out = torch.full(step.out_shape, torch.nan, device=harness.torch_device).to(step.out_dtype)
+    lse = None
+    if case.spec.needs_lse:
+        lse = torch.full(step.lse_shape, torch.nan, device=harness.torch_device)
+    run(*(t.view(1, *t.shape) for t in tensors), layer.params, out.view(1, *out.shape), lse)
+    harness.compare(layer, given, out, lse, "by addresses: ")
+
+
 def bounds(case: Case, harness: AttentionHarness) -> None:
     """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the plan's lengths are bounds
     form = layer.group.cache_format
     assert form is not None
-    lengths = _captured_lengths(case, form.block_size)
-    given = harness.inputs(layer, [*lengths, *lengths[1:]])
+    lengths = batches(case.batch, form.block_size)
+    given = harness.inputs(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
     batch = given.batch
     assert batch.block_table is not None
     longest = batch.block_table.shape[1] * form.block_size
@@ -375,7 +402,8 @@ def bounds(case: Case, harness: AttentionHarness) -> None:
     plan = layer.group.plan(bounded)
     harness.check(layer, given, "planned by bounds: ", plan)
     # The same plan, after the device's lengths have changed.
-    lens = [max(length // 2, min(length, 1)) for length in batch.lens]
+    pairs = zip(batch.query_lens, batch.lens, strict=True)
+    lens = [max(length // 2, min(length, query)) for query, length in pairs]
     batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
     shorter = Batch(batch.starts, lens, batch.block_table)
     held = replace(given, batch=shorter, key=None, value=None)

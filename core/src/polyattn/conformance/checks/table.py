@@ -33,7 +33,7 @@ _ATTENTION: tuple[Check, ...] = (
     attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
     attention.batch_invariant,
     attention.graph, attention.reuse, captured.mixed_graph, captured.mixed_reuse, attention.bounds,
-    attention.context, search.search,
+    attention.addressed, attention.context, search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (

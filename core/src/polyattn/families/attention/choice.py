@@ -6,6 +6,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from polyattn.device import Device
 from polyattn.errors import PluginError
 from polyattn.registry.info import BackendInfo
@@ -39,7 +41,7 @@ class Chooser:
 
     def __init__(self, group: LayerGroup):
         selection = group.selection
-        # Planned by bounds, decodes are a call of their own, and their lengths predict no time.
+        # Planned by bounds, decodes are a call of their own, and lengths predict no time.
         self.bounded = group.spec.length_bounds
         models = selection.timings
         known = {model.backend for model in models}
@@ -93,7 +95,11 @@ class Chooser:
         whole = self.mixes and not apart
         if prefill.info == decode.info and whole:
             return [("prefill", prefill.info, Part(batch, None))]
-        return _parts(batch, decode, prefill)
+        parts = _parts(batch, decode, prefill)
+        if self.bounded and any(isinstance(part.rows, Tensor) for _, _, part in parts):
+            # Gathered rows would have copies of lengths that only the device knows.
+            return [("prefill", prefill.info, Part(batch, None))]
+        return parts
 
 
 def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:

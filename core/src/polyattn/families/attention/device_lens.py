@@ -1,48 +1,49 @@
-"""What if only the device knows the lengths? Decode is planned by bounds, and nothing copied back."""
+"""What if only the device knows the lengths? Steps are planned by bounds, and nothing is copied back."""
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SelectionError
-from polyattn.families.attention.dense import Asked, group_of, run
+from polyattn.families.attention.dense import Asked, group_of, parameters
+from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.views import pages_of
 from polyattn.registry.discovery import generation
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import capturing
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.stateless import place_of
 from polyattn.settings import current
-
-
-class Way(NamedTuple):
-    """One way of calling: who serves it, and where each row's token starts, on the device."""
-
-    group: LayerGroup
-    starts: Tensor
 
 
 def way_of(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    block_table: Tensor,
+    lens: Tensor,
     asked: Asked,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> Way | None:
-    """Return who serves `decode` of such tensors, None where no backend goes by the device's lengths.
+    """Return what attends over pages by lengths left on the device, for as many tokens of each sequence.
 
-    What a graph captures needs a call of its kind before, outside of the capture. Raises `BatchError`.
+    `query` (num_seqs * tokens of each, heads, size); `key`, `value` (pages, page size, KV heads, size);
+    `block_table` int32 (num_seqs, pages of a row); `lens` int32 (num_seqs,). It serves all tensors that
+    lie as these. None where no backend goes by the device's lengths, and with POLYATTN_CHECKS=1, which
+    reads them. What a graph captures needs a call of its kind before, outside of the capture. Raises
+    `BatchError`.
     """
     kind = (
-        current(), generation(), place_of(query.device), query.device, query.dtype, query.shape,
-        asked, key.shape[1:], value.shape[3], key.dtype, sinks is None, alibi_slopes is None,
+        current(), generation(), place_of(query.device), asked, sinks is None, alibi_slopes is None,
+        query.device, query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(),
+        value.dtype, value.shape, value.stride(), block_table.dtype, block_table.shape, lens.dtype,
+        lens.shape,
     )  # fmt: skip
     if kind not in _ways:
         if capturing(query):
@@ -51,42 +52,101 @@ def way_of(
             )
         if len(_ways) >= KNOWN:
             _ways.clear()
-        _ways[kind] = _way(query, key, value, asked, sinks, alibi_slopes)
+        _check(query, block_table, lens)
+        group = None if current().checks else _group(query, key, value, asked, sinks, alibi_slopes)
+        if group is not None:
+            group.check_format(pages_of(key, value).format)
+        _ways[kind] = None if group is None else Way(group, query, block_table, key.shape[1])
     return _ways[kind]
 
 
-def decode(
-    way: Way,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    block_table: Tensor,
-    lens: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attend for one token of each sequence over pages, by lengths that stay on the device.
+def _group(
+    query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> LayerGroup | None:  # fmt: skip
+    try:
+        return group_of(
+            query, key.shape[2], value.shape[3], asked, sinks is not None, alibi_slopes is not None,
+            block_size=key.shape[1], length_bounds=True,
+        )  # fmt: skip
+    except SelectionError:
+        return None
 
-    `query` (num_seqs, heads, size); `key`, `value` (pages, page size, KV heads, size); `block_table`
-    int32 (num_seqs, pages of a row); `lens` int32 (num_seqs,), none longer than its row, which nobody
-    looks at. Returns the output and, where asked, the LSE (num_seqs, heads), float32. Raises
-    `BatchError`.
-    """
-    count = query.shape[0]
-    if lens.dtype != torch.int32 or lens.shape != (count,):
-        raise BatchError(
-            f"lens is {lens.dtype} of shape {tuple(lens.shape)}; it must be torch.int32 of ({count},)"
-        )
-    if block_table.dtype != torch.int32 or block_table.dim() != 2 or len(block_table) != count:
-        raise BatchError(
-            f"block_table is {block_table.dtype} of shape {tuple(block_table.shape)}; it must be "
-            f"torch.int32 of ({count}, pages)"
-        )
-    plan = _plan(way, block_table, lens, key.shape[1])
-    pages = pages_of(key, value)
-    way.group.check_format(pages.format)
-    return run(plan, query, None, None, pages, sinks=sinks, alibi_slopes=alibi_slopes)
+
+class Way:
+    """One way of calling: who serves it, and all that shapes, strides and dtypes decide."""
+
+    __slots__ = (
+        "_after", "bounds", "device_type", "gaps", "group", "lse_shape", "needs_lse", "out_shape",
+        "starts", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, group: LayerGroup, query: Tensor, block_table: Tensor, page: int):
+        spec, tokens, count = group.spec, query.shape[0], block_table.shape[0]
+        self.group, self.device_type = group, group.device_type
+        self.tokens = tokens // max(count, 1)
+        self.starts = _starts(count, self.tokens, query.device)
+        self.bounds = [block_table.shape[1] * page] * count
+        self.gaps = query.stride(2) != 1
+        self.out_shape = (tokens, spec.num_heads, spec.v_head_size)
+        self.lse_shape, self.needs_lse = self.out_shape[:2], spec.needs_lse
+        self._after: Tensor | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        block_table: Tensor,
+        lens: Tensor,
+        *,
+        sinks: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; no sequence may be longer than its row of the table, which nobody looks at.
+
+        Returns the output, as `query`, and, where asked, the LSE (tokens, heads), float32. Raises
+        `BatchError`.
+        """
+        if torch.is_grad_enabled():
+            refuse_gradients(query=query, key=key, value=value)
+        if self.gaps:
+            query = query.contiguous()
+        params = parameters(self.group.spec, query, sinks, alibi_slopes)
+        out, lse = query.new_empty(self.out_shape), None
+        if self.needs_lse:
+            lse = query.new_empty(self.lse_shape, dtype=torch.float32)
+        step, pages = self._plan(block_table, lens), pages_of(key, value)
+        with own_precision(self.device_type):
+            step.run(query, None, None, pages, params, out, lse)
+        return out, lse
+
+    def after(self, lens: Tensor, count: int) -> Tensor:
+        """Return the lengths after so many more tokens each, in a tensor that stays: so do its plans."""
+        if self._after is None:
+            self._after = torch.empty_like(lens, memory_format=torch.contiguous_format)
+        return torch.add(lens, count, out=self._after)
+
+    def _plan(self, block_table: Tensor, lens: Tensor) -> AttentionStep:
+        """Return the plan over these tensors, kept on `lens`: their values change nothing in it."""
+        where = self, block_table.data_ptr(), block_table.stride()
+        plans: dict[Any, AttentionStep] | None = lens.__dict__.get("_polyattn_plans")
+        if plans is None:
+            plans = lens.__dict__["_polyattn_plans"] = {}
+        plan = plans.get(where)
+        if plan is None:
+            # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
+            batch = Batch.on_buffers(
+                [self.tokens * i for i in range(len(self.bounds) + 1)], self.bounds, self.starts,
+                lens.detach(),
+                block_table.detach(), None,
+            )  # fmt: skip
+            if len(plans) >= 16:
+                plans.clear()
+            found = self.group.plan(batch)
+            assert isinstance(found, AttentionStep)
+            plan = plans[where] = found
+        return plan
 
 
 _ways: dict[Any, Way | None] = {}
@@ -94,40 +154,24 @@ KNOWN = 1024
 """Ways of calling that are remembered; all are forgotten when there are more."""
 
 
-def _way(
-    query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-) -> Way | None:  # fmt: skip
-    try:
-        group = group_of(
-            query, key.shape[2], value.shape[3], asked, sinks is not None, alibi_slopes is not None,
-            block_size=key.shape[1], length_bounds=True,
-        )  # fmt: skip
-    except SelectionError:
-        return None
-    return Way(group, _starts(query.shape[0], query.device))
+def _check(query: Tensor, block_table: Tensor, lens: Tensor) -> None:
+    if block_table.dtype != torch.int32 or block_table.dim() != 2:
+        raise BatchError(
+            f"block_table is {block_table.dtype} of shape {tuple(block_table.shape)}; it must be "
+            "torch.int32 of (num_seqs, pages)"
+        )
+    count = block_table.shape[0]
+    if lens.dtype != torch.int32 or lens.shape != (count,):
+        raise BatchError(
+            f"lens is {lens.dtype} of shape {tuple(lens.shape)}; it must be torch.int32 of ({count},)"
+        )
+    if query.shape[0] % max(count, 1):
+        raise BatchError(
+            f"query has {query.shape[0]} tokens; of {count} sequences each must have as many"
+        )
 
 
 @lru_cache(maxsize=1024)
-def _starts(count: int, device: torch.device) -> Tensor:
+def _starts(count: int, tokens: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(count + 1, dtype=torch.int32, device=device)
-
-
-def _plan(way: Way, block_table: Tensor, lens: Tensor, page: int) -> StepPlan:
-    """Return the plan over these tensors, kept on `lens`: their values change nothing in it."""
-    where = (way.group, block_table.data_ptr(), block_table.shape, block_table.stride())
-    plans: dict[Any, StepPlan] = lens.__dict__.setdefault("_polyattn_plans", {})
-    plan = plans.get(where)
-    if plan is None:
-        count = len(lens)
-        bound = block_table.shape[1] * page
-        # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
-        batch = Batch.on_buffers(
-            list(range(count + 1)), [bound] * count, way.starts, lens.detach(),
-            block_table.detach(), None,
-        )  # fmt: skip
-        if len(plans) >= 16:
-            plans.clear()
-        plan = plans[where] = way.group.plan(batch)
-    return plan
+        return torch.arange(count + 1, dtype=torch.int32, device=device) * tokens

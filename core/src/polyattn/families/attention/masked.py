@@ -57,9 +57,9 @@ def masked(
         group = group_of(
             flat, given_keys.shape[1], v_size, wanted, sinks is not None, False, cached=False
         )
-        if count is not None:
-            count(group)
         step = _plan(group, part, apart)
+        if count is not None:
+            count(step.group)
         if part.rows is None:
             out, lse = run(step, flat, given_keys, given_values, sinks=sinks)
             break

@@ -46,6 +46,8 @@ def _row(info: BackendInfo) -> list[str]:
             serves.append("drafts in one launch")
         if caps.shared_prefix:
             serves.append("shared prefixes in its own launch")
+        if caps.by_address:
+            serves.append("given keys by address")
         if caps.graph_capture:
             serves.append(f"graphs: {caps.graph_capture.name.lower()}")
     sizes = [f"heads {caps.head_sizes}"]

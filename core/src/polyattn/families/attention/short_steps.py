@@ -1,0 +1,46 @@
+"""Who runs a step that is over before its call returns? Whoever takes tensors by their addresses.
+
+An accelerator's call returns while its kernel runs. Where that takes a few microseconds the host's time
+is all that a caller waits for, and a library's call takes several times what a launch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from polyattn.runtime.group import LayerGroup
+from polyattn.spec.layer import LayerSpec
+
+OPERATIONS = 1e9
+"""Multiplications and additions of a short step: about 5 us of an H200's, and 10 of an A100's."""
+KEYS = 512
+"""Of its longest sequence, which one program may have to itself."""
+
+
+def is_short(spec: LayerSpec, query_lens: Sequence[int], key_lens: Sequence[int]) -> bool:
+    """Whether a step's kernel is over sooner than a library's call."""
+    if max(key_lens, default=0) > KEYS:
+        return False
+    pairs = sum(q * k for q, k in zip(query_lens, key_lens, strict=True))
+    return 2 * pairs * spec.num_heads * (spec.head_size + spec.v_head_size) <= OPERATIONS
+
+
+def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[int]) -> LayerGroup:
+    """Return the group that serves a step of keys given whole: this one, or a short step's.
+
+    A backend that was named stays; so does a CPU's, whose calls return when they are done.
+    """
+    if group.device_type == "cpu" or not is_short(group.spec, query_lens, key_lens):
+        return group
+    return _lightest(group)
+
+
+@lru_cache(maxsize=1024)
+def _lightest(group: LayerGroup) -> LayerGroup:
+    """Return a group by the best candidate that goes by addresses; this one where nobody else does."""
+    for info in dict(group.selection.candidates).get("prefill", ()):
+        if info.capabilities.by_address:
+            chosen = group.selection.backend("prefill")
+            return group if info == chosen else LayerGroup(group.selection.alone(info.name))
+    return group
