@@ -1,12 +1,12 @@
 """Rotating cached keys as they are loaded (StreamingLLM's form), on one GPU.
 
-    python benchmarks/h200_cache_rope.py [--out FILE.json] [--seconds 90] [--device cpu]
+    python benchmarks/h200_cache_rope.py [--out FILE.json] [--seconds 90] [--only times] [--device cpu]
 
-First errors against the float64 reference: decode, a few queries and prefill, pairings, part of a head,
-scalings, kept first tokens, 8-bit caches, long sequences. Then device times with a cold L2: decode and
-prefill beside the same layer without rotation, and a window of 1,020 keys and 4 kept tokens after 10,000
-tokens and after 1,000,000 (bar: as fast). A failing row is printed and the others run. On a CPU
-(TRITON_INTERPRET=1) the errors alone, of the smallest steps.
+Device times with a cold L2: decode and prefill beside the same layer without rotation, and a window of
+1,020 keys and 4 kept tokens after 10,000 tokens and after 1,000,000 (bar: as fast). Then errors against
+the float64 reference: decode, a few queries and prefill, pairings, part of a head, scalings, kept first
+tokens, 8-bit caches, long sequences (`--only errors`: these alone). A failing row is printed and the
+others run. On a CPU (TRITON_INTERPRET=1) the errors alone, of the smallest steps.
 """
 
 from __future__ import annotations
@@ -139,54 +139,56 @@ def timed(
     return us | {"ratio": us["turned"] / us["plain"]}
 
 
+def add_errors(rows: Rows, device: str) -> None:
+    """Every case in every kind of step; a window's kept tokens in float32, after long streams, too."""
+    gpu = device == "cuda"
+    dtype = "bfloat16" if gpu else "float16"
+    for case in CASES if gpu else ("kept tokens, gptj, part", "int8"):
+        for step in STEPS:
+            rows.add(f"{dtype} {case}, {step}", lambda c=case, s=step: check(device, dtype, c, s))
+    for step in (*STEPS, "100000", "300000") if gpu else ():
+        rows.add(
+            f"float32 kept tokens, {step}",
+            lambda s=step: check(device, "float32", "kept tokens", s, 40 if s not in STEPS else 0),
+        )
+
+
+def add_times(rows: Rows) -> None:
+    """The bars' rows first."""
+    whole, gptj = {"rotary_size": 128}, {"rotary_size": 128, "pairing": "gptj"}
+    eight = {"kv_cache_dtype": "fp8_e4m3"}
+    rows.add("decode 64 x 4096", lambda: timed({}, whole, [1] * 64, [4096] * 64))
+    for length in (10_000, 1_000_000, 100_000):
+        rows.add(
+            f"decode 64 after {length}, 1,020 and 4 kept",
+            lambda n=length: timed(STREAM, whole, [1] * 64, [n] * 64, 66),
+        )
+    rows.add("prefill 4 x 2048", lambda: timed({}, whole, [2048] * 4, [2048] * 4))
+    rows.add("prefill 512 after 7680, kept", lambda: timed(STREAM, whole, [512], [8192]))
+    rows.add("decode 64 x 4096, gptj", lambda: timed({}, gptj, [1] * 64, [4096] * 64))
+    rows.add("decode 8 x 8192", lambda: timed({}, whole, [1] * 8, [8192] * 8))
+    rows.add("decode 64 x 4096, e4m3", lambda: timed(eight, whole, [1] * 64, [4096] * 64))
+    rows.add("prefill 512 after 7680", lambda: timed({}, whole, [512], [8192]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=90.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", choices=("times", "errors"))
     given = parser.parse_args()
-    gpu, device = given.device == "cuda", given.device
+    gpu = given.device == "cuda"
     torch.manual_seed(0)
     rows = Rows(given.seconds)
-    for case in CASES if gpu else ("kept tokens, gptj, part", "int8"):
-        for step in STEPS:
-            dtype = "bfloat16" if gpu else "float16"
-            rows.add(
-                f"{dtype} {case}, {step}", lambda d=dtype, c=case, s=step: check(device, d, c, s)
-            )
-    if gpu:
-        for step in STEPS:
-            rows.add(
-                f"float32 kept tokens, {step}",
-                lambda s=step: check(device, "float32", "kept tokens", s),
-            )
-        for length in ("100000", "300000"):
-            rows.add(
-                f"float32 kept tokens after {length}",
-                lambda n=length: check(device, "float32", "kept tokens", n, 40),
-            )
-        whole, gptj = {"rotary_size": 128}, {"rotary_size": 128, "pairing": "gptj"}
-        rows.add("decode 64 x 4096", lambda: timed({}, whole, [1] * 64, [4096] * 64))
-        rows.add("decode 64 x 4096, gptj", lambda: timed({}, gptj, [1] * 64, [4096] * 64))
-        rows.add("decode 8 x 8192", lambda: timed({}, whole, [1] * 8, [8192] * 8))
-        rows.add(
-            "decode 64 x 4096, e4m3",
-            lambda: timed({"kv_cache_dtype": "fp8_e4m3"}, whole, [1] * 64, [4096] * 64),
-        )
-        for length in (10_000, 100_000, 1_000_000):
-            rows.add(
-                f"decode 64 after {length}, 1,020 and 4 kept",
-                lambda n=length: timed(STREAM, whole, [1] * 64, [n] * 64, 66),
-            )
-        rows.add("prefill 4 x 2048", lambda: timed({}, whole, [2048] * 4, [2048] * 4))
-        rows.add("prefill 512 after 7680", lambda: timed({}, whole, [512], [8192]))
-        rows.add("prefill 512 after 7680, kept", lambda: timed(STREAM, whole, [512], [8192]))
+    if gpu and given.only != "errors":
+        add_times(rows)
+    if given.only != "times":
+        add_errors(rows, given.device)
     print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
     if given.out:
-        about = {
-            "machine": torch.cuda.get_device_name() if gpu else "interpreter",
-            "torch": torch.__version__,
-        }
+        machine = torch.cuda.get_device_name() if gpu else "interpreter"
+        about = {"machine": machine, "torch": torch.__version__}
         given.out.write_text(json.dumps(about | {"rows": rows.rows}, indent=1) + "\n")
 
 

@@ -1,10 +1,10 @@
 """Mamba-1's prefill and the recurrences by channel and by token on one GPU, beside their bytes and fla.
 
-    python benchmarks/h200_scan.py [--out FILE.json] [--seconds 150] [--device cpu]
+    python benchmarks/h200_scan.py [--out FILE.json] [--seconds 150] [--tries] [--device cpu]
 
 Device times with a cold L2 (see `timing.py`). First every kind is compared with the float64 formulas,
 Mamba-1 whole and in pieces; then come times, the limit being the bytes that a step must move, at the
-speed of a copy; then fla's, and tile sizes that `configs.SCAN_TABLE` doesn't have. A failing row is
+speed of a copy; then fla's; with `--tries` configurations that `configs` doesn't have. A failing row is
 printed and the others run; no new row starts after `--seconds`. On a CPU (TRITON_INTERPRET=1) all runs
 at tiny sizes but the clock.
 """
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=150.0)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tries", action="store_true", help="other tiles and cuts, too")
     parser.add_argument("--kinds", nargs="+", default=sorted({k for k, *_ in KINDS.values()}))
     given = parser.parse_args()
     gpu = given.device == "cuda"
@@ -243,13 +244,13 @@ def main() -> None:
                     f"{name} {step} FLA_CHANNELS",
                     lambda s=spec, t=step: timed(s, "FLA_CHANNELS", t, speed),
                 )
-        for name in [n for n in backends if n in TILES]:
+        for name in [n for n in backends if n in TILES and given.tries]:
             for tile in TILES[name]:
                 rows.add(
                     f"{name} 8 x 4096, values/chunk/warps/stages {tile}",
                     lambda n=name, t=tile: tried(spec_of(n, dtype), "8 x 4096", t, speed),
                 )
-        for name in [n for n in backends if KINDS[n][0] == "mamba1"]:
+        for name in [n for n in backends if KINDS[n][0] == "mamba1" and given.tries]:
             for step, cuts in CUTS.items():
                 for cut in cuts:
                     rows.add(

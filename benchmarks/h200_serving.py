@@ -100,7 +100,17 @@ class Model:
             plan.stored_by.run(plan.store, key, value, cache, layer.params)
             for call in plan.calls:
                 view = cache.in_blocks_of(call.block_size)[0] if call.expanded else cache
-                call.backend.run(call.plan, query, key, value, view, layer.params, out, None)
+                rows = slice(None) if call.rows is None else call.rows
+                call.backend.run(
+                    call.plan,
+                    query[rows],
+                    key[rows],
+                    value[rows],
+                    view,
+                    layer.params,
+                    out[rows],
+                    None,
+                )
 
 
 def graph_section(seconds: float) -> list[Row]:
@@ -146,21 +156,26 @@ def _graph(spec: LayerSpec, backend: str) -> Row:
 
 def _overhead(model: Model, graphs: StepGraphs) -> dict[int, float]:
     """Return by how much the captured step takes longer than its own calls, captured, by batch size."""
-    from timing import kernel_us
-
     found = {}
     for graph in graphs.graphs:
         rows = graph.buffers.num_seqs
         batch, inputs = random_batch(model.group, rows, model.order), model.inputs(rows)
         graphs.replay(batch, inputs)
-        plan = graph.plans[model.group]
-        own = torch.cuda.CUDAGraph()
-        model.own_calls(plan, **graph.inputs)
-        with torch.cuda.graph(own):
-            model.own_calls(plan, **graph.inputs)
-        pairs = [(kernel_us(graph.graph.replay), kernel_us(own.replay)) for _ in range(5)]
-        found[rows] = statistics.median(ours / theirs for ours, theirs in pairs) - 1
+        found[rows] = over_own(model, graph)
     return found
+
+
+def over_own(model: Model, graph: Any) -> float:
+    """Return by how much a replay of what was planned last takes longer than its own calls."""
+    from timing import kernel_us
+
+    plan = graph.plans[model.group]
+    own = torch.cuda.CUDAGraph()
+    model.own_calls(plan, **graph.inputs)
+    with torch.cuda.graph(own):
+        model.own_calls(plan, **graph.inputs)
+    pairs = [(kernel_us(graph.graph.replay), kernel_us(own.replay)) for _ in range(5)]
+    return statistics.median(ours / theirs for ours, theirs in pairs) - 1
 
 
 def scales_section(seconds: float) -> list[Row]:
@@ -189,11 +204,11 @@ def _scales(scales: str) -> Row:
         different += not all(
             torch.equal(a.float(), b.float()) for a, b in zip(found, eager, strict=True)
         )
-        worst = max(worst, _error(model, batch, inputs["query"], found[0]))
+        worst = max(worst, error_of(model, batch, inputs["query"], found[0]))
     return {"replays": 20, "different": different, "error": worst}
 
 
-def _error(model: Model, batch: Batch, query: torch.Tensor, out: torch.Tensor) -> float:
+def error_of(model: Model, batch: Batch, query: torch.Tensor, out: torch.Tensor) -> float:
     """Return the error of one sequence of the first layer, beside float64."""
     params, spec = model.layers[0].params, model.group.spec
     index = int(torch.argmin(torch.tensor(batch.lens)))
@@ -270,10 +285,16 @@ def _prefill(inputs: str, count: int, length: int) -> Row:
 def kit_section(seconds: float) -> list[Row]:
     rows = []
     chosen = {
-        "TRITON_ATTN": "feature_tensor_scales or feature_head_scales or feature_fp8 or "
+        "FLASHINFER_MLA": "graph",
+        "FLASHMLA": "graph",
+        "FLASH_ATTN_MLA": "graph",
+        "FLASH_ATTN": "graph",
+        "TRITON_ATTN": "graph or nvfp4 or feature_tensor_scales or feature_head_scales or feature_fp8 or "
         "pair_head_scales or pair_fp8_output or (layers and (scales or fp8))",
-        "TRITON_STORE": "scales or fp8_inputs or store-attention-some",
-        "FLASH_ATTN_V3": "feature_head_scales or feature_fp8_inputs or (layers and fp8)",
+        "TRITON_STORE": "not zzz",
+        "TRITON_SCAN": "not zzz",
+        "TRITON_TOKEN_SCAN": "not zzz",
+        "FLASH_ATTN_V3": "graph or feature_head_scales or feature_fp8_inputs or (layers and fp8)",
     }
     for backend, which in chosen.items():
         rows.append(guarded(f"kit {backend}", lambda b=backend, w=which: _kit(b, w, seconds)))
@@ -317,14 +338,16 @@ def guarded(name: str, measure: Callable[[], Row]) -> Row:
     return row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main(doc: str | None = __doc__, sections: dict[str, Any] | None = None) -> None:
+    """Run the sections that were asked for, and write what they found."""
+    sections = sections or SECTIONS
+    parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default=",".join(SECTIONS))
+    parser.add_argument("--only", default=",".join(sections))
     parser.add_argument("--seconds", type=float, default=90)
     options = parser.parse_args()
     torch.manual_seed(0)
-    rows = [row for name in options.only.split(",") for row in SECTIONS[name](options.seconds)]
+    rows = [row for name in options.only.split(",") for row in sections[name](options.seconds)]
     print("\n--- summary ---")
     for row in rows:
         print(

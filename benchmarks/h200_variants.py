@@ -124,7 +124,7 @@ class Case:
         self.group = LayerGroup(select(spec, DEVICE, backend=backend, verify=False))
         self.layer = Attention(self.group, inputs=layer, checks=False)
         self.build_s = time.perf_counter() - started
-        blocks = sum(n for _, n in pairs) // 16
+        blocks = len(pairs) * max(-(-n // 16) for _, n in pairs)
         self.cache = self.group.allocate_cache(blocks)
         self.cache.key.copy_(randn(*self.cache.key.shape))
         self.cache.value.copy_(randn(*self.cache.value.shape))

@@ -37,7 +37,7 @@ DOORS = {
 """What stands before the kit, the torch device that it selects for, modules of that door alone."""
 ALL = ("planning", "step", "buckets", "configs")
 SERVED_BY = {"XLA_SCAN": ("recurrence",), "JAX_STORE": ("functions",), "JAX_MERGE": ("functions",)}
-REST = ("functions", "kernel", "latent")
+REST = ("functions", "kernel", "latent", "pointwise", "pointwise_source", "pointwise_ops", "split")
 """Modules that a backend's cases run through: all of them `ALL`, and its own or `REST`."""
 SETTINGS = {
     "PALLAS_INTERPRET": "1",

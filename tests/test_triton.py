@@ -202,7 +202,9 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
         made += [compile_mla(spec, arch, True, few=True) for _ in few]
     else:
         parts = ("left", "out") if spec.kind is AttentionKind.MAMBA1 else ()
-        made = [compile_scan(spec, arch, phase) for phase in ("prefill", "decode", *parts)]
+        made = [
+            compile_scan(spec, arch, phase) for phase in ("prefill", "decode", "drafts", *parts)
+        ]
     assert all(len(kernel.asm[kind]) > 500 for kernel in made)
 
 

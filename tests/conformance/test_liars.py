@@ -54,5 +54,5 @@ def test_there_are_enough_liars() -> None:
     families = {kind.__module__.rpartition(".")[2] for kind in LIARS}
     assert families == {
         "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations",
-        "functions", "prefixes",
+        "functions", "prefixes", "captures",
     }  # fmt: skip

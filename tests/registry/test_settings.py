@@ -51,6 +51,8 @@ def test_precedence_argument_then_variable_then_file() -> None:
         ({"POLYATTN_PLUGIN_TIMEOUT": "1e9"}, {}, "3600 at most"),
         ({}, {"probe_timeout": True}, "polyattn.toml: probe_timeout=True"),
         ({}, {"plugins": 3}, "polyattn.toml: plugins=3"),
+        ({"POLYATTN_MULTI_BLOCK": "-5"}, {}, "POLYATTN_MULTI_BLOCK='-5' must be a number of keys"),
+        ({}, {"multi_block": True}, "polyattn.toml: multi_block=True must be a number of keys"),
     ],
 )
 def test_bad_settings_are_named(

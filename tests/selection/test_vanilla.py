@@ -8,7 +8,7 @@ from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.registry.discovery import discover
-from polyattn.spec.features import FEATURES
+from polyattn.spec.features import FEATURES, RECURRENT
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float64", block_size=16)
 
@@ -32,7 +32,7 @@ def test_where_it_is_named_it_serves(device: str) -> None:
 
 
 def test_it_claims_every_feature_that_there_is() -> None:
-    assert discover().backend("VANILLA").capabilities.features == frozenset(FEATURES)
+    assert discover().backend("VANILLA").capabilities.features == frozenset(FEATURES) - RECURRENT
 
 
 def test_a_layer_that_nobody_serves_is_told_of_it() -> None:

@@ -174,11 +174,15 @@ def test_features_are_complete() -> None:
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
         logit_soft_cap=1.0, alibi=True, learned_sinks=True, sink_tokens=1, needs_lse=True,
         deterministic=True, batch_invariant=True,
-        rope=RopeSpec(rotary_size=64, positions="cache"), variant="capped", mask="custom",
+        rope=RopeSpec(
+            rotary_size=64, positions="cache", scaling="dynamic", factor=2.0, original_length=4096
+        ),
+        variant="capped", mask="custom",
     )  # fmt: skip
-    from polyattn.spec.features import FEATURES
+    from polyattn.spec.features import FEATURES, RECURRENT
 
-    others = {
+    others = RECURRENT | {
+        "cache_positions_by_length",
         "length_bounds",
         "block_sparse",
         "tensor_scales",
@@ -187,6 +191,11 @@ def test_features_are_complete() -> None:
         "fp8_output",
     }
     assert features(spec) | others == set(FEATURES) - {"non_causal", "window_right"}
+    options = {"gated": True, "channel_groups": 2, "bc_in_float32": True, "state_dtype": "float16"}
+    mamba = LayerSpec(
+        kind="mamba1", num_heads=8, head_size=1, recurrent=RecurrentSpec(state_size=4, **options)
+    )
+    assert features(mamba) == RECURRENT | {"causal"}
     assert "block_sparse" in features(spec.replace(mask="block_sparse"))
     assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
     with pytest.raises(

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.plan import StepPlan
     from polyattn.runtime.shared_prefix import SharedRun, shared_prefixes
     from polyattn.runtime.state_cache import StateCache
+    from polyattn.runtime.step_buffers import StepSize
     from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
     from polyattn.selection.cache_format import CacheFormat
     from polyattn.selection.decision import Decision
@@ -88,6 +89,7 @@ _HOME = {
     "SharedRun": "runtime.shared_prefix",
     "StateCache": "runtime.state_cache",
     "StepGraphs": "runtime.cuda_graph",
+    "StepSize": "runtime.step_buffers",
     "StepPlan": "runtime.plan",
     "TensorRTLLMMetadata": "runtime.metadata",
     "VLLMMetadata": "runtime.metadata",
@@ -141,6 +143,7 @@ __all__ = [
     "StateCache",
     "StepGraphs",
     "StepPlan",
+    "StepSize",
     "TensorRTLLMMetadata",
     "VLLMMetadata",
     "__version__",

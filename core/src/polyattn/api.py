@@ -18,7 +18,7 @@ from polyattn.registry.timings import Timings, timings
 from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.selection.builds import as_built
 from polyattn.selection.decision import Decision
-from polyattn.selection.rotating import prepared_for
+from polyattn.selection.rotating import noted, prepared_for
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
@@ -64,7 +64,7 @@ def select(
         else:
             strict = settings.with_backend(backend, "argument backend")
             verify = bool(settings.verify if verify is None else verify)
-            found = _select(spec, resolved, strict, verify)
+            found = noted(_select(spec, resolved, strict, verify))
         if len(_remembered) >= MOST_REMEMBERED:
             _remembered.clear()
         _remembered[key] = found

@@ -38,6 +38,7 @@ from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
 from polyattn.runtime.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
@@ -92,6 +93,7 @@ __all__ = [
     "blank",
     "chosen_pages",
     "cumulative",
+    "current_settings",
     "decode_window_sizes",
     "empty_rows",
     "inv_freq",

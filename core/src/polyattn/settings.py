@@ -26,6 +26,8 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
     "POLYATTN_CPU_ISA": "instruction set of the native CPU kernels, instead of the best one here",
+    "POLYATTN_MULTI_BLOCK": "multi-block threshold of TRITON_ATTN's decode: the fewest keys of a "
+    "sequence for each of several blocks that share it (default 128), or 0: one block a sequence",
     "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "
     "then the plugins' tables), or 0: choose by priority alone",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
@@ -41,7 +43,7 @@ XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
 """What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
 FILE_KEYS = (
     "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
-    "plugin_timeout", "timings",
+    "plugin_timeout", "timings", "multi_block",
 )  # fmt: skip
 LONGEST_WAIT = 3600
 NO_TIMINGS = "0"
@@ -72,7 +74,9 @@ class Override:
 class Settings:
     """What the user set, resolved. `sources` are override lists, the strongest first.
 
-    `timings` is the file of a timing table, `"0"` for none at all, None for what is found.
+    `multi_block`: the fewest keys of a block of a sequence that several share, 0 for one block each, None
+    for the kernel's own. `timings` is the file of a timing table, `"0"` for none at all, None for what
+    is found.
     `plugins_source` and `disabled_source` say where the two lists of plugins stand, for errors.
     """
 
@@ -85,6 +89,7 @@ class Settings:
     probe_timeout: float = 2.0
     plugin_timeout: float = 30.0
     timings: str | None = None
+    multi_block: int | None = None
     plugins_source: str = "POLYATTN_PLUGINS"
     disabled_source: str = "POLYATTN_DISABLE_PLUGINS"
     notes: tuple[str, ...] = ()
@@ -188,6 +193,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
         probe_timeout=_seconds(*value("probe_timeout"), 2.0),
         plugin_timeout=_seconds(*value("plugin_timeout"), 30.0),
         timings=_timings(*value("timings")),
+        multi_block=_keys(*value("multi_block")),
         plugins_source=plugins_source,
         disabled_source=disabled_source,
         notes=tuple(notes),
@@ -320,6 +326,18 @@ def _timings(value: Any, source: str) -> str | None:
     if not isinstance(value, str) or not os.path.isfile(value):  # noqa: PTH113 - as above
         raise SettingsError(f"{source}={value!r} must be the file of a timing table, or 0")
     return value
+
+
+def _keys(value: Any, source: str) -> int | None:
+    """A number of keys, or a word that says no: 0."""
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    text = str(value).strip().lower()
+    if value is False or text in ("false", "no", "off"):
+        return 0
+    if isinstance(value, bool) or not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise SettingsError(f"{source}={value!r} must be a number of keys, or 0 for one block each")
+    return int(text)
 
 
 def _seconds(value: Any, source: str, default: float) -> float:

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from liars import (
+    captures,
     functions,
     latents,
     masks,
@@ -77,19 +78,21 @@ FUNCTIONS = replace(
 CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (shapes.LastOfShortRows, replace(ATTENTION, decode_query_lens=8)),
     (HonestBounds, BOUNDS),
+    (captures.HonestMixed, replace(GRAPHS, graph_capture=GraphCapture.ANY)),
     (HonestGraph, GRAPHS),
     (prefixes.Forest, replace(GRAPHS, shared_prefix=True)),
     (Plain, ATTENTION),
     (functions.Functions, FUNCTIONS),
     (TorchMLA, TORCH_MLA.capabilities),
     (TorchSparseMLA, TORCH_MLA_SPARSE.capabilities),
+    (captures.HonestDrafts, replace(TORCH_SCAN.capabilities, state_targets=True)),
     (TorchScan, TORCH_SCAN.capabilities),
     (TorchStore, TORCH_STORE.capabilities),
     (TorchMerge, TORCH_MERGE.capabilities),
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
-    prefixes,
+    prefixes, captures,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,

@@ -99,8 +99,8 @@ def test_a_wrapper_comes_back_with_its_plan(fakes: None) -> None:
     assert [lease.wrapper for _, lease in backend.pool.idle] == [before]
     third = backend.plan(batch())
     assert third.lease.wrapper is before and third.lease.wrapper is not second.lease.wrapper
-    backend.prepare("decode")  # one token, and a row of two
-    backend.prepare("prefill")
+    backend.prepare(("decode",))  # one token, and a row of two
+    backend.prepare(("prefill",))
     gc.collect()
     assert {kind for kind, _ in backend.pool.idle} == {"decode", "short", "paged"}
 
@@ -150,8 +150,7 @@ def test_no_step_is_planned_for_what_was_not_compiled_before(case: str, fakes: N
     )  # fmt: skip
     backend = FlashInferAttention(spec, form, CPU)
     flashinfer.MODULES.clear()
-    for phase in ("decode", "prefill"):
-        backend.prepare(phase)
+    backend.prepare(("decode", "prefill"))
     compiled = set(flashinfer.MODULES)
     steps = [
         ([20, 30], [20, 30]), ([20, 30], [20, 60]), ([1, 40], [9, 40]), ([1, 1], [9, 33]),

@@ -86,8 +86,7 @@ def check(spec: LayerSpec, lens: Any = LENS, inputs: Any = None, mask: Any = Non
         for stored, new in ((cache.key, key), (cache.value, value)):
             stored[slot // 8, slot % 8] = new[index]
     backend = FlashInferAttention(spec, form, CPU)
-    for phase in ("prefill", "decode"):
-        backend.prepare(phase)
+    backend.prepare(("prefill", "decode"))
     out = torch.full((batch.num_tokens, 4, 64), torch.nan).half()
     lse = torch.full(out.shape[:2], torch.nan) if spec.needs_lse else None
     backend.run(backend.plan(batch), query, key, value, cache, params, out, lse)
@@ -109,6 +108,22 @@ def test_generated_functions(name: str, lens: Any) -> None:
 def test_beside_the_spec_s_own() -> None:
     spec = SPEC.replace(variant="everything", logit_soft_cap=2.0, sliding_window=9)
     check(spec, LENS, INPUTS["everything"])
+
+
+def test_a_source_by_hand() -> None:
+    """An error function, which isn't generated; and one that lies is as wrong as it says."""
+    from written_by_hand import HONEST, LYING, given
+
+    for variant in (HONEST, LYING):
+        register_variant(variant)
+    try:
+        for lens in (LENS, DECODES):
+            check(SPEC.replace(variant="bent"), lens, given(5))
+        with pytest.raises(AssertionError):
+            check(SPEC.replace(variant="bent_lie"), LENS, given(5))
+    finally:
+        for variant in (HONEST, LYING):
+            unregister_variant(variant.name)
 
 
 def masks() -> dict[str, tuple[LayerSpec, Any, Any]]:

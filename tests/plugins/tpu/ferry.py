@@ -56,6 +56,8 @@ class Carrier:
         """Return what stands for a thing of the host in JAX: of a view, a view of the same whole."""
         if isinstance(thing, tuple):
             return tuple(map(self.there, thing))
+        if isinstance(thing, dict):
+            return {name: self.there(part) for name, part in thing.items()}
         if isinstance(thing, Tensor):
             whole, part = place(thing)
             made = environment.j2t_iso(array_of(whole))
@@ -119,9 +121,14 @@ def moved(batch: Batch) -> Batch:
     table, slots, states, targets = (
         t if t is None else environment.j2t_iso(array_of(t)) for t in tables
     )
+    given = {
+        name: environment.j2t_iso(array_of(tensor))
+        for name, tensor in batch.inputs.items()
+        if batch.mask is None or not name.startswith("mask_")
+    }
     found = Batch(
         batch.starts, batch.lens, table, slots, state_slots=states, state_targets=targets,
-        key_starts=batch.key_starts, device="jax",
+        key_starts=batch.key_starts, mask=batch.mask, inputs=given, device="jax",
     )  # fmt: skip
     return found if batch.causal else found.over_context()
 
@@ -199,7 +206,8 @@ class HostLayer(Ferry):
         if isinstance(given, dict):
             return {name: host(tensor) for name, tensor in given.items()}
         sinks, slopes = (t if t is None else host(t) for t in (given.sinks, given.alibi_slopes))
-        return type(given)(sinks, slopes, given.k_scale, given.v_scale)
+        inputs = {name: host(tensor) for name, tensor in given.inputs.items()}
+        return type(given)(sinks, slopes, given.k_scale, given.v_scale, inputs=inputs)
 
     @property
     def weights(self) -> Any:

@@ -17,6 +17,7 @@ import polyattn_tpu as pt
 from ferry import array_of
 from polyattn.conformance.harness import attention, base, mla, recurrent
 from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.transforms import Transforms
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.targets import token_by_token, whole_sequences
@@ -61,6 +62,7 @@ class FunctionsPart(AttentionBackend):
         size = None if self.cache is None else self.cache.block_size
         made = pt.plan(plan.batch, spec, block_size=size, buckets=buckets())
         rows, options = attention_inputs(made, query, key, value, params, lse)
+        options |= functions(spec, plan.batch, params)
         if cache is None:
             found = attend_given(made, spec, *rows, **options)
         else:
@@ -102,13 +104,25 @@ def attention_inputs(  # type: ignore[no-untyped-def]
     return [pt.pad(plan, q), k, v], options
 
 
+def functions(spec: Any, batch: Batch, params: Any) -> dict[str, Any]:
+    """Return a layer's functions of scores and what they read, as `attend` takes them."""
+    found = pt.functions_of(spec)
+    if found is None:
+        return {}
+    given = {**batch.inputs, **params.inputs}
+    return {
+        "functions": found,
+        "inputs": found.given({name: array_of(tensor) for name, tensor in given.items()}),
+    }
+
+
 def give(found: Any, logs: Any, out: Tensor, lse: Tensor | None) -> None:
     out.copy_(to_torch(found, out)[: len(out)])
     if lse is not None:
         lse.copy_(to_torch(logs, lse)[: len(lse)])
 
 
-static = ("spec", "lse", "interpret")
+static = ("spec", "functions", "lse", "interpret")
 attend = jax.jit(pt.attend, static_argnames=static)
 attend_given = jax.jit(pt.attend_given, static_argnames=static)
 store = jax.jit(pt.store, donate_argnames="cache")
@@ -118,11 +132,15 @@ class FunctionsAttention(Attention):
     """`store` and `attend`, or `attend_given`."""
 
     def run(self, step, query, key, value, cache, out, lse) -> Tensor:  # type: ignore[no-untyped-def]
+        if Transforms.of(self.spec) is not None:  # they are torch's, of the other door
+            super().run(step, query, key, value, cache, out, lse)
+            return out
         plan, params = self.group.pytree(step), self.params
         out = query.new_empty(step.out_shape) if out is None else out
         if not len(query):
             return out
         rows, options = attention_inputs(plan, query, key, value, params, lse)
+        options |= functions(self.spec, step.batch, params)
         if cache is None:
             found = attend_given(plan, self.spec, *rows, **options)
         else:

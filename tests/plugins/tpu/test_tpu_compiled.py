@@ -67,6 +67,9 @@ VARIANTS = MODELS | {
     "kept first tokens": BASE.replace(sliding_window=1024, sink_tokens=4),
     "alibi": BASE.replace(alibi=True),
     "192/128": BASE.replace(head_size=192, v_head_size=128),
+    "relative bias": BASE.replace(variant="relative_bias"),
+    "vision local, sigmoid's mask": BASE.replace(variant="vision_local", mask="block_sparse"),
+    "flash sigmoid": BASE.replace(variant="flash_sigmoid"),
     "MHA of 256": BASE.replace(num_kv_heads=32, head_size=256),
     "MLA, int8": LayerSpec.from_hf_config(bundled("models", "deepseek-v2-lite.json"))[0].replace(
         kv_cache_dtype="int8"

@@ -33,8 +33,7 @@ def main() -> None:
     )
     device: Any = SimpleNamespace(arch="sm_90", torch_device="cpu")
     backend = TritonAttention(spec, form, device)
-    for phase in sys.argv[2:]:
-        warm_up(backend, phase)
+    warm_up(backend, tuple(sys.argv[2:]))
     for kernel in (prefill_kernel, decode_kernel, list_kernel):
         found = list(kernel.device_caches[0][0].values())
         assert all(compiled.asm["cubin"] for compiled in found)

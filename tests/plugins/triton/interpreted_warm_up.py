@@ -60,7 +60,7 @@ def main() -> None:
         for phase in ("prefill", "decode"):
             backend = group.planner.chooser.chosen[phase].backend  # type: ignore[attr-defined]
             assert isinstance(backend, attention.TritonAttention)
-            warm_up.warm_up(backend, phase)
+            warm_up.warm_up(backend, (phase,))
         known = set(launched)
         inputs = warm_up.blank_inputs(spec.replace(mask=None), 1, torch.device("cpu"))
         sinks = torch.ones(8) if spec.learned_sinks else None

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from interpreting import interpreted
 from polyattn import LayerSpec, select
 from polyattn.spec.rope import RopeSpec
 
@@ -27,13 +26,8 @@ PART = SPEC.replace(rope=RopeSpec(rotary_size=48, pairing="gptj", positions="cac
 
 def test_interpreted() -> None:
     """Whole and part, both pairings, before and after a window leaves kept tokens; each way."""
-    found = subprocess.run(
-        [sys.executable, Path(__file__).with_name("interpreted_cache_rope.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr[-3000:]
-    assert {"decode", "listed", "few", "prefill"} <= set(found.stdout.split())
+    told = interpreted(Path(__file__).with_name("interpreted_cache_rope.py"), seconds=600)
+    assert {"decode", "listed", "few", "prefill"} <= set(told.split())
 
 
 def test_the_frequencies_are_exact_in_two_parts() -> None:
@@ -71,6 +65,14 @@ def test_decode_compiles_without_spilling_much(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
+def test_each_kernel_compiles(arch: str) -> None:
+    for spec in (STREAM, PART, PART.replace(kv_cache_dtype="fp8_e4m3")):
+        for phase in ("listed", "paged pieces"):
+            assert compile_phase(spec, arch, phase).asm
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("arch", ["sm_90", "gfx942"])
 def test_every_phase_compiles(arch: str) -> None:
     for spec in (STREAM, PART, PART.replace(kv_cache_dtype="fp8_e4m3")):

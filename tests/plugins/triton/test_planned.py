@@ -52,6 +52,20 @@ def test_a_captured_step_s_grid_depends_on_no_length(planned: Any) -> None:
     assert grids == {(3 * SMS // 2, 2, 1)}
 
 
+def test_the_multi_block_threshold_is_a_setting(
+    planned: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few sequences are cut up to the threshold, none where it is 0."""
+    assert planned(8, 2, [1024] * 2).splits > 4  # 128 keys each
+    monkeypatch.setenv("POLYATTN_MULTI_BLOCK", "512")
+    assert planned(8, 2, [1024] * 2).splits == 2
+    assert planned(8, 2, [500] * 2).way == "decode"
+    monkeypatch.setenv("POLYATTN_MULTI_BLOCK", "0")
+    for lens in ([100_000], LONG, [1024] * 2):
+        plan = planned(8, 2, lens)
+        assert (plan.way, plan.splits, plan.grid) == ("decode", 1, (len(lens), 2, 1))
+
+
 @pytest.mark.parametrize(
     ("rows", "way"),
     [

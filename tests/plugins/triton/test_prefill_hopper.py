@@ -138,7 +138,7 @@ def pretended(
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
     monkeypatch.setattr(
         planning, "hopper_prefill",
-        lambda spec, arch, _: HopperPrefill(spec, hopper_config(spec, arch), 132, 35 << 20),
+        lambda spec, arch, _, own: HopperPrefill(spec, hopper_config(spec, arch), 132, 35 << 20, own),
     )  # fmt: skip
     form = CacheFormat(
         block_size=16, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
@@ -258,7 +258,7 @@ def test_what_cannot_be_described_goes_to_the_portable_kernel(
     ):  # fmt: skip
         launched.clear()
         out = torch.empty_like(query)
-        assert call(plan, PLAIN, q, key, value, out, None, (1.0, 1.0)) is took
+        assert call(plan, PLAIN, q, key, value, out, None, (1.0, 1.0), out) is took
         assert len(launched) == took
 
 
@@ -311,6 +311,8 @@ SHAPES = [
             (pytest.mark.slow, {"sliding_window": 1000, "needs_lse": True}, 64, False),
             (pytest.mark.slow, {"head_size": 256}, 16, True),
             (pytest.mark.slow, {"causal": False}, 0, False),
+            (pytest.mark.slow, {"variant": "flash_sigmoid"}, 16, True),
+            (pytest.mark.sweep, {"variant": "flash_sigmoid", "sliding_window": 100}, 0, False),
             (pytest.mark.sweep, {}, 16, False),
             (pytest.mark.sweep, {"sliding_window": 1000}, 16, True),
             (pytest.mark.sweep, {"causal": False, "needs_lse": True}, 16, True),

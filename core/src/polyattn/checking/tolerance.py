@@ -57,6 +57,9 @@ FP8_OUTPUT = 6.25e-2
 def tolerance_of(spec: LayerSpec) -> Tolerance:
     """Return what a layer's results are held to."""
     found = FP8_COMPUTE if spec.fp8_compute else TOLERANCES[spec.dtype]
+    if spec.recurrent is not None and spec.recurrent.state_dtype != "auto":
+        kept = TOLERANCES[spec.recurrent.state_dtype]  # a state is rounded to it at each step
+        found = Tolerance(max(found.output, kept.output), found.lse)
     if spec.out_dtype != "auto":
         found = Tolerance(found.output + FP8_OUTPUT, found.lse)
     if spec.fp8_compute or spec.latent is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn.registry.capabilities import ANY_PLATFORM, STORED, Capabilities
 from polyattn.registry.info import BackendInfo, Priority, Proof
-from polyattn.spec.features import FEATURES
+from polyattn.spec.features import FEATURES, RECURRENT
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.rope import PAIRINGS
 
@@ -67,7 +67,7 @@ VANILLA = _vanilla(
     kinds=frozenset({AttentionKind.ATTENTION}),
     roles=frozenset(Role),
     cached=frozenset({True, False}),
-    features=frozenset(FEATURES),
+    features=frozenset(FEATURES) - RECURRENT,
 )
 VANILLA_MLA = _vanilla(
     "VANILLA_MLA",
@@ -91,7 +91,7 @@ VANILLA_SCAN = _vanilla(
     "polyattn.families.recurrent.vanilla:VanillaScan",
     "the float64 recurrences as they are published, a token at a time, on the host",
     kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
-    features=_LATENT - {"lse"} | {"gqa"},
+    features=_LATENT - {"lse"} | {"gqa"} | RECURRENT,
 )
 
 BUILTIN = (TORCH_STORE, TORCH_MERGE, VANILLA, VANILLA_MLA, VANILLA_MLA_SPARSE, VANILLA_SCAN)

@@ -69,6 +69,8 @@ class Capabilities:
     - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
     - `shared_prefix`: whether its decode reads blocks that `Batch.shared_prefix` names once for all
       their rows, in its own launch.
+    - `state_targets`: of a recurrence, whether its decode takes a step's drafts in one launch, the state
+      after each token going where `Batch.state_targets` says; for others core decodes token by token.
     - `by_address`: whether its `addressed` takes keys that are given whole by their addresses alone, so
       that a short step costs the host little.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
@@ -105,6 +107,7 @@ class Capabilities:
     cached: frozenset[bool] = frozenset({True})
     decode_query_lens: int = 1
     shared_prefix: bool = False
+    state_targets: bool = False
     by_address: bool = False
     rotates: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})

@@ -76,10 +76,11 @@ class Backend:
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
         self.spec, self.cache, self.device = spec, cache, device
 
-    def prepare(self, phase: str) -> None:
-        """Compile what `phase` will run, so that no step has to wait for a compiler.
+    def prepare(self, phases: tuple[str, ...]) -> None:
+        """Compile what `phases` will run, so that no step has to wait for a compiler.
 
-        Called once for each phase that the backend was chosen for, before the first plan.
+        Called before the first plan of any, once for all phases that the backend was chosen for, and
+        again for what another spec or cache format brings later.
         """
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:

@@ -72,6 +72,10 @@ class Batch(Lengths):
 
     causal: bool = True
     """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
+    num_contexts: int | None = None
+    """In a captured step's buffers: how many sequences, the first ones, are prompts however short."""
+    decode_start_loc: Tensor | None = None
+    """There, where the others' query tokens start, counted from the first of them."""
     block_size: int | None = None
     """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
 

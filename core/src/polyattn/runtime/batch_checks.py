@@ -255,6 +255,10 @@ def check_state_slots(batch: Batch, num_slots: int) -> None:
 def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) -> None:
     """Check that each token's state, or each sequence's, has a slot of its own, and nothing else has."""
     taken: dict[int, str] = {}
+    assert batch.state_slots is not None
+    slots = batch.state_slots.tolist()
+    sources = {slot: index for index, slot in enumerate(slots) if slot >= 0}
+    shared = {slot for slot in slots if slots.count(slot) > 1}
     for index, row in enumerate(targets.view(batch.num_seqs, -1).tolist()):
         wanted = batch.query_lens[index] if batch.lens[index] else 0
         if targets.dim() == 1:
@@ -265,6 +269,11 @@ def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) ->
                 raise BatchError(
                     f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} states "
                     "has one, and what lies behind them is -1"
+                )
+            if slot in sources and (sources[slot] != index or slot in shared):
+                raise BatchError(
+                    f"{what}={slot} is where sequence {sources[slot]} starts from; of such slots a "
+                    "sequence's states may take its own alone"
                 )
             if slot in taken and slot >= 0:
                 raise BatchError(f"{what}={slot} is {taken[slot]} too; each state needs its own")

@@ -9,6 +9,7 @@ import torch
 
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.plan import Rows
+from polyattn.spec.layer import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,11 @@ class Phases:
 def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
     """Give rows of 1 to `longest_decode` tokens to decode, longer ones to prefill.
 
-    A sequence without query tokens has nothing to be computed: it goes where its neighbours go.
+    A sequence without query tokens has nothing to be computed: it goes where its neighbours go. Where
+    `batch.num_contexts` says which rows are prompts, all others go to decode.
     """
+    if batch.num_contexts is not None:
+        return _captured(batch, batch.num_contexts)
     if batch.all_decode:
         return Phases(Part(batch, None), None)
     queries = batch.query_lens
@@ -45,6 +49,52 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
         whole = len(decodes) == batch.num_seqs
         return Phases(Part(batch, None) if whole else _part(batch, decodes), None)
     return Phases(_part(batch, decodes), _part(batch, prefills))
+
+
+def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | None]:
+    """Take the whole prompts that see more than their window out of a step of a `dense_context` layer.
+
+    Returns them and the rest; None twice where there are none.
+    """
+    if not spec.dense_context or batch.max_query_len <= (spec.sliding_window or 0):
+        return None, None
+    lens = zip(batch.query_lens, batch.lens, strict=True)
+    within = spec.sliding_window or 0
+    prompts = [i for i, (query, length) in enumerate(lens) if query == length > within]
+    if not prompts:
+        return None, None
+    taken = set(prompts)
+    rest = [i for i in range(batch.num_seqs) if i not in taken]
+    none = Part(batch.part(slice(0, 0)), slice(0, 0))
+    return _part(batch, prompts), _part(batch, rest) if rest else none
+
+
+def rows_within(outer: Part, inner: Part) -> Rows:
+    """Return where the tokens of a part of a part lie in the step."""
+    rows, within = outer.rows, inner.rows
+    if within is None or rows is None:
+        return rows if within is None else within
+    if isinstance(rows, slice) and isinstance(within, slice):
+        return slice(rows.start + within.start, rows.start + within.stop)
+    if isinstance(rows, slice):
+        inside: Rows = within + rows.start
+    else:
+        inside = rows[within]
+    return inside
+
+
+def _captured(batch: Batch, prompts: int) -> Phases:
+    """Split a captured step's buffers where they were split when it was captured."""
+    at, end = batch.starts[prompts], batch.num_tokens
+    first = batch.part(slice(0, prompts)).copy()
+    first.num_contexts = prompts
+    decodes = None
+    if prompts < batch.num_seqs:
+        rest = batch.part(slice(prompts, batch.num_seqs))
+        if batch.decode_start_loc is not None:
+            rest.__dict__["query_start_loc"] = batch.decode_start_loc
+        decodes = Part(rest, slice(at, end))
+    return Phases(decodes, Part(first, slice(0, at)) if prompts else None)
 
 
 def _part(batch: Batch, seqs: list[int]) -> Part:

@@ -18,6 +18,7 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
+from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
 BackendT = TypeVar("BackendT")
@@ -62,9 +63,13 @@ class LayerGroup:
             self.cache_format = cache_format
         self._loaded: dict[Any, Any] = {}
         self._prepared: set[Any] = set()
+        self._preparing: dict[Backend, tuple[str, ...]] | None = {}
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
+        waiting, self._preparing = self._preparing, None
+        for backend, phases in waiting.items():
+            backend.prepare(phases)
         self.device_type = self.torch_device.type
 
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
@@ -126,15 +131,18 @@ class LayerGroup:
         It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
         transforms.
         """
-        spec = kernel_spec(spec or self.spec)
+        spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
-        found = self._loaded.get(key)
+        found: BackendT | None = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
         if (key, phase) not in self._prepared:
             self._prepared.add((key, phase))
-            if isinstance(found, Backend):
-                found.prepare(phase)
+            if isinstance(found, Backend) and self._preparing is not None:
+                # All of a group's at once: what takes long is compiled side by side.
+                self._preparing[found] = (*self._preparing.get(found, ()), phase)
+            elif isinstance(found, Backend):
+                found.prepare((phase,))
         return found
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:

@@ -43,10 +43,15 @@ _STEP_MASKS: dict[str, tuple[Callable[..., Tensor], dict[str, VariantInput]]] = 
 
 @dataclass(frozen=True)
 class Function:
-    """A function of one pair of query and key, and the inputs that it takes by name."""
+    """A function of one pair of query and key, and the inputs that it takes by name.
+
+    `which`: `"score_mod"`, say; `source`: what is written by hand for it, where a language was named.
+    """
 
     call: Callable[..., Any]
     names: tuple[str, ...]
+    which: str = ""
+    source: str | None = None
 
     def __call__(self, *places: Tensor, inputs: Mapping[str, Tensor]) -> Any:
         return self.call(*places, **{name: inputs[name] for name in self.names})
@@ -67,15 +72,16 @@ class Pointwise:
     inputs: dict[str, VariantInput]
 
     @classmethod
-    def of(cls, spec: LayerSpec) -> Pointwise | None:
+    def of(cls, spec: LayerSpec, language: str = "") -> Pointwise | None:
         """Return a layer's functions, or None where it has neither variant nor step's mask.
 
-        Raises `SpecError` where a function can't be had.
+        `language`: what they will be generated in, if they are. Raises `SpecError` where a function
+        can't be had.
         """
         variant = variant_of(spec)
         if variant is None and spec.mask is None:
             return None
-        found = None if variant is None else cls.of_variant(variant)
+        found = None if variant is None else cls.of_variant(variant, language)
         masks = () if found is None else found.mask_mods
         inputs = {} if found is None else dict(found.inputs)
         if spec.mask is not None:
@@ -85,9 +91,9 @@ class Pointwise:
         return cls(score, masks, found is None or found.softmax, inputs)
 
     @classmethod
-    def of_variant(cls, variant: AttentionVariant) -> Pointwise:
+    def of_variant(cls, variant: AttentionVariant, language: str = "") -> Pointwise:
         """Return a variant's functions. Raises `SpecError`."""
-        score, mask = (_function(variant, name) for name in ("score_mod", "mask_mod"))
+        score, mask = (_function(variant, name, language) for name in ("score_mod", "mask_mod"))
         masks = () if mask is None else (mask,)
         return cls(score, masks, variant.softmax, variant.parsed)
 
@@ -120,7 +126,7 @@ def transform_of(variant: AttentionVariant, which: str) -> Function | None:
     return _function(variant, which)
 
 
-def _function(variant: AttentionVariant, which: str) -> Function | None:
+def _function(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
     given = getattr(variant, which)
     if given is None:
         return None
@@ -131,7 +137,7 @@ def _function(variant: AttentionVariant, which: str) -> Function | None:
             raise SpecError(
                 f"variant {variant.name!r}: {which}={shown(given)} can't be loaded: {describe(error)}"
             ) from error
-    return Function(given, variant.names_of(which, given))
+    return Function(given, variant.names_of(which, given), which, variant.source(language))
 
 
 def layer_inputs(

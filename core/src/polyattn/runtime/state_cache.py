@@ -34,7 +34,10 @@ class StateCacheSpec:
             raise CacheError(f"{spec} keeps no state; its keys are in a KV cache: cache_spec(n)")
         form = form_of(spec)
         dtype = spec.dtype
-        if form.state_in_float32 and dtype != "float64":
+        assert spec.recurrent is not None
+        if spec.recurrent.state_dtype != "auto":
+            dtype = spec.recurrent.state_dtype
+        elif form.state_in_float32 and dtype != "float64":
             dtype = "float32"
         return cls(num_slots=num_slots, shape=shape_of(spec, form.state), dtype=dtype)
 

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from polyattn.errors import BatchError, PolyattnError, describe
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.runtime.written import written_problem
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 PLACES = ("score", "b", "h", "q_idx", "kv_idx")
@@ -30,13 +31,17 @@ OPERATIONS = {
     "to_bool": 1,
 }  # fmt: skip
 """What a generator must know, with the numbers of operands; beside these: places, constants, `load`
-(an input at indices) and `size` (of an input's dimension)."""
+(an input at indices), `size` (of an input's dimension) and `written` (a call of a source by hand)."""
 _TO_BOOL = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "to_bool"})
 _LOGIC = frozenset({"and", "or", "xor", "not"})
 _TO_FLOAT = frozenset(
     {"truediv", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
      "to_float"}
 )  # fmt: skip
+
+
+def _kind_of(place: str) -> str:
+    return FLOAT if place == "score" else INT
 
 
 class UntraceableError(PolyattnError):
@@ -47,7 +52,8 @@ class UntraceableError(PolyattnError):
 class Node:
     """One operation: its name, its operands' numbers in the trace, and its result's kind.
 
-    `what`: a constant's value, a place's or an input's name, a size's (name, dimension).
+    `what`: a constant's value, a place's or an input's name, a size's (name, dimension), a call's
+    (function, names of inputs).
     """
 
     op: str
@@ -61,7 +67,8 @@ class Trace:
     """Functions as operations, each after its operands.
 
     `score` and `mask`: the numbers of the results, None where there is none. `inputs`: what is loaded,
-    by name; `constants`: the values of those that a function has captured.
+    by name; `constants`: the values of those that a function has captured; `written`: the source that
+    calls are of.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -69,6 +76,7 @@ class Trace:
     constants: dict[str, Tensor] = field(default_factory=dict)
     score: int | None = None
     mask: int | None = None
+    written: str | None = None
     _known: dict[Any, int] = field(default_factory=dict)
 
     def add(self, op: str, args: tuple[int, ...] = (), what: Any = None, kind: str = "") -> int:
@@ -121,8 +129,14 @@ class Trace:
 
     def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
         """Add a function, the last `places` of `PLACES` being its arguments; return its result."""
-        reader = _Reader(self, inputs)
-        return reader.read(function, PLACES[len(PLACES) - places :])
+        wanted = PLACES[len(PLACES) - places :]
+        if function.source is None:
+            return _Reader(self, inputs).read(function, wanted)
+        self.written = function.source
+        self.inputs |= {name: inputs[name] for name in function.names}
+        args = tuple(self.add("place", what=name, kind=_kind_of(name)) for name in wanted)
+        kind = FLOAT if function.which == "score_mod" else BOOL
+        return self.add("written", args, (function.which, function.names), kind)
 
 
 def trace(
@@ -175,7 +189,7 @@ class _Reader:
         if node.op == "placeholder":
             name = str(node.target)
             if name in PLACES and name not in self.declared:
-                return self.trace.add("place", what=name, kind=FLOAT if name == "score" else INT)
+                return self.trace.add("place", what=name, kind=_kind_of(name))
             return _Input(name, self.declared[name])
         if node.op == "get_attr":
             return self._captured(getattr(root, str(node.target)))
@@ -366,9 +380,14 @@ _METHODS: dict[str, Any] = {name: getattr(torch, name) for name in _NAMED} | {
 _TARGETS |= {name: name for name in ("size", "to", "to_float", "to_int", "to_bool", "same")}
 
 
-def untraceable(variant: AttentionVariant, target: str) -> str | None:
-    """Say why a variant's functions can't be generated for `target`, in words for people, or None."""
-    pointwise = Pointwise.of_variant(variant)
+def untraceable(variant: AttentionVariant, target: str, language: str = "") -> str | None:
+    """Say why a variant's functions can't be generated for `target`, in words for people, or None.
+
+    `language`: one of `LANGUAGES`, whose source written by hand needs no tracing.
+    """
+    if (problem := written_problem(variant, language)) is not None:
+        return problem
+    pointwise = Pointwise.of_variant(variant, language)
     try:
         trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
     except UntraceableError as error:

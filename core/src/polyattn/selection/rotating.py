@@ -21,6 +21,15 @@ def prepared_for(found: Selection, spec: LayerSpec) -> Selection:
     return replace(found, decision=replace(decision, spec=spec, notes=(*decision.notes, *notes)))
 
 
+def noted(found: Selection) -> Selection:
+    """Return the selection with what core does of a layer's rows beside its backends."""
+    prefill = found.backend("prefill")
+    if not found.spec.dense_context or prefill is None:
+        return found
+    note = f"dense context: {prefill.name} computes whole prompts without the window, in their own call"
+    return replace(found, decision=replace(found.decision, notes=(*found.decision.notes, note)))
+
+
 def _form(rope: RopeSpec) -> str:
     if not rope.rotary_size:
         return "query temperature"

@@ -14,6 +14,7 @@ from polyattn.spec.kinds import (
     QUANTISED_DTYPES,
     SCALES,
     AttentionKind,
+    GraphCapture,
     Role,
 )
 from polyattn.spec.variant import MASKS, NAME
@@ -95,7 +96,7 @@ def check_fields(spec: LayerSpec) -> None:
 
 _FLAGS = (
     "fp8_compute", "causal", "cached", "alibi", "learned_sinks", "needs_lse", "length_bounds",
-    "deterministic", "batch_invariant",
+    "deterministic", "batch_invariant", "dense_context",
 )  # fmt: skip
 
 
@@ -109,6 +110,18 @@ def check_relations(spec: LayerSpec) -> None:
     if spec.sink_tokens and spec.sliding_window is None:
         raise SpecError(
             f"sink_tokens={spec.sink_tokens} needs a sliding_window; without one every key is kept"
+        )
+    decoding = spec.role is Role.DECODER and spec.causal and spec.cached
+    if spec.dense_context and (spec.sliding_window is None or not decoding):
+        raise SpecError(
+            "dense_context=True is of causal decoders over a cache, with a sliding_window; without one "
+            "every prompt sees all of its keys"
+        )
+    if spec.dense_context and (spec.graph_capture is GraphCapture.ANY or spec.length_bounds):
+        raise SpecError(
+            "dense_context=True goes by which rows are whole prompts, which a captured mixed step, or "
+            "one planned by bounds, doesn't know; give graph_capture='uniform' at most, and no "
+            "length_bounds"
         )
     if spec.window_right is not None and spec.causal:
         raise SpecError(
@@ -229,6 +242,8 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
     if spec.kind.is_recurrent != (spec.recurrent is not None):
         raise SpecError(f"kind={kind!r} and recurrent={spec.recurrent!r} don't go together")
+    if spec.recurrent is not None:
+        _check_mamba(spec, spec.recurrent)
     if spec.kind in _UNGROUPED and spec.num_kv_heads != spec.num_heads:
         raise SpecError(
             f"num_kv_heads={spec.num_kv_heads}: {kind} has no groups; leave it out, or give the "
@@ -253,6 +268,30 @@ _UNGROUPED = (
 )  # fmt: skip
 
 
+STATE_DTYPES = ("auto", "bfloat16", "float16")
+
+
+def _check_mamba(spec: LayerSpec, recurrent: RecurrentSpec) -> None:
+    """Check the options that only Mamba layers, or states of matrices, have. Raises `SpecError`."""
+    kind, mamba1 = spec.kind.value, spec.kind is AttentionKind.MAMBA1
+    mamba = mamba1 or spec.kind is AttentionKind.MAMBA2
+    for name in ("gated", "bc_in_float32"):
+        if getattr(recurrent, name) and not mamba:
+            raise SpecError(f"recurrent.{name}=True: {kind} has none; only Mamba layers have")
+    if recurrent.channel_groups > 1 and (not mamba1 or spec.num_heads % recurrent.channel_groups):
+        raise SpecError(
+            f"recurrent.channel_groups={recurrent.channel_groups}: it is Mamba-1's, and divides its "
+            f"channels, num_heads={spec.num_heads}; other kinds' groups are num_kv_heads"
+        )
+    if recurrent.state_dtype != "auto" and (
+        spec.kind is AttentionKind.SHORT_CONV or spec.dtype == "float64"
+    ):
+        raise SpecError(
+            f"recurrent.state_dtype={recurrent.state_dtype!r}: a {kind} state of a {spec.dtype} layer is "
+            "in the layer's dtype; leave it out"
+        )
+
+
 def check_latent(latent: LatentSpec) -> None:
     """Check the latent part of an MLA layer. Raises `SpecError`."""
     integer("latent.rank", latent.rank, 1)
@@ -274,6 +313,11 @@ def check_recurrent(recurrent: RecurrentSpec) -> None:
             f"recurrent.feature_map={recurrent.feature_map!r} must be one of "
             f"{', '.join(FEATURE_MAPS)}, or None"
         )
-    for name in ("dt_softplus", "qk_norm"):
+    integer("recurrent.channel_groups", recurrent.channel_groups, 1)
+    if recurrent.state_dtype not in STATE_DTYPES:
+        raise SpecError(
+            f"recurrent.state_dtype={recurrent.state_dtype!r} must be one of {', '.join(STATE_DTYPES)}"
+        )
+    for name in ("dt_softplus", "qk_norm", "gated", "bc_in_float32"):
         if not isinstance(getattr(recurrent, name), bool):
             raise SpecError(f"recurrent.{name}={getattr(recurrent, name)!r} must be True or False")

@@ -98,7 +98,19 @@ def questions(spec: LayerSpec, phase: str) -> tuple[LayerSpec, ...]:
     """Return what a backend for `phase` must be able to do: `spec`, or what it comes down to."""
     if spec.kind is AttentionKind.MLA and phase == "prefill":
         return expanded(spec), expanded_context(spec)
+    if spec.dense_context:
+        return (windowed(spec), dense(spec)) if phase == "prefill" else (windowed(spec),)
     return (spec,)
+
+
+def dense(spec: LayerSpec) -> LayerSpec:
+    """Return what a whole prompt of a layer with `dense_context` is: the layer without its window."""
+    return spec.replace(dense_context=False, sliding_window=None, sink_tokens=0)
+
+
+def windowed(spec: LayerSpec) -> LayerSpec:
+    """Return what every other row of a layer with `dense_context` is."""
+    return spec.replace(dense_context=False) if spec.dense_context else spec
 
 
 def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:

@@ -32,13 +32,20 @@ FEATURES = {
     "length_bounds": "steps planned by upper bounds of the lengths",
     "deterministic": "the same bits from the same inputs",
     "batch_invariant": "the same bits for a request in any batch",
+    "gated": "Mamba's gate z",
+    "grouped_channels": "Mamba-1's groups of B and C",
+    "bc_in_float32": "Mamba's B and C in float32 beside x in 16 bits",
+    "narrow_states": "recurrent states kept in 16 bits",
 }
 """Every feature that a `LayerSpec` can ask for and a backend must claim, with what it means."""
+RECURRENT = frozenset({"gated", "grouped_channels", "bc_in_float32", "narrow_states"})
+"""Those that only recurrent layers ask for."""
 
 
 def features(spec: LayerSpec) -> frozenset[str]:
     """Return the names in `FEATURES` that `spec` asks for."""
-    in_cache = spec.rope is not None and spec.rope.positions == "cache"
+    form = spec.recurrent
+    rope = spec.rope if spec.rope is not None and spec.rope.positions == "cache" else None
     wanted = {
         "causal": spec.causal,
         "non_causal": not spec.causal,
@@ -51,8 +58,8 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "alibi": spec.alibi,
         "learned_sinks": spec.learned_sinks,
         "sink_tokens": spec.sink_tokens > 0,
-        "cache_positions": in_cache,
-        "cache_positions_by_length": in_cache and spec.rope.scaling in ("dynamic", "longrope"),
+        "cache_positions": rope is not None,
+        "cache_positions_by_length": rope is not None and rope.scaling in ("dynamic", "longrope"),
         "variant": spec.variant is not None,
         "custom_mask": spec.mask == "custom",
         "block_sparse": spec.mask == "block_sparse",
@@ -64,5 +71,9 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "length_bounds": spec.length_bounds,
         "deterministic": spec.deterministic,
         "batch_invariant": spec.batch_invariant,
+        "gated": form is not None and form.gated,
+        "grouped_channels": form is not None and form.channel_groups > 1,
+        "bc_in_float32": form is not None and form.bc_in_float32,
+        "narrow_states": form is not None and form.state_dtype != "auto",
     }
     return frozenset(name for name, asked in wanted.items() if asked)

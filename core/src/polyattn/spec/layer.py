@@ -52,6 +52,11 @@ class RecurrentSpec:
     - `qk_norm`: queries and keys of a delta rule are scaled to length 1 first.
     - `feature_map`: what linear attention with a normaliser takes of queries and keys: `"elu+1"` or
       `"relu"`.
+    - `gated`: Mamba takes a gate z beside x; what leaves is y silu(z).
+    - `channel_groups`: Mamba-1's channels have so many B and C, each for as many neighbours.
+    - `bc_in_float32`: Mamba's B and C come in float32 whatever the layer's dtype.
+    - `state_dtype`: what a state is kept in between steps, `"bfloat16"` or `"float16"`; `"auto"`: float32
+      (a convolution's: the layer's dtype). A step computes in float32 and rounds what it leaves.
     """
 
     state_size: int = 0
@@ -60,6 +65,10 @@ class RecurrentSpec:
     dt_softplus: bool = True
     qk_norm: bool = False
     feature_map: str | None = None
+    gated: bool = False
+    channel_groups: int = 1
+    bc_in_float32: bool = False
+    state_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         check_recurrent(self)
@@ -77,6 +86,8 @@ class LayerSpec:
     - `chunk_size` C: a query sees only the keys of its own chunk `position // C` (Llama 4).
     - `learned_sinks`: one learned logit a head joins the softmax's denominator (gpt-oss).
     - `sink_tokens` S: the first S keys stay visible beyond the window (StreamingLLM).
+    - `dense_context`: a whole prompt, given in one step, sees all of its keys; the window, and the kept
+      first tokens, are for rows that go on from a cache (TensorRT-LLM's dense context phase).
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
@@ -124,6 +135,7 @@ class LayerSpec:
     alibi: bool = False
     learned_sinks: bool = False
     sink_tokens: int = 0
+    dense_context: bool = False
     needs_lse: bool = False
     graph_capture: GraphCapture = GraphCapture.NONE
     length_bounds: bool = False

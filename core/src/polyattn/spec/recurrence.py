@@ -1,13 +1,13 @@
 """What does each recurrent kind take? Its tensors, its parameters and its state, as data.
 
 The letters of a shape: T tokens, H heads (or channels), G groups of B and C, or key heads, K key
-head size, V value head size, N state size, W convolution width.
+head size, V value head size, N state size, W convolution width, R Mamba-1's groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
@@ -126,8 +126,18 @@ FORMS: dict[AttentionKind, Form] = {
 
 
 def form_of(spec: LayerSpec) -> Form:
-    """Return the form of a recurrent layer."""
-    return FORMS[spec.kind]
+    """Return the form of a recurrent layer: its kind's, with what its options add.
+
+    A gate is one more input, z, of x's shape; groups of Mamba-1's channels are an axis of B and C.
+    """
+    form, options = FORMS[spec.kind], spec.recurrent
+    assert options is not None
+    inputs = dict(form.inputs)
+    if options.channel_groups > 1:
+        inputs |= dict.fromkeys("BC", ("T", "R", "N"))
+    if options.gated:
+        inputs["z"] = inputs["x"]
+    return replace(form, inputs=inputs) if inputs != form.inputs else form
 
 
 def shape_of(spec: LayerSpec, shape: Shape, tokens: int = 0) -> tuple[int, ...]:
@@ -144,5 +154,6 @@ def shape_of(spec: LayerSpec, shape: Shape, tokens: int = 0) -> tuple[int, ...]:
         "N": recurrent.state_size,
         "W": recurrent.conv_width,
         "W-1": recurrent.conv_width - 1,
+        "R": recurrent.channel_groups,
     }
     return tuple(sizes[letter] for letter in shape)

@@ -11,9 +11,10 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SpecError, nearest, shown
+from polyattn.errors import SpecError, describe, nearest, shown
 
 NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 INPUT_DTYPES = ("float32", "int32", "int64", "bool")
@@ -22,6 +23,8 @@ SIZES = ("num_heads", "num_kv_heads", "num_seqs", "*")
 TRANSFORMS = ("query_mod", "key_mod", "value_mod", "output_mod")
 """Functions of elements that a variant may have, beside those of scores."""
 FUNCTIONS = ("score_mod", "mask_mod", *TRANSFORMS)
+LANGUAGES = ("triton", "cuda", "jax")
+"""What functions of scores are generated in, and may be written in by hand."""
 MASKS = ("custom", "block_sparse")
 """Masks that a step brings: packed booleans, or rows of blocks."""
 _INPUT = re.compile(r"(?P<dtype>[a-z0-9]+)(?:\[(?P<dims>[^\[\]]*)\])?")
@@ -83,6 +86,9 @@ class AttentionVariant:
     - `softmax`: False takes what `score_mod` returns as the weights (FlashSigmoid).
     - `inputs`: tensors that the functions take as keyword arguments of these names: `"float32"` for a
       number, `"float32[num_heads]"`, `"bool[num_seqs, *]"`. Each is given to the layer or with the batch.
+    - `sources`: for a language (`"triton"`, `"cuda"`, `"jax"`) what is written by hand in it, a text or
+      a `Path`: there `score_mod` and `mask_mod`, as far as the variant has them, under these names. It
+      takes the place of what would be generated of the functions, which stay what is right.
 
     A function is evaluated for all its arguments at once, as under `flex_attention`: no `if` on them, and
     no reductions. Raises `SpecError`.
@@ -97,6 +103,7 @@ class AttentionVariant:
     output_mod: Callable[..., Any] | str | None = None
     softmax: bool = True
     inputs: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str | Path] = field(default_factory=dict)
     summary: str = ""
 
     def __post_init__(self) -> None:
@@ -128,6 +135,7 @@ class AttentionVariant:
             if not (isinstance(name, str) and name.isidentifier()):
                 raise SpecError(f"inputs: {shown(name)} can't be an argument's name")
         self.parsed  # noqa: B018
+        self._check_sources()
         for field_name in FUNCTIONS:
             if callable(given := getattr(self, field_name)):
                 self.names_of(field_name, given)
@@ -153,6 +161,42 @@ class AttentionVariant:
                 f"{', '.join(self.inputs) or 'none'}; declare inputs={{{unknown[0]!r}: 'float32'}}"
             )
         return names
+
+    def _check_sources(self) -> None:
+        if not isinstance(self.sources, Mapping):
+            raise SpecError(
+                f"AttentionVariant.sources={shown(self.sources)} must map languages to texts"
+            )
+        object.__setattr__(self, "sources", dict(self.sources))
+        for language, given in self.sources.items():
+            if language not in LANGUAGES:
+                raise SpecError(
+                    f"variant {self.name!r}: sources has {shown(language)}"
+                    f"{nearest(language, LANGUAGES)}; it may have {', '.join(LANGUAGES)}"
+                )
+            if not isinstance(given, (str, Path)) or not str(given).strip():
+                raise SpecError(
+                    f"variant {self.name!r}: sources[{language!r}]={shown(given)} must be a text, or the "
+                    "Path of a file"
+                )
+        if self.sources and not self.of_scores:
+            raise SpecError(
+                f"variant {self.name!r} has sources, and neither score_mod nor mask_mod that they could "
+                "stand for; leave them out"
+            )
+
+    def source(self, language: str) -> str | None:
+        """Return what is written by hand in a language, None where nothing is. Raises `SpecError`."""
+        given = self.sources.get(language)
+        if not isinstance(given, Path):
+            return given
+        try:
+            return given.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise SpecError(
+                f"variant {self.name!r}: sources[{language!r}]={shown(str(given))} can't be read: "
+                f"{describe(error)}"
+            ) from error
 
     @property
     def transforms(self) -> bool:

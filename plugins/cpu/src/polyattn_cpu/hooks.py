@@ -229,7 +229,18 @@ TORCH_SCAN = BackendInfo(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         kinds=frozenset(kind for kind in AttentionKind if kind.is_recurrent),
         dtypes=ALL_DTYPES,
-        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+        features=frozenset(
+            {
+                "causal",
+                "gqa",
+                "v_head_size",
+                "deterministic",
+                "gated",
+                "grouped_channels",
+                "bc_in_float32",
+                "narrow_states",
+            }
+        ),
     ),
     priorities=(
         Priority(score=50, platform="cpu", why="matrix products in chunks; no compiler needed"),

@@ -55,10 +55,20 @@ class TorchScan(RecurrentBackend):
             state = states[slot]
             if plan.fresh[index]:
                 state.zero_()
+            narrow = state.dtype.itemsize == 2 and self.spec.kind is not AttentionKind.SHORT_CONV
+            state = state.float() if narrow else state
             part = {name: tensor[rows] for name, tensor in inputs.items()}
             if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
                 part["fresh"] = out.new_tensor(plan.fresh[index], dtype=torch.bool)
-            run(self.spec, part, params, state, out[rows])
+            gate = part.pop("z", None)
+            if gate is None:
+                run(self.spec, part, params, state, out[rows])
+            else:
+                y = torch.empty_like(out[rows], dtype=state.dtype)
+                run(self.spec, part, params, state, y)
+                out[rows] = (y * silu(gate.to(y.dtype))).to(out.dtype)
+            if narrow:
+                states[slot] = state.to(states.dtype)
 
     def _tokens(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
@@ -72,10 +82,14 @@ class TorchScan(RecurrentBackend):
         state = states[slots]
         # Not a product: an unused slot may hold NaN.
         state = torch.where(begun.view(-1, *[1] * (state.dim() - 1)), state, 0.0)
+        if self.spec.kind is not AttentionKind.SHORT_CONV:
+            state = state.to(_compute(states))
         part = {name: tensor[rows].to(_compute(states)) for name, tensor in inputs.items()}
         if self.spec.kind is AttentionKind.RG_LRU:
             part["fresh"] = ~begun
         output, state = TOKENS[self.spec.kind](self.spec, part, params, state)
+        if "z" in part:
+            output = output * silu(part["z"])
         states[slots] = state.to(states.dtype)
         out[rows] = output.to(out.dtype)
 
@@ -123,8 +137,20 @@ def _mamba1_sequence(
 ) -> None:
     x = {name: tensor.to(state.dtype) for name, tensor in x.items()}
     dt = step_size(spec, x["dt"], params)
-    y = selective_scan(x["x"], dt, params["A"], x["B"], x["C"], state)
+    y = torch.empty_like(x["x"])
+    for index, channels in enumerate(_channels(spec)):
+        B, C = (x[name] if x[name].dim() == 2 else x[name][:, index] for name in "BC")
+        y[:, channels] = selective_scan(
+            x["x"][:, channels], dt[:, channels], params["A"][channels], B, C, state[channels]
+        )
     out.copy_(y + params["D"] * x["x"] if "D" in params else y)
+
+
+def _channels(spec: LayerSpec) -> list[slice]:
+    """Return the channels of each of Mamba-1's groups."""
+    assert spec.recurrent is not None
+    each = spec.num_heads // spec.recurrent.channel_groups
+    return [slice(first, first + each) for first in range(0, spec.num_heads, each)]
 
 
 def _mamba2_sequence(
@@ -245,8 +271,13 @@ def _mamba1_token(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     dt = step_size(spec, x["dt"], params)[..., None]
-    state = torch.exp(dt * params["A"]) * state + dt * x["x"][..., None] * x["B"][:, None]
-    y = (state @ x["C"][..., None])[..., 0]
+    # (sequences, 1 or a channel's group's, N)
+    B, C = (x[name] if x[name].dim() == 3 else x[name][:, None] for name in "BC")
+    if B.shape[1] > 1:
+        each = spec.num_heads // B.shape[1]
+        B, C = B.repeat_interleave(each, 1), C.repeat_interleave(each, 1)
+    state = torch.exp(dt * params["A"]) * state + dt * x["x"][..., None] * B
+    y = (state * C).sum(-1)
     return (y + params["D"] * x["x"] if "D" in params else y), state
 
 

@@ -78,14 +78,13 @@ class CudnnAttention(AttentionBackend):
 
             def seen(tensor: Tensor, rows: slice = rows, shape: tuple[int, int] = (many, count),
                      last: int = seeing) -> Tensor:  # fmt: skip
-                return tensor[rows].unflatten(0, shape)[:, shape[1] - last :]
+                return tensor[rows].view(*shape, *tensor.shape[1:])[:, shape[1] - last :]
 
-            state = self._sequences(
-                seen(query), *(t[keys].unflatten(0, (many, length)) for t in (key, value)), causal
-            )
-            seen(out).copy_(state.output.unflatten(0, (many, seeing)))
+            dense = [t[keys].view(many, length, *t.shape[1:]) for t in (key, value)]
+            state = self._sequences(seen(query), dense[0], dense[1], causal)
+            seen(out).copy_(state.output.view(many, seeing, *out.shape[1:]))
             if lse is not None:
-                seen(lse).copy_(state.lse.unflatten(0, (many, seeing)))
+                seen(lse).copy_(state.lse.view(many, seeing, -1))
         blank(plan.empty, out, lse)
 
     def _sequences(self, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> AttentionState:

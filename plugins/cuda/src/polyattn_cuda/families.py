@@ -6,6 +6,7 @@ from polyattn.plugin import (
     AttentionKind,
     BackendInfo,
     Capabilities,
+    GraphCapture,
     Priority,
     Proof,
     Sizes,
@@ -35,6 +36,7 @@ FLASHINFER_MLA = BackendInfo(
         phases=frozenset({"decode"}),
         decode_query_lens=16,
         features=FEATURES,
+        graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
     ),
     priorities=(Priority(score=90, why="the fastest measured on Hopper: 136 us at 64 x 4,096"),),
     proof=MEASURED,
@@ -67,6 +69,7 @@ FLASHMLA_CLAIMS = Capabilities(
     phases=frozenset({"decode"}),
     decode_query_lens=16,
     features=FEATURES,
+    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )
 FLASHMLA = BackendInfo.of_variants(
     Variant(
@@ -149,6 +152,7 @@ FLASH_ATTN_MLA_CLAIMS = Capabilities(
     phases=frozenset({"decode"}),
     decode_query_lens=16,
     features=FEATURES,
+    graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
     Variant(

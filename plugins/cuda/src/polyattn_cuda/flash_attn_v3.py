@@ -25,6 +25,8 @@ from polyattn_cuda.paging import PackedKeys, ragged, upload
 from polyattn_cuda.providers import vllm_library
 
 MAX_SPLITS = 32
+SHORT = 16
+"""Query tokens up to which keys are split by a captured step, as decodes' are."""
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -37,13 +39,15 @@ class Flash3Plan(Plan):
 
     __slots__ = ("keys", "seq_of", "splits")
 
-    def __init__(self, batch: Batch, cache: CacheFormat | None, splits: int):
+    def __init__(
+        self, batch: Batch, cache: CacheFormat | None, splits: int, into: Tensor | None = None
+    ):
         super().__init__(batch)
         self.splits = splits
         self.keys = PackedKeys(batch, None) if cache is None else None
         self.seq_of: Tensor | None = None
         if cache is not None and cache.item_bytes == 1 and not batch.all_decode:
-            self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device)
+            self.seq_of = upload(ragged(np.asarray(batch.query_lens))[0], batch.device, into)
 
 
 class FlashAttention3(AttentionBackend):
@@ -60,10 +64,13 @@ class FlashAttention3(AttentionBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
         splits = 0
-        if self.spec.graph_capture:
+        if self.spec.graph_capture and batch.max_query_len <= SHORT and not batch.num_contexts:
             programs = max(1, batch.num_seqs * self.spec.num_kv_heads)
             splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
-        return Flash3Plan(batch, self.cache, splits)
+        elif batch.lens_are_bounds:
+            splits = 1
+        into = reuse.seq_of if isinstance(reuse, Flash3Plan) else None
+        return Flash3Plan(batch, self.cache, splits, into)
 
     def run(
         self,

@@ -109,17 +109,17 @@ class FlashInferAttention(AttentionBackend):
             "disable_split_kv": spec.v_head_size not in MERGED_SIZES,
         }  # fmt: skip
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
         table = None
         if self.cache is not None:
             table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
-        query_lens = [[SHORT + 1]] if phase == "prefill" else [[1], [2]]
-        for lens in query_lens:
+        query_lens = [[SHORT + 1]] if "prefill" in phases else []
+        for lens in [*query_lens, *([[1], [2]] if "decode" in phases else [])]:
             keys = [lens[0] if self.cache is None else min(lens[0], self.cache.block_size)]
             starts = [0, lens[0]]
             self.plan(Batch(starts, keys, table, device=self.torch_device))
-        if phase == "prefill" and self.masks is not None and self.cache is not None:
+        if "prefill" in phases and self.masks is not None and self.cache is not None:
             tokens, size = SHORT + 1, self.cache.block_size
             pages = -(-tokens // size)
             table = torch.zeros(1, pages, dtype=torch.int32, device=self.torch_device)
@@ -227,18 +227,15 @@ class FlashInferAttention(AttentionBackend):
         spec, cache = self.spec_of(plan.batch), self.cache
         assert cache is not None
         causal, bits, plan.empty = masks.over_rows(rows, spec, self.torch_device)
-        lists = listed(rows.lens, rows.table(plan.batch), cache.block_size)
         starts = torch.from_numpy(np.concatenate([[0], rows.queries.cumsum()]).astype(np.int32))
+        lists = [starts, *listed(rows.lens, rows.table(plan.batch), cache.block_size)]
         masked = {} if bits is None else {"custom_mask": bits}
         if masked:  # which it packs on the device
-            starts, lists = (
-                starts.to(self.torch_device),
-                tuple(t.to(self.torch_device) for t in lists),
-            )
+            lists = [t.to(self.torch_device) for t in lists]
         plan.lease = self.pool.lease(plan, "paged" if masked else "rows")
         plan.lease.plan(
-            starts, *lists, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size,
-            causal=causal, **(self.options | {"window_left": -1} | masked),
+            *lists, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size, causal=causal,
+            **(self.options | {"window_left": -1} | masked),
         )  # fmt: skip
 
     def _plan_ragged(self, plan: FlashInferPlan, **masked: Tensor) -> None:

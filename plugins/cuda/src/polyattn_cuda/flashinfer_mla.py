@@ -45,9 +45,20 @@ class FlashInferMLA(LatentAdapter):
     def _make(self, kind: Any, capacity: int) -> Any:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-        return BatchMLAPagedAttentionWrapper(workspace(self.torch_device), backend="auto")
+        buffer = workspace(self.torch_device)
+        if kind == "eager":
+            return BatchMLAPagedAttentionWrapper(buffer, backend="auto")
+        count = kind[1]
 
-    def prepare(self, phase: str) -> None:
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=self.torch_device)
+
+        return BatchMLAPagedAttentionWrapper(
+            buffer, use_cuda_graph=True, qo_indptr=ints(count + 1), kv_indptr=ints(count + 1),
+            kv_indices=ints(capacity), kv_len_arr=ints(count), backend="auto",
+        )  # fmt: skip
+
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Plan for one token: its kernels are compiled where they are planned for first."""
         table = torch.zeros(1, 1, dtype=torch.int32, device=self.torch_device)
         self.plan(Batch([0, 1], [1], table, device=self.torch_device))
@@ -55,8 +66,15 @@ class FlashInferMLA(LatentAdapter):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> WrapperPlan:
         spec, cache, plan = self.spec, self.cache, WrapperPlan(batch)
         assert cache is not None
-        plan.lease = self.pool.lease(plan, "decode")
         indptr, indices, _ = page_lists(batch, cache.block_size)
+        if reuse is not None:
+            assert isinstance(reuse, WrapperPlan)
+            plan.lease = reuse.lease
+        elif spec.graph_capture:
+            kind = ("captured", batch.num_seqs)
+            plan.lease = self.pool.lease(plan, kind, max(1, len(indices)))
+        else:
+            plan.lease = self.pool.lease(plan, "eager")
         dtype = STORAGE_DTYPES[spec.dtype]
         plan.lease.plan(
             torch.tensor(batch.starts, dtype=torch.int32), indptr, indices,

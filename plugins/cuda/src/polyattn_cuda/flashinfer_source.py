@@ -31,7 +31,7 @@ FLOATS = {
     "sin": "sinf", "cos": "cosf", "tanh": "tanhf", "abs": "fabsf", "floor": "floorf", "ceil": "ceilf",
     "minimum": "fminf", "maximum": "fmaxf",
 }  # fmt: skip
-ENDLESS = frozenset({"log", "log2", "truediv", "load", "exp", "exp2", "mul", "rsqrt"})
+ENDLESS = frozenset({"log", "log2", "truediv", "load", "exp", "exp2", "mul", "rsqrt", "written"})
 """Operations on floats whose result may be infinite though their operands are not."""
 HELPERS = """
   // The address of an element: negative indices count from the end, what lies outside is the nearest.
@@ -51,6 +51,22 @@ HELPERS = """
     return a - floor_div<I>(a, b) * b;
   }
 """
+WRITTEN = """
+  template <typename T, int N>
+  struct Input {
+    const T* data;
+    int64_t sizes[N], strides[N];
+    template <typename... Indices> __device__ T operator()(Indices... indices) const {
+      int64_t place = 0, dim = 0;
+      ((place += at<int64_t>(indices, sizes[dim], strides[dim]), ++dim), ...);
+      return data[place];
+    }
+  };
+  struct Written {
+TEXT
+  };
+"""
+"""What is written by hand, and what its inputs that are tensors come as: called with their indices."""
 FA2 = """
 struct PolyattnVariant : AttentionVariantBase {
   static constexpr bool use_softmax = SOFTMAX;
@@ -155,7 +171,9 @@ class Declared:
         body = "\n".join(f"    {line}" for line in [*lines, "return s;"])
         head = head.replace("MEMBERS", members).replace("ONCE", once)
         ending = AS_IT_IS if not fa3 and not self.softmax else ""
-        whole = f"{head}{HELPERS}{TRANSFORM.replace('BODY', body)}{ending}}};\n"
+        written = self.trace.written
+        by_hand = "" if written is None else WRITTEN.replace("TEXT", written)
+        whole = f"{head}{HELPERS}{by_hand}{TRANSFORM.replace('BODY', body)}{ending}}};\n"
         return whole.replace("PARAMS", "params.additional_params" if fa3 else "params")
 
     def _scaled(self) -> str:
@@ -260,6 +278,10 @@ class _Writer:
             return f"PARAMS.{number_name('size', name, dim)}"
         if op == "load":
             return self._load(node)
+        if op == "written":
+            called, names = node.what
+            given = [*(f"x{a}" for a in args), *map(self._given, names)]
+            return f"Written::{called}({', '.join(given)})"
         kinds = {self.nodes[a].kind for a in args}
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = next(k for k in ("float", "int", "bool") if k in kinds)
@@ -302,6 +324,18 @@ class _Writer:
             op
         ]
         return f"{call}<{kind}>({', '.join(args)})"
+
+    def _given(self, name: str) -> str:
+        """An input as what is written by hand takes it: a number, or what is called with indices."""
+        declared, where = self.trace.inputs[name], f"PARAMS.{tensor_name(name)}"
+        if not declared.dims:
+            return f"*{where}"
+        sizes, strides = (
+            ", ".join(f"PARAMS.{number_name(w, name, d)}" for d in range(len(declared.dims)))
+            for w in ("size", "stride")
+        )
+        kind = f"Input<{ELEMENTS[declared.dtype]}, {len(declared.dims)}>"
+        return f"{kind}{{{where}, {{{sizes}}}, {{{strides}}}}}"
 
     def _load(self, node: Any) -> str:
         name = node.what

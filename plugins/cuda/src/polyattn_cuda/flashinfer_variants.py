@@ -24,7 +24,7 @@ from polyattn_cuda.trace_bounds import INT32
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant's functions can't be generated, or None."""
-    return untraceable(variant, "FlashInfer's JIT")
+    return untraceable(variant, "FlashInfer's JIT", "cuda")
 
 
 class Functions:
@@ -39,7 +39,7 @@ class Functions:
     @classmethod
     def of(cls, spec: LayerSpec, device: torch.device) -> Functions | None:
         """Return a layer's; None where it has no variant."""
-        pointwise = Pointwise.of(spec) if spec.variant else None
+        pointwise = Pointwise.of(spec, "cuda") if spec.variant else None
         return None if pointwise is None else cls(spec, pointwise, device)
 
     @property

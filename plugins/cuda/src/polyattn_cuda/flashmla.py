@@ -25,14 +25,30 @@ from polyattn_cuda.providers import vllm_library
 
 
 class FlashMLAPlan(LatentPlan):
-    """`schedule` is made by the first layer's kernel, on the device, for all layers of the step."""
+    """`schedule` is made by the first layer's kernel, on the device, for all layers of the step.
 
-    __slots__ = ("rows", "schedule")
+    A captured step makes one of its own, each time that it is replayed.
+    """
+
+    __slots__ = ("_schedules", "rows")
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         self.rows = UniformRows(batch)
-        self.schedule: Any = None
+        self._schedules: dict[bool, Any] = {}
+
+    @property
+    def schedule(self) -> Any:
+        """What an earlier layer of this step, or of this capture, left; None for the first one."""
+        return self._schedules.get(_capturing())
+
+    @schedule.setter
+    def schedule(self, made: Any) -> None:
+        self._schedules[_capturing()] = made
+
+
+def _capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class FlashMLA(LatentAdapter):

@@ -17,10 +17,14 @@ def ragged(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return row, np.arange(counts.sum()) - starts[row]
 
 
-def upload(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy to the device without waiting for it."""
+def upload(values: np.ndarray, device: torch.device, into: Tensor | None = None) -> Tensor:
+    """Copy to the device without waiting for it, into a buffer of this size where one is given."""
     host = torch.from_numpy(np.ascontiguousarray(values))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    if device.type == "cuda":
+        host = host.pin_memory()
+    if into is not None:
+        return into.copy_(host, non_blocking=True)
+    return host.to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def page_lists(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:

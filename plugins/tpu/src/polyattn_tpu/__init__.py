@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from polyattn_tpu.buckets import Buckets
-    from polyattn_tpu.functions import Cache, Scales, attend, attend_given, merge, store
+    from polyattn_tpu.functions import (
+        Cache,
+        Scales,
+        attend,
+        attend_given,
+        functions_of,
+        merge,
+        store,
+    )
     from polyattn_tpu.latent import attend_expanded, attend_latent, attend_rows, plan_expanded
     from polyattn_tpu.planning import AttentionPlan, RecurrentPlan, pad, plan
     from polyattn_tpu.recurrence import recur
@@ -23,7 +31,7 @@ _HOME = {
     "RecurrentPlan": "planning", "Scales": "functions", "Step": "step", "attend": "functions",
     "attend_expanded": "latent", "attend_given": "functions", "attend_latent": "latent",
     "attend_rows": "latent", "merge": "functions", "pad": "planning", "plan": "planning",
-    "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
+    "functions_of": "functions", "plan_expanded": "latent", "recur": "recurrence", "store": "functions",
     "torchax": "torchax_env",
 }  # fmt: skip
 
@@ -39,6 +47,7 @@ __all__ = [
     "attend_given",
     "attend_latent",
     "attend_rows",
+    "functions_of",
     "merge",
     "pad",
     "plan",

@@ -16,9 +16,9 @@ from polyattn.plugin import AttentionKind, LayerSpec, absorbed
 
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import DENSE_PAGE
-from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, store
+from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, functions_of, store
 from polyattn_tpu.latent import attend_rows
-from polyattn_tpu.planning import AttentionPlan, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.planning import AttentionPlan, by_of, plan_chunks, plan_dense, plan_paged
 from polyattn_tpu.recurrence import recur
 from polyattn_tpu.step import Step
 
@@ -89,15 +89,17 @@ def attention_case(
     step = step_of(phase, seqs, tokens, length, block_size)
     dtype = DTYPES[spec.dtype]
     group = spec.gqa_ratio
-    params = [
+    params: list[Any] = [
         jnp.zeros(spec.num_heads) if asked else None for asked in (spec.learned_sinks, spec.alibi)
     ]
+    functions, by = functions_of(spec), by_of(spec)
+    params.append(None if functions is None else functions.blank(spec, seqs, length))
     plan: AttentionPlan
     if spec.cached:
-        plan = plan_paged(step, group, block_size, buckets)
+        plan = plan_paged(step, group, block_size, buckets, by)
         kept = jax.eval_shape(lambda: Cache.zeros(spec, num_blocks, block_size))
     else:
-        plan = plan_dense(step, group, buckets)
+        plan = plan_dense(step, group, buckets, by)
         keys = (seqs * length, spec.num_kv_heads)
         kept = tuple(
             jax.ShapeDtypeStruct((*keys, size), dtype)
@@ -107,6 +109,7 @@ def attention_case(
 
     def run(plan: Any, query: Any, kept: Any, params: Any) -> Any:
         options = {"sinks": params[0], "alibi_slopes": params[1], "lse": spec.needs_lse}
+        options |= {"functions": functions, "inputs": params[2]}
         if spec.cached:
             return attend(plan, spec, query, kept, interpret=False, **options)
         return attend_given(plan, spec, query, *kept, interpret=False, **options)

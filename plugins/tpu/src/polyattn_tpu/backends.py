@@ -32,7 +32,7 @@ from polyattn_tpu import functions, latent, recurrence
 from polyattn_tpu.bridge import assign, in_jax, pages, to_jax, unshared, update_pages
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.functions import Cache, Scales
-from polyattn_tpu.planning import pad, plan_chunks, plan_dense, plan_paged
+from polyattn_tpu.planning import by_of, pad, plan_chunks, plan_dense, plan_paged
 from polyattn_tpu.step import Step
 
 
@@ -50,8 +50,9 @@ def buckets() -> Buckets:
     return Buckets(**given)
 
 
-attend = jax.jit(functions.attend, static_argnames=("spec", "lse", "interpret"))
-attend_given = jax.jit(functions.attend_given, static_argnames=("spec", "lse", "interpret"))
+STATIC = ("spec", "functions", "lse", "interpret")
+attend = jax.jit(functions.attend, static_argnames=STATIC)
+attend_given = jax.jit(functions.attend_given, static_argnames=STATIC)
 attend_rows = jax.jit(latent.attend_rows, static_argnames=("scale", "rank"))
 merge = jax.jit(functions.merge)
 recur = {
@@ -93,14 +94,16 @@ class PallasAttention(AttentionBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.buckets = buckets()
+        self.functions = functions.functions_of(spec)
+        self.by = by_of(spec)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> JaxPlan:
-        step = Step.from_batch(batch)
+        step, group = Step.from_batch(batch), self.spec.gqa_ratio
         if not self.spec.cached:
-            return JaxPlan(batch, plan_dense(step, self.spec.gqa_ratio, self.buckets))
+            return JaxPlan(batch, plan_dense(step, group, self.buckets, self.by))
         assert self.cache is not None
         size = self.cache.block_size
-        return JaxPlan(batch, plan_paged(step, self.spec.gqa_ratio, size, self.buckets))
+        return JaxPlan(batch, plan_paged(step, group, size, self.buckets, self.by))
 
     def run(
         self,
@@ -122,8 +125,12 @@ class PallasAttention(AttentionBackend):
             "sinks": None if params.sinks is None else to_jax(params.sinks),
             "alibi_slopes": None if params.alibi_slopes is None else to_jax(params.alibi_slopes),
             "scales": Scales(params.k_scale, params.v_scale),
+            "functions": self.functions,
             "lse": lse is not None,
         }
+        if self.functions is not None:
+            inputs = {**plan.batch.inputs, **params.inputs}
+            options["inputs"] = self.functions.given({n: to_jax(t) for n, t in inputs.items()})
         if cache is None:
             assert key is not None and value is not None
             given = (to_jax(key), to_jax(value))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from polyattn.plugin import BatchError, LayerSpec
 
+from polyattn_tpu.configs import pages_per_step
 from polyattn_tpu.kernel import LANES, Form, paged_attention
 from polyattn_tpu.planning import AttentionPlan
 
@@ -101,15 +102,18 @@ def attend(
     sinks: Array | None = None,
     alibi_slopes: Array | None = None,
     scales: Scales | None = None,
+    inputs: Any = None,
+    functions: Any = None,
     lse: bool = False,
     interpret: bool | None = None,
 ) -> tuple[Array, Array | None]:
     """Attend over a paged cache that holds the step's keys already: prefill, decode or mixed.
 
     `query` (plan.num_tokens, heads, head size), see `pad`; rows of padding come back as
-    anything. `spec` and `lse` are static. For MLA: the absorbed query, over the
-    latents, with `absorbed(spec)`. Returns (plan.num_tokens, heads, V head size) and the LSE, float32
-    (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
+    anything. `spec`, `functions` and `lse` are static. For MLA: the absorbed query, over the
+    latents, with `absorbed(spec)`. A layer with functions of scores: these, of `functions_of(spec)`, and
+    what they read, `functions.given({name: array})`. Returns (plan.num_tokens, heads, V head size) and
+    the LSE, float32 (plan.num_tokens, heads), natural logarithm, where asked. Raises `BatchError`.
     """
     _check(plan, spec, query, sinks, alibi_slopes)
     if plan.cached != (plan.pack is None):
@@ -120,8 +124,9 @@ def attend(
     pair = jnp.asarray(both if quantised else (1.0, 1.0), jnp.float32)
     form = form_of(spec, lse, cache.value is None, interpret)
     wide = widened(query, cache.key.shape[3])
+    changes = _changes(plan, spec, cache, functions, inputs)
     found, total = paged_attention(
-        wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form
+        wide, cache.key, cache.value, plan.tiles, plan.pages, pair, alibi_slopes, form, changes
     )
     found = found[..., : spec.v_head_size]
     if sinks is not None:
@@ -146,7 +151,7 @@ def attend_given(
         widened(array[plan.pack].transpose(0, 2, 1, 3), whole_lanes(array.shape[2]))
         for array in (key, value)
     )
-    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True, plan.num_tokens)
+    whole = AttentionPlan(plan.tiles, plan.pages, None, None, True, plan.num_tokens, plan.places)
     return attend(whole, spec, query, Cache(*cut), **options)
 
 
@@ -197,6 +202,32 @@ def merge(total: Array, total_lse: Array, part: Array, part_lse: Array) -> tuple
     weight = jnp.nan_to_num(jax.nn.sigmoid(part_lse - total_lse), nan=0.0)[..., None]
     merged = total * (1.0 - weight) + part.astype(total.dtype) * weight
     return merged.astype(total.dtype), jnp.logaddexp(total_lse, part_lse)
+
+
+def functions_of(spec: LayerSpec) -> Any:
+    """Return a layer's functions of scores for `attend`, None where it has none. Imports torch.
+
+    Raises `UntraceableError` where they can't be generated.
+    """
+    if spec.variant is None and spec.mask is None:
+        return None
+    from polyattn_tpu.pointwise import Functions
+
+    return Functions.of(spec)
+
+
+def _changes(
+    plan: AttentionPlan, spec: LayerSpec, cache: Cache, functions: Any, inputs: Any
+) -> Any:
+    """Return what the kernel takes of a layer's functions, None where it has none."""
+    if functions is None:
+        return None
+    from polyattn_tpu.pointwise import Changes
+
+    assert plan.places is not None
+    page = cache.key.shape[2]
+    keys, heads = pages_per_step(page) * page, (spec.num_heads, spec.num_kv_heads)
+    return Changes.of(functions, inputs or {}, plan.places, heads, keys)
 
 
 def _check(

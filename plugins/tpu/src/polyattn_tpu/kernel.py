@@ -53,13 +53,15 @@ class Refs:
     """The kernel's operands by name; None where the form has none.
 
     Scalars in SMEM: `tile_seq`, `tile_start`, `tile_token` i32[tiles]; `query_lens`, `seq_lens`,
-    `first` i32[seqs]; `table` i32[pages]; `scales` f32[2], of K and V. VMEM: `q` [1, tokens, group,
-    head size], `slopes` [1, rows, LANES], of a block. HBM: `k_pages` [pages, KV heads, page, head size],
+    `first` i32[seqs]; `table` i32[pages]; `scales` f32[2], of K and V; `first_step` i32[seqs]. VMEM: `q`
+    [1, tokens, group, head size], `slopes` [1, rows, LANES], of a block; `row_values` [1, tokens, group,
+    LANES]. HBM: `key_values`, `pair_values` (`Changes`); `k_pages` [pages, KV heads, page, head size],
     `v_pages`; `out` [KV heads, tokens of the step, group, V head size], `lse` (…, LANES). Scratch:
     `k_buf` [2, keys a step, head size], `v_buf`, DMA semaphores [2, 2]; `out_buf` [tokens, group, V
     head size], `lse_buf`, semaphores [2], and `written` i32[1] in SMEM, the tokens that are on their
     way from them; `q_buf` [blocks, rows, head size], `acc` f32[blocks, rows, V head size], `m` and `l`
-    f32[blocks, rows, LANES].
+    f32[blocks, rows, LANES]; `row_buf` i32[blocks, rows, LANES], `key_buf` [2, values, keys], `pair_buf`
+    [2, values, tokens, group, keys], semaphores [2, 2].
     """
 
     tile_seq: Any
@@ -70,8 +72,12 @@ class Refs:
     first: Any
     table: Any
     scales: Any
+    first_step: Any
     q: Any
     slopes: Any
+    row_values: Any
+    key_values: Any
+    pair_values: Any
     k_pages: Any
     v_pages: Any
     out: Any
@@ -87,19 +93,27 @@ class Refs:
     acc: Any
     m: Any
     l: Any
+    row_buf: Any
+    key_buf: Any
+    pair_buf: Any
+    value_sems: Any
 
 
-def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> None:
-    """Grid: (tiles, KV heads)."""
+def attention_kernel(
+    *operands: Any, form: Form, tokens: int, group: int, changes: Any = None
+) -> None:
+    """Grid: (tiles, KV heads). `changes`: what a layer's functions leave to it, or None."""
     rest = list(operands)
 
     def take(present: bool = True) -> Any:
         return rest.pop(0) if present else None
 
-    apart = not form.value_in_key
+    apart, own = not form.value_in_key, changes is not None
+    has = [own and part is not None for part in (changes.parts if own else (None,) * 3)]
     r = Refs(*[
-        *(take() for _ in range(9)), take(form.alibi), take(), take(apart), take(), take(form.lse),
-        take(), take(apart), take(), take(), take(form.lse), *(take() for _ in range(6)),
+        *(take() for _ in range(8)), take(own), take(), take(form.alibi), *map(take, has),
+        take(), take(apart), take(), take(form.lse), take(), take(apart), take(), take(),
+        take(form.lse), *(take() for _ in range(6)), *map(take, has), take(own),
     ])  # fmt: skip
     tile, head = pl.program_id(0), pl.program_id(1)
     seq, start = r.tile_seq[tile], r.tile_start[tile]
@@ -135,6 +149,9 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
                     source, target = pages.at[number, head], buffer.at[slot, part]
                     act(pltpu.make_async_copy(source, target, r.sems.at[which, slot]))
 
+        if changes is not None:
+            for copy in changes.copies(r, step, slot, r.first_step[seq], r.tile_token[tile], head):
+                act(copy)
         # Interpreted, a loop; compiled, straight code that the scalar core runs ahead of the products.
         lax.fori_loop(0, steps_pages, one, None, unroll=not form.interpret)
 
@@ -150,6 +167,8 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
         pages_of(jnp.int32(0), lambda copy: copy.start())
 
     r.q_buf[...] = reshaped(r.q[0], r.q_buf)
+    if r.row_values is not None:
+        r.row_buf[...] = r.row_values[0].reshape(r.row_buf.shape)
     # Rows before a sequence's first are another's.
     skip = jnp.maximum(-start, 0)
     real = jnp.maximum(jnp.minimum(start + tokens, queries) - (start + skip), 0)
@@ -181,6 +200,16 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
             if r.slopes is not None:
                 scores = scores + r.slopes[0][:, :1] * (key - position).astype(jnp.float32)
             seen = visible(form, key, position, length)
+            if changes is not None:
+                position = jnp.broadcast_to(position, scores.shape)
+                scores, shown = changes.changed(
+                    scores, position, key, *changes.values(r, block, each, slot, scores.shape)
+                )
+                seen = seen if shown is None else seen & shown
+                if not changes.softmax:
+                    weights = jnp.where(seen, scores, 0.0).astype(v.dtype)
+                    r.acc[block] = r.acc[block] + product(weights, v, 0)
+                    return
             scores = jnp.where(seen, scores, NOTHING)
             most = r.m[block][:, :1]
             now = jnp.maximum(most, jnp.max(scores, axis=1, keepdims=True))
@@ -208,6 +237,8 @@ def attention_kernel(*operands: Any, form: Form, tokens: int, group: int) -> Non
     def _written_before() -> None:
         each_written(r, head, 0, 0, lambda copy: copy.wait())
 
+    if changes is not None and not changes.softmax:
+        safe = jnp.ones_like(safe)
     r.out_buf[...] = reshaped(r.acc[...] * (r.scales[1] / safe[..., :1]), r.out_buf)
     if r.lse is not None:
         logs = jnp.where(total == 0.0, -jnp.inf, r.m[...] + jnp.log(safe))
@@ -291,12 +322,13 @@ def product(a: Any, b: Any, axis: int) -> Any:
 
 def paged_attention(
     query: Any, k_pages: Any, v_pages: Any, tiles: Tiles, pages: Pages, scales: Any, slopes: Any,
-    form: Form,
+    form: Form, changes: Any = None,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Attend; returns (tokens, heads, V head size) and the LSE (tokens, heads), natural, or None.
 
     `query` (tokens, heads, head size), `k_pages` (pages, KV heads, page, head size), `v_pages`, None
-    where the value is the key's first part, `scales` f32 (2,), `slopes` f32 (heads,) or None.
+    where the value is the key's first part, `scales` f32 (2,), `slopes` f32 (heads,) or None, `changes`:
+    a layer's functions of scores (`pointwise.Changes`), or None.
     """
     tokens, heads, size = query.shape
     kv_heads, page = k_pages.shape[1], k_pages.shape[2]
@@ -316,17 +348,28 @@ def paged_attention(
         wide = jnp.tile(slopes.reshape(kv_heads, group), (1, each))[..., None]
         arrays.append(jnp.broadcast_to(wide, (kv_heads, rows, LANES)))
         specs.append(pl.BlockSpec((1, rows, LANES), lambda tile, head, *_: (head, 0, 0)))
-    stored = [k_pages] if form.value_in_key else [k_pages, v_pages]
+    stored = kept = [k_pages] if form.value_in_key else [k_pages, v_pages]
+    numbers, buffers = [], []
+    if changes is not None:
+        numbers = [changes.first]
+        if changes.rows is not None:
+            arrays.append(changes.rows)
+            block = tuple(pl.Element(length) for length in (1, tiles.step, group, LANES))
+            specs.append(pl.BlockSpec(block, tile_block))
+        stored = [part for part in changes.parts[1:] if part is not None] + stored
+        buffers = changes.buffers(blocks, rows, tiles.step)
     shapes = [(form.v_size, query.dtype), (LANES, jnp.float32)][: 1 + form.lse]
     found = pl.pallas_call(
-        functools.partial(attention_kernel, form=form, tokens=tiles.step, group=group),
+        functools.partial(
+            attention_kernel, form=form, tokens=tiles.step, group=group, changes=changes
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=8,
+            num_scalar_prefetch=8 + len(numbers),
             grid=(count, kv_heads),
             in_specs=[*specs, *(pl.BlockSpec(memory_space=pl.ANY) for _ in stored)],
             out_specs=[pl.BlockSpec(memory_space=pl.ANY) for _ in shapes],
             scratch_shapes=[
-                *(pltpu.VMEM((2, keys, each.shape[3]), each.dtype) for each in stored),
+                *(pltpu.VMEM((2, keys, each.shape[3]), each.dtype) for each in kept),
                 pltpu.SemaphoreType.DMA(ON_THEIR_WAY),
                 *(pltpu.VMEM((tiles.step, group, width), dtype) for width, dtype in shapes),
                 pltpu.SemaphoreType.DMA((2,)),
@@ -335,6 +378,7 @@ def paged_attention(
                 pltpu.VMEM((blocks, rows, form.v_size), jnp.float32),
                 pltpu.VMEM((blocks, rows, LANES), jnp.float32),
                 pltpu.VMEM((blocks, rows, LANES), jnp.float32),
+                *buffers,
             ],
         ),
         out_shape=[
@@ -345,7 +389,7 @@ def paged_attention(
         interpret=form.interpret,
     )(
         tiles.seq, tiles.start, tiles.token, pages.query_lens, pages.seq_lens, pages.first,
-        pages.table, scales, *arrays, *stored,
+        pages.table, scales, *numbers, *arrays, *stored,
     )  # fmt: skip
 
     def gathered(found: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from polyattn.plugin import AttentionKind, BatchError, LayerSpec
 
 from polyattn_tpu.buckets import Buckets
-from polyattn_tpu.configs import CHUNK, DENSE_PAGE, tile_tokens
+from polyattn_tpu.configs import CHUNK, DENSE_PAGE, block_tokens, pages_per_step, tile_tokens
 from polyattn_tpu.step import Step
 
 Array = Any
@@ -58,13 +58,32 @@ class Pages:
     table: Array
 
 
+@_pytree("longest")
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where queries and keys stand, for a layer that has functions of its own (`polyattn_tpu.pointwise`).
+
+    `b`, `q` i32 (tokens,): a token's sequence in the batch, and its place in it; `step_b`, `step_low` i32
+    (steps,): likewise for each step of keys that the kernel takes, and the place of its first key;
+    `first_step` i32 (seqs,): a sequence's first step; `longest`: steps of the longest sequence, or more.
+    """
+
+    b: Array
+    q: Array
+    step_b: Array
+    step_low: Array
+    first_step: Array
+    longest: int
+
+
 @_pytree("cached", "num_tokens")
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """A step of attention. `pack` i32 (pages, page): which given key each place holds, None if cached.
 
     `slots` i32 (tokens,): where each new token is stored, -1 for none; None where nothing is.
-    `num_tokens`: rows that queries, keys and values are padded to (`pad`).
+    `num_tokens`: rows that queries, keys and values are padded to (`pad`). `places`: None for a layer
+    without functions of scores.
     """
 
     tiles: Tiles
@@ -73,6 +92,7 @@ class AttentionPlan:
     slots: Array | None
     cached: bool
     num_tokens: int
+    places: Places | None = None
 
 
 @_pytree()
@@ -119,17 +139,32 @@ def plan(
     if spec.kind.is_recurrent:
         return jax.device_put(plan_chunks(step, buckets))
     group = spec.num_heads if spec.kind.is_latent else spec.gqa_ratio
+    by = by_of(spec)
     if not spec.cached:
-        return jax.device_put(plan_dense(step, group, buckets))
+        return jax.device_put(plan_dense(step, group, buckets, by))
     size = block_size or spec.block_size
     if size is None:
         raise BatchError("block_size is missing: give plan() the tokens of a block of the cache")
     single = spec.kind is AttentionKind.SPARSE_MLA
-    return jax.device_put(plan_paged(step, 1 if single else group, size, buckets))
+    return jax.device_put(plan_paged(step, 1 if single else group, size, buckets, by))
 
 
-def plan_paged(step: Step, group: int, block_size: int, buckets: Buckets) -> AttentionPlan:
-    """Plan attention over a paged cache."""
+def by_of(spec: LayerSpec) -> str:
+    """Return what a layer's functions of scores need of a plan: `""`, `"places"`, or `"pairs"` too."""
+    if spec.variant is None and spec.mask is None:
+        return ""
+    from polyattn_tpu.pointwise import Functions  # imports torch, which traces them
+
+    functions = Functions.of(spec)
+    if functions is None:
+        return ""
+    return "pairs" if functions.by_pair else "places"
+
+
+def plan_paged(
+    step: Step, group: int, block_size: int, buckets: Buckets, by: str = ""
+) -> AttentionPlan:
+    """Plan attention over a paged cache. `by`: see `by_of`."""
     if step.block_table is None:
         raise BatchError("the step has no block_table, and the layer attends over a cache")
     counts = [-(-length // block_size) for length in step.seq_lens]
@@ -140,29 +175,31 @@ def plan_paged(step: Step, group: int, block_size: int, buckets: Buckets) -> Att
         )
     rows = [row[:count] for row, count in zip(step.block_table, counts, strict=True)]
     table = np.concatenate(rows) if rows else np.zeros(0, np.int32)
-    tiles, tokens = _tiles(step, group, buckets)
+    tiles, tokens = _tiles(step, group, buckets, by)
     slots = None
     if step.slots is not None:
         slots = _filled(tokens, step.slots, -1)
     pages = _pages(step, counts, table, buckets)
-    return AttentionPlan(tiles, pages, None, slots, True, tokens)
+    places = _places(step, tokens, pages, block_size) if by else None
+    return AttentionPlan(tiles, pages, None, slots, True, tokens, places)
 
 
-def plan_dense(step: Step, group: int, buckets: Buckets) -> AttentionPlan:
+def plan_dense(step: Step, group: int, buckets: Buckets, by: str = "") -> AttentionPlan:
     """Plan attention to keys that are given whole: they are cut into pages, in one gather."""
     counts = [-(-length // DENSE_PAGE) for length in step.seq_lens]
     starts = step.key_starts
     if starts is None:
         starts = tuple(np.cumsum((0, *step.seq_lens))[:-1].tolist())
     table = np.arange(sum(counts), dtype=np.int32)
-    tiles, tokens = _tiles(step, group, buckets)
+    tiles, tokens = _tiles(step, group, buckets, by)
     pages = _pages(step, counts, table, buckets)
+    places = _places(step, tokens, pages, DENSE_PAGE) if by else None
     pack = np.zeros((len(pages.table), DENSE_PAGE), np.int32)
     flat, at = pack.reshape(-1), 0
     for count, start, length in zip(counts, starts, step.seq_lens, strict=True):
         flat[at : at + length] = np.arange(start, start + length)
         at += count * DENSE_PAGE
-    return AttentionPlan(tiles, pages, pack, None, False, tokens)
+    return AttentionPlan(tiles, pages, pack, None, False, tokens, places)
 
 
 def plan_chunks(step: Step, buckets: Buckets) -> RecurrentPlan:
@@ -206,13 +243,32 @@ def pad(plan: AttentionPlan | RecurrentPlan, array: Array) -> Array:
     return jax.numpy.pad(array, ((0, missing), *((0, 0),) * (array.ndim - 1)))
 
 
-def _tiles(step: Step, group: int, buckets: Buckets) -> tuple[Tiles, int]:
+def _places(step: Step, tokens: int, pages: Pages, page: int) -> Places:
+    each = pages_per_step(page)
+    keys, most = each * page, len(pages.query_lens) + len(pages.table) // each
+    lens = np.asarray(step.seq_lens, np.int64)
+    numbers = np.asarray(step.numbers or range(step.num_seqs), np.int64)
+    counts, queries = -(-lens // keys), np.asarray(step.query_lens, np.int64)
+    first = np.cumsum(counts) - counts
+    within = np.arange(step.num_tokens) - np.repeat(step.starts, queries)
+    lows = (np.arange(counts.sum()) - np.repeat(first, counts)) * keys
+    longest = 1 << (max(1, int(counts.max(initial=1))) - 1).bit_length()
+    return Places(
+        _filled(tokens, np.repeat(numbers, queries), 0),
+        _filled(tokens, np.repeat(lens - queries, queries) + within, 0),
+        _filled(most, np.repeat(numbers, counts), 0), _filled(most, lows, 0),
+        _filled(len(pages.query_lens), first, 0), longest,
+    )  # fmt: skip
+
+
+def _tiles(step: Step, group: int, buckets: Buckets, by: str) -> tuple[Tiles, int]:
     if step.all_decode:
         size, tokens = 1, buckets.of_decodes(step.num_tokens)
         count = tokens
     else:
         tokens = buckets.of_tokens(step.num_tokens)
-        size = tile_tokens(group, tokens)
+        # What is looked up for pairs takes a block's room in VMEM, not a whole tile's.
+        size = min(tile_tokens(group, tokens), block_tokens(group) if by == "pairs" else tokens)
         count = min(-(-tokens // size) + buckets.of_seqs(step.num_seqs), tokens)
     tile = np.zeros((3, count), np.int32)
     tile[0] = step.num_seqs

@@ -21,7 +21,8 @@ class Step:
     `query_lens`, `seq_lens` (num_seqs,): new tokens, and context plus new tokens, of each sequence.
     `block_table` int32 (num_seqs, blocks), `slots` (num_tokens,), -1 skips: for a paged cache.
     `state_slots` (num_seqs,), -1 for a padding row: for a recurrence. `key_starts` (num_seqs,): for
-    keys that are given whole, where each sequence's are. Raises `BatchError`.
+    keys that are given whole, where each sequence's are. `numbers`: of a part of a step, which sequences
+    of the whole step these are. Raises `BatchError`.
     """
 
     query_lens: tuple[int, ...]
@@ -30,6 +31,7 @@ class Step:
     slots: Ints | None = None
     state_slots: Ints | None = None
     key_starts: tuple[int, ...] | None = None
+    numbers: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -41,6 +43,7 @@ class Step:
         *,
         state_slots: ArrayLike | None = None,
         key_starts: Sequence[int] | None = None,
+        numbers: Sequence[int] | None = None,
     ) -> Step:
         """Check what was given and return the step. Raises `BatchError`."""
         queries, lens = tuple(map(int, query_lens)), tuple(map(int, seq_lens))
@@ -63,6 +66,7 @@ class Step:
             _ints("slots", slots, (sum(queries),)),
             _ints("state_slots", state_slots, (len(lens),)),
             starts,
+            None if numbers is None else tuple(map(int, numbers)),
         )  # fmt: skip
 
     @classmethod
@@ -76,7 +80,7 @@ class Step:
         )
         return cls.of(
             batch.query_lens, batch.lens, table, slots,
-            state_slots=states, key_starts=batch.key_starts,
+            state_slots=states, key_starts=batch.key_starts, numbers=batch.seq_ids,
         )  # fmt: skip
 
     @property

@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.decode import decode_kernel
+from polyattn_triton.four_bit_store import four_bit_constants, write_four_kernel
 from polyattn_triton.launch import Merge, launches_early, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.pointwise import NOTHING, Generated
@@ -33,7 +34,7 @@ from polyattn_triton.variants import (
 )
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5"}
+CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "nvfp4": "u8"}
 OTHERS = ("paged", "paged pieces", "merge", "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 SHARED = ("prefix low", "prefix high", "prefix merge")
@@ -117,7 +118,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
             spec.needs_lse,
             arch,
             alike,
-            cached in CACHE.values(),
+            cached in CACHE.values() and cached != "u8",
             functions,
         )
         kernel = decode_kernel
@@ -164,7 +165,8 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     from polyattn_triton.hopper import DEFAULT_WARPS, box_rows, hopper_config, hopper_constants
     from polyattn_triton.prefill_hopper import prefill_hopper_kernel
 
-    config = hopper_config(spec, "sm_90")
+    generated = Generated.of(spec)
+    config = hopper_config(spec, "sm_90", generated)
     box = None if config is None else box_rows(config, block_size)
     if config is None or box is None:
         raise LookupError(f"prefill_hopper serves no {spec} in blocks of {block_size}")
@@ -172,7 +174,8 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     boxes = f"tensordesc<{element}[{box}, {spec.head_size}],{SHARED!r}>"
     pointers = {"Q": element, "OUT": element, "K": boxes, "V": boxes}
     pipe = HOPPER_PIPES[spec.head_size][split]
-    constants = hopper_constants(spec, config, pipe, block_size, split, spec.needs_lse)
+    functions = NOTHING if generated is None else generated.constants
+    constants = hopper_constants(spec, config, pipe, block_size, split, spec.needs_lse, functions)
     return compile_kernel(
         prefill_hopper_kernel, pointers, constants, "sm_90", {"num_warps": DEFAULT_WARPS}
     )
@@ -201,12 +204,16 @@ def _compile_small(
         )
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
+    pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
+    if cached == CACHE["nvfp4"]:
+        sizes = (spec.num_kv_heads, spec.head_size, spec.v_head_size)
+        constants = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
+        return compile_kernel(write_four_kernel, pointers, constants, arch, {"num_warps": 4})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
         spec.num_kv_heads, spec.head_size, spec.v_head_size, triton.next_power_of_2(width),
         block_size, cached != query, cached == "i8", False, SCALES[spec.scales],
     )  # fmt: skip
-    pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
 
 
@@ -218,7 +225,7 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
         spec.num_heads, spec.num_kv_heads, sizes, block_size,
         spec.head_size if rope is None else rope.span, False,
         rope is None or rope.pairing == "neox", rope is not None and rope.temperature > 0, True,
-        cached == query, cached != query, cached == "i8", False,
+        cached == query, cached != query, cached == "i8", False, SCALES[spec.scales],
     )  # fmt: skip
     given = dict.fromkeys(("QUERY", "KEY", "VALUE", "OUT", "KEY_OUT", "VALUE_OUT"), query)
     pointers = given | {"K": cached, "V": cached, "SLOTS": "i64"}

@@ -21,6 +21,7 @@ from polyattn_triton.mla import Way, mla_config, mla_constants, mla_hopper_kerne
 from polyattn_triton.mla_kernels import mla_kernel
 from polyattn_triton.scan import scan_constants
 from polyattn_triton.scan_kernels import (
+    conv_drafts_kernel,
     conv_kernel,
     delta_kernel,
     gated_kernel,
@@ -74,7 +75,7 @@ def compile_token_scan(spec: LayerSpec, arch: str) -> Any:
     element = ELEMENT[spec.dtype]
     names = ("X", "INPUT_GATE", "RECURRENT_GATE", "Q", "K", "V", "BETA", "A", "B", "OUT")
     pointers = dict.fromkeys(names, element)
-    pointers |= {"STARTS": "i32", "SEQ_LENS": "i32", "STATE_SLOTS": "i64"}
+    pointers |= {"STARTS": "i32", "SEQ_LENS": "i32", "STATE_SLOTS": "i64", "TARGETS": "i64"}
     kernel = unit_kernel if spec.kind is AttentionKind.RG_LRU else channel_kernel
     return compile_kernel(kernel, pointers, token_constants(spec), arch, token_options(spec))
 
@@ -84,7 +85,7 @@ def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
     element = ELEMENT[spec.dtype]
     pointers = dict.fromkeys(("Q", "K", "V", "BETA", "A", "B", "WORK", "OUT"), element)
     names = ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START")
-    pointers |= dict.fromkeys(names, "i32") | {"STATE_SLOTS": "i64"}
+    pointers |= dict.fromkeys(names, "i32") | {"STATE_SLOTS": "i64", "TARGETS": "i64"}
     if phase == "decode":
         constants = channel_constants(spec)
         return compile_kernel(channel_kernel, pointers, constants, arch, TOKEN_OPTIONS)
@@ -96,15 +97,17 @@ def compile_channels(spec: LayerSpec, arch: str, phase: str) -> Any:
 
 
 def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
-    """Compile TRITON_SCAN's kernel for prefill or decode of a recurrent layer to machine code.
+    """Compile TRITON_SCAN's kernel for prefill, decode or drafts of a recurrent layer to machine code.
 
     Mamba-1 has two prefills more, "left" and "out": `selective_kernel`'s parts. KDA and RWKV-7 have
     kernels of their own: `compile_channels`.
     """
     kind, element = spec.kind, ELEMENT[spec.dtype]
     kernel = PREFILLS[kind]
-    if phase == "decode":
+    if phase in ("decode", "drafts"):
         kernel = DECODES.get(kind, step_kernel)
+    if phase == "drafts" and kind is AttentionKind.SHORT_CONV:
+        kernel = conv_drafts_kernel
     given = OPTIONAL if kind is not AttentionKind.LINEAR else frozenset()
     if phase in ("left", "out"):
         assert spec.recurrent is not None
@@ -112,16 +115,16 @@ def compile_scan(spec: LayerSpec, arch: str, phase: str) -> Any:
         constants = selective_constants(spec, first, widest_words(spec), (True, True), phase)
     else:
         constants = scan_constants(spec, phase, arch, given)
-    pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA"), element)
+    pointers = dict.fromkeys(("X", "OUT", "DT", "B", "C", "Q", "K", "V", "BETA", "Z"), element)
     pointers |= dict.fromkeys(
         ("STARTS", "SEQ_LENS", "TILE_SEQ", "TILE_START", "PIECE_SEQ", "PIECE_START"), "i32"
     )
-    pointers["STATE_SLOTS"] = "i64"
+    pointers["STATE_SLOTS"] = pointers["TARGETS"] = "i64"
     pointers["STATE"] = element if kind is AttentionKind.SHORT_CONV else "fp32"
     options = {"num_warps": 4}
     if kernel is selective_kernel:
         options = OPTIONS
     elif kind is not AttentionKind.SHORT_CONV:
-        config = pick_scan(arch, kind, "decode" if phase == "decode" else "prefill")
+        config = pick_scan(arch, kind, "decode" if phase in ("decode", "drafts") else "prefill")
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return compile_kernel(kernel, pointers, constants, arch, options)

@@ -26,7 +26,7 @@ from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_options
 from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
-from polyattn_triton.pointwise import NOTHING, Generated, table
+from polyattn_triton.pointwise import NOTHING, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
@@ -46,7 +46,6 @@ class TritonAttention(PlannedAttention):
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
-        self.generated = Generated.of(spec)
         self._functions = NOTHING if self.generated is None else self.generated.constants
         self._captured: dict[str, Tensor] = {}
         if self.generated is not None:
@@ -69,10 +68,10 @@ class TritonAttention(PlannedAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
-            warm_up(self, phase)
+            warm_up(self, phases)
 
     def run(
         self,
@@ -129,8 +128,8 @@ class TritonAttention(PlannedAttention):
         factors = self._factors(query, key, params)
         if plan.at_once:
             assert self.hopper is not None
-            spec = self.spec_of(plan.batch)
-            if self.hopper(plan, spec, query, key, value, out, lse, factors[:2]):
+            given = (query, key, value, out, lse, factors[:2], self._inputs(plan, params))
+            if self.hopper(plan, self.spec_of(plan.batch), *given):
                 return plan
             if plan.portable is None:  # what can't be described has a plan of its own
                 plan.portable = self.plan_rows(plan.batch, portable=True)

@@ -130,7 +130,7 @@ def chunk_kernel(
     v_ok = (vv < VS)[None, :]
     state_ok = (kk < KS)[:, None] & v_ok
     place = STATE + slot * st_s + head * st_h + kk[:, None] * VS + vv[None, :]
-    h = tl.load(place, mask=state_ok & begun, other=0.0)
+    h = tl.load(place, mask=state_ok & begun, other=0.0).to(tl.float32)
     group = head // EACH
     for first in range(0, count, CHUNK):
         at = first + rows
@@ -183,4 +183,4 @@ def chunk_kernel(
             OUT + row[:, None] * o_t + head * o_h + vv[None, :],
             (y * scale).to(OUT.dtype.element_ty), mask=ok & v_ok,
         )  # fmt: skip
-    tl.store(place, h, mask=state_ok)
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=state_ok)

@@ -30,8 +30,8 @@ INPUTS = {
 _channel, _pair, _chunk = Launcher(channel_kernel), Launcher(pair_kernel), Launcher(chunk_kernel)
 
 
-def channel_constants(spec: LayerSpec) -> tuple[Any, ...]:
-    """Return `channel_kernel`'s constants, in its order."""
+def channel_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
+    """Return `channel_kernel`'s constants, in its order. `drafts`: each token's state is kept."""
     form = spec.recurrent
     assert form is not None
     phi = spec.kind is AttentionKind.PHI_LINEAR
@@ -39,7 +39,7 @@ def channel_constants(spec: LayerSpec) -> tuple[Any, ...]:
     block = power(values) if phi else min(VALUES, power(values))
     return (
         spec.num_heads // spec.num_kv_heads, spec.head_size, values, power(spec.head_size), block,
-        spec.kind is AttentionKind.KDA, phi, form.feature_map == "relu", form.qk_norm,
+        spec.kind is AttentionKind.KDA, phi, form.feature_map == "relu", form.qk_norm, drafts,
     )  # fmt: skip
 
 
@@ -70,13 +70,18 @@ def by_token(
     states: Tensor,
     meta: tuple[Tensor, Tensor, Tensor],
     options: dict[str, int],
+    targets: Tensor | None = None,
 ) -> None:
-    """Run a step a token at a time. `given`: as `INPUTS`; `meta`: sequences' starts, lengths, slots."""
-    beta, constants = given[4], channel_constants(spec)
-    strides = (*_strides(given), beta.stride(0), *out.stride()[:2], *states.stride()[:2])
+    """Run a step a token at a time. `given`: as `INPUTS`; `meta`: sequences' starts, lengths, slots.
+
+    `targets`: `Batch.state_targets` of drafts.
+    """
+    beta, constants = given[4], channel_constants(spec, targets is not None)
+    to, each = (meta[2], 0) if targets is None else (targets, targets.stride(0))
+    strides = (*_strides(given), beta.stride(0), *out.stride()[:2], *states.stride()[:2], each)
     _channel(
         (meta[2].numel(), spec.num_heads, triton.cdiv(constants[2], constants[4])),
-        (*given, out, states, *meta), (spec.scale,), strides, (), constants, options,
+        (*given, out, states, *meta, to), (spec.scale,), strides, (), constants, options,
     )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
 from polyattn_triton.tiles import (
     blocks_in_table,
     keys_seen,
+    load_cached_rows,
     load_held_rows,
     my_stretch,
     next_tile,
@@ -97,11 +98,12 @@ def _attend(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
-    # An 8-bit float becomes float16 in one instruction and bfloat16 in several. Powers of two keep
-    # queries and weights inside of float16's range: the weights' is not undone, since it is in their
-    # sum too (without a softmax there is none).
+    # A float of 8 or 4 bits becomes float16 in one instruction and bfloat16 in several. Powers of two
+    # keep queries and weights inside of float16's range: the weights' is not undone, since it is in
+    # their sum too (without a softmax there is none).
+    FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
     SMALL: tl.constexpr = (
-        K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
+        (K.dtype.element_ty.is_fp8() or FOUR) and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
     )
     BY_HALF: tl.constexpr = SMALL and WAY < 2
     RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
@@ -181,14 +183,14 @@ def _attend(
             if SPAN < D:
                 k_rest = load_rest(K, k_row, held, D, SPAN, rest_block(D, SPAN))
         else:
-            k = load_held_rows(K + k_row[:, None] + offs_d[None, :], held, offs_d, D, BLOCK_D)
+            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D)
         if PAIRS:
             both = load_held_rows(
                 V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH
             )
             v, v_odd = _split_pairs(both, K, q)
         else:
-            v = load_held_rows(V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV, BLOCK_DV)
+            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV)
         if ROPE > 0:
             at = last_pos - tile_pos
             a = own

@@ -45,7 +45,7 @@ TRITON_ATTN = BackendInfo(
         cached=frozenset({True, False}),
         roles=frozenset(Role),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8"})
+        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         head_sizes=multiples(8, high=256),
@@ -81,7 +81,13 @@ TRITON_ATTN = BackendInfo(
             | (set() if INTERPRETED else {"fp8_inputs", "fp8_output"})
         ),
         by_address=True,
-        graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
+        graph_capture=GraphCapture.ANY,
+        excludes=(
+            (
+                frozenset({"cache_positions", "nvfp4"}),
+                "keys of four bits are read in blocks, not in the pairs that turn",
+            ),
+        ),
     ),
     priorities=(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
@@ -155,7 +161,7 @@ TRITON_MLA_SPARSE = _latent(
 
 def _scan(
     name: str, path: str, kinds: set[AttentionKind], summary: str, priority: Priority,
-    proof: dict[str, Proof],
+    proof: dict[str, Proof], extra: frozenset[str] = frozenset(),
 ) -> BackendInfo:  # fmt: skip
     return BackendInfo(
         name=name,
@@ -171,8 +177,17 @@ def _scan(
             head_sizes=multiples(1, high=256),
             v_head_sizes=multiples(1, high=256),
             features=frozenset(
-                {"causal", "gqa", "v_head_size", "deterministic", "batch_invariant"}
+                {
+                    "causal",
+                    "gqa",
+                    "v_head_size",
+                    "deterministic",
+                    "batch_invariant",
+                    "narrow_states",
+                }
+                | extra
             ),
+            state_targets=True,
             graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
         ),
         priorities=(
@@ -193,6 +208,7 @@ TRITON_SCAN = _scan(
     "Mamba, linear attention, delta rules, RWKV-7 and short convolutions, in Triton",
     Priority(score=70, why="a launch or two for a whole prefill; states stay in registers"),
     PROOF,
+    frozenset({"gated", "grouped_channels", "bc_in_float32"}),
 )  # fmt: skip
 
 TRITON_TOKEN_SCAN = _scan(
@@ -216,7 +232,7 @@ TRITON_STORE = BackendInfo(
         kinds=ATTENDING,
         phases=frozenset({"store"}),
         dtypes=DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "int8"})
+        kv_cache_dtypes=frozenset({"auto", "int8", "nvfp4"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_e4m3", "fp8_e5m2"})),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND", "contiguous"),

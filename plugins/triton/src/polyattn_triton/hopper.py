@@ -1,8 +1,9 @@
 """Which prefills does Hopper's own kernel serve, and what is it launched with?
 
-Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap, ALiBi or functions,
-16 bits throughout. All others, and tensors that TMA can't describe, are the portable kernel's
-(`prefill`), by a plan with its own tiles.
+Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap or ALiBi, 16 bits
+throughout. A variant's `score_mod` is called in it, where all that is read is a row's and nothing is
+hidden. All others, and tensors that TMA can't describe, are the portable kernel's (`prefill`), by a plan
+with its own tiles.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.launch import Site
+from polyattn_triton.pointwise import NOTHING, Generated
 
 if TYPE_CHECKING:
     from polyattn_triton.planning import AttentionPlan
@@ -39,11 +41,12 @@ FEWEST_ROWS = 8
 """Of a block: what is copied at once begins where shared memory's swizzle does."""
 
 
-def is_plain(spec: LayerSpec) -> bool:
-    """Whether a layer asks for nothing but what the kernel computes."""
+def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
+    """Whether a layer asks for nothing but what the kernel computes. `generated`: its functions."""
     odd = (
         spec.window_right, spec.chunk_size, spec.sink_tokens, spec.logit_soft_cap, spec.alibi,
-        spec.learned_sinks, spec.variant, spec.mask, spec.rope,
+        spec.learned_sinks, spec.variant is not None and (generated is None or not generated.by_row),
+        spec.mask, spec.rope,
     )  # fmt: skip
     return (
         not any(odd)
@@ -55,10 +58,10 @@ def is_plain(spec: LayerSpec) -> bool:
     )
 
 
-def hopper_config(spec: LayerSpec, arch: str) -> Config | None:
+def hopper_config(spec: LayerSpec, arch: str, generated: Generated | None = None) -> Config | None:
     """Return the tiles of Hopper's own kernel, or None where it doesn't serve this layer."""
     config = HOPPER.get(spec.head_size)
-    if config is None or not arch_matches("sm_90", arch) or not is_plain(spec):
+    if config is None or not arch_matches("sm_90", arch) or not is_plain(spec, generated):
         return None
     if prefill_hopper_kernel is None:
         logging.getLogger("polyattn").warning(
@@ -80,13 +83,17 @@ def box_rows(config: Config, block_size: int) -> int | None:
 
 
 def hopper_constants(
-    spec: LayerSpec, config: Config, pipe: Pipe, block_size: int, split: bool, lse: bool
-) -> tuple[Any, ...]:
-    """Return `prefill_hopper_kernel`'s constants, in its order. `block_size`: 0 for keys by token."""
+    spec: LayerSpec, config: Config, pipe: Pipe, block_size: int, split: bool, lse: bool,
+    functions: tuple[Any, ...] = NOTHING,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return `prefill_hopper_kernel`'s constants, in its order. `block_size`: 0 for keys by token.
+
+    `functions`: `Generated.constants`.
+    """
     return (
         spec.gqa_ratio, spec.num_kv_heads, spec.head_size, config.block_m, config.block_n,
         block_size or 1, bool(block_size), spec.causal, spec.sliding_window or 0, lse, split,
-        pipe.stages, pipe.turns, pipe.queries,
+        pipe.stages, pipe.turns, pipe.queries, *functions,
     )  # fmt: skip
 
 
@@ -96,7 +103,11 @@ class HopperPrefill:
     `programs`: as many as run at once. `cached`: bytes of keys and values that the L2 keeps.
     """
 
-    def __init__(self, spec: LayerSpec, config: Config, programs: int, cached: int):
+    def __init__(
+        self, spec: LayerSpec, config: Config, programs: int, cached: int,
+        generated: Generated | None = None,
+    ):  # fmt: skip
+        self.generated = generated
         self.config, self.programs, self.heads = config, programs, spec.num_kv_heads
         self.pipes = HOPPER_PIPES[spec.head_size]
         self.cached, self.token_bytes = cached, 2 * spec.head_size * BYTES
@@ -108,7 +119,7 @@ class HopperPrefill:
 
         `spec`: the layer as this step has it, which may ask for no causality.
         """
-        return is_plain(spec) and (self.by_token or not fresh)
+        return is_plain(spec, self.generated) and (self.by_token or not fresh)
 
     def heads_at_once(self, lens: Sequence[int]) -> int:
         """Return how many KV heads' tiles run side by side: as many as the L2 has room for.
@@ -128,10 +139,11 @@ class HopperPrefill:
         out: Tensor,
         lse: Tensor | None,
         factors: tuple[float, float],
+        inputs: Tensor,
     ) -> bool:
         """Attend as planned, to blocks or to keys by token; False: nothing was done.
 
-        `factors`: of the logits and of the outputs.
+        `factors`: of the logits and of the outputs; `inputs`: where what functions read lies.
         """
         block_size = key.shape[1] if key.dim() == 4 else 0
         box, q = box_rows(self.config, block_size), query.stride()
@@ -149,7 +161,8 @@ class HopperPrefill:
             site = self._sites[which] = Site(
                 prefill_hopper_kernel, strides,
                 hopper_constants(
-                    spec, self.config, self.pipes[split], block_size, split, lse is not None
+                    spec, self.config, self.pipes[split], block_size, split, lse is not None,
+                    NOTHING if self.generated is None else self.generated.constants,
                 ),
                 {"num_warps": DEFAULT_WARPS},
             )  # fmt: skip
@@ -160,7 +173,7 @@ class HopperPrefill:
         programs = (min(self.programs, jobs) if plan.at_once == heads else jobs, 1, 1)
         site(
             plan.grid if split else programs,
-            (query, out, out if lse is None else lse),
+            (query, out, out if lse is None else lse, inputs),
             factors,
             (
                 k[0], v[0], 0 if lse is None else lse.stride(0), plan.table[0], tiles,
@@ -171,11 +184,13 @@ class HopperPrefill:
         return True
 
 
-def hopper_prefill(spec: LayerSpec, arch: str, device: torch.device) -> HopperPrefill | None:
+def hopper_prefill(
+    spec: LayerSpec, arch: str, device: torch.device, generated: Generated | None = None
+) -> HopperPrefill | None:
     """Return what launches the kernel for a layer on this device, if it serves that."""
-    config = hopper_config(spec, arch)
+    config = hopper_config(spec, arch, generated)
     if config is None or device.type != "cuda":
         return None
     facts = torch.cuda.get_device_properties(device)
     cached = int(CACHED * facts.L2_cache_size)
-    return HopperPrefill(spec, config, facts.multi_processor_count, cached)
+    return HopperPrefill(spec, config, facts.multi_processor_count, cached, generated)

@@ -124,14 +124,22 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
     return max(1, min(most, held // (needed + 1024)))
 
 
-def to_device(array: NDArray[np.int32], device: torch.device, into: Tensor | None) -> Tensor:
-    """Copy what was planned to the device without waiting for it, into a buffer that is there."""
+def to_device(
+    array: NDArray[np.int32], device: torch.device, into: Tensor | None, room: int = 0
+) -> Tensor:
+    """Copy what was planned to the device without waiting for it, into a buffer that is there.
+
+    A new buffer has `room` elements at least, for what later steps plan into it.
+    """
     host = torch.from_numpy(array)
     if device.type == "cuda":
         host = host.pin_memory()
+    if into is None and room > len(array):
+        into = torch.zeros(room, dtype=torch.int32, device=device)
     if into is None:
         return host.to(device, non_blocking=True)
-    return into.copy_(host, non_blocking=True)
+    into[: len(array)].copy_(host, non_blocking=True)
+    return into
 
 
 class Workspace:

@@ -15,6 +15,7 @@ from polyattn.kernel import (
     Device,
     LayerSpec,
     Plan,
+    current_settings,
     over_chosen_pages,
 )
 from torch import Tensor
@@ -31,6 +32,7 @@ from polyattn_triton.launch import (
     to_device,
 )
 from polyattn_triton.listing import Lister
+from polyattn_triton.pointwise import Generated
 from polyattn_triton.schedule import (
     EVEN,
     Ints,
@@ -114,9 +116,17 @@ class PlannedAttention(AttentionBackend):
         )  # fmt: skip
         self.torch_device = torch.device(str(device.torch_device))
         self.num_sms = multiprocessors(self.torch_device)
-        self.hopper = hopper_prefill(spec, arch, self.torch_device)
+        self.generated = Generated.of(spec)
+        self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
         self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        # The fewest keys of one of several blocks that share a sequence; 0: none share one.
+        asked = current_settings().multi_block
+        self.least_split = MIN_SPLIT_KEYS if asked is None else asked
+        self.decode_rates = RATES
+        if asked:
+            least = max(RATES.least, -(-asked // self.few_config.block_n))
+            self.decode_rates = Rates(RATES.item, least)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.itself = merges_itself(spec, arch, self.rows)
@@ -146,10 +156,13 @@ class PlannedAttention(AttentionBackend):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        if table is not None and batch.all_decode:
+        rows = batch.max_query_len * self.spec.gqa_ratio
+        if table is not None and batch.all_decode and not batch.num_contexts:
             self._plan_decode(plan, before)
-        elif table is not None and batch.max_query_len * self.spec.gqa_ratio <= self.most_few_rows:
+        elif table is not None and rows <= self.most_few_rows and not batch.num_contexts:
             self._plan_few(plan, before, lister)
+        elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
+            self._plan_captured(plan, before)
         else:
             self._plan_prefill(plan, before, lister, portable, uncut)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
@@ -191,6 +204,9 @@ class PlannedAttention(AttentionBackend):
             self._plan_even(plan, self.splits(batch) if self.itself else 1)
             return
         lens = batch.host_lens
+        if not self.least_split:
+            self._plan_even(plan, 1)
+            return
         last = lens - 1
         keys = key_tiles(spec, last, last, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
@@ -215,6 +231,8 @@ class PlannedAttention(AttentionBackend):
     def splits(self, batch: Batch) -> int:
         """Return into how many even splits keys are cut: until the chip is full."""
         spec = self.spec
+        if not self.least_split:
+            return 1
         longest = batch.max_seq_len
         for limit in (
             spec.sliding_window and spec.sliding_window + spec.sink_tokens,
@@ -224,7 +242,7 @@ class PlannedAttention(AttentionBackend):
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program on a multiprocessor gains.
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
-        return max(1, min(wanted, -(-longest // MIN_SPLIT_KEYS), MAX_SPLITS))
+        return max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
 
     def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
         """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
@@ -260,6 +278,14 @@ class PlannedAttention(AttentionBackend):
             self._one_each(plan, tiles, np.argsort(-tiles.keys, kind="stable"), before)
             return
         self._plan_tiles(plan, before, lister)
+
+    def _plan_captured(self, plan: AttentionPlan, before: Tensor | None) -> None:
+        """Stretches over pages, as many as a full chip's programs, whatever rows and lengths come."""
+        batch, plan.config = plan.batch, self.paged_config
+        plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
+        tiles = self._tiles(plan)
+        most = batch.num_tokens * self.spec.gqa_ratio // plan.config.block_m + batch.num_seqs
+        self._deal(plan, tiles.keys, tiles, before, room=most)
 
     def _plan_tiles(
         self,
@@ -335,8 +361,12 @@ class PlannedAttention(AttentionBackend):
         tiles: Tiles | None,
         before: Tensor | None,
         most: tuple[int, int] | None = None,
+        room: int = 0,
     ) -> None:
-        """Give each of a full chip's programs a stretch of the tiles."""
+        """Give each of a full chip's programs a stretch of the tiles.
+
+        `room`: tiles that later steps may have, planned into the same buffer.
+        """
         heads = self.spec.num_kv_heads
         if not len(keys):
             return
@@ -344,12 +374,16 @@ class PlannedAttention(AttentionBackend):
         if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
             programs = self._fewer(programs, *most)
         plan.grid = (programs, heads, 1)
-        dealt = stretches(keys, programs, self.rates, most)
+        rates = self.decode_rates if tiles is None else self.rates
+        dealt = stretches(keys, programs, rates, most)
         if plan.merge:
-            # A captured graph's grid serves later steps, whatever tiles these have.
-            count = programs if self.spec.graph_capture else len(keys)
-            plan.merging = Merge(programs, count, dealt.most_parts())
-        plan.work = to_device(dealt.work(tiles), self.torch_device, before)
+            # A captured graph's grid and order serve later steps, whatever tiles these have.
+            held = self.spec.graph_capture
+            tiles_cut = (programs, programs) if held else (len(keys), dealt.most_parts())
+            plan.merging = Merge(programs, *tiles_cut)
+        work = dealt.work(tiles)
+        space = len(work) + 3 * max(0, room - len(keys))
+        plan.work = to_device(work, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
 
     def _fewer(self, programs: int, total: int, longest: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from polyattn.kernel import AttentionVariant, LayerSpec, Pointwise, Trace, trace, untraceable
 from torch import Tensor
 
-from polyattn_triton.pointwise_source import source
+from polyattn_triton.pointwise_source import by_row, source
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Generated:
     """A layer's functions as Triton's. `softmax`: whether weights are a softmax of what they return.
 
     `rescore`: None where scores stay as they are. `by_head`: whether anything depends on the head.
+    `by_row`: whether nothing is hidden, and whatever is read is one number for a row of scores.
     """
 
     rows_of: Any
@@ -34,11 +35,12 @@ class Generated:
     softmax: bool
     trace: Trace
     reads: bool
+    by_row: bool
 
     @classmethod
     def of(cls, spec: LayerSpec) -> Generated | None:
         """Generate a layer's functions; None where it has none. Raises `UntraceableError`."""
-        pointwise = Pointwise.of(spec)
+        pointwise = Pointwise.of(spec, "triton")
         if pointwise is None:
             return None
         traced = trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
@@ -47,18 +49,21 @@ class Generated:
     @classmethod
     def of_mask(cls, spec: LayerSpec) -> Generated | None:
         """Generate a layer's masks alone, whose inputs a step must bring; None where it has none."""
-        pointwise = Pointwise.of(spec)
+        pointwise = Pointwise.of(spec, "triton")
         if pointwise is None or not pointwise.mask_mods:
             return None
         return cls._of_trace(trace(None, pointwise.mask_mods, pointwise.inputs), softmax=True)
 
     @classmethod
     def _of_trace(cls, traced: Trace, softmax: bool) -> Generated:
-        module = imported(source(traced, softmax))
+        written = "" if traced.written is None else imported(traced.written).__name__
+        module = imported(source(traced, softmax, written))
         by_head, by_seq = (any(node.what == name for node in traced.nodes) for name in "hb")
         rescore = getattr(module, "rescore", None)
         reads = bool(traced.inputs) or by_seq
-        return cls(module.rows_of, module.change, rescore, by_head, softmax, traced, reads)
+        return cls(
+            module.rows_of, module.change, rescore, by_head, softmax, traced, reads, by_row(traced)
+        )
 
     @property
     def constants(self) -> tuple[Any, ...]:
@@ -77,7 +82,7 @@ NOTHING = (None, None, 0)
 
 def variant_problem(variant: AttentionVariant) -> str | None:
     """Say why a variant's functions can't be generated, or None."""
-    return untraceable(variant, "Triton's kernels")
+    return untraceable(variant, "Triton's kernels", "triton")
 
 
 def table(

@@ -17,6 +17,18 @@ def at(index, size, stride):
 
 
 @triton.jit
+def load(tensor, i, j=None):
+    """An element of an input, for what is written by hand: an index for each of one or two dimensions.
+
+    `tensor`: its pointer, then the size and the stride of each dimension.
+    """
+    place = at(i, tensor[1], tensor[2])
+    if j is not None:
+        place += at(j, tensor[3], tensor[4])
+    return tl.load(tensor[0] + place)
+
+
+@triton.jit
 def floor_div(a, b):
     """Quotient of integers, rounded down."""
     quotient = a // b

@@ -45,9 +45,19 @@ from polyattn_triton.pointwise_ops import at, floor_div, floor_mod, sigmoid, tan
 '''
 
 
-def source(traced: Trace, softmax: bool) -> str:
-    """Return the text of the module that holds a trace's two functions."""
-    return _Writer(traced).module("-float('inf')" if softmax else "0.0")
+def source(traced: Trace, softmax: bool, written: str = "") -> str:
+    """Return the text of the module that holds a trace's two functions.
+
+    `written`: the name of the module of those that are written by hand.
+    """
+    return _Writer(traced).module("-float('inf')" if softmax else "0.0", written)
+
+
+def by_row(traced: Trace) -> bool:
+    """Whether nothing is hidden, and whatever is read is one number for a row of scores."""
+    writer = _Writer(traced)
+    reads = [i for i, node in enumerate(traced.nodes) if node.op in ("load", "written")]
+    return traced.mask is None and all(writer.shapes[i] in (ONE, ROW) for i in reads)
 
 
 class _Writer:
@@ -66,7 +76,7 @@ class _Writer:
             self.first[name] = at
             at += 1 + 2 * len(declared.dims)
 
-    def module(self, hidden: str) -> str:
+    def module(self, hidden: str, written: str) -> str:
         nodes, score, mask = self.nodes, self.trace.score, self.trace.mask
         results = [n for n in (score, mask) if n is not None]
         needed = _reached(self.trace, results)
@@ -82,17 +92,14 @@ class _Writer:
             if nodes[i].op not in ("constant",)
             and (i in results or any(i in nodes[j].args for j in tile) or f"x{i}" in told)
         ]  # fmt: skip
-        inputs = sorted(
-            {_input(nodes[i]) for i in needed if nodes[i].op in ("load", "size")},
-            key=list(self.trace.inputs).index,
-        )
-        early = sorted({_input(nodes[i]) for i in once if nodes[i].op in ("load", "size")})
-        late = [
-            n for n in inputs if any(nodes[i].op == "load" and _input(nodes[i]) == n for i in tile)
-        ]
+        early = {name for i in once for name in _inputs(nodes[i])}
+        later = {name for i in tile if nodes[i].op != "size" for name in _inputs(nodes[i])}
+        late = [name for name in self.trace.inputs if name in later]
         handed = [word for name in late for word in self._words(name)] + [f"x{i}" for i in passed]
         handed += ["q_low", "q_high"]
-        lines = [HEADING, "", "@triton.jit", "def rows_of(INPUTS, seq, head, row_pos):"]
+        calls = sorted({nodes[i].what[0] for i in needed if nodes[i].op == "written"})
+        lines = [HEADING, *([f"from {written} import {', '.join(calls)}", ""] if calls else [])]
+        lines += ["", "@triton.jit", "def rows_of(INPUTS, seq, head, row_pos):"]
         for name in sorted({*early, *late}):
             lines += self._described(name)
         lines += [self._line(i) for i in once if nodes[i].op != "constant"]
@@ -197,6 +204,10 @@ class _Writer:
             return f"n{dim}_{name}.to(tl.int32)"
         if op == "load":
             return self._load(node, [ref(i, "") for i in range(len(args))])
+        if op == "written":
+            called, names = node.what
+            given = [f"{name}={self._given(name)}" for name in names]
+            return f"{called}({', '.join([*(ref(i, '') for i in range(len(args))), *given])})"
         kinds = {self.nodes[a].kind for a in args}
         if op in ("lt", "le", "gt", "ge", "eq", "ne"):
             kind = next(k for k in ("float", "int", "bool") if k in kinds)
@@ -207,6 +218,13 @@ class _Writer:
         if op == "where":
             return f"tl.where({ref(0, 'bool')}, {ref(1, node.kind)}, {ref(2, node.kind)})"
         return _computed(op, node.kind, [ref(i, node.kind) for i in range(len(args))])
+
+    def _given(self, name: str) -> str:
+        """An input as what is written by hand takes it: a number, or where a tensor lies."""
+        words = self._words(name)
+        if len(words) > 1:
+            return f"({', '.join(words)})"
+        return f"tl.load({words[0]})" + (" != 0" * (self.trace.inputs[name].dtype == "bool"))
 
     def _load(self, node: Any, indices: list[str]) -> str:
         name = node.what
@@ -264,8 +282,13 @@ def _reached(traced: Trace, results: list[int], known: tuple[int, ...] = ()) -> 
     return sorted(needed)
 
 
-def _input(node: Any) -> str:
-    return str(node.what if node.op == "load" else node.what[0])
+def _inputs(node: Any) -> tuple[str, ...]:
+    """The names of what an operation reads."""
+    if node.op == "written":
+        return tuple(node.what[1])
+    if node.op == "size":
+        return (node.what[0],)
+    return (node.what,) if node.op == "load" else ()
 
 
 def _joined(shapes: list[str]) -> str:

@@ -27,7 +27,7 @@ from polyattn_triton.tile_lists import list_of
 from polyattn_triton.tiles import (
     blocks_of,
     keys_seen,
-    load_held_rows,
+    load_cached_rows,
     load_rows,
     my_stretch,
     next_tile,
@@ -89,20 +89,19 @@ def _tiles(
         else:
             k_row = (kv_start + key_pos).to(tl.int64) * k_t
             v_row = (kv_start + key_pos).to(tl.int64) * v_t
-        k_ptr = K + k_row[:, None] + offs_d[None, :]
-        v_ptr = V + v_row[:, None] + offs_dv[None, :]
+        FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
         if ROPE > 0:
             k, k_second = load_pairs(K, k_row, inside, SPAN, BLOCK_H, ROPE)
             if SPAN < D:
                 k_rest = load_rest(K, k_row, inside, D, SPAN, rest_block(D, SPAN))
-        elif MASK:
-            k = load_held_rows(k_ptr, inside, offs_d, D, BLOCK_D)
+        elif MASK or FOUR:
+            k = load_cached_rows(K, k_row, inside, offs_d, BLOCK_N, D, BLOCK_D)
         else:
-            k = load_rows(k_ptr, offs_d, D, BLOCK_D)
-        if MASK:
-            v = load_held_rows(v_ptr, inside, offs_dv, DV, BLOCK_DV)
+            k = load_rows(K + k_row[:, None] + offs_d[None, :], offs_d, D, BLOCK_D)
+        if MASK or FOUR:
+            v = load_cached_rows(V, v_row, inside, offs_dv, BLOCK_N, DV, BLOCK_DV)
         else:
-            v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
+            v = load_rows(V + v_row[:, None] + offs_dv[None, :], offs_dv, DV, BLOCK_DV)
         if ROPE > 0:
             cos, sin = turn_by(tile_pos - origin, turn_high, turn_low)
             cos, sin = turned(place_cos, place_sin, cos[None, :], sin[None, :])

@@ -24,9 +24,9 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from polyattn_triton.hopper_copies import produce
 from polyattn_triton.hopper_items import advance, begin, bounds, part_of
+from polyattn_triton.hopper_rows import load_query, store_part, store_rows
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
@@ -45,11 +45,17 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _softmax(
-    s, m, key, limit, row_pos, by, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+    s, m, key, limit, row_pos, by, scale, rows, MASK: gl.constexpr, CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
 ):  # fmt: skip
-    """From scores to weights: these, the new maximum (unscaled), and what older sums count."""
+    """From scores to weights: these, the new maximum (unscaled), and what older sums count.
+
+    `FUNCTIONS`: 1, `CHANGE` is what a variant does to scores; 2, what it returns are the weights.
+    """
     LAYOUT: gl.constexpr = s.type.layout
+    if FUNCTIONS > 0:
+        place = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
+        s = CHANGE(s * scale, rows, place)
     if MASK:
         key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
         seen = (key_pos < limit)[None, :]
@@ -57,13 +63,18 @@ def _softmax(
             seen = seen & (key_pos[None, :] <= row_pos[:, None])
         if WINDOW > 0:
             seen = seen & (key_pos[None, :] > row_pos[:, None] - WINDOW)
-        s = gl.where(seen, s, float("-inf"))
-    m_new = gl.maximum(m, gl.max(s, 1))
-    base = m_new
-    if MASK:
-        base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
-    alpha = gl.exp2((m - base) * by)
-    p = gl.exp2(s * by - (base * by)[:, None])
+        s = gl.where(seen, s, 0.0 if FUNCTIONS == 2 else float("-inf"))
+    if FUNCTIONS == 2:
+        p = s
+        m_new = m
+        alpha = m
+    else:
+        m_new = gl.maximum(m, gl.max(s, 1))
+        base = m_new
+        if MASK or FUNCTIONS > 0:
+            base = gl.where(m_new == float("-inf"), 0.0, m_new)  # nothing seen yet: no NaN
+        alpha = gl.exp2((m - base) * by)
+        p = gl.exp2(s * by - (base * by)[:, None])
     return p, m_new, alpha
 
 
@@ -77,9 +88,10 @@ def _sums(weights):
 @gluon.jit
 def _step(
     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
-    limit, row_pos, by,
+    limit, row_pos, by, scale, rows,
     GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
 ):  # fmt: skip
     """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -97,9 +109,12 @@ def _step(
     s = warpgroup_mma_wait(1, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
-    weights, m, alpha = _softmax(s, m, key, limit, row_pos, by, MASK, CAUSAL, WINDOW, BLOCK_N)
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
-    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
+    weights, m, alpha = _softmax(
+        s, m, key, limit, row_pos, by, scale, rows, MASK, CAUSAL, WINDOW, BLOCK_N, CHANGE, FUNCTIONS
+    )
+    if FUNCTIONS != 2:
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
+        alpha = gl.convert_layout(alpha, gl.SliceLayout(1, OUTPUT))
     # The next keys are waited for here: ptxas moves the wait for the product before the softmax
     # unless a branch lies between them.
     n += 1
@@ -108,77 +123,20 @@ def _step(
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(before))
     p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
-    return acc * alpha[:, None], m, l, p
-
-
-@gluon.jit
-def _load_query(
-    q, Q, token0, query_len, start, head, q_t, q_h, G: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    """Copy a group's 64 (token, head) rows into shared memory, without waiting."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (token0 + row // G).to(gl.int64) * q_t + (head * G + row % G) * q_h
-    async_copy.async_copy_global_to_shared(
-        q,
-        Q + at[:, None] + offs[None, :],
-        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
-    )
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _store(
-    acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, start, head, o_t, o_h, lse_t,
-    G: gl.constexpr, D: gl.constexpr, HAS_LSE: gl.constexpr,
-):  # fmt: skip
-    """Store a group's rows, through the shared memory of its query: whole rows leave at once."""
-    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    ROW: gl.constexpr = m.type.layout
-    safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(v_scale / safe, gl.SliceLayout(1, acc.type.layout))[:, None]
-    q.store(out.to(q.dtype))
-    gl.thread_barrier()
-    row = start + gl.arange(0, 64, layout=gl.SliceLayout(1, WIDE))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, WIDE))
-    at = (token0 + row // G).to(gl.int64) * o_t + (head * G + row % G) * o_h
-    gl.store(
-        OUT + at[:, None] + offs[None, :], q.load(WIDE),
-        mask=(row < query_len * G)[:, None] & (offs < D)[None, :],
-    )  # fmt: skip
-    if HAS_LSE:
-        row = start + gl.arange(0, 64, layout=ROW)
-        lse = gl.where(l == 0.0, float("-inf"), (m * by + gl.log2(safe)) * LN2)
-        at = (token0 + row // G).to(gl.int64) * lse_t + head * G + row % G
-        gl.store(LSE + at, lse, mask=row < query_len * G)
-
-
-@gluon.jit
-def _store_part(acc, m, l, by, PARTS, PART_LSE, at, held, D: gl.constexpr):
-    """Store a group's rows of a piece, normalised, with their LSE in base 2; `at`: the first's place."""
-    OUTPUT: gl.constexpr = acc.type.layout
-    safe = gl.where(l == 0.0, 1.0, l)
-    out = acc * gl.convert_layout(1.0 / safe, gl.SliceLayout(1, OUTPUT))[:, None]
-    row = gl.arange(0, 64, layout=gl.SliceLayout(1, OUTPUT))
-    offs = gl.arange(0, D, layout=gl.SliceLayout(0, OUTPUT))
-    to = (at + row).to(gl.int64) * D
-    gl.store(
-        PARTS + to[:, None] + offs[None, :], out, mask=(row < held)[:, None] & (offs < D)[None, :]
-    )
-    row = gl.arange(0, 64, layout=m.type.layout)
-    lse = gl.where(l == 0.0, float("-inf"), m * by + gl.log2(safe))
-    gl.store(PART_LSE + at + row, lse, mask=row < held)
+    if FUNCTIONS != 2:
+        acc = acc * alpha[:, None]
+    return acc, m, l, p
 
 
 @gluon.jit
 def _consume(
-    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles, at_once,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr,
+    Q, OUT, LSE, INPUTS, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+    k_full, k_empty, v_full, v_empty, turns, by, scale, v_scale, q_t, q_h, o_t, o_h, lse_t, tiles,
+    at_once, GROUP: gl.constexpr, GROUPS: gl.constexpr, G: gl.constexpr, KV_HEADS: gl.constexpr,
+    D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, CAUSAL: gl.constexpr, WINDOW: gl.constexpr,
     SPLIT: gl.constexpr, STAGES: gl.constexpr, HAS_LSE: gl.constexpr, TURNS: gl.constexpr,
-    QUERIES: gl.constexpr,
+    QUERIES: gl.constexpr, ROWS_OF: gl.constexpr, CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
 ):  # fmt: skip
     """Attend with a group's 64 of the items' rows."""
     DTYPE: gl.constexpr = Q.dtype.element_ty
@@ -191,7 +149,7 @@ def _consume(
     item = 0
     if at < stop:
         token0 = gl.load(STARTS + seq)
-        _load_query(
+        load_query(
             q_smem.index(GROUP), Q, token0, gl.load(STARTS + seq + 1) - token0, start + GROUP * 64, head,
             q_t, q_h, G, D,
         )  # fmt: skip
@@ -204,6 +162,7 @@ def _consume(
             cut, place = part_of(WORK, low, high, head)
         my_start = start + GROUP * 64
         my_head = head
+        my_seq = seq
         at, low, high, tile, seq, start, head = advance(
             WORK, tiles, at_once, low, high, tile, head, SPLIT
         )
@@ -211,6 +170,10 @@ def _consume(
         next_query_len = gl.load(STARTS + seq + 1) - next_token0
         q = q_smem.index(GROUPS * (item % QUERIES) + GROUP)
         row_pos = seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
+        rows = (0,)
+        if FUNCTIONS > 0:
+            my_rows = my_start + gl.arange(0, 64, layout=ROW)
+            rows = ROWS_OF(INPUTS, my_seq, my_head * G + my_rows % G, row_pos)
         async_copy.wait_group(0)
         fence_async_shared()
         gl.thread_barrier()
@@ -224,7 +187,22 @@ def _consume(
         gl.thread_barrier()
         mbarrier.arrive(k_empty.index(n % STAGES))
         m = gl.full([64], float("-inf"), gl.float32, ROW)
-        weights, m, _alpha = _softmax(s, m, key, limit, row_pos, by, True, CAUSAL, WINDOW, BLOCK_N)
+        weights, m, _alpha = _softmax(
+            s,
+            m,
+            key,
+            limit,
+            row_pos,
+            by,
+            scale,
+            rows,
+            True,
+            CAUSAL,
+            WINDOW,
+            BLOCK_N,
+            CHANGE,
+            FUNCTIONS,
+        )
         l = _sums(weights)
         p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
@@ -240,21 +218,22 @@ def _consume(
         for i in range(1, masked):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by, scale,
+                rows, GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE, FUNCTIONS,
             )  # fmt: skip
         for i in range(gl.maximum(masked, 1), kept):
             acc, m, l, p = _step(
                 acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by, scale,
+                rows, GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE, FUNCTIONS,
             )  # fmt: skip
         if WINDOW > 0:
             for i in range(gl.maximum(kept, 1), count):
                 acc, m, l, p = _step(
                     acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by,
-                    GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by, scale,
+                    rows, GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE,
+                    FUNCTIONS,
                 )  # fmt: skip
         n += count
         item += 1
@@ -262,45 +241,49 @@ def _consume(
         mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
         acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
         if QUERIES > 1 and at < stop:  # while this item's last product runs and is stored
-            _load_query(
+            load_query(
                 q_smem.index(GROUPS * (item % QUERIES) + GROUP), Q, next_token0, next_query_len,
                 start + GROUP * 64, head, q_t, q_h, G, D,
             )  # fmt: skip
         l = gl.convert_layout(gl.sum(l, 1), ROW)
+        if FUNCTIONS == 2:  # sums of values as they are, those of pieces too
+            l = gl.full([64], 1.0, gl.float32, ROW)
+            m = gl.full([64], 0.0, gl.float32, ROW)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         gl.thread_barrier()
         mbarrier.arrive(v_empty.index(last))
         if SPLIT:
             if cut:
-                _store_part(
+                store_part(
                     acc, m, l, by, PARTS, PART_LSE, place * BLOCK_M + GROUP * 64,
                     query_len * G - my_start, D,
                 )  # fmt: skip
             else:
-                _store(
+                store_rows(
                     acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                     o_t, o_h, lse_t, G, D, HAS_LSE,
                 )  # fmt: skip
         else:
-            _store(
+            store_rows(
                 acc, m, l, by, v_scale, OUT, LSE, q, token0, query_len, my_start, my_head,
                 o_t, o_h, lse_t, G, D, HAS_LSE,
             )  # fmt: skip
         if QUERIES == 1 and at < stop:
             gl.thread_barrier()
-            _load_query(
+            load_query(
                 q, Q, next_token0, next_query_len, start + GROUP * 64, head, q_t, q_h, G, D
             )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["lse_t", "bt_s", "tiles", "at_once"])
 def prefill_hopper_kernel(
-    Q, OUT, LSE, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
+    Q, OUT, LSE, INPUTS, PARTS, PART_LSE, BT, SEQ_LENS, STARTS, KEY_STARTS, WORK, scale, v_scale,
     q_t, q_h, k_b, k_row, k_col, v_b, v_row, v_col, o_t, o_h, K, V, lse_t, bt_s, tiles, at_once,
     G: gl.constexpr, KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, PAGED: gl.constexpr, CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr, HAS_LSE: gl.constexpr, SPLIT: gl.constexpr, STAGES: gl.constexpr,
-    TURNS: gl.constexpr, QUERIES: gl.constexpr,
+    TURNS: gl.constexpr, QUERIES: gl.constexpr, ROWS_OF: gl.constexpr, CHANGE: gl.constexpr,
+    FUNCTIONS: gl.constexpr,
 ):  # fmt: skip
     """Tiles of 128 (token, head of group) rows of one KV head, whole or in pieces.
 
@@ -334,24 +317,26 @@ def prefill_hopper_kernel(
         mbarrier.init(k_empty.index(stage), count=GROUPS)
         mbarrier.init(v_empty.index(stage), count=GROUPS)
     by = scale * LOG2E
+    if FUNCTIONS > 0:  # scores are scaled before they are changed
+        by = LOG2E + 0.0 * scale
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                    Q, OUT, LSE, INPUTS, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turns, by, scale, v_scale, q_t, q_h, o_t, o_h,
                     lse_t, tiles, at_once, 0, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL,
-                    WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES, ROWS_OF, CHANGE, FUNCTIONS,
                 ),
             ),
             (
                 _consume,
                 (
-                    Q, OUT, LSE, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
-                    k_full, k_empty, v_full, v_empty, turns, by, v_scale, q_t, q_h, o_t, o_h,
+                    Q, OUT, LSE, INPUTS, PARTS, PART_LSE, SEQ_LENS, STARTS, WORK, q_smem, k_smem, v_smem,
+                    k_full, k_empty, v_full, v_empty, turns, by, scale, v_scale, q_t, q_h, o_t, o_h,
                     lse_t, tiles, at_once, 1, GROUPS, G, KV_HEADS, D, BLOCK_M, BLOCK_N, CAUSAL,
-                    WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES,
+                    WINDOW, SPLIT, STAGES, HAS_LSE, TURNS, QUERIES, ROWS_OF, CHANGE, FUNCTIONS,
                 ),
             ),
             (

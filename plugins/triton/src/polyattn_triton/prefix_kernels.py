@@ -14,7 +14,7 @@ from polyattn_triton.decode import _power_below
 from polyattn_triton.parts import store_part
 from polyattn_triton.prefix_schedule import PIECE
 from polyattn_triton.softmax import finish, logit_scale, logits, value_scale
-from polyattn_triton.tiles import blocks_in_table, load_held_rows, load_rows
+from polyattn_triton.tiles import blocks_in_table, load_cached_rows, load_rows
 
 FIELDS = tl.constexpr(PIECE)
 
@@ -43,15 +43,13 @@ def _over_keys(
             v_row = row * v_b + offset * v_t
         # The next tile's blocks, a step ahead, as in `decode`.
         block = blocks_in_table(BT, key_pos + BLOCK_N, bt_end, BLOCK_SIZE)
-        k_ptr = K + k_row[:, None] + offs_d[None, :]
-        v_ptr = V + v_row[:, None] + offs_dv[None, :]
-        if MASK:
+        if MASK or K.dtype.element_ty == tl.uint8:
             held = key_pos < end
-            k = load_held_rows(k_ptr, held, offs_d, D, BLOCK_D)
-            v = load_held_rows(v_ptr, held, offs_dv, DV, BLOCK_DV)
+            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D)
+            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV)
         else:
-            k = load_rows(k_ptr, offs_d, D, BLOCK_D)
-            v = load_rows(v_ptr, offs_dv, DV, BLOCK_DV)
+            k = load_rows(K + k_row[:, None] + offs_d[None, :], offs_d, D, BLOCK_D)
+            v = load_rows(V + v_row[:, None] + offs_dv[None, :], offs_dv, DV, BLOCK_DV)
         s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
         s = logits(
             s, rows, key_pos, end, 0.0, row_scale, soft_cap, 0,
@@ -90,8 +88,11 @@ def _attend(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
-    # As in `decode`: 8-bit floats are multiplied in float16, which powers of two make wide enough.
-    BY_HALF: tl.constexpr = K.dtype.element_ty.is_fp8() and Q.dtype.element_ty == tl.bfloat16
+    # As in `decode`: small floats are multiplied in float16, which powers of two make wide enough.
+    FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
+    BY_HALF: tl.constexpr = (
+        K.dtype.element_ty.is_fp8() or FOUR
+    ) and Q.dtype.element_ty == tl.bfloat16
     RAISED: tl.constexpr = 15 if BY_HALF else 0
     row_scale = scale
     if BY_HALF:

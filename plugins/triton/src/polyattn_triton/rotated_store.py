@@ -11,7 +11,7 @@ from polyattn.kernel import KVCache, LayerParams, NewTokens, Rotation, StorePlan
 from torch import Tensor
 
 from polyattn_triton.launch import Launcher
-from polyattn_triton.rounding import limit_of, rounded
+from polyattn_triton.rounding import limit_of, rounded, scale_of
 
 TILE = 2048
 """Elements of a tile of query heads; a tile of keys, which has its values beside it, is half of that."""
@@ -105,14 +105,15 @@ def _query_tile(
 
 @triton.jit
 def _key_tile(
-    source, goal, kept, TURNS, BIAS, token, first, stride, goal_h, is_stored, k_scale, limit,
+    source, goal, kept, TURNS, BIAS, K_SCALE, token, first, stride, goal_h, is_stored, number, limit,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, START: tl.constexpr,
     REST: tl.constexpr, TILE_HEADS: tl.constexpr, NEOX: tl.constexpr, BIASED: tl.constexpr,
-    KEEP: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
+    KEEP: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Turn a token's keys from head `first` on, and store them where it has a slot."""
     heads = first + tl.arange(0, TILE_HEADS)
     keep = heads < HEADS
+    k_scale = scale_of(number, K_SCALE, heads[:, None], HEADS, SCALES)
     stored = keep & is_stored
     if P > 0:
         a, b = _pairs(source, heads, keep, stride, START, TILE_HEADS, P, PP, NEOX)
@@ -145,13 +146,15 @@ def _key_tile(
 
 @triton.jit
 def _value_tile(
-    source, goal, kept, BIAS, first, stride, goal_h, is_stored, v_scale, limit,
+    source, goal, kept, BIAS, V_SCALE, first, stride, goal_h, is_stored, number, limit,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE_HEADS: tl.constexpr,
     BIASED: tl.constexpr, KEEP: tl.constexpr, QUANTIZED: tl.constexpr, INTEGER: tl.constexpr,
+    SCALES: tl.constexpr,
 ):  # fmt: skip
     """Store a token's values from head `first` on; only one with a bias is kept beside the cache."""
     heads = first + tl.arange(0, TILE_HEADS)
     keep = heads < HEADS
+    v_scale = scale_of(number, V_SCALE, heads[:, None], HEADS, SCALES)
     element = tl.arange(0, DP)[None, :]
     mask = keep[:, None] & (element < D)
     y = tl.load(source + heads[:, None] * stride + element, mask=mask).to(tl.float32)
@@ -168,15 +171,15 @@ def _value_tile(
 
 @triton.jit
 def rotate_store_kernel(
-    QUERY, KEY, VALUE, OUT, KEY_OUT, VALUE_OUT, K, V, SLOTS, TURNS, QUERY_SCALE, BIAS,
-    k_scale, v_scale, limit,
+    QUERY, KEY, VALUE, OUT, KEY_OUT, VALUE_OUT, K, V, SLOTS, TURNS, QUERY_SCALE, BIAS, K_SCALE,
+    V_SCALE, k_scale, v_scale, limit,
     query_t, query_h, key_t, key_h, value_t, value_h, k_b, k_t, k_h, v_b, v_t, v_h,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DQ: tl.constexpr, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_SIZE: tl.constexpr, P: tl.constexpr, PP: tl.constexpr,
     Q_START: tl.constexpr, K_START: tl.constexpr, Q_REST: tl.constexpr, K_REST: tl.constexpr,
     VP: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr, NEOX: tl.constexpr,
     SCALED: tl.constexpr, BIASED: tl.constexpr, KEEP: tl.constexpr, QUANTIZED: tl.constexpr,
-    INTEGER: tl.constexpr, LATENT: tl.constexpr,
+    INTEGER: tl.constexpr, LATENT: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Turn a token's query heads, or turn and store its keys and store its values.
 
@@ -198,15 +201,16 @@ def rotate_store_kernel(
         offset = slot % BLOCK_SIZE
         _key_tile(
             KEY + token * key_t, K + block * k_b + offset * k_t, KEY_OUT + token * (KV_HEADS * D),
-            TURNS, BIAS + HEADS * DQ, token, first, key_h, k_h, slot >= 0, k_scale, limit,
+            TURNS, BIAS + HEADS * DQ, K_SCALE, token, first, key_h, k_h, slot >= 0, k_scale, limit,
             KV_HEADS, D, P, PP, K_START, K_REST, K_TILE, NEOX, BIASED, KEEP, QUANTIZED, INTEGER,
+            SCALES,
         )  # fmt: skip
         if not LATENT:
             _value_tile(
                 VALUE + token * value_t, V + block * v_b + offset * v_t,
-                VALUE_OUT + token * (KV_HEADS * DV), BIAS + HEADS * DQ + KV_HEADS * D, first,
+                VALUE_OUT + token * (KV_HEADS * DV), BIAS + HEADS * DQ + KV_HEADS * D, V_SCALE, first,
                 value_h, v_h, slot >= 0, v_scale, limit, KV_HEADS, DV, VP, K_TILE, BIASED, KEEP,
-                QUANTIZED, INTEGER,
+                QUANTIZED, INTEGER, SCALES,
             )  # fmt: skip
 
 
@@ -227,7 +231,7 @@ def padded(size: int) -> int:
 def rotate_constants(
     heads: int, kv_heads: int, sizes: tuple[int, int, int], block_size: int, turned: int,
     last: bool, neox: bool, scaled: bool, biased: bool, keep: bool, quantized: bool, integer: bool,
-    latent: bool,
+    latent: bool, scales: int = 0,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `rotate_store_kernel`'s constants, in its order. `sizes`: of a head of Q, K and V."""
     dq, d, dv = sizes
@@ -236,7 +240,7 @@ def rotate_constants(
         dq - turned if last else 0, d - turned if last else 0, padded(dq - turned),
         padded(d - turned), padded(dv), heads_at_once(heads, dq, TILE),
         heads_at_once(kv_heads, d, TILE // 2), neox, scaled, biased, keep, quantized, integer,
-        latent,
+        latent, scales,
     )  # fmt: skip
 
 
@@ -247,8 +251,12 @@ def rotate_and_store(
     cache: KVCache,
     params: LayerParams,
     keep: bool,
+    scales: int = 0,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`StoreBackend.run_rotated` in one launch; what is kept of a value without a bias is itself."""
+    """`StoreBackend.run_rotated` in one launch; what is kept of a value without a bias is itself.
+
+    `scales`: whether the layer's are numbers, or which tensors (`variants.SCALES`).
+    """
     query, key, value = (_neighbours(x) for x in (new.query, new.key, new.value))
     tokens, heads, dq = query.shape
     out = torch.empty((tokens, heads, dq), dtype=query.dtype, device=query.device)
@@ -266,8 +274,11 @@ def rotate_and_store(
         heads, kv_heads, (dq, d, dv), cache.block_size, turned,
         rotation is not None and rotation.last, rotation is None or rotation.pairing == "neox",
         scale is not None, biased, keep, dtype != query.dtype, dtype == torch.int8,
-        cache.value_in_key,
+        cache.value_in_key, scales,
     )  # fmt: skip
+    given = (params.k_scale, params.v_scale)
+    # What isn't read needs something to stand in its place.
+    numbers, tensors = ((1.0, 1.0), given) if scales else (given, (out, out))
     q_tile, k_tile = constants[13], constants[14]
     # What a constant says isn't there is never read; something has to stand in its place.
     turns = out if rotation is None else rotation.turns
@@ -277,9 +288,9 @@ def rotate_and_store(
         (
             query, key, value, out, out if key_out is None else key_out,
             out if value_out is None else value_out, cache.key, cache.value, plan.slots, turns,
-            out if scale is None else scale, out if new.bias is None else new.bias,
+            out if scale is None else scale, out if new.bias is None else new.bias, *tensors,
         ),
-        (params.k_scale, params.v_scale, limit_of(dtype, query.dtype)),
+        (*numbers, limit_of(dtype, query.dtype)),
         (
             query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0),
             value.stride(1), k[0], k[1], k[2], v[0], v[1], v[2],

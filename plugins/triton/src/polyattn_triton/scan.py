@@ -22,6 +22,7 @@ from polyattn_triton.channels import CHUNK, TOKEN_OPTIONS, Channels, by_token, g
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.scan_kernels import (
+    conv_drafts_kernel,
     conv_kernel,
     delta_kernel,
     gated_kernel,
@@ -31,18 +32,20 @@ from polyattn_triton.scan_kernels import (
 from polyattn_triton.selective import (
     Cut,
     Selective,
+    mamba1_strides,
     selective_configs,
     selective_constants,
     widest_words,
 )
 
 Tensors = Mapping[str, Tensor]
-CONV_TOKENS, CONV_CHANNELS = 16, 128
+CONV_TOKENS, CONV_CHANNELS, DRAFT_CHANNELS = 16, 128, 64
 CHANNELS = (AttentionKind.KDA, AttentionKind.RWKV7)
 TILES = {AttentionKind.SHORT_CONV: CONV_TOKENS} | dict.fromkeys(CHANNELS, CHUNK)
 """Tokens of a tile of a prefill, of the kinds that have tiles planned."""
 
-_conv, _mamba1 = Launcher(conv_kernel), Launcher(mamba1_kernel)
+_conv, _conv_drafts = Launcher(conv_kernel), Launcher(conv_drafts_kernel)
+_mamba1 = Launcher(mamba1_kernel)
 _gated, _delta, _step = Launcher(gated_kernel), Launcher(delta_kernel), Launcher(step_kernel)
 
 
@@ -57,11 +60,18 @@ def key_value_sizes(spec: LayerSpec) -> tuple[int, int]:
 def scan_constants(
     spec: LayerSpec, phase: str, arch: str, params: frozenset[str]
 ) -> tuple[Any, ...]:
-    """Return the constants of `spec`'s kernel for `phase`, in its order."""
+    """Return the constants of `spec`'s kernel for `phase` ("drafts" too), in its order."""
     form = spec.recurrent
     assert form is not None
-    kind, decode = spec.kind, phase == "decode"
+    kind, drafts = spec.kind, phase == "drafts"
+    phase = "decode" if drafts else phase
+    decode = phase == "decode"
     has = ("D" in params, "dt_bias" in params)
+    if kind is AttentionKind.SHORT_CONV and drafts:
+        return (
+            spec.num_heads, form.conv_width, triton.next_power_of_2(form.conv_width), DRAFT_CHANNELS,
+            "bias" in params, form.activation == "silu",
+        )  # fmt: skip
     if kind is AttentionKind.SHORT_CONV:
         return (
             spec.num_heads, form.conv_width, 1 if decode else CONV_TOKENS, CONV_CHANNELS,
@@ -73,7 +83,11 @@ def scan_constants(
             return selective_constants(spec, first, widest_words(spec), has, "whole")
         config = pick_scan(arch, kind, phase)
         n = triton.next_power_of_2(form.state_size)
-        return (spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus)
+        each = spec.num_heads // form.channel_groups
+        return (
+            spec.num_heads, form.state_size, config.block_v, n, *has, form.dt_softplus, form.gated,
+            each, drafts,
+        )  # fmt: skip
     config = pick_scan(arch, kind, phase)
     keys, values = key_value_sizes(spec)
     sizes = (
@@ -83,26 +97,36 @@ def scan_constants(
     mamba, delta = kind is AttentionKind.MAMBA2, kind is AttentionKind.GDN
     softplus = mamba and form.dt_softplus
     if decode:
-        return (*sizes, mamba, delta, softplus, *has, form.qk_norm)
+        return (*sizes, mamba, delta, softplus, *has, form.qk_norm, form.gated, drafts)
     if delta:
         return (*sizes, config.chunk, form.qk_norm)
-    return (*sizes, config.chunk, mamba, softplus, *has)
+    return (*sizes, config.chunk, mamba, softplus, *has, form.gated)
 
 
 class ScanPlan(Plan):
     """The step's metadata on the device; for a convolution's prefill its tiles of tokens, for KDA's and
-    RWKV-7's their chunks, for Mamba-1's how its sequences are cut.
+    RWKV-7's their chunks, for Mamba-1's how its sequences are cut. `targets`: of drafts, where the state
+    after each token goes.
     """
 
-    __slots__ = ("cut", "phase", "seq_lens", "slots", "starts", "tile_seq", "tile_start")
+    __slots__ = (
+        "cut", "phase", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start",
+    )  # fmt: skip
     cut: Cut | None
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
-        self.phase = "decode" if batch.all_decode else "prefill"
+        self.phase, self.targets = "decode" if batch.all_decode else "prefill", batch.state_targets
+        if self.targets is not None:
+            self.phase = "drafts"
         self.starts, self.seq_lens = batch.query_start_loc, batch.seq_lens
         self.slots, self.cut = batch.state_slots, None
+
+    @property
+    def goal(self) -> tuple[Tensor, int]:
+        """The targets and their stride by sequence; something in their place where there are none."""
+        return (self.slots, 0) if self.targets is None else (self.targets, self.targets.stride(0))
 
     def list_tiles(self, size: int, device: torch.device) -> None:
         """List (sequence, first token) of every tile of `size` tokens."""
@@ -166,8 +190,8 @@ class TritonScan(RecurrentBackend):
         assert self._channels is not None
         meta = (plan.starts, plan.seq_lens, plan.slots)
         given = given_inputs(self.spec, inputs, self._none)
-        if plan.phase == "decode":
-            by_token(self.spec, given, out, states, meta, TOKEN_OPTIONS)
+        if plan.phase != "prefill":
+            by_token(self.spec, given, out, states, meta, TOKEN_OPTIONS, plan.targets)
         elif len(plan.tile_seq):
             self._channels(given, out, states, meta, (plan.tile_seq, plan.tile_start))
 
@@ -176,16 +200,26 @@ class TritonScan(RecurrentBackend):
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
         decode = plan.phase == "decode"
-        if x.stride(1) != 1:
-            x = x.contiguous()
+        x, bias = dense(x), params.get("bias", self._none)
+        if plan.targets is not None:
+            _conv_drafts(
+                (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, DRAFT_CHANNELS), 1),
+                (
+                    x, out, states, params["weight"], bias, plan.starts, plan.seq_lens, plan.slots,
+                    plan.targets,
+                ),
+                (), (x.stride(0), out.stride(0), states.stride(0), plan.goal[1]), (), constants,
+                {"num_warps": 4},
+            )  # fmt: skip
+            return
         tiles = plan.batch.num_seqs if decode else len(plan.tile_seq)
         if tiles == 0:
             return
         _conv(
             (tiles, triton.cdiv(self.spec.num_heads, CONV_CHANNELS), 1),
             (
-                x, out, states, params["weight"], params.get("bias", self._none), plan.starts,
-                plan.seq_lens, plan.slots, plan.slots if decode else plan.tile_seq,
+                x, out, states, params["weight"], bias, plan.starts, plan.seq_lens,
+                plan.slots, plan.slots if decode else plan.tile_seq,
                 plan.slots if decode else plan.tile_start,
             ),
             (), (x.stride(0), out.stride(0), states.stride(0)), (), constants, {"num_warps": 4},
@@ -196,20 +230,22 @@ class TritonScan(RecurrentBackend):
         constants: tuple[Any, ...],
     ) -> None:  # fmt: skip
         given = [dense(inputs[name]) for name in ("x", "dt", "B", "C")]
+        given.append(dense(inputs["z"]) if "z" in inputs else given[0])
         meta = (plan.starts, plan.seq_lens, plan.slots)
         if plan.phase == "prefill":
             assert self._selective is not None and plan.cut is not None
             self._selective(given, params, out, states, meta, plan.cut)
             return
-        x, dt, B, C = given
-        config = pick_scan(self.device.arch, self.spec.kind, plan.phase)
+        x, dt, B, C, z = given
+        config = pick_scan(self.device.arch, self.spec.kind, "decode")
+        to, each = plan.goal
         _mamba1(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, config.block_v), 1),
             (
                 x, dt, params["A"], B, C, params.get("D", self._none),
-                params.get("dt_bias", self._none), out, states, *meta,
+                params.get("dt_bias", self._none), z, out, states, *meta, to,
             ),
-            (), tuple(t.stride(0) for t in (x, dt, B, C, out, states)), (), constants,
+            (), (*mamba1_strides(x, dt, B, C, z, out, states), each), (), constants,
             {"num_warps": config.num_warps, "num_stages": config.num_stages},
         )  # fmt: skip
 
@@ -230,7 +266,11 @@ class TritonScan(RecurrentBackend):
         rows = tuple(t.stride(0) if t.dim() == 2 else 0 for t in (dt, g, beta))
         s = states.stride()
         along = (s[3], s[2]) if mamba else (s[2], s[3])  # Mamba-2's state is (head size, N)
-        config = pick_scan(self.device.arch, spec.kind, plan.phase)
+        phase = "prefill" if plan.phase == "prefill" else "decode"
+        config = pick_scan(self.device.arch, spec.kind, phase)
+        z = dense(inputs["z"]) if "z" in inputs else v
+        of_z = z.stride()[:2]
+        to, each = plan.goal
         grid = (
             plan.batch.num_seqs, spec.num_heads,
             triton.cdiv(key_value_sizes(spec)[1], constants[4]),
@@ -238,23 +278,23 @@ class TritonScan(RecurrentBackend):
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         o = (out.stride(0), out.stride(1))
         scale = (1.0 if mamba else spec.scale,)
-        if plan.phase == "decode":
+        meta = (plan.starts, plan.seq_lens, plan.slots)
+        if phase == "decode":
             _step(
-                grid,
-                (q, k, v, dt, g, beta, rate, *optional, out, states, plan.seq_lens, plan.slots),
-                scale, (*strides, *rows, *o, s[0], s[1], *along), (), constants, options,
+                grid, (q, k, v, dt, g, beta, rate, *optional, z, out, states, *meta, to), scale,
+                (*strides, *rows, *of_z, *o, s[0], s[1], each, *along), (), constants, options,
             )  # fmt: skip
         elif delta:
             _delta(
                 grid,
-                (q, k, v, g, beta, out, states, plan.starts, plan.seq_lens, plan.slots),
+                (q, k, v, g, beta, out, states, *meta),
                 scale, (*strides, *rows[1:], *o, s[0], s[1]), (), constants, options,
             )  # fmt: skip
         else:
             _gated(
                 grid,
-                (q, k, v, dt, g, rate, *optional, out, states, plan.starts, plan.seq_lens, plan.slots),
-                scale, (*strides, *rows[:2], *o, s[0], s[1], *along), (), constants, options,
+                (q, k, v, dt, g, rate, *optional, z, out, states, *meta),
+                scale, (*strides, *rows[:2], *of_z, *o, s[0], s[1], *along), (), constants, options,
             )  # fmt: skip
 
 

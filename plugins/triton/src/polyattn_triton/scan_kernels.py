@@ -3,7 +3,7 @@ gated delta rule, and the single step of the last three.
 
 A program owns a sequence's part of the state from its first token to its last, in registers: one
 launch, each input read once, no state written between chunks. Chunks as in Dao and Gu (2024) and
-Yang et al. (2024). States are float32.
+Yang et al. (2024). States are float32 here, whatever they are kept in.
 """
 
 from __future__ import annotations
@@ -29,6 +29,19 @@ def _softplus(x):
     p = p * u - 0.49999501516786776
     p = p * u + 0.999999970540657
     return tl.maximum(x, 0.0) + p * u
+
+
+@triton.jit
+def gated(y, Z, at, mask):
+    """Return y silu(z), z from `Z` + `at`."""
+    z = tl.load(Z + at, mask=mask, other=0.0).to(tl.float32)
+    return y * z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def draft_place(TARGETS, targets_t, seq, t):
+    """The slot of the state after a sequence's token `t` (`Batch.state_targets`)."""
+    return tl.load(TARGETS + seq * targets_t + t)
 
 
 @triton.jit
@@ -94,13 +107,70 @@ def conv_kernel(
 
 
 @triton.jit
-def mamba1_kernel(
-    X, DT, A, B, C, D, DT_BIAS, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS,
-    x_t, dt_t, b_t, c_t, o_t, st_s,
-    CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr,
+def conv_drafts_kernel(
+    X, OUT, STATE, WEIGHT, BIAS, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS,
+    x_t, o_t, st_s, targets_t,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """One sequence and some channels, token by token. Grid: (sequences, channel blocks)."""
+    """A few tokens of a sequence, whose states go to the slots of TARGETS. Grid: (sequences, blocks).
+
+    The old state is in registers before anything is written: one of the slots may be its own.
+    """
+    seq = tl.program_id(0)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    begun = tl.load(SEQ_LENS + seq) > count
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    w = tl.arange(0, BLOCK_W)
+    c_ok = c < CHANNELS
+    columns = c[:, None] * (WIDTH - 1) + w[None, :]
+    mask = c_ok[:, None] & (w < WIDTH - 1)[None, :]
+    old = tl.load(STATE + slot * st_s + columns, mask=mask & begun, other=0.0).to(tl.float32)
+    weight = tl.load(
+        WEIGHT + c[:, None] * WIDTH + w[None, :],
+        mask=c_ok[:, None] & (w < WIDTH)[None, :],
+        other=0.0,
+    )
+    tl.debug_barrier()
+    x_row = X + start.to(tl.int64) * x_t + c
+    for t in range(count):
+        # The window of token t: its column w is token t - (WIDTH - 1) + w, the old state's before 0.
+        window = tl.zeros([BLOCK_C, BLOCK_W], tl.float32)
+        for i in tl.static_range(WIDTH):
+            at = t - (WIDTH - 1) + i
+            new = tl.load(x_row + at * x_t, mask=c_ok & (at >= 0), other=0.0).to(tl.float32)
+            held = tl.sum(tl.where((w == at + WIDTH - 1)[None, :] & (at < 0), old, 0.0), 1)
+            window = tl.where((w == i)[None, :], (new + held)[:, None], window)
+        y = tl.sum(window * weight, 1)
+        if HAS_BIAS:
+            y += tl.load(BIAS + c, mask=c_ok, other=0.0)
+        if SILU:
+            y = y / (1.0 + tl.exp(-y))
+        tl.store(OUT + (start + t).to(tl.int64) * o_t + c, y.to(OUT.dtype.element_ty), mask=c_ok)
+        to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + columns - 1
+        tl.store(
+            to, window.to(STATE.dtype.element_ty),
+            mask=c_ok[:, None] & (w > 0)[None, :] & (w < WIDTH)[None, :],
+        )  # fmt: skip
+
+
+@triton.jit
+def mamba1_kernel(
+    X, DT, A, B, C, D, DT_BIAS, Z, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS,
+    x_t, dt_t, b_t, b_g, c_t, c_g, z_t, o_t, st_s, targets_t,
+    CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATED: tl.constexpr,
+    EACH: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """One sequence and some channels, token by token. Grid: (sequences, channel blocks).
+
+    `EACH` neighbouring channels share B and C. `DRAFTS`: the state after each token goes to its own
+    slot of TARGETS; which slot the sequence came from makes no difference, it was read before.
+    """
     seq = tl.program_id(0)
     slot = tl.load(STATE_SLOTS + seq)
     if slot < 0:
@@ -114,8 +184,9 @@ def mamba1_kernel(
     n = tl.arange(0, BLOCK_N)
     ok = (d < CHANNELS)[:, None] & (n < N)[None, :]
     a = tl.load(A + d[:, None] * N + n[None, :], mask=ok, other=0.0)
-    place = STATE + slot * st_s + d[:, None] * N + n[None, :]
-    h = tl.load(place, mask=ok & begun, other=0.0)
+    inner = d[:, None] * N + n[None, :]
+    h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
+    group = (d // EACH)[:, None]
     skip = tl.zeros([BLOCK_D], tl.float32)
     bias = tl.zeros([BLOCK_D], tl.float32)
     if HAS_D:
@@ -128,12 +199,22 @@ def mamba1_kernel(
         dt = tl.load(DT + row * dt_t + d, mask=d < CHANNELS, other=0.0).to(tl.float32) + bias
         if SOFTPLUS:
             dt = _softplus(dt)
-        b = tl.load(B + row * b_t + n, mask=n < N, other=0.0).to(tl.float32)
-        c = tl.load(C + row * c_t + n, mask=n < N, other=0.0).to(tl.float32)
-        h = tl.exp(dt[:, None] * a) * h + (dt * x)[:, None] * b[None, :]
-        y = tl.sum(h * c[None, :], 1) + skip * x
+        if EACH < CHANNELS:
+            b = tl.load(B + row * b_t + group * b_g + n[None, :], mask=ok, other=0.0)
+            c = tl.load(C + row * c_t + group * c_g + n[None, :], mask=ok, other=0.0)
+        else:
+            b = tl.load(B + row * b_t + n, mask=n < N, other=0.0)[None, :]
+            c = tl.load(C + row * c_t + n, mask=n < N, other=0.0)[None, :]
+        h = tl.exp(dt[:, None] * a) * h + (dt * x)[:, None] * b.to(tl.float32)
+        y = tl.sum(h * c.to(tl.float32), 1) + skip * x
+        if GATED:
+            y = gated(y, Z, row * z_t + d, d < CHANNELS)
         tl.store(OUT + row * o_t + d, y.to(OUT.dtype.element_ty), mask=d < CHANNELS)
-    tl.store(place, h, mask=ok)
+        if DRAFTS:
+            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + inner
+            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+    if not DRAFTS:
+        tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -148,11 +229,11 @@ def _at_end(total, at, first, count, CHUNK: tl.constexpr):
 
 @triton.jit
 def gated_kernel(
-    Q, K, V, DT, G, A, D, DT_BIAS, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
-    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, o_t, o_h, st_s, st_h, st_k, st_v,
+    Q, K, V, DT, G, A, D, DT_BIAS, Z, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, z_t, z_h, o_t, o_h, st_s, st_h, st_k, st_v,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, MAMBA: tl.constexpr, SOFTPLUS: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     """Mamba-2 (q = C, k = B, v = dt x, g = dt A) and linear attention (g constant), in chunks.
 
@@ -173,7 +254,7 @@ def gated_kernel(
     k_ok = kk < KS
     v_ok = vv < VS
     place = STATE + slot * st_s + head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
-    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0).to(tl.float32)
     rate = tl.load(A + head)
     if HAS_D:
         skip = tl.load(D + head)
@@ -207,7 +288,7 @@ def gated_kernel(
                 dt = _softplus(dt)
             dt = tl.where(ok, dt, 0.0)
             g = dt * rate
-            v = (x.to(tl.float32) * dt[:, None]).to(x.dtype)
+            v = (x.to(tl.float32) * dt[:, None]).to(k.dtype)  # float32 where B and C are
         else:
             g = tl.where(ok, rate, 0.0)
         total = tl.cumsum(g, 0)
@@ -221,11 +302,14 @@ def gated_kernel(
         y = y * scale
         if HAS_D:
             y += skip * x.to(tl.float32)
+        if GATED:
+            at_z = row[:, None] * z_t + head * z_h + vv[None, :]
+            y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
         tl.store(
             OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
             mask=ok[:, None] & v_ok[None, :],
         )  # fmt: skip
-    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
 
 
 @triton.jit
@@ -259,7 +343,7 @@ def delta_kernel(
     k_ok = kk < KS
     v_ok = vv < VS
     place = STATE + slot * st_s + head * st_h + kk[:, None] * VS + vv[None, :]
-    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0).to(tl.float32)
     group = head // EACH
     rows = tl.arange(0, CHUNK)
     for first in range(0, count, CHUNK):
@@ -310,35 +394,18 @@ def delta_kernel(
             OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
             mask=ok[:, None] & v_ok[None, :],
         )  # fmt: skip
-    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
 
 
 @triton.jit
-def step_kernel(
-    Q, K, V, DT, G, BETA, A, D, DT_BIAS, OUT, STATE, SEQ_LENS, STATE_SLOTS, scale,
-    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, o_t, o_h, st_s, st_h, st_k, st_v,
-    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, MAMBA: tl.constexpr, DELTA: tl.constexpr, SOFTPLUS: tl.constexpr,
-    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr,
+def _token(
+    h, row, head, kk, vv, k_ok, v_ok, Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h,
+    EACH: tl.constexpr, MAMBA: tl.constexpr, DELTA: tl.constexpr, SOFTPLUS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """One token of Mamba-2, linear attention or the delta rule; the state is updated in place.
-
-    Grid: (sequences, heads, value blocks).
-    """
-    seq = tl.program_id(0)
-    head = tl.program_id(1)
-    slot = tl.load(STATE_SLOTS + seq)
-    if slot < 0:
-        return
-    begun = tl.load(SEQ_LENS + seq) > 1
-    row = seq.to(tl.int64)
+    """Take one token of Mamba-2, linear attention or the delta rule; returns the state after it."""
     group = head // EACH
-    kk = tl.arange(0, BLOCK_K)
-    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    k_ok = kk < KS
-    v_ok = vv < VS
-    place = STATE + slot * st_s + head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
-    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
     q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
     k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0).to(tl.float32)
     x = tl.load(V + row * v_t + head * v_h + vv, mask=v_ok, other=0.0).to(tl.float32)
@@ -366,5 +433,57 @@ def step_kernel(
     y = tl.sum(h * q[:, None], 0) * scale
     if HAS_D:
         y += tl.load(D + head) * x
+    if GATED:
+        y = gated(y, Z, row * z_t + head * z_h + vv, v_ok)
     tl.store(OUT + row * o_t + head * o_h + vv, y.to(OUT.dtype.element_ty), mask=v_ok)
-    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
+    return h
+
+
+@triton.jit
+def step_kernel(
+    Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h, st_s, st_h, targets_t, st_k, st_v,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, MAMBA: tl.constexpr, DELTA: tl.constexpr, SOFTPLUS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
+    DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """One token of Mamba-2, linear attention or the delta rule; the state is updated in place.
+
+    Grid: (sequences, heads, value blocks). `DRAFTS`: any number of tokens, whose states go to the slots
+    of TARGETS.
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    count = 1
+    row = seq.to(tl.int64)
+    if DRAFTS:
+        row = tl.load(STARTS + seq).to(tl.int64)
+        count = tl.load(STARTS + seq + 1) - row.to(tl.int32)
+    begun = tl.load(SEQ_LENS + seq) > count
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    ok = k_ok[:, None] & v_ok[None, :]
+    inner = head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
+    h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
+    if DRAFTS:
+        for t in range(count):
+            h = _token(
+                h, row + t, head, kk, vv, k_ok, v_ok, Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT,
+                scale, q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h,
+                EACH, MAMBA, DELTA, SOFTPLUS, HAS_D, HAS_BIAS, NORM, GATED,
+            )  # fmt: skip
+            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + inner
+            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+    else:
+        h = _token(
+            h, row, head, kk, vv, k_ok, v_ok, Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT,
+            scale, q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h,
+            EACH, MAMBA, DELTA, SOFTPLUS, HAS_D, HAS_BIAS, NORM, GATED,
+        )  # fmt: skip
+        tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)

@@ -60,13 +60,13 @@ def words_of(b: Tensor, c: Tensor, states: int) -> int:
     size = 8 // b.element_size()
     if state_groups(states)[1] % size or (b.data_ptr() | c.data_ptr()) % 8:
         return 1
-    return 1 if b.stride(0) % size or c.stride(0) % size else size
+    return 1 if any(step % size for t in (b, c) for step in t.stride()[:-1]) else size
 
 
 def widest_words(spec: LayerSpec) -> int:
     """Return what `words_of` returns of aligned tensors."""
     assert spec.recurrent is not None
-    size = 2 if spec.dtype == "float32" else 4
+    size = 2 if spec.dtype == "float32" or spec.recurrent.bc_in_float32 else 4
     return 1 if state_groups(spec.recurrent.state_size)[1] % size else size
 
 
@@ -81,7 +81,7 @@ def selective_constants(
     assert form is not None
     return (
         spec.num_heads, form.state_size, config.channels, *state_groups(form.state_size), words,
-        config.ahead, *has, form.dt_softplus, part,
+        config.ahead, *has, form.dt_softplus, form.gated, spec.num_heads // form.channel_groups, part,
     )  # fmt: skip
 
 
@@ -106,6 +106,17 @@ def way_of(
                 each = TWICE * tokens * max(config.alone, config.full * shared)
                 ways.append((each + CARRY * longest / tokens, config, tokens))
     return min(ways, key=lambda way: way[0])[1:]
+
+
+def mamba1_strides(
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor, out: Tensor, states: Tensor
+) -> tuple[int, ...]:
+    """Return the strides that Mamba-1's kernels take: by token, of B and C by group too."""
+    by_group = [t.stride(1) if t.dim() == 3 else 0 for t in (B, C)]
+    return (
+        x.stride(0), dt.stride(0), B.stride(0), by_group[0], C.stride(0), by_group[1], z.stride(0),
+        out.stride(0), states.stride(0),
+    )  # fmt: skip
 
 
 class Pieces:
@@ -157,10 +168,10 @@ class Selective:
         meta: tuple[Tensor, Tensor, Tensor],
         cut: Cut,
     ) -> None:
-        """Run a step. `inputs`: x, dt, B, C; `meta`: the sequences' starts, lengths and slots."""
+        """Run a step. `inputs`: x, dt, B, C, z (or any); `meta`: sequences' starts, lengths and slots."""
         spec, form, none, config = self.spec, self.spec.recurrent, self.none, cut.config
         assert form is not None
-        x, dt, B, C = inputs
+        x, dt, B, C, z = inputs
         has = ("D" in params, "dt_bias" in params)
         parts: tuple[str, ...] = ("whole",)
         cells = (self.whole, self.whole)
@@ -171,13 +182,15 @@ class Selective:
             self.left = at_least(self.left, programs * channels * form.state_size, self._outgrown)
             self.steps = at_least(self.steps, programs * channels, self._outgrown)
         words = words_of(B, C, form.state_size)
+        each = spec.num_heads // form.channel_groups
+        blocks = form.channel_groups * triton.cdiv(each, config.channels)
         for part in parts:
             _selective(
-                (programs, triton.cdiv(spec.num_heads, config.channels), 1),
+                (programs, blocks, 1),
                 (
                     x, dt, params["A"], B, C, params.get("D", none), params.get("dt_bias", none),
-                    out, states, self.left, self.steps, *meta, *cells,
+                    z, out, states, self.left, self.steps, *meta, *cells,
                 ),
-                (), tuple(t.stride(0) for t in (x, dt, B, C, out, states)), (size,),
+                (), mamba1_strides(x, dt, B, C, z, out, states), (size,),
                 selective_constants(spec, config, words, has, part), OPTIONS,
             )  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from polyattn_triton.scan_kernels import _softplus
+from polyattn_triton.scan_kernels import _softplus, gated
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -96,15 +96,17 @@ def _tokens(
 
 @triton.jit(do_not_specialize=["piece_tokens"])
 def selective_kernel(
-    X, DT, A, B, C, D, DT_BIAS, OUT, STATE, LEFT, STEPS, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ,
-    PIECE_START, x_t, dt_t, b_t, c_t, o_t, st_s, piece_tokens,
+    X, DT, A, B, C, D, DT_BIAS, Z, OUT, STATE, LEFT, STEPS, STARTS, SEQ_LENS, STATE_SLOTS, PIECE_SEQ,
+    PIECE_START, x_t, dt_t, b_t, b_g, c_t, c_g, z_t, o_t, st_s, piece_tokens,
     CHANNELS: tl.constexpr, N: tl.constexpr, BLOCK_D: tl.constexpr, GROUPS: tl.constexpr,
     PER: tl.constexpr, PACK: tl.constexpr, BLOCK_T: tl.constexpr, HAS_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, PART: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SOFTPLUS: tl.constexpr, GATED: tl.constexpr, EACH: tl.constexpr,
+    PART: tl.constexpr,
 ):  # fmt: skip
     """Some channels of a sequence, token by token. Grid: (sequences or pieces, channel blocks).
 
-    A channel's states are in `GROUPS` lanes, `PER` in each. `PACK`: elements of B and C in a word of 8
+    `EACH` neighbouring channels share B and C, and a program's are of one such group. A channel's states
+    are in `GROUPS` lanes, `PER` in each. `PACK`: elements of B and C in a word of 8
     bytes, 1 where they aren't aligned to one. `PART`: "whole"; or of `piece_tokens` tokens "left",
     which writes what a piece leaves to the next one's row of `LEFT` (pieces, N, channels), the first
     one's own row being the sequence's state, and its sum of dt times log2(e) to `STEPS` (pieces,
@@ -126,10 +128,12 @@ def selective_kernel(
     end = count
     if PART != "whole":
         end = tl.minimum(first + piece_tokens, count)
-    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    blocks = tl.cdiv(EACH, BLOCK_D)
+    of_bc = tl.program_id(1) // blocks
+    d = of_bc * EACH + tl.program_id(1) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     group = 0 if GROUPS == 1 else tl.arange(0, GROUPS)
-    d_ok = d < CHANNELS
-    n = 0 if GROUPS == 1 else group[:, None] * PER
+    d_ok = d < (of_bc + 1) * EACH
+    n = 0 if GROUPS == 1 else group[:, None] * PER  # type: ignore[index]
     held_ok = _over(d_ok, GROUPS)
     state = STATE + slot * st_s + _over(d, GROUPS) * N + n
     rates = A + _over(d, GROUPS) * N + n
@@ -146,7 +150,7 @@ def selective_kernel(
             at_first = left + j * CHANNELS + (row - before + tl.minimum(before, 1)) * (N * CHANNELS)
             s = tl.load(at_first, mask=ok, other=0.0)
         else:
-            s = tl.load(state + j, mask=ok & from_state, other=0.0)
+            s = tl.load(state + j, mask=ok & from_state, other=0.0).to(tl.float32)
         if PART == "left":
             tl.store(left + j * CHANNELS + row * (N * CHANNELS), s, mask=ok & (first == 0))
         h = h + (s,)  # type: ignore[assignment]  # noqa: RUF005
@@ -172,10 +176,10 @@ def selective_kernel(
     origin = start.to(tl.int64)
     X += origin * x_t + d
     DT += origin * dt_t + d
-    B += origin * b_t
-    C += origin * c_t
+    B += origin * b_t + of_bc * b_g
+    C += origin * c_t + of_bc * c_g
     OUT += d
-    MASKED: tl.constexpr = CHANNELS % BLOCK_D != 0
+    MASKED: tl.constexpr = EACH % BLOCK_D != 0
     rows = _tokens(
         X, DT, B, C, first, end, group, d_ok, x_t, dt_t, b_t, c_t, N, PER, PACK, BLOCK_T, MASKED
     )  # fmt: skip
@@ -208,6 +212,8 @@ def selective_kernel(
                 steps += dt
             else:
                 out = y if GROUPS == 1 else tl.sum(y, 0)
+                if GATED:
+                    out = gated(out, Z, (origin + at + i) * z_t + d, d_ok & live)
                 place = OUT + (origin + at + i) * o_t
                 tl.store(place, out.to(OUT.dtype.element_ty), mask=d_ok & live)
     for j in tl.static_range(PER):
@@ -215,6 +221,6 @@ def selective_kernel(
         if PART == "left":
             tl.store(left + j * CHANNELS + (row + 1) * (N * CHANNELS), h[j], mask=ok)
         elif end == count:
-            tl.store(state + j, h[j], mask=ok)
+            tl.store(state + j, h[j].to(STATE.dtype.element_ty), mask=ok)
     if PART == "left":
         tl.store(STEPS + row * CHANNELS + d, steps, mask=d_ok)

@@ -18,6 +18,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.four_bit_store import store_four_bits
 from polyattn_triton.launch import Launcher
 from polyattn_triton.rotated_store import rotate_and_store
 from polyattn_triton.rounding import limit_of, rounded, scale_of
@@ -77,6 +78,10 @@ class TritonStore(StoreBackend):
         by_tensors = isinstance(params.k_scale, Tensor)
         scales = (params.k_scale, params.v_scale) if by_tensors else (plan.slots, plan.slots)
         numbers = (1.0, 1.0) if by_tensors else (params.k_scale, params.v_scale)
+        by = SCALES[self.spec.scales]
+        if dtype == torch.uint8:
+            store_four_bits(plan, key, value, cache, scales, numbers, by)
+            return
         integer = dtype == torch.int8
         width = heads * (size if cache.value_in_key else max(size, value.shape[2]))
         k, v = cache.key.stride(), cache.value.stride()
@@ -91,7 +96,7 @@ class TritonStore(StoreBackend):
             (),
             (
                 heads, size, value.shape[2], triton.next_power_of_2(width), cache.block_size,
-                quantized, integer, cache.value_in_key, SCALES[self.spec.scales],
+                quantized, integer, cache.value_in_key, by,
             ),
             {"num_warps": 4 if width >= 512 else 1},
         )  # fmt: skip
@@ -105,9 +110,10 @@ class TritonStore(StoreBackend):
         params: LayerParams,
         keep: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.spec.scales == "number":
-            return rotate_and_store(plan, rotation, new, cache, params, keep)
-        # The kernel that rotates takes numbers: here torch rotates, and what is stored rounds once.
+        if cache.key.dtype != torch.uint8:
+            by = SCALES[self.spec.scales]
+            return rotate_and_store(plan, rotation, new, cache, params, keep, by)
+        # Pairs lie apart in blocks of four bits: here torch rotates, and what is stored rounds once.
         dtype = new.query.dtype
         query, key, value = prepared(new, rotation)
         assert key is not None and value is not None

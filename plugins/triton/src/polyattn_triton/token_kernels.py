@@ -7,7 +7,7 @@ last.
 import triton
 import triton.language as tl
 
-from polyattn_triton.scan_kernels import _softplus
+from polyattn_triton.scan_kernels import _softplus, draft_place
 
 
 @triton.jit
@@ -19,16 +19,16 @@ def _phi(x, RELU: tl.constexpr):
 
 @triton.jit
 def channel_kernel(
-    Q, K, V, G, BETA, A, B, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
-    q_t, q_g, k_t, k_g, v_t, v_h, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, o_t, o_h, st_s, st_h,
+    Q, K, V, G, BETA, A, B, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, o_t, o_h, st_s, st_h, targets_t,
     EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PHI: tl.constexpr, RELU: tl.constexpr,
-    NORM: tl.constexpr,
+    NORM: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
     """KDA where `DELTA`, linear attention with a normaliser where `PHI`, else RWKV-7.
 
     Grid: (sequences, heads, value blocks). `VS` counts a normaliser's column, which is one block with
-    the values.
+    the values. `DRAFTS`: the state after each token goes to its own slot of TARGETS.
     """
     seq = tl.program_id(0)
     head = tl.program_id(1)
@@ -48,8 +48,9 @@ def channel_kernel(
     given = v_ok
     if PHI:
         given = vv < VS - 1
-    place = STATE + slot * st_s + head * st_h + kk[:, None] * VS + vv[None, :]
-    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0)
+    inner = head * st_h + kk[:, None] * VS + vv[None, :]
+    ok = k_ok[:, None] & v_ok[None, :]
+    h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
     for t in range(count):
         row = (start + t).to(tl.int64)
         q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
@@ -80,16 +81,20 @@ def channel_kernel(
         else:
             y = y * scale
         tl.store(OUT + row * o_t + head * o_h + vv, y.to(OUT.dtype.element_ty), mask=given)
-    tl.store(place, h, mask=k_ok[:, None] & v_ok[None, :])
+        if DRAFTS:
+            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + inner
+            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+    if not DRAFTS:
+        tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def unit_kernel(
-    X, INPUT_GATE, RECURRENT_GATE, LAMBDA, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS,
-    x_t, i_t, r_t, o_t, st_s,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    X, INPUT_GATE, RECURRENT_GATE, LAMBDA, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS,
+    x_t, i_t, r_t, o_t, st_s, targets_t,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
 ):  # fmt: skip
-    """RG-LRU. Grid: (sequences, blocks of channels)."""
+    """RG-LRU. Grid: (sequences, blocks of channels). `DRAFTS` as above."""
     seq = tl.program_id(0)
     slot = tl.load(STATE_SLOTS + seq)
     if slot < 0:
@@ -102,7 +107,7 @@ def unit_kernel(
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = c < CHANNELS
     rate = -8.0 * _softplus(tl.load(LAMBDA + c, mask=ok, other=0.0))
-    h = tl.load(STATE + slot * st_s + c, mask=ok & begun, other=0.0)
+    h = tl.load(STATE + slot * st_s + c, mask=ok & begun, other=0.0).to(tl.float32)
     for t in range(count):
         row = (start + t).to(tl.int64)
         x = tl.load(X + row * x_t + c, mask=ok, other=0.0).to(tl.float32)
@@ -116,4 +121,8 @@ def unit_kernel(
         first = (t == 0) & (begun == 0)
         h = tl.exp(log_a) * h + tl.where(first, 1.0, root) * tl.sigmoid(i) * x
         tl.store(OUT + row * o_t + c, h.to(OUT.dtype.element_ty), mask=ok)
-    tl.store(STATE + slot * st_s + c, h, mask=ok)
+        if DRAFTS:
+            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + c
+            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+    if not DRAFTS:
+        tl.store(STATE + slot * st_s + c, h.to(STATE.dtype.element_ty), mask=ok)

@@ -29,11 +29,11 @@ UNITS = 64
 _unit = Launcher(unit_kernel)
 
 
-def token_constants(spec: LayerSpec) -> tuple[Any, ...]:
-    """Return the constants of `spec`'s kernel, in its order."""
+def token_constants(spec: LayerSpec, drafts: bool = False) -> tuple[Any, ...]:
+    """Return the constants of `spec`'s kernel, in its order. `drafts`: each token's state is kept."""
     if spec.kind is AttentionKind.RG_LRU:
-        return spec.num_heads, UNITS
-    return channel_constants(spec)
+        return spec.num_heads, UNITS, drafts
+    return channel_constants(spec, drafts)
 
 
 def token_options(spec: LayerSpec) -> dict[str, int]:
@@ -51,7 +51,7 @@ class TritonTokenScan(RecurrentBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self._none = torch.empty(0, device=str(device.torch_device))
-        self._constants, self._options = token_constants(spec), token_options(spec)
+        self._options = token_options(spec)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         return ScanPlan(batch)
@@ -65,15 +65,16 @@ class TritonTokenScan(RecurrentBackend):
         else:
             meta = (plan.starts, plan.seq_lens, plan.slots)
             given = given_inputs(self.spec, inputs, self._none)
-            by_token(self.spec, given, out, states, meta, self._options)
+            by_token(self.spec, given, out, states, meta, self._options, plan.targets)
 
     def _units(
         self, plan: ScanPlan, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor
     ) -> None:
         given = [dense(inputs[name]) for name in ("x", "input_gate", "recurrent_gate")]
-        strides = tuple(tensor.stride(0) for tensor in (*given, out, states))
+        to, each = plan.goal
+        strides = (*[tensor.stride(0) for tensor in (*given, out, states)], each)
         _unit(
             (plan.batch.num_seqs, triton.cdiv(self.spec.num_heads, UNITS), 1),
-            (*given, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots),
-            (), strides, (), self._constants, self._options,
+            (*given, params["Lambda"], out, states, plan.starts, plan.seq_lens, plan.slots, to),
+            (), strides, (), token_constants(self.spec, plan.targets is not None), self._options,
         )  # fmt: skip

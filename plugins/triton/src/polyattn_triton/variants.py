@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 import triton
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 from torch import Tensor
@@ -140,7 +141,8 @@ def decode_constants(
 
 def in_pairs(value: Tensor) -> bool:
     """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
-    return value.element_size() == 1 and all(stride % 2 == 0 for stride in value.stride()[:3])
+    eight = value.element_size() == 1 and value.dtype != torch.uint8  # which is rows of 4 bits
+    return eight and all(stride % 2 == 0 for stride in value.stride()[:3])
 
 
 def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:

@@ -32,8 +32,8 @@ SEQUENCES = 128
 """Enough for a full chip, whose tiles stay whole."""
 
 
-def warm_up(backend: TritonAttention, phase: str) -> None:
-    """Compile what `phase` may run."""
+def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
+    """Compile what `phases` may run, side by side."""
     spec, device = backend.spec, backend.torch_device
     cache = None if backend.cache is None else KVCache.allocate(backend.cache, 1, device)
     kind = STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
@@ -55,13 +55,20 @@ def warm_up(backend: TritonAttention, phase: str) -> None:
     # What masks read may come with the step, when key tiles are listed, or of the layer.
     later = {name for name in masks if not name.startswith("mask_")}
     with compiling_only():
-        for batch in steps(spec, phase, device, paged=cache is not None):
+        for batch in _steps_of(spec, phases, device, paged=cache is not None):
             for of_layer in (set[str](), later) if later else (later,):
                 params.inputs = {name: batch.inputs[name] for name in of_layer}
                 plan = backend.plan_rows(_without(batch, of_layer))
                 backend.run(plan, query, key, value, cache, params, out, lse)
                 if cache is not None and plan.fresh:
                     backend.run(plan, query, None, None, cache, params, out, lse)
+
+
+def _steps_of(
+    spec: LayerSpec, phases: tuple[str, ...], device: torch.device, paged: bool
+) -> Iterator[Batch]:
+    for phase in phases:
+        yield from steps(spec, phase, device, paged)
 
 
 def _without(batch: Batch, names: set[str]) -> Batch:

@@ -314,6 +314,8 @@ def _behaviour(
         cases.append(Case(how, "", spec, "decode"))
         if caps.graph_capture >= GraphCapture.UNIFORM:
             cases.append(Case(how, "", base.replace(graph_capture="uniform"), "three each"))
+        if caps.graph_capture >= GraphCapture.ANY and "prefill" in caps.phases:
+            cases.append(Case(f"mixed_{how}", "", base.replace(graph_capture="any"), "mixed"))
     return cases
 
 

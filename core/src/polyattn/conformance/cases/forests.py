@@ -67,7 +67,7 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
         yield f"dtype {dtype}", base.replace(dtype=dtype)
     for ratio in caps.gqa_ratios.examples(RATIOS) if "gqa" in caps.features else ():
         yield f"gqa {ratio}", base.replace(num_heads=2 * ratio, num_kv_heads=2)
-    for stored in (c for c in KV_CACHE_DTYPES if c in caps.kv_cache_dtypes - {"auto", "nvfp4"}):
+    for stored in (c for c in KV_CACHE_DTYPES if c in caps.kv_cache_dtypes - {"auto"}):
         eight = base.replace(
             kv_cache_dtype=stored, fp8_compute=caps.fp8_compute and stored == "fp8_e4m3"
         )

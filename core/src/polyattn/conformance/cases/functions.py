@@ -7,9 +7,21 @@ from typing import Any
 
 from polyattn.conformance.case import Case
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.registry.variants import variant_of
+from polyattn.registry.variants import register_variant, variant_of, variants
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.variant import AttentionVariant
+
+_HOME = "polyattn.conformance.transforms"
+TRANSFORMS = AttentionVariant(
+    name="conformance_transforms",
+    query_mod=f"{_HOME}:of_query",
+    key_mod=f"{_HOME}:of_key",
+    value_mod=f"{_HOME}:of_value",
+    output_mod=f"{_HOME}:of_output",
+    inputs={"turned": "int32[num_heads]"},
+    summary="the conformance kit's transforms",
+)
 
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "relative bias": {"variant": "relative_bias"},
@@ -28,16 +40,28 @@ BESIDE: dict[str, dict[str, Any]] = {
 """Features of the spec's own that come before."""
 
 
+def functions() -> dict[str, dict[str, Any]]:
+    """Return what sets functions and masks, by label: `FUNCTIONS`, and whatever is written by hand."""
+    written = {name: {"variant": name} for name, v in variants().items() if v.sources}
+    return FUNCTIONS | written
+
+
 def derive(info: BackendInfo, base: LayerSpec, names: tuple[str, ...]) -> Iterator[Case]:
     """Yield the cases of what is claimed, over these batches; `base` is the plainest layer."""
     if base.role is Role.CROSS:
         return
     where = base.role.value if base.cached else f"{base.role.value} uncached"
-    for label, fields in FUNCTIONS.items():
+    for label, fields in functions().items():
         spec = base.replace(**fields)
         if refused(info, spec) is None:
             for name in names:
                 yield Case("functions", f"{where} {label}", spec, name)
+    if "variant" in info.capabilities.features:
+        if TRANSFORMS.name not in variants():
+            register_variant(TRANSFORMS)
+        yield Case(
+            "functions", f"{where} transforms", base.replace(variant=TRANSFORMS.name), names[0]
+        )
     spec = base.replace(mask="block_sparse")
     if base.role is Role.DECODER and base.cached and refused(info, spec) is None:
         for name in names:  # which kernels may read alone
@@ -51,7 +75,7 @@ def derive(info: BackendInfo, base: LayerSpec, names: tuple[str, ...]) -> Iterat
 
 def refusals(info: BackendInfo, base: LayerSpec) -> Iterator[Case]:
     """Yield a case for each variant that the backend's own check refuses."""
-    for label, fields in FUNCTIONS.items():
+    for label, fields in functions().items():
         spec = base.replace(**fields)
         if base.role is not Role.CROSS and refused(info, spec) is not None:
             yield Case("refusal", label, spec, "none")

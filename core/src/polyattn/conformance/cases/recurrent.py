@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from polyattn.conformance.case import Case, captures
@@ -39,6 +41,11 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         for label, spec in specs(kind, dtype):
             cases.append(Case("recurrence", f"{kind.value} {label}", spec, "mixed"))
         base = specs(kind, dtype)[0][1]
+        for label, spec in _precisions(base):
+            cases += [
+                Case("recurrence", f"{kind.value} {label}", spec, name)
+                for name in ("mixed", "tokens")
+            ]
         for name in [name for name in BATCHES if name != "mixed"]:
             cases.append(Case("recurrence", kind.value, base, name))
         for other in DTYPES:
@@ -67,6 +74,17 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]
 
 
+def _precisions(base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
+    """What states are kept in, and B and C come in: the options that not every kind has."""
+    form = base.recurrent
+    assert form is not None
+    if base.kind in (AttentionKind.MAMBA1, AttentionKind.MAMBA2):
+        yield "B and C in float32", base.replace(recurrent=replace(form, bc_in_float32=True))
+    if base.kind is not AttentionKind.SHORT_CONV and base.dtype != "float64":
+        for kept in ("bfloat16", "float16"):
+            yield f"state {kept}", base.replace(recurrent=replace(form, state_dtype=kept))
+
+
 def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
     """Sizes that models have, odd ones, and every option of the kind."""
 
@@ -88,12 +106,16 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
         return [
             ("state 16", spec(72, state_size=16)),
             ("no softplus", spec(24, state_size=8, dt_softplus=False)),
+            ("gated", spec(72, state_size=16, gated=True)),
+            ("grouped channels", spec(72, state_size=16, channel_groups=3)),
+            ("grouped channels, gated", spec(200, state_size=8, channel_groups=2, gated=True)),
         ]
     if kind is AttentionKind.MAMBA2:
         return [
             ("64 x 128", spec(4, 64, 1, state_size=128)),
             ("groups", spec(6, 16, 3, state_size=32)),
             ("odd", spec(3, 24, 1, state_size=20)),
+            ("gated", spec(6, 24, 3, state_size=32, gated=True)),
         ]
     if kind is AttentionKind.LINEAR:
         return [

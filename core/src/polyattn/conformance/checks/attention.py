@@ -16,10 +16,11 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import AttentionBackend, Lie
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.block_tables import without_first
-from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
+from polyattn.runtime.cuda_graph import StepGraphs
 from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.scales import used_scales
 from polyattn.runtime.shared_prefix import SharedRun
+from polyattn.runtime.step_buffers import StepBuffers
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:

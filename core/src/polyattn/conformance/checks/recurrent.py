@@ -11,8 +11,9 @@ from polyattn.conformance.harness.base import spoil
 from polyattn.conformance.harness.recurrent import RecurrentHarness, RecurrentInputs
 from polyattn.families.recurrent.inputs import recurrent_state
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.cuda_graph import StepBuffers, StepGraphs
+from polyattn.runtime.cuda_graph import StepGraphs
 from polyattn.runtime.state_cache import StateCache
+from polyattn.runtime.step_buffers import StepBuffers
 
 
 def recurrence(case: Case, harness: RecurrentHarness) -> None:

@@ -7,7 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.checks import attention, forests, mla, recurrent, search, services
+from polyattn.conformance.checks import (
+    attention,
+    captured,
+    forests,
+    mla,
+    recurrent,
+    search,
+    services,
+)
 from polyattn.conformance.harness.attention import AttentionHarness
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.mla import LatentHarness
@@ -24,8 +32,8 @@ _ATTENTION: tuple[Check, ...] = (
     attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
     attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
     attention.batch_invariant,
-    attention.graph, attention.reuse, attention.bounds, attention.addressed, attention.context,
-    search.search,
+    attention.graph, attention.reuse, captured.mixed_graph, captured.mixed_reuse, attention.bounds,
+    attention.addressed, attention.context, search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (

@@ -25,6 +25,7 @@ from polyattn.conformance.harness.base import (
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.families.attention.trial import example_mask
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
@@ -95,11 +96,21 @@ class AttentionHarness(Harness):
         return quantize(tensor, dtype, factor)
 
     def _read_by_functions(self, spec: LayerSpec) -> dict[str, Tensor] | None:
-        """Return random inputs of a variant's functions."""
+        """Return random inputs of a variant's functions, but those that are each sequence's."""
         pointwise = Pointwise.of(spec)
         if pointwise is None:
             return None
-        return example_inputs(pointwise, spec, self.generator, num_seqs=0)
+        found = example_inputs(pointwise, spec, self.generator, num_seqs=0)
+        return {n: t for n, t in found.items() if "num_seqs" not in pointwise.inputs[n].dims}
+
+    def _brought(self, spec: LayerSpec, batch: Batch) -> Batch:
+        """Return a batch that brings what functions read of its sequences."""
+        pointwise = Pointwise.of(spec)
+        if pointwise is not None:
+            found = example_inputs(pointwise, spec, self.generator, batch.num_seqs)
+            mine = {n: t for n, t in found.items() if "num_seqs" in pointwise.inputs[n].dims}
+            batch.inputs |= {name: tensor.to(batch.device) for name, tensor in mine.items()}
+        return batch
 
     def inputs(
         self,
@@ -151,7 +162,7 @@ class AttentionHarness(Harness):
         rows = new_rows(lengths).to(self.torch_device)
         page = form.block_size if numbers == "pages" else None
         mask = example_mask(spec, queries, lens, self.generator, page)
-        batch = paged_batch(lengths, table, form.block_size, mask)
+        batch = self._brought(spec, paged_batch(lengths, table, form.block_size, mask))
         if not len(keys):  # padding rows alone: no sequence has a key
             keys, values = (t.new_zeros(len(rows), *t.shape[1:]) for t in (keys, values))
             return Inputs(batch, query, keys, values, cache)
@@ -185,7 +196,7 @@ class AttentionHarness(Harness):
         batch = Batch.from_lens(
             queries, lens, key_starts=starts, mask=mask, device=self.torch_device
         )
-        return Inputs(batch, query, key, value, None)
+        return Inputs(self._brought(spec, batch), query, key, value, None)
 
     def _numbers(self, spec: LayerSpec, tokens: int, what: str, numbers: str) -> Tensor:
         """Random queries, keys or values; `+100` and `-100` raise or lower every logit by so much."""
@@ -241,8 +252,21 @@ class AttentionHarness(Harness):
         held, slots = copied(inputs.cache), inputs.batch.slot_mapping
         if slots is not None and inputs.key is not None and inputs.value is not None:
             scales = (layer.params.k_scale, layer.params.v_scale)
-            put(held, inputs.key, inputs.value, slots, scales)
+            put(held, *self._transformed(layer, inputs, inputs.key, inputs.value), slots, scales)
         return held
+
+    def _transformed(
+        self, layer: Attention, inputs: Inputs, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return a step's new keys and values as its layer's variant has them stored."""
+        transforms, batch = Transforms.of(layer.spec), inputs.batch
+        if transforms is None:
+            return key, value
+        places, given = Places.of_queries(batch), {**batch.inputs, **layer.params.inputs}
+        return (
+            transforms.changed("key", key, places, given),
+            transforms.changed("value", value, places, given),
+        )
 
     def compare(
         self, layer: Attention, inputs: Inputs, out: Tensor, lse: Tensor | None, label: str = ""

@@ -72,7 +72,7 @@ class Chooser:
 
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return who runs which part of a step over a cache."""
-        if self.by_time is None or self.bounded:
+        if self.by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
             name = self.by_time.decode(batch.host_lens, batch.max_seq_len)
@@ -91,7 +91,8 @@ class Chooser:
 
     def _by_priority(self, batch: Batch) -> list[Assignment]:
         prefill, decode = self.chosen["prefill"], self.chosen["decode"]
-        whole = self.mixes and not (batch.all_decode or self.bounded)
+        apart = batch.num_contexts is not None or batch.all_decode or self.bounded
+        whole = self.mixes and not apart
         if prefill.info == decode.info and whole:
             return [("prefill", prefill.info, Part(batch, None))]
         parts = _parts(batch, decode, prefill)

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.choice import Chooser
+from polyattn.families.attention.choice import Assignment, Chooser
 from polyattn.families.attention.fused import in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_pages, check_queries
 from polyattn.runtime.block_tables import expand
-from polyattn.runtime.decompositions import Part
+from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
@@ -28,6 +28,7 @@ from polyattn.runtime.pointwise import check_step_mask
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import dequantized, input_dtype, output_dtype
 from polyattn.runtime.store import RunRotated, claimed_rotation
+from polyattn.spec.decompose import dense
 
 
 class AttentionStep(StepPlan):
@@ -306,7 +307,8 @@ class Planner(StepPlanner):
             assigned = [("prefill", prefill, Part(batch, None))] if batch.num_tokens else []
         else:
             self._check(batch)
-            assigned = self.chooser.assign(batch) if batch.num_tokens else []
+            prompts, rest = whole_prompts(self.spec, batch)
+            assigned = self._assigned(batch, rest)
         if before and {phase for phase, _, _ in assigned} - before.keys():
             raise BatchError(
                 f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
@@ -316,6 +318,8 @@ class Planner(StepPlanner):
             self._shared(phase, part, before) or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
+        if self.spec.cached and prompts is not None:
+            calls = (*calls, self._dense(prompts))
         step = AttentionStep(self.group, batch, calls)
         if self.spec.cached and batch.slot_mapping is not None:
             step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
@@ -326,11 +330,33 @@ class Planner(StepPlanner):
                 step.key_rotation = key_rotation_of(self.spec, batch)
         return step
 
+    def _assigned(self, batch: Batch, rest: Part | None) -> list[Assignment]:
+        """Return who runs what: of the whole step, or of what its whole prompts leave."""
+        if rest is None:
+            return self.chooser.assign(batch) if batch.num_tokens else []
+        if not rest.batch.num_tokens:
+            return []
+        return [
+            (phase, info, Part(part.batch, rows_within(rest, part)))
+            for phase, info, part in self.chooser.assign(rest.batch)
+        ]
+
+    def _dense(self, prompts: Part) -> Call:
+        """Return the call of whole prompts, which see all their keys (`LayerSpec.dense_context`)."""
+        info = self.chooser.chosen["prefill"].info
+        form = self.group.kernel_format(info)
+        backend = self.group.load("prefill", info, AttentionBackend, dense(self.spec), form)
+        return self._planned("prefill", info.name, backend, prompts, None)
+
     def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
         earlier = before.get(phase)
         # Under a captured graph the capture's choice holds.
         name = info.name if earlier is None else earlier.name
-        backend = self.chooser.find(phase, name).backend
+        return self._planned(phase, name, self.chooser.find(phase, name).backend, part, earlier)
+
+    def _planned(
+        self, phase: str, name: str, backend: AttentionBackend, part: Part, earlier: Call | None
+    ) -> Call:
         batch, block_size, expanded = part.batch, None, False
         if batch.shared_prefix is not None:  # nobody reads blocks once whom `sharing` didn't ask to
             batch = batch.with_shared_prefix(None)

@@ -32,6 +32,8 @@ def visible(spec: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
     if spec.causal:
         mask &= key <= query
+    if spec.dense_context and num_queries == num_keys:  # a whole prompt
+        return mask
     near = torch.ones_like(mask)
     if spec.sliding_window is not None:
         near &= (query - key) < spec.sliding_window
@@ -128,7 +130,8 @@ def products_in_cache(spec: LayerSpec, rope: RopeSpec, query: Tensor, key: Tenso
     """
     num_queries, num_keys = query.shape[0], key.shape[0]
     length, held = num_keys, None
-    if spec.causal and spec.sliding_window is not None:
+    whole = spec.dense_context and num_queries == num_keys
+    if spec.causal and spec.sliding_window is not None and not whole:
         held = spec.sink_tokens + spec.sliding_window
         length = min(num_keys, held)
     rows = []

@@ -26,6 +26,8 @@ def visible_pairs(spec: LayerSpec, queries: int, keys: int) -> int:
     if not spec.causal:
         return queries * keys
     first = keys - queries  # the first query's position
+    if spec.dense_context and not first:
+        return keys * (keys + 1) // 2
     if spec.chunk_size is not None:
         return sum(p % spec.chunk_size + 1 for p in range(first, keys))
     window = spec.sliding_window or keys
@@ -39,6 +41,8 @@ def visible_pairs(spec: LayerSpec, queries: int, keys: int) -> int:
 def _keys_read(spec: LayerSpec, queries: int, keys: int) -> int:
     if queries == 0:
         return 0
+    if spec.dense_context and queries == keys:
+        return keys
     if spec.sliding_window is not None and spec.causal:
         return min(keys, queries + spec.sliding_window - 1 + spec.sink_tokens)
     if spec.chunk_size is not None:

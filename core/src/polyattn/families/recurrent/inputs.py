@@ -14,11 +14,17 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 
 
+def input_dtype(spec: LayerSpec, name: str) -> torch.dtype:
+    """Return the dtype that an input of a layer has; of gates, the narrower one that they may have."""
+    assert spec.recurrent is not None
+    wide = spec.recurrent.bc_in_float32 and name in ("B", "C") and spec.dtype != "float64"
+    return torch.float32 if wide else STORAGE_DTYPES[spec.dtype]
+
+
 def recurrent_inputs(
     spec: LayerSpec, tokens: int, generator: torch.Generator, device: str | torch.device = "cpu"
 ) -> list[Tensor]:
     """Return inputs of a recurrent layer in its form's order: steps short, gates within (0, 1)."""
-    dtype = STORAGE_DTYPES[spec.dtype]
     found: list[Tensor] = []
     for name, letters in form_of(spec).inputs.items():
         tensor = torch.randn(shape_of(spec, letters, tokens), generator=generator)
@@ -38,7 +44,7 @@ def recurrent_inputs(
             tensor = -found[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
         elif name in ("r", "k", "B", "C"):
             tensor = tensor / math.sqrt(tensor.shape[-1])
-        found.append(tensor.to(dtype).to(device))
+        found.append(tensor.to(input_dtype(spec, name)).to(device))
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
+from polyattn.families.recurrent.inputs import input_dtype
 from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime import torch_compile
 from polyattn.runtime.batch import Batch
@@ -90,9 +91,10 @@ class Recurrent(Layer):
     ) -> Tensor:
         """Run the recurrence over the step's tokens and leave each sequence's new state in its slot.
 
-        `inputs` in the order of the layer's form (Mamba-2: x, dt, B, C), packed, (num_tokens, …) in
-        the layer's dtype; dt, g and beta may be float32. `plan` as `Attention` takes it. Returns the
-        output, written to `out` where given. Raises `BatchError`; nothing was changed then.
+        `inputs` in the order of the layer's form (Mamba-2: x, dt, B, C, and z where it is gated), packed,
+        (num_tokens, …) in the layer's dtype; dt, g and beta may be float32. `plan` as `Attention` takes
+        it. Returns the output, written to `out` where given. Raises `BatchError`; nothing was changed
+        then.
         """
         if torch.compiler.is_compiling():
             return torch_compile.recurrence(self, inputs, states, plan, out)
@@ -138,7 +140,8 @@ class Recurrent(Layer):
         named = dict(zip(form.inputs, inputs, strict=True))
         for name, tensor in named.items():
             shape = shape_of(spec, form.inputs[name], tokens)
-            fits = tensor.dtype is self.dtype or (name in GATES and tensor.dtype is torch.float32)
+            dtype = input_dtype(spec, name)
+            fits = tensor.dtype is dtype or (name in GATES and tensor.dtype is torch.float32)
             if tensor.shape != shape or not fits:
-                raise bad_input(name, tensor, shape, self.dtype)
+                raise bad_input(name, tensor, shape, dtype)
         return named

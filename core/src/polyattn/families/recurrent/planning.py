@@ -8,7 +8,12 @@ from typing import Any
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.recurrent.targets import StateCopy, token_by_token, whole_sequences
+from polyattn.families.recurrent.targets import (
+    StateCopy,
+    check_room,
+    token_by_token,
+    whole_sequences,
+)
 from polyattn.runtime.backend import RecurrentBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_queries
@@ -66,6 +71,8 @@ class Planner(StepPlanner):
             assert info is not None
             self.backends[phase] = group.backend(phase, RecurrentBackend)
             self.names[phase] = info.name
+            if phase == "decode":
+                self.takes_drafts = info.capabilities.state_targets
 
     def plan(self, batch: Batch, reuse: Any = None) -> RecurrentStep:
         """Plan one step. Raises `BatchError`."""
@@ -98,6 +105,11 @@ class Planner(StepPlanner):
         if batch.state_targets.dim() == 1:
             copy, inner = whole_sequences(batch)
             return RecurrentStep(self.group, batch, self._by_phase(inner, {}), {0: copy})
+        if self.takes_drafts:
+            check_room(batch)
+            return RecurrentStep(
+                self.group, batch, (self._call("decode", Part(batch, None), None),)
+            )
         steps = list(token_by_token(batch))
         calls = tuple(self._call("decode", part, None) for _, part in steps)
         return RecurrentStep(

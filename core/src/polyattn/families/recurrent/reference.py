@@ -99,9 +99,15 @@ def _step_size(spec: LayerSpec, dt: Tensor, params: Tensors) -> Tensor:
 
 def _mamba1(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
     dt = _step_size(spec, x["dt"], params)[:, None]
-    state = torch.exp(dt * params["A"]) * state + dt * x["B"] * x["x"][:, None]
-    y = (state * x["C"]).sum(1)
-    return (y + params["D"] * x["x"] if "D" in params else y), state
+    assert spec.recurrent is not None
+    B, C = x["B"], x["C"]
+    if spec.recurrent.channel_groups > 1:
+        each = spec.num_heads // spec.recurrent.channel_groups
+        B, C = B.repeat_interleave(each, 0), C.repeat_interleave(each, 0)
+    state = torch.exp(dt * params["A"]) * state + dt * B * x["x"][:, None]
+    y = (state * C).sum(1)
+    y = y + params["D"] * x["x"] if "D" in params else y
+    return (y * silu(x["z"]) if spec.recurrent.gated else y), state
 
 
 def _mamba2(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +117,9 @@ def _mamba2(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tupl
     decay = torch.exp(dt * params["A"][:, None, None])
     state = decay * state + dt * x["x"][:, :, None] * B[:, None]
     y = torch.einsum("hkn,hn->hk", state, C)
-    return (y + params["D"][:, None] * x["x"] if "D" in params else y), state
+    y = y + params["D"][:, None] * x["x"] if "D" in params else y
+    assert spec.recurrent is not None
+    return (y * silu(x["z"]) if spec.recurrent.gated else y), state
 
 
 def _linear(spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor) -> tuple[Tensor, Tensor]:

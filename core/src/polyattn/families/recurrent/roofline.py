@@ -7,6 +7,7 @@ from math import prod
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.cost import Cost
 from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.state_cache import StateCacheSpec
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 
@@ -19,5 +20,6 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
     width += prod(shape_of(spec, form.output, 1))
     size = STORAGE_DTYPES[spec.dtype].itemsize
     seqs = sum(count > 0 for count in batch.query_lens)
-    states = 2 * seqs * state * (4 if form.state_in_float32 else size)
+    kept = StateCacheSpec.for_layer(spec, 1).dtype
+    states = 2 * seqs * state * STORAGE_DTYPES[kept].itemsize
     return Cost(6 * batch.num_tokens * state, batch.num_tokens * width * size + states)

@@ -1,7 +1,8 @@
 """How does a state get somewhere else than where it was? By a copy before the call that goes on from it.
 
-Verifying drafts wants the state after each of a sequence's tokens. Whatever backend decodes can do that:
-token by token, each call on a copy of the state before, so that no kernel has to know of drafts.
+Verifying drafts wants the state after each of a sequence's tokens. A backend that claims `state_targets`
+takes them in one launch; whatever else decodes can do that token by token, each call on a copy of the
+state before, so that no kernel has to know of drafts.
 """
 
 from __future__ import annotations
@@ -41,13 +42,9 @@ def whole_sequences(batch: Batch) -> tuple[StateCopy, Batch]:
 
 def token_by_token(batch: Batch) -> Iterator[tuple[StateCopy, Part]]:
     """Yield for each token its copies and the decode of the sequences that have one."""
+    check_room(batch)
     slots, targets = batch.state_slots, batch.state_targets
     assert slots is not None and targets is not None
-    if batch.max_query_len > targets.shape[1]:
-        raise BatchError(
-            f"state_targets has room for {targets.shape[1]} tokens of a sequence, and the longest query "
-            f"has {batch.max_query_len}"
-        )
     for token in range(batch.max_query_len):
         seqs = _running(batch, token)
         at = _index(seqs, batch)
@@ -58,6 +55,17 @@ def token_by_token(batch: Batch) -> Iterator[tuple[StateCopy, Part]]:
         part = Batch(list(range(len(seqs) + 1)), lens, state_slots=mine, device=batch.device)
         rows = _index([batch.starts[i] + token for i in seqs], batch)
         yield StateCopy(before, mine), Part(part, rows)
+
+
+def check_room(batch: Batch) -> None:
+    """Check that each token has a target. Raises `BatchError`."""
+    targets = batch.state_targets
+    assert targets is not None
+    if batch.max_query_len > targets.shape[1]:
+        raise BatchError(
+            f"state_targets has room for {targets.shape[1]} tokens of a sequence, and the longest query "
+            f"has {batch.max_query_len}"
+        )
 
 
 def _running(batch: Batch, token: int) -> list[int]:

@@ -42,6 +42,8 @@ def _row(info: BackendInfo) -> list[str]:
         serves.append(given.get(caps.cached, "over a cache and given keys"))
         if caps.decode_query_lens > 1:
             serves.append(f"decodes of up to {caps.decode_query_lens} tokens")
+        if caps.state_targets:
+            serves.append("drafts in one launch")
         if caps.shared_prefix:
             serves.append("shared prefixes in its own launch")
         if caps.by_address:

@@ -1,0 +1,148 @@
+"""What does a captured step read? Buffers of its metadata, which each step is copied into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.batch import Batch
+from polyattn.spec.kinds import GraphCapture
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What a captured step has room for: `rows` of `query_len` tokens each, the decodes of an engine.
+
+    With `prompts` beside them, rows of any number of tokens, `prompt_tokens` of all together at most.
+    Raises `BatchError`.
+    """
+
+    rows: int
+    query_len: int = 1
+    prompts: int = 0
+    prompt_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "query_len", "prompts", "prompt_tokens"):
+            value, least = getattr(self, name), int(name == "query_len")
+            if type(value) is not int or value < least:
+                raise BatchError(f"StepSize.{name}={value!r} must be an integer, {least} or more")
+        if (self.prompts > 0) != (self.prompt_tokens > 0):
+            raise BatchError(
+                f"StepSize.prompts={self.prompts} and prompt_tokens={self.prompt_tokens} are both "
+                "positive, or both 0"
+            )
+        if not self.rows and not self.prompts:
+            raise BatchError("StepSize.rows=0: give rows or prompts")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.rows * self.query_len + self.prompt_tokens
+
+    @property
+    def capture(self) -> GraphCapture:
+        """What backends have to claim for it."""
+        if self.prompts:
+            return GraphCapture.ANY
+        return GraphCapture.SINGLE_TOKEN_DECODE if self.query_len == 1 else GraphCapture.UNIFORM
+
+    def __str__(self) -> str:
+        rows = f"{self.rows} rows of {self.query_len}"
+        if not self.prompts:
+            return rows
+        return f"{rows} and {self.prompts} prompts of {self.prompt_tokens} tokens together"
+
+
+class StepBuffers:
+    """The metadata that a captured graph reads: `num_seqs` rows of `query_len` tokens.
+
+    `axes`: those of the tokens' positions, 0 where no layer rotates.
+
+    `sharing`: whether steps are told which blocks their rows share.
+
+    Missing sequences are padding: of one token, rows of length 0; of several, rows whose keys are
+    whatever block 0 holds. Neither stores anything, and nobody reads their output.
+    """
+
+    def __init__(
+        self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any,
+        axes: int = 0, sharing: bool = False,
+    ):  # fmt: skip
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.size = StepSize(num_seqs, query_len)
+        self.num_seqs, self.query_len, self.max_len = num_seqs, query_len, max_len
+        self.block_size, self.sharing = block_size, sharing and block_size is not None
+        tokens = num_seqs * query_len
+        self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+        self.seq_lens = ints(num_seqs)
+        self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
+        self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None
+        self.state_slots = ints(num_seqs, dtype=torch.int64) - 1
+        places = (axes, tokens) if axes > 1 else (tokens,)
+        self.positions = ints(*places, dtype=torch.int64) if axes else None
+
+    @property
+    def padding_len(self) -> int:
+        """The length of a row that stands for no sequence."""
+        return 0 if self.query_len == 1 else self.query_len
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a graph over these buffers computes, whatever the step has."""
+        return self.size.tokens
+
+    def longest(self) -> Batch:
+        """Return the step that a graph is captured with: planned for the most keys, few on the device."""
+        self.seq_lens.fill_(self.padding_len)
+        return self.batch([self.max_len] * self.num_seqs)
+
+    def batch(self, lens: list[int]) -> Batch:
+        """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
+        starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
+        batch = Batch.on_buffers(
+            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
+            self.positions,
+        )  # fmt: skip
+        batch.state_slots = self.state_slots
+        return batch.with_shared_prefix(()) if self.sharing else batch
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a step is of this shape, or smaller."""
+        return (
+            batch.num_seqs <= self.num_seqs
+            and batch.num_tokens == batch.num_seqs * self.query_len
+            and batch.max_query_len <= self.query_len
+            and batch.max_seq_len <= self.max_len
+        )
+
+    def fill(self, batch: Batch) -> Batch:
+        """Copy a step's metadata in; returns the step as the graph sees it."""
+        count, tokens = batch.num_seqs, batch.num_tokens
+        self.seq_lens.fill_(self.padding_len)
+        self.seq_lens[:count] = batch.seq_lens
+        if self.block_table is not None and batch.block_table is not None:
+            width = min(batch.block_table.shape[1], self.block_table.shape[1])
+            self.block_table[:count, :width] = batch.block_table[:, :width]
+            self.block_table[count:] = 0
+        if self.slot_mapping is not None:
+            self.slot_mapping.fill_(-1)
+            if batch.slot_mapping is not None:
+                self.slot_mapping[:tokens] = batch.slot_mapping
+        if self.positions is not None:
+            self.positions.zero_()
+            self.positions[..., :tokens] = batch.token_positions
+        self.state_slots.fill_(-1)
+        if batch.state_slots is not None:
+            self.state_slots[:count] = batch.state_slots
+        filled = self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
+        if self.sharing:  # padding comes last, so rows keep their numbers
+            assert self.block_size is not None
+            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
+        return filled

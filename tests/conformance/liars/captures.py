@@ -1,0 +1,161 @@
+"""Lies of captured mixed steps, and of recurrences that take drafts in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from liars.plain import GraphPlan, HonestGraph, Plain
+from liars.recurrences import Scan
+from polyattn.kernel import AttentionKind, Batch, Plan
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+
+
+class MixedPlan(GraphPlan):
+    """And where queries start, which differs from step to step."""
+
+    __slots__ = ("starts",)
+
+    def __init__(self, batch: Batch):
+        super().__init__(batch)
+        self.starts = batch.query_start_loc.clone()
+
+
+class HonestMixed(HonestGraph):
+    """Reads where queries start from its plan's tensors, too."""
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        if isinstance(reuse, MixedPlan):
+            self.refill(reuse, batch)
+            return reuse
+        return MixedPlan(batch)
+
+    def refill(self, plan: GraphPlan, batch: Batch) -> None:
+        super().refill(plan, batch)
+        assert isinstance(plan, MixedPlan)
+        plan.starts.copy_(batch.query_start_loc)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        assert isinstance(plan, MixedPlan)
+        held = Batch(plan.starts, plan.lens, plan.table)
+        held.causal = plan.batch.causal
+        Plain.run(self, Plan(held), *args)
+
+
+class QueriesOfTheCapture(HonestMixed):
+    """Prompts are cut where the captured step's were: right where rows are all as long."""
+
+    by = ("mixed_reuse",)
+
+    def refill(self, plan: GraphPlan, batch: Batch) -> None:
+        HonestGraph.refill(self, plan, batch)
+
+
+class HonestDrafts(Scan):
+    """Takes drafts in one call: each token's state goes where it shall be."""
+
+    by = ()
+
+    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        targets = plan.batch.state_targets
+        if targets is None:
+            super().run(plan, inputs, params, states, out)
+            return
+        batch, before = plan.batch, states.clone()
+        for index, slot in enumerate(plan.slots):
+            if slot < 0:
+                continue
+            self.sequence(batch, index, (inputs, params, before, states, out), targets[index])
+
+    def sequence(self, batch: Batch, index: int, given: Any, targets: Tensor) -> None:
+        inputs, params, before, states, out = given
+        assert batch.state_slots is not None
+        held = before[batch.state_slots[index]][None].clone()
+        start, count = batch.starts[index], batch.query_lens[index]
+        for token in range(count):
+            row = slice(start + token, start + token + 1)
+            length = batch.lens[index] - count + token + 1
+            one = Batch([0, 1], [length], state_slots=torch.zeros(1, dtype=torch.int64))
+            part = {name: tensor[row] for name, tensor in inputs.items()}
+            Scan.run(self, self.plan(one), part, params, held, out[row])
+            self.keep(states, targets, token, count, held[0])
+
+    def keep(self, states: Tensor, targets: Tensor, token: int, count: int, state: Tensor) -> None:
+        states[targets[token]] = state
+
+
+class LastStateForAll(HonestDrafts):
+    """All of a sequence's drafts leave the state after the last."""
+
+    by = ("state_targets",)
+
+    def keep(self, states: Tensor, targets: Tensor, token: int, count: int, state: Tensor) -> None:
+        if token == count - 1:
+            states[targets[:count]] = state
+
+
+class DraftsBeginAnew(HonestDrafts):
+    """A sequence's first draft starts from nothing."""
+
+    by = ("state_targets",)
+
+    def sequence(self, batch: Batch, index: int, given: Any, targets: Tensor) -> None:
+        inputs, params, before, states, out = given
+        super().sequence(
+            batch, index, (inputs, params, torch.zeros_like(before), states, out), targets
+        )
+
+
+class IgnoresTheGate(Scan):
+    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        kept = {name: tensor for name, tensor in inputs.items() if name != "z"}
+        super().run(plan, kept, params, states, out)
+
+
+class GateIsASigmoid(Scan):
+    """y sigmoid(z) leaves, where it shall be y silu(z)."""
+
+    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        kept = {name: tensor for name, tensor in inputs.items() if name != "z"}
+        super().run(plan, kept, params, states, out)
+        if "z" in inputs:
+            out.mul_(inputs["z"].sigmoid())
+
+
+class FirstChannelGroup(Scan):
+    """All of Mamba-1's channels have the first group's B and C."""
+
+    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        mamba1 = self.spec.kind is AttentionKind.MAMBA1
+        given = {
+            name: t[:, :1].expand_as(t).contiguous()
+            if name in "BC" and t.dim() == 3 and mamba1
+            else t
+            for name, t in inputs.items()
+        }
+        super().run(plan, given, params, states, out)
+
+
+class ReadsWideAsNarrow(Scan):
+    """B and C in float32 are read as if two of them were one in the layer's dtype."""
+
+    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        form = self.spec.recurrent
+        assert form is not None
+        given = dict(inputs)
+        for name in "BC" if form.bc_in_float32 else "":
+            wide = inputs[name]
+            given[name] = wide.view(torch.bfloat16)[..., : wide.shape[-1]].contiguous()
+        super().run(plan, given, params, states, out)
+
+
+class NarrowStatesStay(Scan):
+    """States in 16 bits are computed in a wider copy, which nobody writes back."""
+
+    def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
+        form = self.spec.recurrent
+        narrow = form is not None and form.state_dtype != "auto"
+        super().run(plan, inputs, params, states.clone() if narrow else states, out)

@@ -1,0 +1,65 @@
+"""Seven variants by a user, at most 15 lines each: right beside formulas in float64, on every backend."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from polyattn import unregister_variant, variants
+from variant_examples import DECODES, FORMULAS, check, examples
+
+INTERPRETED = {
+    "TRITON_ATTN": {"TRITON_INTERPRET": "1"},
+    "PALLAS_ATTN": {
+        "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    },
+    "FLEX_ATTENTION": {},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    yield
+    for name in [name for name in variants() if name.startswith("ex_")]:
+        unregister_variant(name)
+
+
+def test_there_are_seven_of_at_most_15_lines() -> None:
+    names = [example.__name__ for example in examples.EXAMPLES]
+    assert names == list(FORMULAS)
+    for example in examples.EXAMPLES:
+        assert len(inspect.getsource(example).splitlines()) <= 15
+
+
+@pytest.mark.parametrize("lens", [examples.LENS, DECODES], ids=["prefill", "decode"])
+@pytest.mark.parametrize("name", FORMULAS)
+def test_right_with_torch(name: str, lens: tuple[list[int], list[int]]) -> None:
+    check("TORCH_SDPA", name, lens)
+
+
+def test_the_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    examples.main()
+    assert len(capsys.readouterr().out.splitlines()) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", INTERPRETED)
+def test_right_where_they_are_generated_or_compiled(backend: str, tmp_path: Path) -> None:
+    pytest.importorskip({"TRITON_ATTN": "triton", "PALLAS_ATTN": "jax"}.get(backend, "torch"))
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name("variant_examples.py"), backend],
+        env=os.environ | INTERPRETED[backend] | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    lines = ran.stdout.splitlines()
+    # torch's flex_attention always takes a softmax.
+    refused = 2 if backend == "FLEX_ATTENTION" else 0
+    wrong = [line for line in lines if "WRONG" in line]
+    assert len(lines) == 14 and len(wrong) == refused, ran.stdout + ran.stderr[-2000:]
+    assert all("no way without a softmax" in line for line in wrong)

@@ -1,0 +1,89 @@
+"""Functions of scores in jax.numpy: what XLA computes, what the kernel does, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from polyattn import AttentionVariant, LayerSpec
+from torch import Tensor
+
+pytest.importorskip("jax")
+
+from polyattn.runtime.pointwise import Pointwise
+from polyattn_tpu.functions import functions_of
+from polyattn_tpu.pointwise import Functions, variant_problem
+from polyattn_tpu.split import KEY, PAIR, ROW
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64)
+FAMILIES = Path(__file__).parents[2] / "families"
+VARIABLES = {
+    "PALLAS_INTERPRET": "1", "JAX_PLATFORMS": "cpu", "PALLAS_BUCKETS": "tokens=64,seqs=8,pages=64",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(FAMILIES),
+}  # fmt: skip
+
+
+def gathered(
+    score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, table: Tensor, row: Tensor
+) -> Tensor:
+    return score * row[h] + table[k - q] + table[b] * table[k] + 0.5 * (k - q)
+
+
+def by_score(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *, table: Tensor) -> Tensor:
+    return table[score.to(torch.int32)]
+
+
+def gamma(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(score)
+
+
+INPUTS = {"table": "float32[*]", "row": "float32[num_heads]"}
+
+
+def test_what_is_computed_where() -> None:
+    """Of `gathered`: a head's `row` and a sequence's number; a key's product; a pair's bias."""
+    variant = AttentionVariant(name="x", score_mod=gathered, inputs=INPUTS)
+    split = Functions.of_pointwise(Pointwise.of_variant(variant)).split
+    assert [len(split.of(kind)) for kind in (ROW, KEY, PAIR)] == [1, 1, 1]
+    for fields, by in (
+        ({"variant": "flash_sigmoid"}, [1, 0, 0]), ({"variant": "relative_bias"}, [0, 0, 1]),
+        ({"variant": "vision_local"}, [3, 2, 0]), ({"mask": "custom"}, [0, 1, 1]),
+    ):  # fmt: skip
+        functions = functions_of(SPEC.replace(**fields))
+        assert [len(functions.split.of(kind)) for kind in (ROW, KEY, PAIR)] == by
+
+
+def test_what_cannot_be_generated_is_named() -> None:
+    unknown = AttentionVariant(name="x", score_mod=gamma)
+    assert variant_problem(unknown) == (
+        "operation 'lgamma', which isn't generated for Pallas' kernel"
+    )
+    looked_up = AttentionVariant(name="x", score_mod=by_score, inputs={"table": "float32[*]"})
+    assert "an input at an index that depends on the score" in str(variant_problem(looked_up))
+
+
+def test_equal_functions_compile_once() -> None:
+    """What jit goes by is the text, not the variant's name."""
+
+    def found(name: str) -> Functions:
+        variant = AttentionVariant(name=name, score_mod=gathered, inputs=INPUTS)
+        return Functions.of_pointwise(Pointwise.of_variant(variant))
+
+    assert found("one") == found("two") and hash(found("one")) == hash(found("two"))
+    other = AttentionVariant(name="one", score_mod=by_score, inputs={"table": "float32[*]"})
+    assert found("one") != Functions.of_pointwise(Pointwise.of_variant(other))
+
+
+@pytest.mark.parametrize(
+    "part", ["decode", *(pytest.param(p, marks=pytest.mark.slow) for p in ("prefill", "masks"))]
+)
+def test_right_in_the_interpreter(part: str) -> None:
+    ran = subprocess.run(
+        [sys.executable, Path(__file__).with_name("interpreted_functions.py"), part],
+        env=os.environ | VARIABLES, capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert ran.stdout == "right\n", ran.stderr[-3000:]
