@@ -273,10 +273,6 @@ def ours_on_flashinfer() -> dict[str, Callable[[], Case]]:
     return found | {
         "speculation tree 64 x 16": lambda: tree_case("FLASHINFER"),
         "decode 64 x 64 of 2,048 pages": lambda: quest_case(True, "FLASHINFER"),
-        "prefill dense, no causal mask": lambda: Case(
-            BASE.replace(causal=False), "FLASHINFER", PREFILL
-        ),
-        "prefill a quarter of blocks": lambda: blocks_case("FLASHINFER"),
     }
 
 

@@ -16,7 +16,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.chosen_pages import ChosenPages, chosen_pages, over_chosen_pages
+from polyattn.runtime.chosen_pages import over_chosen_pages
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -58,7 +58,6 @@ __all__ = [
     "BatchError",
     "BlockSparseMask",
     "CacheFormat",
-    "ChosenPages",
     "CustomMask",
     "Device",
     "Function",
@@ -91,7 +90,6 @@ __all__ = [
     "arch_matches",
     "at_least",
     "blank",
-    "chosen_pages",
     "cumulative",
     "current_settings",
     "decode_window_sizes",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -142,42 +141,6 @@ def masks() -> dict[str, tuple[LayerSpec, Any, Any]]:
         "pages": (blocks, BlockSparseMask.of_pages([[0, 2], [0], [], [1], [4, 1]], 8), DECODES),
         "parts of pages": (blocks, BlockSparseMask.of_pages([[0, 2], [0], [], [1], [4, 1]], 4), DECODES),
     }  # fmt: skip
-
-
-ROWS: dict[str, tuple[list[list[int]], bool, bool]] = {
-    # Pages of 8 for each row of four queries; whether a causal mask does, whether bits are needed.
-    "own places": ([[0, 2], [0], [0], [0], [1], [0, 1], [2], [1, 4]], True, False),
-    "before them": ([[0, 1], [0], [], [], [0], [0], [0, 1], [2]], False, False),
-    "some": ([[0], [0], [0], [0], [0], [0, 1, 2, 1], [1], [4]], False, True),
-    "none": ([[] for _ in range(8)], True, False),
-}
-
-
-@pytest.mark.parametrize("fields", [{}, {"causal": False}, {"sliding_window": 9}], ids=str)
-@pytest.mark.parametrize("name", ROWS)
-def test_rows_of_blocks_read_their_pages_alone(name: str, fields: dict[str, Any]) -> None:
-    from polyattn_cuda.flashinfer import FlashInferAttention
-
-    pages, causal, bits = ROWS[name]
-    indptr = [0, *itertools.accumulate(map(len, pages))]
-    mask = BlockSparseMask(indptr, list(itertools.chain(*pages)), (4, 8))
-    spec = SPEC.replace(mask="block_sparse", needs_lse=True, **fields)
-    check(spec, LENS, mask=mask)
-    form = CacheFormat(
-        block_size=8, num_kv_heads=2, head_size=64, v_head_size=64, dtype="float16"
-    )  # fmt: skip
-    table = torch.arange(25).int().view(5, 5)
-    batch = Batch.from_lens(*LENS, table, 8, mask=mask)
-    planned = FlashInferAttention(spec, form, CPU).plan(batch).lease.wrapper.planned
-    assert len(planned["qo_indptr"]) == 9
-    last = [2, 0, 0, 0, 1, 1, 2, 4]  # the page of a row's last query: a causal layer reads no other
-    read = [
-        {p for p in row if p <= most or "causal" in fields}
-        for row, most in zip(pages, last, strict=True)
-    ]
-    assert len(planned["paged_kv_indices"]) == sum(map(len, read))
-    if not fields:
-        assert planned["causal"] is causal and (planned["custom_mask"] is not None) is bits
 
 
 @pytest.mark.parametrize("name", masks())

@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from polyattn.kernel import (
     STORAGE_DTYPES,
     AttentionBackend,
     Batch,
-    BlockSparseMask,
     CacheFormat,
-    ChosenPages,
     Device,
     KVCache,
     LayerParams,
@@ -31,10 +28,9 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.flashinfer_masks import StepMasks
-from polyattn_cuda.flashinfer_variants import Functions
+from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
-from polyattn_cuda.paging import PackedKeys, listed, page_lists
+from polyattn_cuda.paging import PackedKeys, page_lists
 from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
 
 SHORT = 16
@@ -93,9 +89,7 @@ class FlashInferAttention(AttentionBackend):
         sizes = (spec.head_size, spec.v_head_size)
         self.functions = Functions.of(spec, self.torch_device)
         self.masks = StepMasks.of(spec, None if cache is None else cache.block_size)
-        fa3 = sizes in FA3_SIZES and not self.quantized
-        self.block_kernel = "auto" if fa3 else "fa2"
-        fa3 = fa3 and self.masks is None
+        fa3 = sizes in FA3_SIZES and not self.quantized and self.masks is None
         self.prefill_kernel = "auto" if fa3 else "fa2"
         if self.functions is not None:  # what is compiled of them is for one kind of kernels
             fa3 = fa3 and self.functions.by_fa3 and arch_matches("sm_90", device.arch)
@@ -119,15 +113,6 @@ class FlashInferAttention(AttentionBackend):
             keys = [lens[0] if self.cache is None else min(lens[0], self.cache.block_size)]
             starts = [0, lens[0]]
             self.plan(Batch(starts, keys, table, device=self.torch_device))
-        if "prefill" in phases and self.masks is not None and self.cache is not None:
-            tokens, size = SHORT + 1, self.cache.block_size
-            pages = -(-tokens // size)
-            table = torch.zeros(1, pages, dtype=torch.int32, device=self.torch_device)
-            mask = BlockSparseMask([0, pages], list(range(pages)), (tokens, size))
-            batch = Batch([0, tokens], [tokens], table, mask=mask, device=self.torch_device)
-            rows = self.masks.rows(batch, self.spec)
-            if rows is not None:
-                self._plan_rows(FlashInferPlan(batch, self.spec.causal), self.masks, rows)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashInferPlan:
         chosen = None if self.masks is None else self.masks.over_chosen(batch)
@@ -136,11 +121,7 @@ class FlashInferAttention(AttentionBackend):
         if not batch.num_tokens:
             return plan
         if self.masks is not None and batch.mask is not None:
-            rows = self.masks.rows(batch, self.spec_of(batch))
-            if rows is None:
-                self._plan_masked(plan, self.masks)
-            else:
-                self._plan_rows(plan, self.masks, rows)
+            self._plan_masked(plan, self.masks)
             return plan
         fresh = batch.lens == batch.query_lens and not self.quantized
         if self.cache is None or (fresh and batch.max_query_len > SHORT):
@@ -155,14 +136,13 @@ class FlashInferAttention(AttentionBackend):
         import flashinfer
 
         buffer = workspace(self.torch_device, self.scratch)
-        kernels = {"short": "fa2", "rows": self.block_kernel}
-        kernel = kernels.get(kind, self.prefill_kernel)
+        kernel = "fa2" if kind == "short" else self.prefill_kernel
         jit = {} if self.functions is None else {"jit_args": self.functions.jit_args(kernel)}
         if kind == "ragged":
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 buffer, "NHD", backend=kernel, **jit
             )
-        if kind in ("short", "paged", "rows"):
+        if kind in ("short", "paged"):
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 buffer, "NHD", backend=kernel, **jit
             )
@@ -221,22 +201,6 @@ class FlashInferAttention(AttentionBackend):
             self._plan_ragged(plan, custom_mask=bits)
         else:
             self._plan_paged(plan, custom_mask=bits)
-
-    def _plan_rows(self, plan: FlashInferPlan, masks: StepMasks, rows: ChosenPages) -> None:
-        """Plan each row of blocks as a request of its own, over its chosen pages alone."""
-        spec, cache = self.spec_of(plan.batch), self.cache
-        assert cache is not None
-        causal, bits, plan.empty = masks.over_rows(rows, spec, self.torch_device)
-        starts = torch.from_numpy(np.concatenate([[0], rows.queries.cumsum()]).astype(np.int32))
-        lists = [starts, *listed(rows.lens, rows.table(plan.batch), cache.block_size)]
-        masked = {} if bits is None else {"custom_mask": bits}
-        if masked:  # which it packs on the device
-            lists = [t.to(self.torch_device) for t in lists]
-        plan.lease = self.pool.lease(plan, "paged" if masked else "rows")
-        plan.lease.plan(
-            *lists, spec.num_heads, spec.num_kv_heads, spec.head_size, cache.block_size, causal=causal,
-            **(self.options | {"window_left": -1} | masked),
-        )  # fmt: skip
 
     def _plan_ragged(self, plan: FlashInferPlan, **masked: Tensor) -> None:
         spec, batch = self.spec_of(plan.batch), plan.batch

@@ -1,4 +1,4 @@
-"""How does FLASHINFER serve a variant's functions? Its JIT compiles what they are traced to."""
+"""How does FLASHINFER serve functions and masks? By its JIT, by its custom masks, over chosen pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,18 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Pointwise,
+    over_chosen_pages,
     trace,
     untraceable,
+    window_sizes,
 )
+from torch import Tensor
 
 from polyattn_cuda.flashinfer_source import NAME, Declared
 from polyattn_cuda.trace_bounds import INT32
+
+MOST_BITS = 1 << 32
+"""Pairs of a step's queries and keys that are made a custom mask of."""
 
 
 def variant_problem(variant: AttentionVariant) -> str | None:
@@ -81,3 +87,58 @@ class Functions:
         tensors = [inputs[name] for name in self.trace.inputs]
         cap = self.spec.logit_soft_cap or 0.0
         return batch.seq_index, *tensors, self.spec.scale, cap, *numbers
+
+
+class StepMasks:
+    """What a layer's step mask shows, beside its own: as bits, or as the pages there are."""
+
+    def __init__(self, spec: LayerSpec, pointwise: Pointwise, block_size: int | None):
+        self.spec, self.pointwise, self.block_size = spec, pointwise, block_size
+
+    @classmethod
+    def of(cls, spec: LayerSpec, block_size: int | None) -> StepMasks | None:
+        """Return a layer's; None where it has no mask, or a variant, which is compiled with it."""
+        pointwise = None if spec.mask is None or spec.variant else Pointwise.of(spec)
+        return None if pointwise is None else cls(spec, pointwise, block_size)
+
+    def over_chosen(self, batch: Batch) -> Batch | None:
+        """Return decodes over the pages that blocks choose, None where a window counts places."""
+        spec = self.spec
+        if spec.mask != "block_sparse" or spec.sliding_window or spec.length_bounds:
+            return None
+        if not batch.all_decode:
+            return None
+        return None if self.block_size is None else over_chosen_pages(batch, self.block_size)
+
+    def bits(self, batch: Batch, spec: LayerSpec) -> tuple[Tensor, Tensor]:
+        """Return what the step's queries see, bool (pairs,), and who sees nothing (tokens,).
+
+        Raises `BatchError`.
+        """
+        pairs = sum(q * n for q, n in zip(batch.query_lens, batch.lens, strict=True))
+        if pairs > MOST_BITS:
+            raise BatchError(
+                f"a mask of {pairs} pairs of queries and keys: FLASHINFER takes {MOST_BITS} at most; "
+                "give the step fewer tokens, or name TRITON_ATTN"
+            )
+        left, right = window_sizes(spec)
+        found, blind = [], []
+        for number, queries, keys in zip(batch.seq_ids, batch.query_lens, batch.lens, strict=True):
+            device = batch.device
+            query = torch.arange(keys - queries, keys, device=device)[:, None]
+            key = torch.arange(keys, device=device)
+            head = torch.zeros((), dtype=torch.int64, device=device)
+            seen = self.pointwise.visible(
+                (torch.tensor(number, device=device), head, query, key), batch.inputs
+            )
+            assert seen is not None
+            seen = seen.expand(queries, keys)
+            if spec.causal:
+                seen = seen & (key <= query)
+            if left >= 0:
+                seen = seen & (key >= query - left)
+            if right >= 0:
+                seen = seen & (key <= query + right)
+            found.append(seen.flatten())
+            blind.append(~seen.any(1))
+        return torch.cat(found), torch.cat(blind)

@@ -28,22 +28,18 @@ def upload(values: np.ndarray, device: torch.device, into: Tensor | None = None)
 
 
 def page_lists(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a batch's CSR pages: `listed`."""
-    assert batch.block_table is not None
-    return listed(np.asarray(batch.lens, dtype=np.int64), batch.block_table, block_size)
-
-
-def listed(lens: np.ndarray, table: Tensor, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return CSR pages: (indptr int32, last page's length int32) on the host, indices on the device.
 
     Order: indptr (num_seqs + 1,), indices (pages,), last_page_len (num_seqs,).
     """
+    assert batch.block_table is not None
+    lens = np.asarray(batch.lens, dtype=np.int64)
     pages = -(-lens // block_size)
     indptr = np.concatenate([[0], pages.cumsum()]).astype(np.int32)
     last = np.where(pages > 0, lens - (pages - 1) * block_size, 0).astype(np.int32)
     row, column = ragged(pages)
-    at = upload(np.stack([row, column]), table.device)
-    return torch.from_numpy(indptr), table[at[0], at[1]], torch.from_numpy(last)
+    at = upload(np.stack([row, column]), batch.device)
+    return torch.from_numpy(indptr), batch.block_table[at[0], at[1]], torch.from_numpy(last)
 
 
 class PackedKeys:
