@@ -137,11 +137,7 @@ class PlannedAttention(AttentionBackend):
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan_rows(
-        self,
-        batch: Batch,
-        reuse: Plan | None = None,
-        portable: bool = False,
-        uncut: bool = False,
+        self, batch: Batch, reuse: Plan | None = None, portable: bool = False, uncut: bool = False
     ) -> AttentionPlan:
         """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill.
 
