@@ -1,6 +1,6 @@
 """A variant's functions inside Hopper's own prefill: right, how fast, and how long they take to compile.
 
-    python benchmarks/h200_functions.py [--seconds 300] [--out FILE.json]
+    python benchmarks/h200_functions.py [--seconds 300] [--out FILE.json] [--only TEXT ...]
 
 Rows of `h200_variants.py` by the kernel for Hopper and by the portable one, beside each other: results of
 ragged prompts, chunks after a context, windows, pieces and layers without causality are held to float64,
@@ -157,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--out", default="functions.json")
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold one of these")
     args = parser.parse_args()
     until = time.time() + args.seconds
     for variant in VARIANTS:
@@ -190,6 +191,7 @@ def main() -> None:
                 lambda: by_script(FAMILIES / "device_written.py", "TRITON_ATTN", "cuda"),
             )
         )
+    jobs = [job for job in jobs if not args.only or any(word in job[0] for word in args.only)]
     for name, work in jobs:
         if time.time() > until:
             ROWS.append({"row": name, "failed": "no time left"})

@@ -133,7 +133,7 @@ class LayerGroup:
         """
         spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
-        found = self._loaded.get(key)
+        found: BackendT | None = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
         if (key, phase) not in self._prepared:

@@ -250,6 +250,7 @@ class Changes:
         `rows` (rows, LANES), `keys` (values, keys), `pairs` (rows, keys) each.
         """
         taken = {}
+        parts: Callable[[int], Array]
         for kind, parts in (
             (ROW, lambda i: rows[:, i : i + 1]), (KEY, lambda i: keys[i : i + 1, :]),
             (PAIR, lambda i: pairs[i]),
