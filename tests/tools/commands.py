@@ -42,11 +42,12 @@ VALUES = (
 )  # fmt: skip
 OPTIONS: dict[str, tuple[str, ...]] = {
     "list": ("--json", "--help", "--jsn"),
-    "explain": ("--json", "--device=", "--backend=", "--spec=", "--batch=", "MODEL"),
+    "explain": ("--json", "--device=", "--backend=", "--spec=", "--batch=", "--assume=", "--ignore=",
+                "MODEL"),
     "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
             "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
             "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot=",
-            "--weights=", "--arrivals=", "--context-parallel="),
+            "--weights=", "--arrivals=", "--context-parallel=", "--assume=", "--ignore="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
               "--seconds=", "--lengths=", "--seed=", "--plot="),
     "tune": ("--json", "--device=", "--backend=", "--model=", "--trace=", "--out=", "--no-quantized"),

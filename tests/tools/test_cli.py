@@ -112,6 +112,28 @@ def test_explain_exits_1_when_a_layer_has_no_backend() -> None:
     assert "none is for mamba2 layers on platform hpu" in text
 
 
+def test_an_unknown_type_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
+    config = {
+        "model_type": "my_llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1,
+        "intermediate_size": 128, "vocab_size": 256, "attention_colour": "blue",
+    }  # fmt: skip
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(config))
+    code, _, errors = here("explain", str(file))
+    assert code == 2 and "--assume llama" in errors
+    code, _, errors = here("explain", str(file), "--assume", "llama")
+    assert (
+        code == 2 and "attention_colour='blue'" in errors and "--ignore attention_colour" in errors
+    )
+    read = ("--assume", "llama", "--ignore", "attention_colour")
+    code, text, _ = here("explain", str(file), *read)
+    assert code == 0 and "4 heads of 16" in text
+    code, text, _ = here("run", str(file), *read, "--requests", "1", "--scale", "0.01")
+    assert code == 0 and "4 heads of 16" in text
+    code, _, errors = here("run", str(file), *read, "--weights", "random")
+    assert code == 2 and "by its own type" in errors
+
+
 def test_a_profile_is_its_plugins() -> None:
     command = ("explain", "llama-3.1-8b", "--device", "gaudi3")
     text = polyattn(*command, code=2, POLYATTN_DISABLE_PLUGINS="hpu").stderr

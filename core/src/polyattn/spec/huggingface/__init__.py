@@ -69,7 +69,8 @@ def _unknown(model: object, values: object) -> str:
         said += nearest(model, READERS) if nearest(model, READERS).startswith("; did") else ""
     if guess is None:
         return f"{said}; its fields look like no type that is known"
-    return f"{said}; its fields look like {guess!r}: where it is one, say so (assume={guess!r})"
+    how = f"(assume={guess!r}, --assume {guess})"
+    return f"{said}; its fields look like {guess!r}: where it is one, say so {how}"
 
 
 LOOKALIKES = (

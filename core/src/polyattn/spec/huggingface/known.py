@@ -65,7 +65,9 @@ def check_fields(cfg: Config, assumed: bool, ignore: Collection[str] = ()) -> No
             f"{cfg.source}: "
             + ", ".join(f"{name}={cfg.values[name]!r:.60}" for name in unknown)
             + f" isn't known for model_type={kind!r} and may change its attention; where it "
-            f"doesn't, say so: ignore={tuple(unknown)!r}"
+            f"doesn't, say so: ignore={tuple(unknown)!r} ("
+            + " ".join(f"--ignore {name}" for name in unknown)
+            + ")"
             + (f" (read as {kind!r}, as was asked)" if assumed else "")
         )
     for part in cfg.parts:

@@ -29,11 +29,13 @@ def show(
     backend: str | None,
     batches: Sequence[str],
     as_json: bool,
+    assume: str | None = None,
+    ignore: Sequence[str] = (),
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
     steps = {text: parse_batch(text) for text in batches}
     settings = current().with_backend(backend, "flag --backend")
-    groups = group_layers(read_specs(model, spec_json)[1])
+    groups = group_layers(read_specs(model, spec_json, assume, ignore)[1])
     resolved = resolve_device(device)
     found: list[tuple[LayerSpec, list[int], Selection | SelectionError]] = []
     for spec, layers in groups.items():

@@ -56,6 +56,13 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(help="A config.json, its directory, or a bundled model's name."),
 ]
+AssumeOption = Annotated[
+    str | None, typer.Option(help="Read a config of an unknown type as this model_type's.")
+]
+IgnoreOption = Annotated[
+    list[str] | None,
+    typer.Option(help="A config's field that is known not to change attention (repeatable)."),
+]
 PlotOption = Annotated[
     Path | None,
     typer.Option("--plot", help="Write a plot to this PNG file."),
@@ -116,12 +123,15 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
     json: Json = False,
 ) -> None:
     """Show which backend each layer gets, with every candidate's verdict."""
     from polyattn.tools.cli.explaining import show
 
-    _finish(lambda: show(model, spec, device, backend, batch or [], json))
+    read = (assume, tuple(ignore or ()))
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, *read))
 
 
 @app.command()
@@ -174,6 +184,8 @@ def run(
     context_parallel: Annotated[
         int, count("Ranks that share each sequence's keys (run by torchrun).")
     ] = 1,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -186,7 +198,8 @@ def run(
         block_size=block_size, kv_cache_dtype=kv_cache_dtype, fp8_compute=fp8_compute, check=check,
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
-        context_parallel=context_parallel, snapshots=snapshots,
+        context_parallel=context_parallel, snapshots=snapshots, assume=assume,
+        ignore=tuple(ignore or ()),
     )  # fmt: skip
     _finish(lambda: show(options))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -43,15 +44,22 @@ def find_config(name: str | None) -> Path:
     )
 
 
-def read_specs(model: str | None, spec_json: str | None) -> tuple[str, list[LayerSpec]]:
+def read_specs(
+    model: str | None, spec_json: str | None, assume: str | None = None, ignore: Sequence[str] = ()
+) -> tuple[str, list[LayerSpec]]:
     """Return the layers that a command names, and what they are of: a path or `--spec`.
 
-    Raises `SettingsError` when both a model and a layer are named, `ConfigError`, `SpecError`.
+    `assume`, `ignore`: `LayerSpec.from_hf_config`'s. Raises `SettingsError` when both a model and a layer
+    are named, or a layer and how to read a config; `ConfigError`, `SpecError`.
     """
+    if spec_json is not None and (assume or ignore):
+        raise SettingsError(
+            "--assume and --ignore say how a config is read; --spec is a layer itself"
+        )
     if spec_json is None:
         path = find_config(model)
         try:
-            return str(path), LayerSpec.from_hf_config(path)
+            return str(path), LayerSpec.from_hf_config(path, assume=assume, ignore=ignore)
         except PolyattnError:
             raise
         except (RecursionError, ValueError) as error:  # lists too deep, numbers too long

@@ -70,6 +70,8 @@ class RunOptions:
     sink_tokens: int | None = None
     context_parallel: int = 1
     snapshots: int = 16
+    assume: str | None = None
+    ignore: tuple[str, ...] = ()
 
     @property
     def running(self) -> int:
@@ -91,7 +93,13 @@ def show(options: RunOptions) -> int:
     if options.plot:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
-    path, specs = read_specs(model_of(options.model, options.weights), None)
+    if options.weights is not None and (options.assume or options.ignore):
+        raise SettingsError(
+            f"--assume={options.assume} and --ignore={','.join(options.ignore)} say how layers are read; "
+            "with --weights a model runs whole, by its own type: leave them out"
+        )
+    model = model_of(options.model, options.weights)
+    path, specs = read_specs(model, None, options.assume, options.ignore)
     served = _served(specs, options)
     whole = None
     if options.weights is not None:
