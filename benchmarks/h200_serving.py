@@ -288,7 +288,6 @@ def kit_section(seconds: float) -> list[Row]:
         "FLASHINFER_MLA": "graph",
         "FLASHMLA": "graph",
         "FLASH_ATTN_MLA": "graph",
-        "FLASH_ATTN": "graph",
         "TRITON_ATTN": "graph or nvfp4 or feature_tensor_scales or feature_head_scales or feature_fp8 or "
         "pair_head_scales or pair_fp8_output or (layers and (scales or fp8))",
         "TRITON_STORE": "not zzz",

@@ -8,7 +8,8 @@ import polyattn
 import pytest
 import torch
 from polyattn.families.attention import dense as dense_module
-from polyattn.families.attention.dense import Asked, dense, group_of, plan_for, run, run_given
+from polyattn.families.attention.dense import Asked, dense, group_of, plan_for, run
+from polyattn.families.attention.given import given
 from polyattn.kernel import BatchError
 from torch import Tensor
 
@@ -46,9 +47,9 @@ def test_dense_rows(order: str, heads_first: bool, backend: str) -> None:
             laid_out(3, n, h, 32, kind)
             for n, h, kind in ((7, 4, order), (11, 2, other), (11, 2, order))
         )
-        given = [t.transpose(1, 2) for t in (q, k, v)] if heads_first else [q, k, v]
+        tensors = [t.transpose(1, 2) for t in (q, k, v)] if heads_first else [q, k, v]
         asked = Asked(True, needs_lse=True, backend=backend)
-        found, lse = dense(*given, asked, heads_first=heads_first)
+        found, lse = dense(*tensors, asked, heads_first=heads_first)
         wanted, wanted_lse = dense(
             *(t.contiguous() for t in (q, k, v)), asked._replace(backend="VANILLA")
         )
@@ -60,13 +61,13 @@ def test_dense_rows(order: str, heads_first: bool, backend: str) -> None:
 def test_parameters_come_along() -> None:
     q, k, v = (torch.randn(2, n, 4, 32) for n in (3, 9, 9))
     sinks, slopes = torch.randn(4), torch.rand(4)
-    for given in (
+    for params in (
         {"sinks": sinks},
         {"alibi_slopes": slopes},
         {"sinks": sinks, "alibi_slopes": slopes},
     ):
         found, wanted = (
-            polyattn.attention(q, k, v, causal=True, backend=name, **given)  # type: ignore[arg-type]
+            polyattn.attention(q, k, v, causal=True, backend=name, **params)  # type: ignore[arg-type]
             for name in ("NATIVE_ATTN", "VANILLA")
         )
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -77,17 +78,18 @@ def test_packed_tensors_are_checked_where_they_lie_otherwise() -> None:
     q, k, v = (torch.randn(12, h, 32) for h in (4, 2, 2))
     asked = Asked(True, backend="NATIVE_ATTN")
     step = plan_for(group_of(q, 2, 32, asked, False, False, cached=False), (5, 7), (5, 7))
-    first, _ = run_given(step, q, k, v)
-    again, _ = run_given(step, q, k, v)
+    lens = (5, 7), (5, 7), None
+    first, _ = given(q, k, v, lens, asked)
+    again, _ = given(q, k, v, lens, asked)
     wide = torch.randn(12, 5, 40)[:, 1:3, :32].copy_(v)
-    strided = [run_given(step, q, k, wide)[0] for _ in range(2)]
+    strided = [given(q, k, wide, lens, asked)[0] for _ in range(2)]
     for found in (again, *strided, run(step, q, k, v)[0]):
         assert torch.equal(found, first)
     for wrong in ((q[:-1], k, v), (q, k[:, :1], v), (q, k, v.double()), (q, k[:-1], v[:-1])):
         with pytest.raises(BatchError):
-            run_given(step, *wrong)
+            given(*wrong, lens, asked)
     with torch.enable_grad(), pytest.raises(BatchError, match="gradient"):
-        run_given(step, q, k.requires_grad_(), v)
+        given(q, k.requires_grad_(), v, lens, asked)
 
 
 def test_a_last_dimension_with_gaps_is_copied() -> None:
@@ -96,7 +98,7 @@ def test_a_last_dimension_with_gaps_is_copied() -> None:
     step = plan_for(group_of(q, 2, 32, asked, False, False, cached=False), (9,), (9,))
     wanted = run(step, *(t.contiguous() for t in (q, k, v)))[0]
     for _ in range(2):
-        torch.testing.assert_close(run_given(step, q, k, v)[0], wanted)
+        torch.testing.assert_close(given(q, k, v, ((9,), (9,), None), asked)[0], wanted)
 
 
 @pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "FLEX_ATTENTION"])

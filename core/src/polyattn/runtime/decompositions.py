@@ -77,8 +77,10 @@ def rows_within(outer: Part, inner: Part) -> Rows:
     if isinstance(rows, slice) and isinstance(within, slice):
         return slice(rows.start + within.start, rows.start + within.stop)
     if isinstance(rows, slice):
-        return within + rows.start
-    return rows[within]
+        inside: Rows = within + rows.start
+    else:
+        inside = rows[within]
+    return inside
 
 
 def _captured(batch: Batch, prompts: int) -> Phases:

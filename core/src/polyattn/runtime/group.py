@@ -133,7 +133,7 @@ class LayerGroup:
         """
         spec = windowed(kernel_spec(spec or self.spec))
         key = (info.name, spec, cache)
-        found: Any = self._loaded.get(key)
+        found: BackendT | None = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
         if (key, phase) not in self._prepared:
@@ -143,8 +143,7 @@ class LayerGroup:
                 self._preparing[found] = (*self._preparing.get(found, ()), phase)
             elif isinstance(found, Backend):
                 found.prepare((phase,))
-        loaded: BackendT = found
-        return loaded
+        return found
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
         """Return the cache as a backend's kernel walks it; None where there is no cache."""

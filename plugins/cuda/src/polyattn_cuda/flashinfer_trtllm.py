@@ -62,7 +62,7 @@ class FlashInferTrtllm(AttentionBackend):
         self.quantized = cache.item_bytes == 1
         self.by_xqa = self.quantized and arch_matches("sm_90", device.arch)
 
-    def prepare(self, phase: str) -> None:
+    def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile XQA's module, where it is XQA that runs."""
         if not arch_matches("sm_100-sm_109", self.device.arch):
             self._xqa()

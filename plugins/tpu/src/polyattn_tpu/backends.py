@@ -129,8 +129,8 @@ class PallasAttention(AttentionBackend):
             "lse": lse is not None,
         }
         if self.functions is not None:
-            read = {**plan.batch.inputs, **params.inputs}
-            options["inputs"] = self.functions.given({n: to_jax(t) for n, t in read.items()})
+            inputs = {**plan.batch.inputs, **params.inputs}
+            options["inputs"] = self.functions.given({n: to_jax(t) for n, t in inputs.items()})
         if cache is None:
             assert key is not None and value is not None
             given = (to_jax(key), to_jax(value))

@@ -250,12 +250,13 @@ class Changes:
         `rows` (rows, LANES), `keys` (values, keys), `pairs` (rows, keys) each.
         """
         taken = {}
-        parts: dict[str, Callable[[int], Array]] = {
-            ROW: lambda i: rows[:, i : i + 1], KEY: lambda i: keys[i : i + 1, :], PAIR: pairs.__getitem__,
-        }  # fmt: skip
-        for kind, part in parts.items():
+        parts: Callable[[int], Array]
+        for kind, parts in (
+            (ROW, lambda i: rows[:, i : i + 1]), (KEY, lambda i: keys[i : i + 1, :]),
+            (PAIR, lambda i: pairs[i]),
+        ):  # fmt: skip
             for index, number in enumerate(self.split.of(kind)):
-                value = jnp.broadcast_to(part(index), score.shape)
+                value = jnp.broadcast_to(parts(index), score.shape)
                 taken[number] = _from_integers(value, self.dtypes[number])
         new, seen = self.split.inside(score, q_idx, kv_idx, taken)
         return score if new is None else new, seen

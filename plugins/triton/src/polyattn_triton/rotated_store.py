@@ -276,9 +276,9 @@ def rotate_and_store(
         scale is not None, biased, keep, dtype != query.dtype, dtype == torch.int8,
         cache.value_in_key, scales,
     )  # fmt: skip
-    numbers, tensors = (params.k_scale, params.v_scale), (out, out)
-    if scales:
-        numbers, tensors = (1.0, 1.0), numbers
+    given = (params.k_scale, params.v_scale)
+    # What isn't read needs something to stand in its place.
+    numbers, tensors = ((1.0, 1.0), given) if scales else (given, (out, out))
     q_tile, k_tile = constants[13], constants[14]
     # What a constant says isn't there is never read; something has to stand in its place.
     turns = out if rotation is None else rotation.turns

@@ -20,12 +20,12 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.short_steps import server_of
 from polyattn.families.attention.views import View, ordered, token_view
 from polyattn.registry.discovery import generation
-from polyattn.runtime.backend import Addressed, LayerParams, Lie
+from polyattn.runtime.backend import LayerParams, Lie
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
-from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
@@ -117,44 +117,6 @@ def run(
     if step.group.spec.needs_lse:
         lse = query.new_empty(step.lse_shape, dtype=torch.float32)
     return step.call(query, key, value, cache, params, None, lse), lse
-
-
-def run_given(
-    step: AttentionStep,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    sinks: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """`run` of keys that are given whole; tensors that lie as earlier ones did are not checked again."""
-    lie = (
-        query.shape, query.stride(), query.dtype, query.device, key.shape, key.stride(), key.dtype,
-        key.device, value.shape, value.stride(), value.dtype, value.device,
-    )  # fmt: skip
-    addressed = step.ways.get(lie)
-    if addressed is None:
-        found = run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
-        if len(step.ways) < KNOWN and len(step.calls) == 1 and lie not in step.ways:
-            step.ways[lie] = _addressed(step.calls[0], query, key, value)
-        return found
-    if query.requires_grad or key.requires_grad or value.requires_grad:
-        refuse_gradients(query=query, key=key, value=value)
-    params = parameters(step.group.spec, query, sinks, alibi_slopes)
-    out, lse = query.new_empty(step.out_shape), None
-    if step.group.spec.needs_lse:
-        lse = query.new_empty(step.lse_shape, dtype=torch.float32)
-    addressed(query, key, value, params, out, lse)
-    return out, lse
-
-
-def _addressed(call: Call, *tensors: Tensor) -> Addressed | None:
-    if any(t.stride(2) != 1 for t in tensors):
-        return None
-    of_query, of_key, of_value = ((t.stride(0), t.stride(1)) for t in tensors)
-    lie = Lie(of_query, of_key, of_value, tensors[1].shape[0])
-    return call.backend.addressed(call.plan, lie)  # type: ignore[no-any-return]
 
 
 _PLAIN = LayerParams()

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.dense import Asked, dense, group_of, plan_for, run_given
+from polyattn.families.attention.dense import Asked, dense
+from polyattn.families.attention.given import given
 from polyattn.families.attention.masked import masked
 
 
@@ -82,12 +83,8 @@ def _packed(
     alibi_slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     _check_packed(query, key, value)
-    group = group_of(
-        query, key.shape[1], value.shape[2], asked, sinks is not None, alibi_slopes is not None,
-        cached=False,
-    )  # fmt: skip
-    step = plan_for(group, query_lens, key_lens)
-    return run_given(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
+    lens = query_lens, key_lens, None
+    return given(query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.dense import Asked, group_of, plan_for, run, run_given
+from polyattn.families.attention.dense import Asked, group_of, run
+from polyattn.families.attention.given import given, step_for
 from polyattn.families.attention.recompute import Recomputed, gradients
 from polyattn.families.attention.views import pages_of
 from polyattn.runtime.batch import Batch
@@ -64,17 +65,19 @@ def packed(
         group.check_format(cache.format)
         step = group.plan_for(_batch(group, query_lens, keys))
         return run(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
-    group = group_of(query, heads, v_size, asked, *params, cached=False)
     starts = None if keys.starts is None else tuple(keys.starts)
-    step = plan_for(group, tuple(query_lens), tuple(keys.lens), starts)
+    lens = tuple(query_lens), tuple(keys.lens), starts
     if not training:
-        return run_given(step, query, keys.key, keys.value, sinks=sinks, alibi_slopes=alibi_slopes)
+        return given(
+            query, keys.key, keys.value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
+        )  # fmt: skip
+    step = step_for(query, keys.key, keys.value, lens, asked, *params)
     if sinks is not None:
         raise BatchError(
             "sinks with gradients: nothing serves that; detach the query, key and value"
         )
     out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
-        query, *keys[:2], alibi_slopes, group.spec, _sequences(query_lens, keys),
+        query, *keys[:2], alibi_slopes, step.group.spec, _sequences(query_lens, keys),
         lambda *given: run(step, *given, alibi_slopes=alibi_slopes),
     )  # fmt: skip
     return out, lse

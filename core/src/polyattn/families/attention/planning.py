@@ -15,7 +15,7 @@ from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
-from polyattn.runtime.backend import Addressed, AttentionBackend, LayerParams, StoreBackend
+from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_pages, check_queries
 from polyattn.runtime.block_tables import expand
@@ -37,8 +37,6 @@ class AttentionStep(StepPlan):
     def __init__(self, group: LayerGroup, batch: Batch, calls: tuple[Call, ...]):
         super().__init__(group, batch)
         self._calls = calls
-        # By how tensors lie that were given whole and found right: how they are run by addresses.
-        self.ways: dict[Any, Addressed | None] = {}
         self.store: StorePlan | None = None
         self.stored_by: StoreBackend | None = None
         self.rotated_by: RunRotated | None = None
