@@ -9,18 +9,16 @@ import torch
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.attention import batches
-from polyattn.conformance.harness.attention import AttentionHarness, Inputs
+from polyattn.conformance.harness.attention import AttentionHarness
 from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import AttentionBackend, Lie
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.block_tables import without_first
-from polyattn.runtime.cuda_graph import StepGraphs
 from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.scales import used_scales
 from polyattn.runtime.shared_prefix import SharedRun
-from polyattn.runtime.step_buffers import StepBuffers
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:
@@ -288,76 +286,6 @@ def batch_invariant(case: Case, harness: AttentionHarness) -> None:
         assert torch.equal(result, together[rows]), f"sequence {index} differs"
 
 
-def graph(case: Case, harness: AttentionHarness) -> None:
-    """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
-
-    So it does after a larger batch was captured too, for which a backend may have grown its
-    workspace: the first graph must not go on writing to memory that is somebody else's by now.
-    """
-    layer = harness.layer(case.spec)
-    form = layer.group.cache_format
-    assert form is not None
-    first = harness.inputs(layer, _captured_lengths(case, form.block_size))
-    cache, count = first.cache, first.batch.num_seqs
-    query_len, block = first.batch.max_query_len, form.block_size
-
-    def step(plans, query, key, value):  # type: ignore[no-untyped-def]
-        return layer(query, key, value, cache, plans[layer.group])
-
-    graphs = StepGraphs([layer.group], step, [count, 8 * count], 8 * block, query_len)
-    graphs.capture({name: getattr(first, name) for name in ("query", "key", "value")})
-    others = [
-        torch.full((size,), 7.0, device=harness.torch_device)
-        for size in (1 << 13,) * 128 + (1 << 19,) * 32
-    ]
-    for reverse in (False, True):
-        lengths = _captured_lengths(case, block)
-        given = harness.inputs(layer, lengths[::-1] if reverse else lengths)
-        assert given.cache is not None and cache is not None
-        cache.key[: given.cache.num_blocks] = given.cache.key
-        cache.value[: given.cache.num_blocks] = given.cache.value
-        eager, _ = harness.run(layer, given)
-        tensors = {name: getattr(given, name) for name in ("query", "key", "value")}
-        assert torch.equal(graphs.replay(given.batch, tensors), eager)
-        assert all(bool((other == 7).all()) for other in others), "it wrote beside its own memory"
-        harness.check(layer, given)
-
-
-def reuse(case: Case, harness: AttentionHarness) -> None:
-    """What a captured graph reads is refilled: the first plan, run after another step was planned.
-
-    A device that records no graphs can still tell whether the new step is in the old plan's buffers.
-    """
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = _captured_lengths(case, form.block_size)
-    rows = len(lengths) + 2
-    query_len = max(query for query, _ in lengths)
-    buffers = StepBuffers(
-        rows, query_len, 8 * form.block_size, form.block_size, harness.torch_device
-    )
-    buffers.seq_lens.fill_(buffers.padding_len)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
-    for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.inputs(layer, chosen)
-        tokens = given.batch.num_tokens
-        filled = buffers.fill(given.batch)
-        layer.group.plan(filled, reuse=captured)
-        query, key, value = (
-            torch.cat([t, t.new_zeros(rows * query_len - tokens, *t.shape[1:])])
-            for t in (given.query, given.key, given.value)
-            if t is not None
-        )
-        held = harness.expected_cache(layer, given)
-        found, lse = harness.run(layer, Inputs(filled, query, key, value, given.cache), captured)
-        harness.compare(
-            layer, replace(given, cache=held), found[:tokens],
-            None if lse is None else lse[:tokens], "a plan reused: ",
-        )  # fmt: skip
-
-
 def addressed(case: Case, harness: AttentionHarness) -> None:
     """Short steps run by their tensors' addresses, whatever shapes those have."""
     layer = harness.layer(case.spec)
@@ -382,34 +310,3 @@ def addressed(case: Case, harness: AttentionHarness) -> None:
         lse = torch.full(step.lse_shape, torch.nan, device=harness.torch_device)
     run(*(t.view(1, *t.shape) for t in tensors), layer.params, out.view(1, *out.shape), lse)
     harness.compare(layer, given, out, lse, "by addresses: ")
-
-
-def bounds(case: Case, harness: AttentionHarness) -> None:
-    """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the plan's lengths are bounds
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
-    given = harness.inputs(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
-    batch = given.batch
-    assert batch.block_table is not None
-    longest = batch.block_table.shape[1] * form.block_size
-    bounded = Batch.on_buffers(
-        batch.starts, [longest] * batch.num_seqs, batch.query_start_loc, batch.seq_lens,
-        batch.block_table, batch.slot_mapping,
-    )  # fmt: skip
-    plan = layer.group.plan(bounded)
-    harness.check(layer, given, "planned by bounds: ", plan)
-    # The same plan, after the device's lengths have changed.
-    pairs = zip(batch.query_lens, batch.lens, strict=True)
-    lens = [max(length // 2, min(length, query)) for query, length in pairs]
-    batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
-    shorter = Batch(batch.starts, lens, batch.block_table)
-    held = replace(given, batch=shorter, key=None, value=None)
-    harness.check(layer, held, "shorter ones by the same plan: ", plan)
-
-
-def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:
-    lengths = batches("decode", block)
-    return [(3, length + 2) for _, length in lengths] if case.batch == "three each" else lengths
