@@ -142,6 +142,7 @@ class Step:
         import numpy as np
         import torch
         from polyattn_triton.descriptors import described
+        from polyattn_triton.pointwise import NOTHING
 
         v = self.variant
         box = min(v.page, v.block_n) if v.page else v.block_n
@@ -158,12 +159,12 @@ class Step:
             programs = min(facts.multi_processor_count, programs)
         at_once = v.at_once if v.kv_heads % v.at_once == 0 else v.kv_heads
         args = (
-            self.query, self.out, self.lse, self.parts, self.parts,
+            self.query, self.out, self.lse, self.parts, self.parts, self.parts,
             self.table, lens, starts, key_starts, work, self.scale, 1.0,
             *self.query.stride()[:2], *key[1], *value[1], *self.out.stride()[:2], key[0], value[0],
             self.lse.stride(0), self.table.stride(0), tiles, at_once,
             self.group, v.kv_heads, v.size, v.block_m, v.block_n, v.page or 1, bool(v.page), v.causal,
-            v.window, v.lse, False, v.stages, v.turns, v.queries,
+            v.window, v.lse, False, v.stages, v.turns, v.queries, *NOTHING,
         )  # fmt: skip
         return (programs, 1, 1), args
 

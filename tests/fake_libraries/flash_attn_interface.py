@@ -15,7 +15,8 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
     query, key = a["q"], a["k_cache"]
     assert a["return_softmax_lse"] is True and key.dtype == a["v_cache"].dtype == query.dtype
     starts, queries = lengths(a["cu_seqlens_q"])
-    assert a["max_seqlen_q"] == max(queries)
+    # A captured plan holds the most rows that its size may have.
+    assert a["max_seqlen_q"] >= max(queries)
     scales: tuple[Any, Any] = (1.0, 1.0)
     dtype = query.dtype
     if dtype.itemsize == 1:
