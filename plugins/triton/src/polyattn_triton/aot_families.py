@@ -20,14 +20,7 @@ from polyattn_triton.launch import launches_early
 from polyattn_triton.mla import Way, mla_config, mla_constants, mla_hopper_kernel
 from polyattn_triton.mla_kernels import mla_kernel
 from polyattn_triton.scan import scan_constants
-from polyattn_triton.scan_kernels import (
-    conv_drafts_kernel,
-    conv_kernel,
-    delta_kernel,
-    gated_kernel,
-    mamba1_kernel,
-    step_kernel,
-)
+from polyattn_triton.scan_kernels import conv_kernel, delta_kernel, gated_kernel
 from polyattn_triton.selective import (
     OPTIONS,
     selective_configs,
@@ -35,6 +28,7 @@ from polyattn_triton.selective import (
     widest_words,
 )
 from polyattn_triton.selective_kernels import selective_kernel
+from polyattn_triton.step_kernels import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.token_kernels import channel_kernel, unit_kernel
 from polyattn_triton.token_scan import token_constants, token_options
 

@@ -123,10 +123,8 @@ class PlannedAttention(AttentionBackend):
         # The fewest keys of one of several blocks that share a sequence; 0: none share one.
         asked = current_settings().multi_block
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
-        self.decode_rates = RATES
-        if asked:
-            least = max(RATES.least, -(-asked // self.few_config.block_n))
-            self.decode_rates = Rates(RATES.item, least)
+        least = -(-(asked or 0) // self.few_config.block_n)
+        self.decode_rates = Rates(RATES.item, max(RATES.least, least))
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.itself = merges_itself(spec, arch, self.rows)
@@ -162,7 +160,7 @@ class PlannedAttention(AttentionBackend):
         else:
             self._plan_prefill(plan, before, lister, portable, uncut)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
-        table = none if table is None else table
+        table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
             keys = self._key_starts(batch) if plan.fresh else none
             plan.kept = Kept(
@@ -359,10 +357,7 @@ class PlannedAttention(AttentionBackend):
         most: tuple[int, int] | None = None,
         room: int = 0,
     ) -> None:
-        """Give each of a full chip's programs a stretch of the tiles.
-
-        `room`: tiles that later steps may have, planned into the same buffer.
-        """
+        """Give a full chip's programs stretches of the tiles, in a buffer that has `room` for more."""
         heads = self.spec.num_kv_heads
         if not len(keys):
             return
@@ -374,9 +369,8 @@ class PlannedAttention(AttentionBackend):
         dealt = stretches(keys, programs, rates, most)
         if plan.merge:
             # A captured graph's grid and order serve later steps, whatever tiles these have.
-            held = self.spec.graph_capture
-            tiles_cut = (programs, programs) if held else (len(keys), dealt.most_parts())
-            plan.merging = Merge(programs, *tiles_cut)
+            cut = (len(keys), dealt.most_parts())
+            plan.merging = Merge(programs, *((programs,) * 2 if self.spec.graph_capture else cut))
         work = dealt.work(tiles)
         space = len(work) + 3 * max(0, room - len(keys))
         plan.work = to_device(work, self.torch_device, before, space)

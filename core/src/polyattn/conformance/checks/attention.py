@@ -310,29 +310,3 @@ def addressed(case: Case, harness: AttentionHarness) -> None:
         lse = torch.full(step.lse_shape, torch.nan, device=harness.torch_device)
     run(*(t.view(1, *t.shape) for t in tensors), layer.params, out.view(1, *out.shape), lse)
     harness.compare(layer, given, out, lse, "by addresses: ")
-
-
-def bounds(case: Case, harness: AttentionHarness) -> None:
-    """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the plan's lengths are bounds
-    form = layer.group.cache_format
-    assert form is not None
-    lengths = batches(case.batch, form.block_size)
-    given = harness.inputs(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
-    batch = given.batch
-    assert batch.block_table is not None
-    longest = batch.block_table.shape[1] * form.block_size
-    bounded = Batch.on_buffers(
-        batch.starts, [longest] * batch.num_seqs, batch.query_start_loc, batch.seq_lens,
-        batch.block_table, batch.slot_mapping,
-    )  # fmt: skip
-    plan = layer.group.plan(bounded)
-    harness.check(layer, given, "planned by bounds: ", plan)
-    # The same plan, after the device's lengths have changed.
-    pairs = zip(batch.query_lens, batch.lens, strict=True)
-    lens = [max(length // 2, min(length, query)) for query, length in pairs]
-    batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
-    shorter = Batch(batch.starts, lens, batch.block_table)
-    held = replace(given, batch=shorter, key=None, value=None)
-    harness.check(layer, held, "shorter ones by the same plan: ", plan)

@@ -32,7 +32,7 @@ _ATTENTION: tuple[Check, ...] = (
     attention.skipped, attention.stale, attention.out, attention.strided, attention.plans,
     attention.layers, attention.rescaled, attention.isolation, attention.deterministic,
     attention.batch_invariant,
-    captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, attention.bounds,
+    captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
     attention.addressed, attention.context, search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
 )  # fmt: skip
