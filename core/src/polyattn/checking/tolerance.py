@@ -53,9 +53,10 @@ in bf16, where 0.016 would be allowed, and by 0.0033 in fp16."""
 TURNED = {"bfloat16": 6 * math.sqrt(2) * 1.66e-3, "float16": 6 * math.sqrt(2) * 2.07e-4}
 """What the LSE of logits of 1 may be off by where cached keys are turned at each step, and the query
 with them: both are rounded to the layer's dtype once more, which moves each product by 1.66e-3 of itself
-(fp16 2.07e-4) for each of the two, in the root mean square. Allowed are six of that, as for `FP8_COMPUTE`: in
-float64 with these roundings alone, the median of 60 random steps of up to 60 tokens, 16 heads of 32 turned
-whole, was off by 0.0044 and the worst by 0.0072 (fp16 0.0006, 0.0012), where 0.004 (0.003) would be allowed."""
+(fp16 2.07e-4) for each of the two, in the root mean square. Allowed are six of that, as for
+`FP8_COMPUTE`: in float64 with these roundings alone, the median of 60 random steps of up to 60 tokens, 16
+heads of 32 turned whole, was off by 0.0044 and the worst by 0.0072 (fp16 0.0006, 0.0012), where 0.004
+(0.003) would be allowed."""
 
 
 FP8_OUTPUT = 6.25e-2
