@@ -46,100 +46,107 @@ LIMITS = TIMED | COMPARED
 CARRIED = Path("/tmp/engines-transformers")
 """Where a transformers of the version that the integration is made for is unpacked."""
 Row = dict[str, Any]
+Section = Callable[[Any, str], None]
+"""Adds its rows; the second is nano-vllm's folder."""
 
 
-def sections(nano: str) -> dict[str, Callable[[Any], None]]:
-    """Return each section's rows, as functions that add them."""
-
-    def flash(dtype: str) -> Callable[[Any], None]:
-        def run(rows: Any) -> None:
-            import torch
-            from engines import functions
-
-            for first in range(0, 24, 6):
-                seeds = range(first, first + 6)
-                rows.add(
-                    f"flash-attn's functions, {dtype}, cases from {first}",
-                    lambda s=seeds: functions.forward_cases(getattr(torch, dtype), s),
-                )
-
-        return run
-
-    def graphs(rows: Any) -> None:
+def flash(dtype: str) -> Section:
+    def run(rows: Any, nano: str) -> None:
+        import torch
         from engines import functions
 
-        for count in (1, 8, 64, 256):
+        for first in range(0, 24, 6):
+            seeds = range(first, first + 6)
             rows.add(
-                f"captured, {count} rows over pages", lambda n=count: functions.captured(n, True)
-            )
-        rows.add("captured, 8 dense rows", lambda: functions.captured(8, False))
-        for count in (4, 64):
-            rows.add(
-                f"captured, {count} rows of 3 tokens",
-                lambda n=count: functions.captured(n, True, tokens=3),
+                f"flash-attn's functions, {dtype}, cases from {first}",
+                lambda s=seeds: functions.forward_cases(getattr(torch, dtype), s),
             )
 
-    def vllm(rows: Any) -> None:
-        from engines import vllm_graphs
+    return run
 
-        vllm_graphs.stand_in()
-        for label, layer in (
-            ("bf16", {}), ("window of 40", {"sliding_window": 40}),
-            ("soft cap", {"logits_soft_cap": 10.0}), ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
-        ):  # fmt: skip
-            rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
 
-    def nano32(rows: Any) -> None:
-        from engines import nano as engine
+def graphs(rows: Any, nano: str) -> None:
+    from engines import functions
 
-        rows.add("nano-vllm, float32, graphs", lambda: engine.equal_tokens(nano))
+    for count in (1, 8, 64, 256):
+        rows.add(f"captured, {count} rows over pages", lambda n=count: functions.captured(n, True))
+    rows.add("captured, 8 dense rows", lambda: functions.captured(8, False))
+    for count in (4, 64):
+        rows.add(
+            f"captured, {count} rows of 3 tokens",
+            lambda n=count: functions.captured(n, True, tokens=3),
+        )
 
-    def nano16(rows: Any) -> None:
-        from engines import nano as engine
 
-        for row in engine.throughput(nano):
-            rows.add(f"nano-vllm, bf16: {row.pop('what')}", lambda r=row: r)
+def vllm(rows: Any, nano: str) -> None:
+    from engines import vllm_graphs
 
-    def decode(rows: Any) -> None:
-        from engines import nano as engine
+    vllm_graphs.stand_in()
+    for label, layer in (
+        ("bf16", {}), ("window of 40", {"sliding_window": 40}),
+        ("soft cap", {"logits_soft_cap": 10.0}), ("fp8 cache", {"kv_cache_dtype": "fp8_e4m3"}),
+    ):  # fmt: skip
+        rows.add(f"vLLM's builder, graphs, {label}", lambda x=layer: vllm_graphs.replayed(**x))
 
-        for row in engine.decode_times():
-            rows.add(f"decodes of a step, {row.pop('what')}", lambda r=row: r)
 
-    def host(rows: Any) -> None:
-        from engines import host as measured
+def nano32(rows: Any, nano: str) -> None:
+    from engines import nano as engine
 
-        for part in (measured.ways, measured.backends, measured.stages):
-            for row in part():
-                rows.add(f"host: {row.pop('what')}", lambda r=row: r)
-        measured.profiled()
+    rows.add("nano-vllm, float32, graphs", lambda: engine.equal_tokens(nano))
 
-    def hf_logits(rows: Any) -> None:
-        from engines import hugging_face as tf
 
-        for name in tf.MODELS:
-            rows.add(f"{name}: logits", lambda n=name: tf.logits(n))
+def nano16(rows: Any, nano: str) -> None:
+    from engines import nano as engine
 
-    def hf_tokens(rows: Any) -> None:
-        from engines import hugging_face as tf
+    for row in engine.throughput(nano):
+        rows.add(f"nano-vllm, bf16: {row.pop('what')}", lambda r=row: r)
 
-        modes = ("no padding", "left padding", "static cache", "beams", "static cache, compiled")
-        for mode in modes:
-            for name in ("llama", "gpt_oss"):
-                rows.add(f"{name}: tokens, {mode}", lambda n=name, m=mode: tf.tokens(n, m))
 
-    def hf_batching(rows: Any) -> None:
-        from engines import hugging_face as tf
+def decode(rows: Any, nano: str) -> None:
+    from engines import nano as engine
 
-        for name in ("llama", "gemma2"):
-            rows.add(f"{name}: continuous batching", lambda n=name: tf.batching(n))
-        rows.add("llama: fullgraph compile", lambda: tf.compiled("llama"))
+    for row in engine.decode_times():
+        rows.add(f"decodes of a step, {row.pop('what')}", lambda r=row: r)
 
-    return {
-        "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
-        "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16, "decode": decode,
-        "host": host, "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
-    }  # fmt: skip
+
+def host(rows: Any, nano: str) -> None:
+    from engines import host as measured
+
+    for part in (measured.ways, measured.backends, measured.stages):
+        for row in part():
+            rows.add(f"host: {row.pop('what')}", lambda r=row: r)
+    measured.profiled()
+
+
+def hf_logits(rows: Any, nano: str) -> None:
+    from engines import hugging_face as tf
+
+    for name in tf.MODELS:
+        rows.add(f"{name}: logits", lambda n=name: tf.logits(n))
+
+
+def hf_tokens(rows: Any, nano: str) -> None:
+    from engines import hugging_face as tf
+
+    modes = ("no padding", "left padding", "static cache", "beams", "static cache, compiled")
+    for mode in modes:
+        for name in ("llama", "gpt_oss"):
+            rows.add(f"{name}: tokens, {mode}", lambda n=name, m=mode: tf.tokens(n, m))
+
+
+def hf_batching(rows: Any, nano: str) -> None:
+    from engines import hugging_face as tf
+
+    for name in ("llama", "gemma2"):
+        rows.add(f"{name}: continuous batching", lambda n=name: tf.batching(n))
+    rows.add("llama: fullgraph compile", lambda: tf.compiled("llama"))
+
+
+SECTIONS: dict[str, Section] = {
+    "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
+    "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16, "decode": decode,
+    "host": host, "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
+}  # fmt: skip
 
 
 def run_section(name: str, nano: str, seconds: float, out: Path) -> int:
@@ -152,7 +159,7 @@ def run_section(name: str, nano: str, seconds: float, out: Path) -> int:
             out.write_text(json.dumps(self.rows))
 
     rows = Written(seconds)
-    sections(nano)[name](rows)
+    SECTIONS[name](rows, nano)
     return len(rows.wrong())
 
 

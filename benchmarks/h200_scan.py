@@ -197,6 +197,47 @@ def pairs_alone(spec: LayerSpec, step: str, speed: float) -> dict[str, Any]:
         channels._chunk = second
 
 
+def times(rows: Rows, backends: dict[str, str], dtype: str, long: list[int], tries: bool) -> None:
+    """Add what steps take on the device, beside the time of their bytes."""
+    speed = copy_speed()
+    print(f"copy: {speed / 1e6:.2f} TB/s")
+    for name, backend in backends.items():
+        spec = spec_of(name, dtype)
+        for step in STEPS:
+            rows.add(
+                f"{name} {step} {backend}",
+                lambda s=spec, b=backend, t=step: timed(s, b, t, speed),
+            )
+    for name in [n for n in backends if KINDS[n][0] in ("kda", "rwkv7")]:
+        spec = spec_of(name, dtype)
+        rows.add(
+            f"{name} 8 x 4096 TRITON_SCAN, pairs alone",
+            lambda s=spec: pairs_alone(s, "8 x 4096", speed),
+        )
+        rows.add(
+            f"{name} {dtype} FLA_CHANNELS: errors",
+            lambda n=name: check(n, "FLA_CHANNELS", "cuda", dtype, long),
+        )
+        for step in ("8 x 4096", "decode 128"):
+            rows.add(
+                f"{name} {step} FLA_CHANNELS",
+                lambda s=spec, t=step: timed(s, "FLA_CHANNELS", t, speed),
+            )
+    for name in [n for n in backends if n in TILES and tries]:
+        for tile in TILES[name]:
+            rows.add(
+                f"{name} 8 x 4096, values/chunk/warps/stages {tile}",
+                lambda n=name, t=tile: tried(spec_of(n, dtype), "8 x 4096", t, speed),
+            )
+    for name in [n for n in backends if KINDS[n][0] == "mamba1" and tries]:
+        for step, cuts in CUTS.items():
+            for cut in cuts:
+                rows.add(
+                    f"{name} {step}, channels/ahead/piece {cut}",
+                    lambda n=name, t=step, c=cut: cut_so(spec_of(n, dtype), t, *c, speed),
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
@@ -220,43 +261,7 @@ def main() -> None:
                 lambda n=name, b=backend, k=kind: check(n, b, given.device, k, long),
             )
     if gpu:
-        speed = copy_speed()
-        print(f"copy: {speed / 1e6:.2f} TB/s")
-        for name, backend in backends.items():
-            spec = spec_of(name, dtype)
-            for step in STEPS:
-                rows.add(
-                    f"{name} {step} {backend}",
-                    lambda s=spec, b=backend, t=step: timed(s, b, t, speed),
-                )
-        for name in [n for n in backends if KINDS[n][0] in ("kda", "rwkv7")]:
-            spec = spec_of(name, dtype)
-            rows.add(
-                f"{name} 8 x 4096 TRITON_SCAN, pairs alone",
-                lambda s=spec: pairs_alone(s, "8 x 4096", speed),
-            )
-            rows.add(
-                f"{name} {dtype} FLA_CHANNELS: errors",
-                lambda n=name: check(n, "FLA_CHANNELS", given.device, dtype, long),
-            )
-            for step in ("8 x 4096", "decode 128"):
-                rows.add(
-                    f"{name} {step} FLA_CHANNELS",
-                    lambda s=spec, t=step: timed(s, "FLA_CHANNELS", t, speed),
-                )
-        for name in [n for n in backends if n in TILES and given.tries]:
-            for tile in TILES[name]:
-                rows.add(
-                    f"{name} 8 x 4096, values/chunk/warps/stages {tile}",
-                    lambda n=name, t=tile: tried(spec_of(n, dtype), "8 x 4096", t, speed),
-                )
-        for name in [n for n in backends if KINDS[n][0] == "mamba1" and given.tries]:
-            for step, cuts in CUTS.items():
-                for cut in cuts:
-                    rows.add(
-                        f"{name} {step}, channels/ahead/piece {cut}",
-                        lambda n=name, t=step, c=cut: cut_so(spec_of(n, dtype), t, *c, speed),
-                    )
+        times(rows, backends, dtype, long, given.tries)
     print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
     if given.out:
         machine = torch.cuda.get_device_name() if gpu else "interpreter"

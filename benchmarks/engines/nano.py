@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -115,6 +116,24 @@ def equal_tokens(checkout: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _round(
+    llm: Any, prompts: list[Any], outs: list[int]
+) -> tuple[float, list[Any], tuple[float, float]]:
+    """Return tokens a second, the tokens, and what prefills and decodes took."""
+    from nanovllm import SamplingParams
+
+    def wanted(n: int) -> Any:
+        return SamplingParams(temperature=1e-9, max_tokens=n, ignore_eos=True)
+
+    llm.generate(prompts[:8], wanted(8), use_tqdm=False)
+    spent = _timed_phases(llm.model_runner)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    found = llm.generate(prompts, [wanted(n) for n in outs], use_tqdm=False)
+    rate = sum(outs) / (time.perf_counter() - start)
+    return rate, [o["token_ids"] for o in found], (spent[True], spent[False])
+
+
 def throughput(checkout: str, rounds: int = 4) -> list[dict[str, Any]]:
     """bf16, Qwen3-0.6B's shape, nano-vllm's own benchmark's lengths: tokens a second, sides in turn.
 
@@ -128,8 +147,7 @@ def throughput(checkout: str, rounds: int = 4) -> list[dict[str, Any]]:
         print(f"no FlashAttention-3 here: {error}", flush=True)
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
-        del_model = save_model(folder, QWEN3_06B, "bfloat16")
-        del del_model
+        save_model(folder, QWEN3_06B, "bfloat16")
         torch.cuda.empty_cache()
         draw = torch.Generator().manual_seed(2)
         lens = torch.randint(100, 1025, (256,), generator=draw).tolist()
@@ -138,32 +156,19 @@ def throughput(checkout: str, rounds: int = 4) -> list[dict[str, Any]]:
         rows: dict[str, list[float]] = {who: [] for who in sides}
         phases: dict[str, list[tuple[float, float]]] = {who: [] for who in sides}
         tokens: dict[str, Any] = {}
-        from nanovllm import SamplingParams
-
         for turn in range(rounds):
             for who, functions in list(sides.items())[:: -1 if turn % 2 else 1]:
                 llm = engine(
                     folder, functions, max_model_len=4096, max_num_seqs=256,
                     gpu_memory_utilization=0.6,
                 )  # fmt: skip
-                short = SamplingParams(temperature=1e-9, max_tokens=8, ignore_eos=True)
-                llm.generate(prompts[:8], short, use_tqdm=False)
-                wanted = [
-                    SamplingParams(temperature=1e-9, max_tokens=n, ignore_eos=True) for n in outs
-                ]
-                spent = _timed_phases(llm.model_runner)
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                found = llm.generate(prompts, wanted, use_tqdm=False)
-                rows[who].append(sum(outs) / (time.perf_counter() - start))
-                tokens[who] = [o["token_ids"] for o in found]
-                phases[who].append((spent[True], spent[False]))
+                rate, tokens[who], spent = _round(llm, prompts, outs)
+                rows[who].append(rate)
+                phases[who].append(spent)
                 print(
-                    f"  {who}: {rows[who][-1]:.0f} tokens/s, prefills {spent[True]:.3f} s, decodes "
-                    f"{spent[False]:.3f} s", flush=True,
-                )  # fmt: skip
-                import atexit
-
+                    f"  {who}: {rate:.0f} tokens/s, prefills {spent[0]:.3f} s, decodes {spent[1]:.3f} s",
+                    flush=True,
+                )
                 atexit.unregister(llm.exit)
                 llm.exit()
                 del llm
