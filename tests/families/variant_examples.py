@@ -123,7 +123,7 @@ def main(backend: str, *where: str) -> None:
             try:
                 print(f"{backend} {name} {label}: {check(backend, name, lens, *where):.2g}")
             except Exception as error:
-                print(f"{backend} {name} {label}: WRONG: {str(error)[:300]}")
+                print(f"{backend} {name} {label}: WRONG: {' '.join(str(error).split())[:400]}")
 
 
 if __name__ == "__main__":

@@ -101,7 +101,7 @@ class TritonAttention(PlannedAttention):
         if plan.merge:
             kept = cache.key if cache is not None else key
             assert kept is not None
-            self._merge(plan, params, out, lse, kept.dtype.itemsize == 1)
+            self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
 
     def _prefill(
         self,
@@ -312,7 +312,7 @@ class TritonAttention(PlannedAttention):
         of_query = params.q_scale if query.dtype.itemsize == 1 else self._one
         return of_query, params.k_scale, params.v_scale, params.out_scale
 
-    def _merge(
+    def merge(
         self,
         plan: AttentionPlan,
         params: LayerParams,
@@ -320,6 +320,7 @@ class TritonAttention(PlannedAttention):
         lse: Tensor | None,
         quantized: bool,
     ) -> None:
+        """Merge the parts of a plan's cut tiles. `quantized`: the cache's elements are of 8 bits."""
         spec = self.spec
         v_scale = 1.0
         if not self.by_tensors:

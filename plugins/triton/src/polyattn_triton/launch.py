@@ -77,6 +77,12 @@ class Merge(NamedTuple):
         """
         return self.parts <= FEW_PARTS, self.tiles < self.programs
 
+    def of_each_variant(self) -> Iterator[Merge]:
+        """Yield one of each variant, for those who compile them all."""
+        for parts in (FEW_PARTS, FEW_PARTS + 1):
+            for tiles in (self.programs - 1, self.programs):
+                yield self._replace(tiles=tiles, parts=parts)
+
     def rows(self, height: int) -> int:
         """Return how many of a tile's rows a program takes."""
         return min(height, 4 if self.parts <= FEW_PARTS else 1)

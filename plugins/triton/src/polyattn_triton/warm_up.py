@@ -62,6 +62,12 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
                 backend.run(plan, query, key, value, cache, params, out, lse)
                 if cache is not None and plan.fresh:
                     backend.run(plan, query, None, None, cache, params, out, lse)
+                for merging in (
+                    plan.merging.of_each_variant() if plan.merge and plan.merging else ()
+                ):
+                    plan.merging = merging
+                    kept = key if cache is None else cache.key
+                    backend.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
 
 
 def _steps_of(
