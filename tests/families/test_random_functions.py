@@ -67,10 +67,14 @@ def test_generated_ones_in_triton_s_interpreter() -> None:
     run_apart("TRITON_ATTN", 8, TRITON_INTERPRET="1")
 
 
-@pytest.mark.slow
-def test_more_of_them_and_torch_s_compiled() -> None:
+@pytest.mark.sweep
+def test_more_of_them() -> None:
     pytest.importorskip("triton")
     run_apart("TRITON_ATTN", 60, TRITON_INTERPRET="1")
+
+
+@pytest.mark.slow
+def test_torch_s_compiled() -> None:
     run_apart("FLEX_ATTENTION", 8)
 
 
