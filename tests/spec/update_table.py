@@ -56,6 +56,10 @@ call no attention interface; "published code": transformers has no such type, so
 its publisher wrote, without an oracle. "Not served": what the layers need that isn't built; such
 layers are refused by this name.
 
+What happens to a field that is renamed, dropped, changed or new: `pytest -m sweep
+tests/spec/test_transformers.py` tries it for each of 156 types. On 2026-11-22, transformers 5.23.0, in
+three runs on three machines, all passed: what was read is what the modules do, or it was refused.
+
 Written by `python tests/spec/update_table.py`. Where the bundled configs come from is in
 `polyattn/data/README.md`.
 
