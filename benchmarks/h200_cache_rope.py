@@ -12,7 +12,6 @@ others run. On a CPU (TRITON_INTERPRET=1) the errors alone, of the smallest step
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -185,11 +184,8 @@ def main() -> None:
         add_times(rows)
     if given.only != "times":
         add_errors(rows, given.device)
-    print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
-    if given.out:
-        machine = torch.cuda.get_device_name() if gpu else "interpreter"
-        about = {"machine": machine, "torch": torch.__version__}
-        given.out.write_text(json.dumps(about | {"rows": rows.rows}, indent=1) + "\n")
+    machine = torch.cuda.get_device_name() if gpu else "interpreter"
+    rows.finish(given.out, {"machine": machine, "torch": torch.__version__})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ at tiny sizes but the clock.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -262,11 +261,8 @@ def main() -> None:
             )
     if gpu:
         times(rows, backends, dtype, long, given.tries)
-    print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
-    if given.out:
-        machine = torch.cuda.get_device_name() if gpu else "interpreter"
-        about = {"machine": machine, "torch": torch.__version__}
-        given.out.write_text(json.dumps(about | {"rows": rows.rows}, indent=1) + "\n")
+    machine = torch.cuda.get_device_name() if gpu else "interpreter"
+    rows.finish(given.out, {"machine": machine, "torch": torch.__version__})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ TRITON_INTERPRET=1, for tiny sizes, everything runs but the clock.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -242,9 +241,7 @@ def main() -> None:
             )
     machine = "interpreter" if INTERPRETED else torch.cuda.get_device_name()
     report = {"machine": machine, "torch": torch.__version__, "triton": triton.__version__}
-    print(f"{len(rows.rows)} rows; wrong or failed: {rows.wrong() or 'none'}")
-    if options.out:
-        options.out.write_text(json.dumps(report | {"rows": rows.rows}, indent=1) + "\n")
+    rows.finish(options.out, report)
 
 
 if __name__ == "__main__":

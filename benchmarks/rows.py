@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -33,3 +35,9 @@ class Rows:
     def wrong(self) -> list[str]:
         """Return what failed, or was compared and found wrong."""
         return [r["what"] for r in self.rows if "failed" in r or r.get("right") is False]
+
+    def finish(self, out: Path | None, about: dict[str, Any]) -> None:
+        """Say what was wrong, and write the rows to `out`, behind what is to be said of the run."""
+        print(f"{len(self.rows)} rows; wrong or failed: {self.wrong() or 'none'}")
+        if out:
+            out.write_text(json.dumps(about | {"rows": self.rows}, indent=1) + "\n")

@@ -167,7 +167,7 @@ def test_what_it_is_launched_with(
     form = backend.cache
     assert form is not None
     merged: list[Any] = []
-    monkeypatch.setattr(backend, "_merge", lambda plan, *_: merged.append(plan))
+    monkeypatch.setattr(backend, "merge", lambda plan, *_: merged.append(plan))
     cache = KVCache.allocate(form, sum(-(-n // 16) for n in lens), torch.device("cpu"))
     table = torch.zeros(len(lens), max(lens) // 16 + 1, dtype=torch.int32)
     query = torch.zeros(sum(queries), 32, 128, dtype=torch.bfloat16)
@@ -273,7 +273,7 @@ def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPat
         return lambda grid, *_: ran.append((kernel, grid))
 
     monkeypatch.setattr(attention, "_site", site)
-    monkeypatch.setattr(backend, "_merge", lambda plan, *_: ran.append(("merge", plan.grid)))
+    monkeypatch.setattr(backend, "merge", lambda plan, *_: ran.append(("merge", plan.grid)))
     plan = backend.plan_rows(
         Batch.from_lens([512] * 4, [4608] * 4, torch.zeros(4, 288, dtype=torch.int32), 16)
     )

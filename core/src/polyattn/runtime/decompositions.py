@@ -56,10 +56,10 @@ def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | No
 
     Returns them and the rest; None twice where there are none.
     """
-    if not spec.dense_context or batch.max_query_len <= (spec.sliding_window or 0):
+    within = spec.sliding_window or 0
+    if not spec.dense_context or batch.max_query_len <= within:
         return None, None
     lens = zip(batch.query_lens, batch.lens, strict=True)
-    within = spec.sliding_window or 0
     prompts = [i for i, (query, length) in enumerate(lens) if query == length > within]
     if not prompts:
         return None, None
@@ -76,10 +76,7 @@ def rows_within(outer: Part, inner: Part) -> Rows:
         return rows if within is None else within
     if isinstance(rows, slice) and isinstance(within, slice):
         return slice(rows.start + within.start, rows.start + within.stop)
-    if isinstance(rows, slice):
-        inside: Rows = within + rows.start
-    else:
-        inside = rows[within]
+    inside: Rows = within + rows.start if isinstance(rows, slice) else rows[within]
     return inside
 
 

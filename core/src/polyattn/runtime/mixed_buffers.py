@@ -35,19 +35,11 @@ class MixedBuffers(StepBuffers):
                 f"max_len={max_len}; capture fewer, or a longer max_len"
             )
         rows, tokens = size.prompts + 1 + size.rows, size.tokens
-        super().__init__(tokens, 1, max_len, None, device, axes)
-        self.size, self.num_seqs, self.query_len = size, rows, size.query_len
-        self.block_size = block_size
-        self.starts, self.seq_lens = (
-            torch.zeros(n, dtype=torch.int32, device=device) for n in (rows + 1, rows)
-        )
+        self.size, self.sharing = size, False
+        self._allocate(rows, tokens, max_len, block_size, device, axes)
+        self.starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         each, last = size.query_len, size.rows * size.query_len
         self.row_starts = torch.arange(0, last + 1, each, dtype=torch.int32, device=device)
-        if block_size is not None:
-            width = -(-max_len // block_size)
-            self.block_table = torch.zeros(rows, width, dtype=torch.int32, device=device)
-            self.slot_mapping = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        self.state_slots = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.order = torch.zeros(rows, dtype=torch.int64, device=device)
         self.places = torch.zeros(tokens, dtype=torch.int64, device=device)
 

@@ -73,14 +73,28 @@ class StepBuffers:
         self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any,
         axes: int = 0, sharing: bool = False,
     ):  # fmt: skip
+        self.size = StepSize(num_seqs, query_len)
+        self.sharing = sharing and block_size is not None
+        tokens = num_seqs * query_len
+        self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+        self._allocate(num_seqs, tokens, max_len, block_size, device, axes)
+
+    def _allocate(
+        self,
+        num_seqs: int,
+        tokens: int,
+        max_len: int,
+        block_size: int | None,
+        device: Any,
+        axes: int,
+    ) -> None:
+        """Make what has an element for each row, or for each token."""
+
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
-        self.size = StepSize(num_seqs, query_len)
-        self.num_seqs, self.query_len, self.max_len = num_seqs, query_len, max_len
-        self.block_size, self.sharing = block_size, sharing and block_size is not None
-        tokens = num_seqs * query_len
-        self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+        self.query_len = self.size.query_len
+        self.num_seqs, self.max_len, self.block_size = num_seqs, max_len, block_size
         self.seq_lens = ints(num_seqs)
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
         self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None

@@ -70,17 +70,16 @@ class AttentionPlan(Plan):
     """One step: the way it runs, and what its launches have in common.
 
     `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
-    merges parts. `variant`: what of all this a compiled kernel depends on. `table`: the block table's
-    stride and last column. `fresh`: all keys are the step's own. `at_once`: KV heads that Hopper's own
-    prefill goes through at a time; 0: the portable kernel runs. `portable`: the plan for that one, once
-    tensors needed it. `lists`: of each tile of rows the key tiles that a mask shows (`tile_lists`).
-    `chosen`: the batch is over chosen pages, and needs no mask. `merging`: what that kernel is to do.
+    merges parts, and `merging`: what that is to do. `variant`: what of all this a compiled kernel
+    depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
+    `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
+    `portable`: the plan for that one, once tensors needed it. `lists`: of each tile of rows the key tiles
+    that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
     """
 
     __slots__ = (
         "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "merging",
-        "portable", "rows", "splits",
-        "table", "variant", "way", "work",
+        "portable", "rows", "splits", "table", "variant", "way", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):

@@ -41,6 +41,7 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
     sizes = ((spec.num_heads, spec.head_size), (spec.num_kv_heads, spec.head_size),
              (spec.num_kv_heads, spec.v_head_size))  # fmt: skip
     query, key, value = (torch.empty(1, *size, dtype=kind, device=device) for size in sizes)
+    quantized = (key if cache is None else cache.key).dtype.itemsize == 1
     out = torch.empty(1, spec.num_heads, spec.v_head_size, dtype=leaves, device=device)
     lse = torch.empty(1, spec.num_heads, device=device) if spec.needs_lse else None
     heads = torch.ones(spec.num_heads, device=device)
@@ -62,12 +63,11 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
                 backend.run(plan, query, key, value, cache, params, out, lse)
                 if cache is not None and plan.fresh:
                     backend.run(plan, query, None, None, cache, params, out, lse)
-                for merging in (
-                    plan.merging.of_each_variant() if plan.merge and plan.merging else ()
-                ):
+                if plan.merging is None:
+                    continue
+                for merging in plan.merging.of_each_variant():
                     plan.merging = merging
-                    kept = key if cache is None else cache.key
-                    backend.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
+                    backend.merge(plan, params, out, lse, quantized)
 
 
 def _steps_of(
