@@ -217,6 +217,8 @@ class _Writer:
             return ref(0, op.removeprefix("to_"))
         if op == "where":
             return f"tl.where({ref(0, 'bool')}, {ref(1, node.kind)}, {ref(2, node.kind)})"
+        if (factor := self.trace.reciprocal(number)) is not None:
+            return f"{ref(0, node.kind)} * {factor!r}"
         return _computed(op, node.kind, [ref(i, node.kind) for i in range(len(args))])
 
     def _given(self, name: str) -> str:
