@@ -120,28 +120,6 @@ class Trace:
                 rows += [size, stride]
         return rows
 
-    def reciprocal(self, number: int) -> float | None:
-        """Return what a score is multiplied by where it is divided by a constant; None elsewhere.
-
-        A quotient of places is left one: times 1 / 49, 49 is less than 1.
-        """
-        node = self.nodes[number]
-        if node.op != "truediv" or self.nodes[node.args[1]].op != "constant":
-            return None
-        divisor = float(self.nodes[node.args[1]].what)
-        return 1 / divisor if 1e-30 < abs(divisor) < 1e30 and self._of_score(number) else None
-
-    def _of_score(self, number: int) -> bool:
-        """Whether a value depends on the score."""
-        known, waiting = {number}, [number]
-        while waiting:
-            node = self.nodes[waiting.pop()]
-            if (node.op, node.what) == ("place", "score"):
-                return True
-            waiting += set(node.args) - known
-            known |= set(node.args)
-        return False
-
     def captured(self, device: torch.device) -> dict[str, Tensor]:
         """Return the tensors of the functions' own surroundings, as their inputs are declared."""
         return {

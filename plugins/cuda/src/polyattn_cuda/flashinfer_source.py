@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.kernel import Trace
+from polyattn.kernel import Trace, reciprocal
 
 from polyattn_cuda.trace_bounds import Bounds, bounds_of
 
@@ -294,7 +294,7 @@ class _Writer:
         if node.kind == "int":
             return self._integer(number)
         given = [self.ref(a, node.kind) for a in args]
-        if (factor := self.trace.reciprocal(number)) is not None:
+        if (factor := reciprocal(self.trace, number)) is not None:
             return f"{given[0]} * float({factor!r})"
         return _float_or_truth(op, node.kind, given)
 
