@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
         )
     if attn_mask is not None and is_causal:
         raise Unserved("attn_mask and is_causal together")
-    device = "cpu" if query.is_cpu else query.device.type
+    device = "cpu" if query.is_cpu else "cuda" if query.is_cuda else query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (
@@ -96,12 +96,12 @@ def scaled_dot_product_attention(
     if torch.compiler.is_compiling():
         out = torch.ops.polyattn.sdpa(
             query, key, value, mask, None, is_causal, scale, None, "torch"
-        )
+        ).transpose(1, 2)
     else:
         out, _ = sdpa(
-            query, key, value, mask, is_causal=is_causal, scale=scale, count=LEDGER.count
+            query, key, value, mask, is_causal=is_causal, scale=scale, heads_out=True,
+            count=LEDGER.count,
         )  # fmt: skip
-    out = out.transpose(1, 2)
     return out if dims == 4 else out.reshape(*leading, *out.shape[2:])
 
 
