@@ -57,25 +57,29 @@ def flash_attn_varlen_func(
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`flash_attn_func` of (batch, seqlen, 3, heads, size)."""
-    return flash_attn_func(*qkv.unbind(2), *args, **kwargs)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`flash_attn_func` of q and (batch, seqlen, 2, heads, size)."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **kwargs)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **kwargs: Any
 ) -> Any:
     """`flash_attn_varlen_func` of (total, 3, heads, size)."""
+    q, k, v = qkv.unbind(1)
     lens = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
-    return flash_attn_varlen_func(*qkv.unbind(1), *lens, *args, **kwargs)
+    return flash_attn_varlen_func(q, k, v, *lens, *args, **kwargs)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
     """`flash_attn_varlen_func` of q and (total, 2, heads, size)."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **kwargs)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *args, **kwargs)
 
 
 def flash_attn_with_kvcache(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 from polyattn import PolyattnError
@@ -24,7 +24,8 @@ BY_DEVICE = frozenset({"cuda"})
 """Devices whose lengths are left where they are; a CPU's cost nothing to read."""
 
 
-class Rotary(NamedTuple):
+@dataclass(frozen=True)
+class Rotary:
     """The rotary embedding of new queries and keys: cos, sin (positions, rotary size / 2)."""
 
     cos: Tensor

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.sdpa import sdpa
+from polyattn.families.attention.sdpa import sdpa, sdpa_operator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
         raise Unserved("other KV heads than heads without enable_gqa")
     mask = None if attn_mask is None else _four_sizes(attn_mask, dims - 2, key.shape[2])
     if torch.compiler.is_compiling():
-        out = torch.ops.polyattn.sdpa(
+        out: Tensor = sdpa_operator(
             query, key, value, mask, None, is_causal, scale, None, "torch"
         ).transpose(1, 2)
     else:

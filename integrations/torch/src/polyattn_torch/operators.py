@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -141,15 +142,19 @@ def varlen_forward(
     if cum_seq_q is None:
         if block_table is not None or seqused_k is not None:
             raise PolyattnError("block_table and seqused_k go with cum_seq_q, for packed sequences")
-        lens, key_lens = (shape[1],) * shape[0], (key.shape[1],) * shape[0]
+        lens: Sequence[int] = (shape[1],) * shape[0]
+        key_lens: Sequence[int] = (key.shape[1],) * shape[0]
         query, key, value = (t.flatten(0, 1) for t in (query, key, value))
         starts = None
     else:
         lens = lens_between(cum_seq_q)
-        if cum_seq_k is None and seqused_k is None:
-            raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
         starts = None if cum_seq_k is None else values_of(cum_seq_k)[:-1]
-        key_lens = lens_between(cum_seq_k) if seqused_k is None else values_of(seqused_k)  # type: ignore[arg-type]
+        if seqused_k is not None:
+            key_lens = values_of(seqused_k)
+        elif cum_seq_k is not None:
+            key_lens = lens_between(cum_seq_k)
+        else:
+            raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
     keys = Keys(key, value, key_lens, None if block_table is not None else starts, block_table)
     with torch.no_grad():
