@@ -41,8 +41,7 @@ def attention(
       `key` and `value` likewise of `key_lens` (default: `query_lens`).
     - `causal` is aligned to the bottom right: the last query sees the last key. A query that sees
       nothing gives 0.
-    - `first_positions`: where in its text each sequence's first given key stands (`Batch`), for keys
-      of a cache that has rolled; default: at the start.
+    - `first_positions`: where each sequence's first given key stands in its text (`Batch`); default: 0.
     - `mask` (batch or 1, 1, queries or 1, keys), for dense rows instead of `causal` and windows: bool,
       True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys must
       be one interval.
@@ -57,31 +56,31 @@ def attention(
     )  # fmt: skip
     firsts = None if first_positions is None else tuple(first_positions)
     if query.dim() == 3:
-        if query_lens is None or mask is not None:
-            raise BatchError(
-                "packed sequences need query_lens, the tokens of each, and take no mask"
-            )
         _check_packed(query, key, value)
+        if query_lens is None or mask is not None:
+            raise BatchError("packed sequences need query_lens, and take no mask")
         lens = tuple(query_lens), tuple(query_lens if key_lens is None else key_lens), None, firsts
         out, lse = given(query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
     elif query_lens is not None:
         raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
     elif mask is not None:
-        beside = key_lens, sliding_window, window_right, chunk_size, first_positions
-        if causal or sink_tokens or any(what is not None for what in beside):
-            raise BatchError(
-                "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens "
-                "are left out beside it"
-            )
-        out, lse = masked(
-            query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes
-        )  # fmt: skip
+        _check_alone(asked, key_lens, first_positions)
+        out, lse = masked(query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes)
     else:
         out, lse = dense(
             query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
             first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
         )  # fmt: skip
     return out if lse is None else (out, lse)
+
+
+def _check_alone(asked: Asked, *beside: Sequence[int] | None) -> None:
+    limits = asked.sliding_window, asked.window_right, asked.chunk_size, *beside
+    if asked.causal or asked.sink_tokens or any(limit is not None for limit in limits):
+        raise BatchError(
+            "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
+            "left out beside it"
+        )
 
 
 def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
