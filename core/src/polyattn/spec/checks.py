@@ -283,6 +283,11 @@ def _check_mamba(spec: LayerSpec, recurrent: RecurrentSpec) -> None:
     for name in ("gated", "bc_in_float32"):
         if getattr(recurrent, name) and not mamba:
             raise SpecError(f"recurrent.{name}=True: {kind} has none; only Mamba layers have")
+    if recurrent.draft_tokens and spec.kind is not AttentionKind.SHORT_CONV:
+        raise SpecError(
+            f"recurrent.draft_tokens={recurrent.draft_tokens}: only a short convolution's state has room "
+            f"for drafts; {kind} keeps the state after each of them by Batch.state_targets"
+        )
     if recurrent.channel_groups > 1 and (not mamba1 or spec.num_heads % recurrent.channel_groups):
         raise SpecError(
             f"recurrent.channel_groups={recurrent.channel_groups}: it is Mamba-1's, and divides its "
@@ -311,6 +316,7 @@ def check_recurrent(recurrent: RecurrentSpec) -> None:
     """Check what makes a recurrent layer. Raises `SpecError`."""
     integer("recurrent.state_size", recurrent.state_size, 0)
     integer("recurrent.conv_width", recurrent.conv_width, 0)
+    integer("recurrent.draft_tokens", recurrent.draft_tokens, 0)
     if recurrent.activation is not None:
         choice("recurrent.activation", recurrent.activation, ("silu",))
     if recurrent.feature_map is not None:
