@@ -7,24 +7,20 @@ from typing import Any
 import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
+from polyattn.runtime.stand_in import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import given, refuse, refuse_gradients
+from polyattn_recurrent.calls import given, refuse_gradients
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Any:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, return_final_states: bool = False,
+    final_states_out: Tensor | None = None, activation: str | None = None,
+) -> Any:  # fmt: skip
     """Convolve `x` (batch, channels, seqlen) by `weight` (channels, width).
 
     States (batch, channels, width - 1). Returns the output, or (output, final states).
@@ -37,14 +33,10 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Convolve new tokens, (batch, channels) or (batch, channels, seqlen), after `conv_state`.
 
     `conv_state` (batch or slots, channels, width - 1 or more) holds the last inputs and is changed in

@@ -268,7 +268,7 @@ TRITON_MERGE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes five"),
     ),
-    proof={where: proof for where, proof in PROOF.items() if where != "sm_90"},
+    proof=PROOF,
 )
 
 

@@ -10,7 +10,6 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyattn.api import select_layers
-from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.device import Device
 from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
@@ -33,7 +32,7 @@ from polyattn.tools.cli.weights import Whole, model_of, whole_model
 from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
-from polyattn.tools.replay.runners import Options
+from polyattn.tools.replay.runners import Options, Ranks
 from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
@@ -134,7 +133,7 @@ def _serve(
     arrivals: Arrivals,
     device: Device,
     profile: Device,
-    ranks: ContextParallel | None,
+    ranks: Ranks | None,
 ) -> int:
     """Select, serve and print; of another `device` than the profile, which it interprets, say so.
 
@@ -235,7 +234,7 @@ def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
     return changes
 
 
-def _engine_options(options: RunOptions, ranks: ContextParallel | None) -> Options:
+def _engine_options(options: RunOptions, ranks: Ranks | None) -> Options:
     return Options(
         layers=options.running,
         token_budget=options.token_budget,
