@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("core", "plugins", "extensions", "integrations", "examples", "benchmarks", "tests")
+FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")
 FILE, FUNCTION = 400, 60
 
 

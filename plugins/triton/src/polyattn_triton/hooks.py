@@ -208,7 +208,7 @@ TRITON_SCAN = _scan(
     "Mamba, linear attention, delta rules, RWKV-7 and short convolutions, in Triton",
     Priority(score=70, why="a launch or two for a whole prefill; states stay in registers"),
     PROOF,
-    frozenset({"gated", "grouped_channels", "bc_in_float32"}),
+    frozenset({"gated", "grouped_channels", "bc_in_float32", "wide_conv_states"}),
 )  # fmt: skip
 
 TRITON_TOKEN_SCAN = _scan(
@@ -260,7 +260,7 @@ TRITON_MERGE = BackendInfo(
         Priority(score=1, platform="cpu", why="the interpreter: for tests only"),
         Priority(score=70, why="one launch, where torch takes five"),
     ),
-    proof={where: proof for where, proof in PROOF.items() if where != "sm_90"},
+    proof=PROOF,
 )
 
 

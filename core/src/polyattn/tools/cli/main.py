@@ -154,6 +154,9 @@ def run(
         int | None,
         typer.Option(min=1, max=1024, help="Outputs of each prompt (default: as the trace says)."),
     ] = None,
+    beams: Annotated[
+        int | None, count("Search each prompt with N beams (needs --weights).")
+    ] = None,
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,
@@ -199,7 +202,7 @@ def run(
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
         context_parallel=context_parallel, snapshots=snapshots, assume=assume,
-        ignore=tuple(ignore or ()),
+        ignore=tuple(ignore or ()), beams=beams,
     )  # fmt: skip
     _finish(lambda: show(options))
 

@@ -22,6 +22,7 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.beams import check_beams, print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
@@ -71,6 +72,7 @@ class RunOptions:
     snapshots: int = 16
     assume: str | None = None
     ignore: tuple[str, ...] = ()
+    beams: int | None = None
 
     @property
     def running(self) -> int:
@@ -92,6 +94,8 @@ def show(options: RunOptions) -> int:
     if options.plot:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
+    if options.beams is not None:
+        check_beams(options)
     if options.weights is not None and (options.assume or options.ignore):
         raise SettingsError(
             f"--assume={options.assume} and --ignore={','.join(options.ignore)} say how layers are read; "
@@ -154,6 +158,9 @@ def _serve(
     requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
+        if options.beams is not None and model is not None:
+            made = _engine_options(options, ranks)
+            return _print_beams(search(groups, requests, made, options.beams, model), options, path)
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
         report = _run(engine, quiet=options.json or silent)
     if silent:
@@ -165,6 +172,14 @@ def _serve(
         _print_report(report, clipped, options)
     if options.plot:
         plot_run(report, options.plot)
+    return 0
+
+
+def _print_beams(found: dict[str, Any], options: RunOptions, path: str) -> int:
+    if options.json:
+        print_json({"model": _name(path), "weights": options.weights, **found})
+    else:
+        print_search(found)
     return 0
 
 
