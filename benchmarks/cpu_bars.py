@@ -136,20 +136,34 @@ class Visit(CallBars):
                 (self.native.TorchSDPA, None),
             ):
                 call = self.case("decode 8x2048 bf16").call(backend)
-                alone = self._median(call)
-                others = [
-                    subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)
-                ]
-                try:
-                    time.sleep(0.3)
-                    loaded = self._median(call)
-                finally:
-                    for other in others:
-                        other.kill()
-                        other.wait()
-                name = backend.name
-                self.row(f"{name} decode 8x2048 beside four, median", loaded / alone, "x alone", bar,
-                         alone_ms=alone * 1e3, loaded_ms=loaded * 1e3)  # fmt: skip
+                self._beside_four(f"{backend.name} decode 8x2048", call, bar)
+            self._gathers()
+
+    def _gathers(self) -> None:
+        """Blocks of 49,152 elements by TORCH_SDPA: in pieces, as it reads them, and whole."""
+        from polyattn_cpu import gather
+
+        call = self.case("decode 8x1024 MHA 32x96 bf16").call(self.native.TorchSDPA)
+        pieces = gather.PARALLEL
+        try:
+            for how, largest in (("in pieces", pieces), ("whole", 1 << 40)):
+                gather.PARALLEL = largest
+                self._beside_four(f"TORCH_SDPA decode 8x1024 MHA, blocks {how}", call, None)
+        finally:
+            gather.PARALLEL = pieces
+
+    def _beside_four(self, name: str, call: Callable[[], object], bar: float | None) -> None:
+        alone = self._median(call)
+        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+        try:
+            time.sleep(0.3)
+            loaded = self._median(call)
+        finally:
+            for other in others:
+                other.kill()
+                other.wait()
+        self.row(f"{name} beside four, median", loaded / alone, "x alone", bar,
+                 alone_ms=alone * 1e3, loaded_ms=loaded * 1e3)  # fmt: skip
 
     def _median(self, call: Callable[[], object]) -> float:
         import statistics

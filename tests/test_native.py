@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
+import tarfile
+import threading
+from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 
@@ -17,7 +21,8 @@ from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
 from polyattn.registry.discovery import refresh
 from polyattn.tools.cli import doctoring
-from polyattn_cpu.native import attention, library, store
+from polyattn_cpu import hooks
+from polyattn_cpu.native import attention, build, library, store
 
 ROOT = Path(__file__).parents[1]
 needs_library = pytest.mark.skipif(
@@ -271,8 +276,12 @@ def test_doctor_and_explain_say_which_instruction_set_runs(isa):
         state = {row["name"]: row["state"] for row in doctoring.examine()["backends"]}
     finally:
         refresh()
-    assert f"NATIVE_ATTN for decode, by {isa} (priority" in selection.explain()
-    assert state["NATIVE_MLA"] == f"ready: {isa}"
+    assert f"NATIVE_ATTN for decode, by {isa} (priority 100, measured)" in selection.explain()
+    assert state["NATIVE_MLA"] == f"ready: {isa}, measured"
+
+
+def test_every_instruction_set_has_its_proof():
+    assert set(hooks.PROOF_OF_RUNS) == {isa for machine in build.ISAS.values() for isa in machine}
 
 
 @needs_library
@@ -308,6 +317,53 @@ def test_a_forked_child_has_threads_of_its_own():
         out, _ = step.run(threads=3)
         os._exit(0 if torch.equal(out, want) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@needs_library
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_children_forked_amid_calls_can_call():
+    step, over = Step(make_spec(), [1] * 4, [2000] * 4), threading.Event()
+    want, _ = step.run(threads=3)
+
+    def call_on():
+        while not over.is_set():
+            step.run(threads=3)
+
+    caller = threading.Thread(target=call_on)
+    caller.start()
+    try:
+        for _ in range(5):
+            child = os.fork()
+            if child == 0:
+                out, _ = step.run(threads=3)
+                os._exit(0 if torch.equal(out, want) else 1)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        over.set()
+        caller.join()
+
+
+def spawned_output():
+    return Step(make_spec(), [1] * 4, [2000] * 4).run(threads=3)[0].float().numpy()
+
+
+@needs_library
+def test_a_spawned_child_has_the_same_answer():
+    want = spawned_output()
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        assert (pool.submit(spawned_output).result(timeout=300) == want).all()
+
+
+def test_a_source_distribution_holds_sources_alone(tmp_path):
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)],
+        cwd=ROOT / "plugins" / "cpu", check=True, capture_output=True,
+    )  # fmt: skip
+    (made,) = tmp_path.iterdir()
+    with tarfile.open(made) as archive:
+        names = {Path(name).name for name in archive.getnames()}
+    assert {"build.py", "kernels.cpp", "hatch_build.py"} <= names
+    assert not {"kernels.lib", "build.txt"} & names
 
 
 def test_without_a_compiler_the_build_says_so(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import platform
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -32,5 +33,6 @@ class NativeBuildHook(BuildHookInterface):
             "src/polyattn_cpu/native/build.txt", "src/polyattn_cpu/native/kernels.lib"
         ]  # fmt: skip
         build_data["pure_python"] = False
-        target = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["tag"] = f"py3-none-{target}"
+        # A universal2 Python's compiler makes a library for this machine's processor alone.
+        target = sysconfig.get_platform().replace("universal2", platform.machine())
+        build_data["tag"] = f"py3-none-{target.replace('-', '_').replace('.', '_')}"

@@ -1,12 +1,33 @@
 #!/usr/bin/env bash
-# The native kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer: builds the library
-# with both, runs their tests, builds it again without. From the repository's root.
+# The native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: builds a library with both, in a
+# copy of the plugin, and runs with it the kernels' tests and the conformance kit of each native backend, by
+# each instruction set that is here. Usage: plugins/cpu/sanitize.sh [pytest's arguments]
+# PARTS and ISAS choose some; in FOLDER the build stays for the next call, and each kit's report with it.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 python=${PYTHON:-.venv/bin/python}
-trap '"$python" -m polyattn_cpu.native.build' EXIT
+folder=${FOLDER:-$(mktemp -d)}
+[ -n "${FOLDER:-}" ] || trap 'rm -rf "$folder"' EXIT
+mkdir -p "$folder/site/polyattn_cpu"
+tar -c -C plugins/cpu/src/polyattn_cpu --exclude=kernels.lib --exclude=build.txt --exclude=__pycache__ . |
+    tar -x -C "$folder/site/polyattn_cpu"
+export PYTHONPATH=$folder/site${PYTHONPATH:+:$PYTHONPATH}
 CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
-    "$python" -m polyattn_cpu.native.build
-LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
-    ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
-    "$python" -m pytest -p no:cacheprovider -q -n 0 tests/test_native.py tests/test_native_scan.py "$@"
+    "$python" -c "from polyattn_cpu.native import build; raise SystemExit(not build.build_or_say())"
+sanitized() {
+    LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
+        ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 "$python" "$@"
+}
+isas=${ISAS:-$(sanitized -c "from polyattn_cpu.native import library; print(*library.isas())")}
+for part in ${PARTS:-tests NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN}; do
+    if [ "$part" = tests ]; then
+        echo "== tests"
+        sanitized -m pytest -p no:cacheprovider -q -n 0 tests/test_native.py tests/test_native_scan.py "$@"
+        continue
+    fi
+    for isa in $isas; do
+        echo "== $part by $isa"
+        POLYATTN_CPU_ISA=$isa sanitized -m pytest -p no:cacheprovider -q -n 0 --pyargs polyattn.conformance \
+            --polyattn-backend "$part" --polyattn-device cpu --polyattn-report "$folder/$isa-$part.json" "$@"
+    done
+done

@@ -83,7 +83,7 @@ FIELDS: dict[str, tuple[str, dict[str, str]]] = {
     "BackendInfo": (
         "[info(**{%r: %s})]",
         {"name": "", "summary": "", "path": "", "capabilities": "", "probe": "none", "requires": "",
-         "install": "", "priorities": "", "proof": ""},
+         "install": "", "priorities": "", "proof": "", "proof_of_runs": ""},
     ),
     "Platform": (
         "[Platform(**({'name': 'fakechip', 'detect': 'a:b'} | {%r: %s}))]",
@@ -98,7 +98,7 @@ for kind, (template, fields_) in FIELDS.items():
     make = platforms if kind == "Platform" else backends
     for field_name, skip in fields_.items():
         for wrong, code in WRONG.items():
-            if wrong != skip and not (field_name == "proof" and wrong == "dict"):
+            if wrong != skip and not (field_name.startswith("proof") and wrong == "dict"):
                 name = f"{kind.lower()}-{field_name}-{wrong}"
                 add(name, make(template % (field_name, code)), f"{kind}.{field_name}")
 CLAIMS = [field.name for field in dataclasses.fields(Capabilities)]
@@ -118,6 +118,7 @@ for name, code, says in (
     ("priority-platform", "[info(priorities=(Priority(score=1, platform='a b'),))]", "'a b'"),
     ("proof-text", "[info(proof={'cpu': 'measured'})]", "BackendInfo.proof"),
     ("proof-where", "[info(proof={'a b': Proof.MEASURED})]", "'a b' is neither"),
+    ("proof-of-runs", "[info(proof_of_runs={'a b': Proof.MEASURED})]", "'a b' can't be named"),
     ("name-empty", "[info('')]", "BackendInfo.name=''"),
     ("name-newline", r"[info('A\nB')]", "BackendInfo.name="),
     ("name-comma", "[info('A,B')]", "BackendInfo.name='A,B'"),

@@ -22,6 +22,7 @@ class Proof(str, Enum):
     """How far a claim about a platform has been proven, strongest first."""
 
     MEASURED = "measured"
+    EMULATED = "emulated"
     COMPILED = "compiled"
     INTERPRETED = "interpreted"
     SIGNATURE = "signature"
@@ -88,6 +89,8 @@ class BackendInfo:
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
     - `proof`: platform (or arch) to how far the claims there are proven.
+    - `proof_of_runs`: what `runs` may name (an instruction set) to how far that is proven, where it
+      isn't as far as its arch.
     - `by_name_only`: it serves where the user names it, and is never chosen by itself.
     - `variants`: where several builds of one library differ in what they can do, all of them, the
       preferred one first; path, capabilities, probe, requires and install above are then that one's.
@@ -106,6 +109,7 @@ class BackendInfo:
     install: str = ""
     priorities: tuple[Priority, ...] = ()
     proof: Mapping[str, Proof] = field(default_factory=dict)
+    proof_of_runs: Mapping[str, Proof] = field(default_factory=dict)
     by_name_only: bool = False
     variants: tuple[Variant, ...] = ()
     build: str = ""
@@ -133,9 +137,13 @@ class BackendInfo:
             (p for p in self.priorities if p.applies(spec, device, phase)), Priority(score=0)
         )
 
-    def proof_on(self, device: Device) -> Proof:
-        """Return how far this backend is proven on `device`: by arch, else by platform."""
-        return self.proof.get(device.arch) or self.proof.get(device.platform, Proof.UNPROVEN)
+    def proof_on(self, device: Device, runs: str = "") -> Proof:
+        """Return how far this backend is proven on `device`: by arch, else by platform.
+
+        `runs`: what of it runs there, which may be proven to another degree.
+        """
+        there = self.proof.get(device.arch) or self.proof.get(device.platform)
+        return Proof.UNPROVEN if there is None else self.proof_of_runs.get(runs, there)
 
 
 def _claims(variant: Variant) -> dict[str, Any]:

@@ -140,6 +140,9 @@ def _backend_problems(info: BackendInfo) -> Iterator[str]:
     for where in info.proof:
         if not is_arch_pattern(where):
             yield f"BackendInfo.proof: {shown(where)} is neither a platform nor an arch"
+    for name in info.proof_of_runs:
+        if not PLUGIN_NAME.fullmatch(name):
+            yield f"BackendInfo.proof_of_runs: {shown(name)} can't be named by `runs`"
     if info.build:
         yield f"BackendInfo.build={shown(info.build)} is not declared; declare variants"
     names = [variant.name for variant in info.variants]

@@ -236,8 +236,8 @@ def _judge(
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)
-        proof = info.proof_on(device).value
         runs = facts.running(info) if device.is_real and not rejections else ""
+        proof = info.proof_on(device, runs).value
         judged.append(
             Verdict(
                 info.name, phase, priority.score, rejections, priority.why, proof, info.build, runs

@@ -114,10 +114,10 @@ neighbours that takes a hundred times as long as the copy."""
 def _pick(stored: Tensor, blocks: Tensor | slice) -> Tensor:
     if isinstance(blocks, slice):  # side by side: no copy
         return stored[blocks]
-    rows = stored[0].numel()
-    parts = next((f for f in (1, 2, 4, 8, 16, 32, 64) if rows < PARALLEL * f), 1)
     shape = stored.shape
-    if parts == 1 or shape[1] % parts or not stored.is_contiguous():
+    fewest = stored[0].numel() // PARALLEL + 1
+    parts = next((n for n in range(fewest, shape[1] + 1) if shape[1] % n == 0), 1)
+    if parts == 1 or not stored.is_contiguous():
         return raw(stored).index_select(0, blocks).view(stored.dtype)
     pieces = (blocks[:, None] * parts + torch.arange(parts, device=blocks.device)).flatten()
     smaller = stored.view(shape[0] * parts, shape[1] // parts, *shape[2:])

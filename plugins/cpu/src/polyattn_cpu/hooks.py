@@ -62,9 +62,13 @@ TORCH_SDPA = BackendInfo(
 
 QUANTISED = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
 NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
-# Every instruction set of x86 has run the tests; on Arm an emulator ran attention.
-EMULATED = {"x86_64": Proof.MEASURED, "aarch64": Proof.INTERPRETED}
-CROSS_BUILT = {"x86_64": Proof.MEASURED, "aarch64": Proof.COMPILED}
+# Every instruction set of x86 has run its kits and tests on a processor that has it, those of Arm in an
+# emulator.
+PROOF = {"x86_64": Proof.MEASURED, "aarch64": Proof.EMULATED}
+PROOF_OF_RUNS = {
+    **dict.fromkeys(("amx", "avx512_bf16", "avx512", "avx2", "generic"), Proof.MEASURED),
+    **dict.fromkeys(("sve256_bf16", "sve256", "neon_bf16", "neon"), Proof.EMULATED),
+}
 
 NATIVE_ATTN = BackendInfo(
     name="NATIVE_ATTN",
@@ -93,7 +97,8 @@ NATIVE_ATTN = BackendInfo(
         },
     ),
     priorities=(Priority(score=100, why="reads each cached byte once, at the memory's pace"),),
-    proof=EMULATED,
+    proof=PROOF,
+    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_MLA = BackendInfo(
@@ -111,7 +116,8 @@ NATIVE_MLA = BackendInfo(
         features=frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"}),
     ),
     priorities=(Priority(score=100, why="reads each cached latent once for all heads"),),
-    proof=CROSS_BUILT,
+    proof=PROOF,
+    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_STORE = BackendInfo(
@@ -130,7 +136,8 @@ NATIVE_STORE = BackendInfo(
         rotates=frozenset({"neox", "gptj"}),
     ),
     priorities=(Priority(score=100, why="one call instead of eight operators"),),
-    proof=CROSS_BUILT,
+    proof=PROOF,
+    proof_of_runs=PROOF_OF_RUNS,
 )
 
 NATIVE_SCAN = BackendInfo(
@@ -156,7 +163,8 @@ NATIVE_SCAN = BackendInfo(
         features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
-    proof=CROSS_BUILT,
+    proof=PROOF,
+    proof_of_runs=PROOF_OF_RUNS,
 )
 
 FLEX_ATTENTION = BackendInfo(
@@ -239,6 +247,7 @@ TORCH_SCAN = BackendInfo(
                 "grouped_channels",
                 "bc_in_float32",
                 "narrow_states",
+                "wide_conv_states",
             }
         ),
     ),

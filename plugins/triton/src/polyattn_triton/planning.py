@@ -39,6 +39,7 @@ from polyattn_triton.schedule import (
     Rates,
     Tiles,
     key_tiles,
+    key_tiles_of_decodes,
     max_parts,
     most_key_tiles,
     rows_of,
@@ -202,8 +203,7 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        last = lens - 1
-        keys = key_tiles(spec, last, last, lens, plan.config.block_n)
+        keys = key_tiles_of_decodes(spec, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self.splits(batch)

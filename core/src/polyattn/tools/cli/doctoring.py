@@ -113,7 +113,11 @@ def _backends(
             reason = load_problem(registry.backends[name])
             problem = row["problem"] = None if reason is None else Fault(reason)
         nowhere = f"no device of {', '.join(row['platforms'])} here"
-        ready = f"ready: {row['runs']}" if row["runs"] else "ready"
+        ready = "ready"
+        if row["runs"]:
+            device = next(devices[where] for where in row["platforms"] if where in devices)
+            proof = registry.backends[name].proof_on(device, row["runs"])
+            ready = f"ready: {row['runs']}, {proof.value}"
         row["state"] = problem or (ready if here else nowhere)
         if isinstance(problem, Fault):
             owner = registry.owners[name]

@@ -32,16 +32,28 @@ COMMON = (
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 _BF16 = (*_AVX512, "-mavx512bf16")
-_ON_AVX512 = "-DPA_BASE=pa_kernels_avx512"  # what isn't bfloat16's is left to it
+_SVE, _SVE_BITS = "-march=armv8.2-a+sve", "-msve-vector-bits=256"
+BASES = {
+    "amx": "avx512",
+    "avx512_bf16": "avx512",
+    "sve256_bf16": "sve256",
+    "neon_bf16": "neon",
+}
+"""What multiplies bfloat16 leaves all else to the kernels of its base."""
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16", _ON_AVX512),
-        "avx512_bf16": (*_BF16, _ON_AVX512),
+        "amx": (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
+        "avx512_bf16": _BF16,
         "avx512": _AVX512,
         "avx2": _AVX2,
         "generic": (),
     },
-    "aarch64": {"sve256": ("-march=armv8.2-a+sve", "-msve-vector-bits=256"), "neon": ()},
+    "aarch64": {
+        "sve256_bf16": (f"{_SVE}+bf16", _SVE_BITS),
+        "sve256": (_SVE, _SVE_BITS),
+        "neon_bf16": ("-march=armv8.2-a+bf16",),
+        "neon": (),
+    },
 }
 """Per machine, the best first: the instruction sets and the flags that bring them."""
 
@@ -74,8 +86,12 @@ def machine() -> str:
 
 
 def fingerprint() -> str:
-    """Return a hash of the sources and the command. Raises `BuildError` without a compiler."""
-    digest = hashlib.sha256(repr((compiler(), os.environ.get("CXXFLAGS", ""), machine())).encode())
+    """Return a hash of the sources, the command and the compiler's version. Raises `BuildError`."""
+    command = compiler()
+    # By its version, too: a container that sees this folder may call another compiler the same.
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    said = (command, version, os.environ.get("CXXFLAGS", ""), machine())
+    digest = hashlib.sha256(repr(said).encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
@@ -93,6 +109,9 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             results = pool.map(lambda isa: _object(command, isa, wanted[isa], out), wanted)
             failures = {isa: text for isa, text in zip(wanted, results, strict=True) if text}
+        for isa in wanted:
+            if isa not in failures and BASES.get(isa) in failures:
+                failures[isa] = f"it needs {BASES[isa]}"
         base = list(wanted)[-1]
         if base in failures:
             raise BuildError(f"the compiler failed: {failures[base][-2000:]}")
@@ -135,6 +154,8 @@ def build_or_say(library: Path = LIBRARY, report: Path = REPORT, again: bool = F
 def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> str:
     """Compile the kernels for one instruction set; returns the compiler's words if it fails."""
     names = [f'-DPA_ISA="{isa}"', f"-DPA_TABLE=pa_kernels_{isa}"]
+    if isa in BASES:
+        names.append(f"-DPA_BASE=pa_kernels_{BASES[isa]}")
     try:
         _run([*command, *flags, *names, "-c", str(SOURCES / "kernels.cpp")], out / f"{isa}.o")
     except BuildError as error:

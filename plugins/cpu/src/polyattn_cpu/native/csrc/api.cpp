@@ -14,6 +14,8 @@
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #include <sys/prctl.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 extern "C" {
@@ -57,9 +59,17 @@ bool has(const char *name) {
   }
 #endif
 #elif defined(__aarch64__) && defined(__linux__)
+  const unsigned long more = getauxval(AT_HWCAP2);
+  if (!std::strcmp(name, "neon_bf16")) return more >> 14 & 1;  // HWCAP2_BF16
   // HWCAP_SVE, PR_SVE_GET_VL: compiled for vectors of 32 bytes, right for no others.
-  if (!std::strcmp(name, "sve256")) {
-    return (getauxval(AT_HWCAP) >> 22 & 1) && (prctl(51) & 0xffff) == 32;
+  bool sve256 = (getauxval(AT_HWCAP) >> 22 & 1) && (prctl(51) & 0xffff) == 32;
+  if (!std::strcmp(name, "sve256")) return sve256;
+  if (!std::strcmp(name, "sve256_bf16")) return sve256 && (more >> 12 & 1);  // HWCAP2_SVEBF16
+#elif defined(__aarch64__) && defined(__APPLE__)
+  int there = 0;
+  size_t size = sizeof there;
+  if (!std::strcmp(name, "neon_bf16")) {
+    return !sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) && there;
   }
 #endif
   return false;

@@ -1,10 +1,14 @@
-// The matrix path where the processor multiplies bfloat16: by vdpbf16ps, or by AMX tiles. Queries are
+// The matrix path where the processor multiplies bfloat16: by vdpbf16ps, bfdot, or AMX tiles. Queries are
 // bfloat16, and so are keys and values, or 8 bits, which bfloat16 holds exactly; weights are
 // rounded to it. Included by matrix_path.h.
 
 struct MulPairs {
   PA_INLINE vf add(vf acc, uint32_t a, vu b) {
+#if defined(__aarch64__)
+    return dot_pairs(acc, a, b);
+#else
     return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+#endif
   }
 };
 

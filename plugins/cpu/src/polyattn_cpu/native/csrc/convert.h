@@ -14,19 +14,36 @@ PA_INLINE vf half_bits(vu h) {
   return (vf)((vu)both | ((h & 0x8000u) << 16));
 }
 
-PA_INLINE vf load(const float *p) { return read<vf>(p); }
-PA_INLINE vf load(const bf16 *p) {
-  return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16);
+// W elements of 16 or 8 bits, each in a 32-bit lane. SVE widens as it loads; what the compiler makes of
+// a conversion there goes through memory.
+PA_INLINE vu lanes(const uint16_t *p) {
+#if defined(PA_SVE)
+  return (vu)svld1uh_u32(svptrue_b32(), p);
+#else
+  return __builtin_convertvector(read<vh>(p), vu);
+#endif
 }
+PA_INLINE vu lanes(const uint8_t *p) {
+#if defined(PA_SVE)
+  return (vu)svld1ub_u32(svptrue_b32(), p);
+#else
+  return __builtin_convertvector(read<vb>(p), vu);
+#endif
+}
+
+PA_INLINE vf load(const float *p) { return read<vf>(p); }
+PA_INLINE vf load(const bf16 *p) { return (vf)(lanes(&p->bits) << 16); }
 PA_INLINE vf load(const f16 *p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__ARM_NEON) && PA_W == 4
-  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t *)p)));
+#elif defined(PA_SVE)
+  return (vf)svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32((svuint32_t)lanes(&p->bits)));
+#elif defined(__ARM_NEON)
+  return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)));
 #else
-  return half_bits(__builtin_convertvector(read<vh>(p), vu));
+  return half_bits(lanes(&p->bits));
 #endif
 }
 PA_INLINE vf load(const e5m2 *p) {  // the upper byte of a float16
@@ -37,7 +54,7 @@ PA_INLINE vf load(const e5m2 *p) {  // the upper byte of a float16
   __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)p));
   return (vf)_mm256_cvtph_ps(_mm_slli_epi16(wide, 8));
 #else
-  return half_bits(__builtin_convertvector(read<vb>(p), vu) << 8);
+  return half_bits(lanes(&p->bits) << 8);
 #endif
 }
 // e4m3 in the place of a float16's exponent and mantissa is its 256th part, subnormals included;
@@ -57,7 +74,7 @@ PA_INLINE vf load(const e4m3 *p) {
   return (vf)_mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(nan, _mm_set1_epi16(0x7fff)))) *
          splat(256.0f);
 #else
-  vu b = __builtin_convertvector(read<vb>(p), vu);
+  vu b = lanes(&p->bits);
   vu magnitude = b & 0x7fu;
   vf value = (vf)(magnitude << 20) * splat(0x1p120f);
   vf both = magnitude == 0x7fu ? (vf)(vu{} + 0x7fc00000u) : value;
@@ -69,6 +86,8 @@ PA_INLINE vf load(const int8_t *p) {
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #elif defined(__AVX2__)
   return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+#elif defined(PA_SVE)
+  return (vf)svcvt_f32_s32_x(svptrue_b32(), svld1sb_s32(svptrue_b32(), p));
 #else
   return __builtin_convertvector(__builtin_convertvector(read<vsb>(p), vi), vf);
 #endif

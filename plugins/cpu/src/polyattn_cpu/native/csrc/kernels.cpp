@@ -10,6 +10,9 @@
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_SVE)
+#include <arm_sve.h>
+#endif
 #endif
 
 #include "internal.h"
@@ -24,6 +27,9 @@ namespace {
 
 #include "simd.h"
 #include "convert.h"
+#if defined(PA_BASE) && defined(__aarch64__)
+#include "arm_bf16.h"
+#endif
 #include "softmax.h"
 #include "item.h"
 #include "ahead.h"
@@ -31,7 +37,7 @@ namespace {
 #if defined(__AMX_BF16__)
 #include "tile_path.h"
 #define PA_ENGINE TileEngine
-#elif defined(__AVX512BF16__)
+#elif defined(PA_BASE)
 #define PA_ENGINE PairEngine
 #endif
 #if !defined(PA_BASE)

@@ -123,7 +123,7 @@ struct FloatEngine {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(PA_BASE)
 #include "bf16_engines.h"
 #endif
 

@@ -1,9 +1,12 @@
 // One vector of W floats per instruction set, in the compiler's vector extensions; what those can't
 // say is an intrinsic. Included inside an anonymous namespace.
 
+#if defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == 256
+#define PA_SVE 1
+#endif
 #if defined(__AVX512F__)
 #define PA_W 16
-#elif defined(__AVX2__) || (defined(__ARM_FEATURE_SVE_BITS) && __ARM_FEATURE_SVE_BITS == 256)
+#elif defined(__AVX2__) || defined(PA_SVE)
 #define PA_W 8
 #else
 #define PA_W 4
@@ -62,6 +65,10 @@ PA_INLINE bool any(vi mask) {
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
 #elif defined(__AVX2__)
   return _mm256_movemask_ps((__m256)mask) != 0;
+#elif defined(PA_SVE)
+  return svorv_s32(svptrue_b32(), (svint32_t)mask) != 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)mask) != 0;
 #else
   int32_t found = 0;
   for (int i = 0; i < W; i++) found |= mask[i];

@@ -116,6 +116,16 @@ struct Pairs {
     put(s, ld, pairs, t, a, vf{});
   }
 };
+#elif defined(PA_BASE)
+struct Pairs {
+  PA_INLINE vf exp2(vf x) { return exp2v(x); }
+  PA_INLINE void put(float *, int ld, uint32_t *pairs, int t, vf a, vf b) {
+    write(pairs + (int64_t)(t / 2) * ld, bf16_pairs(a, b));
+  }
+  PA_INLINE void put_last(float *s, int ld, uint32_t *pairs, int t, vf a) {
+    put(s, ld, pairs, t, a, vf{});
+  }
+};
 #endif
 
 // Where the scores and the weights of a tile's vectors of rows lie: a key is `ld` on, the next vector

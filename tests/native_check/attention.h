@@ -1,76 +1,12 @@
-// Do the native kernels agree with double precision where no Python is? A program for an emulator:
-// random paged steps through the plain C interface; prints each case's error, returns 1 if one is wrong.
-// An argument N takes every Nth case: emulated vectors are slow.
+// Paged attention and absorbed MLA: random steps through the plain C interface.
 
-#include <cmath>
-#include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <random>
-#include <string>
-#include <vector>
+#pragma once
 
-#include "polyattn_cpu.h"
-
-static double half(uint16_t h) {
-  int exponent = h >> 10 & 31, mantissa = h & 1023;
-  double x = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
-  return h & 0x8000 ? -x : x;
-}
-static double bfloat(uint16_t h) {
-  uint32_t u = (uint32_t)h << 16;
-  float x;
-  std::memcpy(&x, &u, 4);
-  return x;
-}
-static double e4m3(uint8_t b) {
-  int exponent = b >> 3 & 15, mantissa = b & 7;
-  double x = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
-  return b & 0x80 ? -x : x;
-}
-static double e5m2(uint8_t b) { return half((uint16_t)(b << 8)); }
-
-static int size_of(int dtype) { return dtype == PA_F32 ? 4 : dtype <= PA_F16 ? 2 : 1; }
-
-// Random numbers as they are stored: bits that stand for something small and finite.
-struct Stored {
-  int dtype;
-  std::vector<char> bytes;
-  Stored(int dtype, size_t count, std::mt19937 &random)
-      : dtype(dtype), bytes(count * size_of(dtype)) {
-    std::normal_distribution<float> normal;
-    for (size_t i = 0; i < count; i++) {
-      char *at = &bytes[i * size_of(dtype)];
-      float x = normal(random);
-      uint32_t u;
-      std::memcpy(&u, &x, 4);
-      uint16_t upper = (uint16_t)(u >> 16);
-      uint16_t of_half = (uint16_t)((random() & 0x83ffu) | (12 + random() % 5) << 10);
-      uint8_t of_e4m3 = (uint8_t)((random() & 0x87u) | random() % 9 << 3);
-      uint8_t of_e5m2 = (uint8_t)((random() & 0x83u) | random() % 17 << 2);
-      uint8_t of_int8 = (uint8_t)random();
-      if (dtype == PA_F32) std::memcpy(at, &x, 4);
-      if (dtype == PA_BF16) std::memcpy(at, &upper, 2);
-      if (dtype == PA_F16) std::memcpy(at, &of_half, 2);
-      if (dtype == PA_E4M3) std::memcpy(at, &of_e4m3, 1);
-      if (dtype == PA_E5M2) std::memcpy(at, &of_e5m2, 1);
-      if (dtype == PA_INT8) std::memcpy(at, &of_int8, 1);
-    }
-  }
-  double operator[](size_t i) const {
-    const char *at = &bytes[i * size_of(dtype)];
-    float x;
-    uint16_t h;
-    if (dtype == PA_F32) return std::memcpy(&x, at, 4), x;
-    if (dtype == PA_BF16) return std::memcpy(&h, at, 2), bfloat(h);
-    if (dtype == PA_F16) return std::memcpy(&h, at, 2), half(h);
-    uint8_t b = (uint8_t)*at;
-    return dtype == PA_E4M3 ? e4m3(b) : dtype == PA_E5M2 ? e5m2(b) : (double)(int8_t)b;
-  }
-};
+#include "numbers.h"
 
 struct Shape {
   int heads, kv_heads, size, v_size, window;
+  bool latent;  // the value is the key's first part
 };
 
 // Returns the largest difference from double precision, as a share of the largest output.
@@ -92,7 +28,8 @@ static double error_of(const char *isa, const Shape &is, int dtype, int stored,
   const int tokens = starts.back();
   Stored q(dtype, (size_t)tokens * is.heads * is.size, random);
   Stored k(stored, (size_t)blocks * block * is.kv_heads * is.size, random);
-  Stored v(stored, (size_t)blocks * block * is.kv_heads * is.v_size, random);
+  Stored own(stored, is.latent ? 0 : (size_t)blocks * block * is.kv_heads * is.v_size, random);
+  const Stored &v = is.latent ? k : own;
   std::vector<char> out((size_t)tokens * is.heads * is.v_size * size_of(dtype));
   std::vector<float> lse((size_t)tokens * is.heads);
   const float scale = 1 / std::sqrt((float)is.size), k_scale = stored == PA_INT8 ? 0.02f : 0.5f;
@@ -101,11 +38,12 @@ static double error_of(const char *isa, const Shape &is, int dtype, int stored,
   pa_batch batch = {sequences, block, 2, starts.data(), lens.data(), nullptr};
   pa_plan *plan = pa_plan_new(isa, &layer, &batch);
   if (!plan) return std::printf("%s\n", pa_error()), 1.0;
-  const int64_t row = (int64_t)is.kv_heads * is.size, v_row = (int64_t)is.kv_heads * is.v_size;
+  const int64_t v_head = is.latent ? is.size : is.v_size;
+  const int64_t row = (int64_t)is.kv_heads * is.size, v_row = is.kv_heads * v_head;
   pa_tensors t = {q.bytes.data(), k.bytes.data(), v.bytes.data(), out.data(), lse.data(),
                   table.data(),   nullptr,        nullptr,        is.heads * is.size, is.size,
                   row * block,    row,            is.size,        v_row * block,  v_row,
-                  is.v_size,      is.heads * is.v_size, is.v_size, is.heads,      1,
+                  v_head,         is.heads * is.v_size, is.v_size, is.heads,      1,
                   width,          blocks,         k_scale,        k_scale};
   if (pa_attend(plan, &t)) return std::printf("%s\n", pa_error()), 1.0;
   pa_plan_free(plan);
@@ -132,7 +70,7 @@ static double error_of(const char *isa, const Shape &is, int dtype, int stored,
         }
         for (int key = first; key <= position; key++) {
           for (int d = 0; d < is.v_size; d++) {
-            sum[d] += weight[key - first] / total * v[at(key, v_row) + kv * is.v_size + d];
+            sum[d] += weight[key - first] / total * v[at(key, v_row) + kv * v_head + d];
           }
         }
         for (int d = 0; d < is.v_size; d++) {
@@ -154,33 +92,26 @@ static double error_of(const char *isa, const Shape &is, int dtype, int stored,
   return worst / largest;
 }
 
-int main(int count, char **arguments) {
-  const int every = count > 1 ? std::atoi(arguments[1]) : 1;
-  const char *names[] = {"float32", "bfloat16", "float16", "e4m3", "e5m2", "int8"};
-  const Shape shapes[] = {{8, 2, 64, 64, 0}, {4, 4, 40, 24, 0}, {6, 2, 80, 80, 9}, {20, 1, 64, 64, 0}};
-  std::string isas = pa_isas();
-  std::printf("instruction sets here: %s\n", isas.c_str());
-  std::string isa = isas.substr(0, isas.find(','));
-  int wrong = 0, cases = 0, at = 0;
+static void check_attention(Tally &tally) {
+  const Shape shapes[] = {{8, 2, 64, 64, 0, false}, {4, 4, 40, 24, 0, false},
+                          {6, 2, 80, 80, 9, false}, {20, 1, 64, 64, 0, false},
+                          {5, 1, 576, 512, 0, true}, {16, 1, 96, 80, 0, true}};
   for (const Shape &shape : shapes) {
     for (int dtype = PA_F32; dtype <= PA_F16; dtype++) {
       for (int stored = PA_F32; stored < PA_DTYPES; stored++) {
         if (stored <= PA_F16 && stored != dtype) continue;
         for (int prefill = 0; prefill < 2; prefill++) {
-          if (at++ % every) continue;
-          double error = prefill ? error_of(isa.c_str(), shape, dtype, stored, {30, 3}, {30, 50})
-                                 : error_of(isa.c_str(), shape, dtype, stored, {1, 1, 2}, {70, 1, 600});
+          if ((shape.latent && prefill) || tally.skips()) continue;
+          double error = prefill ? error_of(tally.isa, shape, dtype, stored, {30, 3}, {30, 50})
+                                 : error_of(tally.isa, shape, dtype, stored, {1, 1, 2}, {70, 1, 600});
           double allowed = dtype == PA_F32 ? 1e-5 : dtype == PA_BF16 ? 8e-3 : 1.5e-3;
-          cases++;
-          if (error <= allowed) continue;
-          wrong++;
-          std::printf("wrong: %d/%d x %d, %s over %s, %s: %.3g > %.3g\n", shape.heads,
-                      shape.kv_heads, shape.size, names[dtype], names[stored],
-                      prefill ? "prefill" : "decode", error, allowed);
+          char what[96];
+          std::snprintf(what, sizeof what, "%s %d/%d x %d, %s over %s, %s",
+                        shape.latent ? "MLA" : "attention", shape.heads, shape.kv_heads, shape.size,
+                        DTYPE_NAMES[dtype], DTYPE_NAMES[stored], prefill ? "prefill" : "decode");
+          tally.judge(error, allowed, what);
         }
       }
     }
   }
-  std::printf("%s: %d cases, %d wrong\n", isa.c_str(), cases, wrong);
-  return wrong != 0;
 }
