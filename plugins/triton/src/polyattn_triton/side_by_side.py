@@ -14,7 +14,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from inspect import getclosurevars
@@ -47,7 +47,7 @@ def folder() -> Path:
     return Path(root or Path.home() / ".triton" / "cache") / "polyattn"
 
 
-def job_of(asked: dict[str, Any]) -> bytes:
+def job_of(asked: Mapping[str, Any]) -> bytes:
     """Return what a worker takes, of what Triton was about to compile."""
     job = io.BytesIO()
     _Pickler(job).dump(
@@ -100,7 +100,7 @@ class Workers:
         self._idle: SimpleQueue[Worker] = SimpleQueue()
         self._all: list[Worker] = []
 
-    def compile(self, asked: dict[str, Any]) -> None:
+    def compile(self, asked: Mapping[str, Any]) -> None:
         """Compile what Triton was asked for; where that fails a warning says so, and it isn't."""
         problem: str | None
         try:
