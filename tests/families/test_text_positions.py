@@ -143,3 +143,29 @@ def test_what_is_refused() -> None:
         polyattn.attention(
             query, key, value, mask=torch.ones(1, 1, 9, 31, dtype=torch.bool), first_positions=[1]
         )
+
+
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA"])
+def test_a_ring_of_pages(backend: str) -> None:
+    """A window's pages are written anew in turn: a block table that repeats them is all that takes."""
+    spec = LayerSpec(
+        num_heads=HEADS, num_kv_heads=2, head_size=SIZE, dtype="float32", sliding_window=9,
+        block_size=4,
+    )  # fmt: skip
+    layer = polyattn.Attention(polyattn.LayerGroup(polyattn.select(spec, "cpu", backend=backend)))
+    ring, whole = layer.group.allocate_cache(8), layer.group.allocate_cache(24)
+    torch.manual_seed(0)
+    lens = [0, 0]
+    for count in (4, 4, 3, 1, 1, 1, 4, 1, 2, 4, 4, 1, 1):
+        tokens = [torch.randn(2 * count, heads, SIZE) for heads in (HEADS, 2, 2)]
+        lens = [n + count for n in lens]
+        places = torch.arange(12, dtype=torch.int32)
+        found = []
+        for cache, table in (
+            (ring, torch.stack([places % 4, 4 + places % 4])),
+            (whole, torch.stack([places, 12 + places])),
+        ):
+            batch = Batch.from_lens([count] * 2, lens, table, 4)
+            found.append(layer(*tokens, cache, layer.group.plan(batch)))
+        torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=1e-6)
+    assert lens[0] > 16, "the ring was written anew"

@@ -17,9 +17,15 @@ Window = tuple[int, int]
 Found = tuple[Tensor, Tensor | None]
 
 
+def sides_of(window: Window) -> Window:
+    """Return a window's two numbers, which may be tensors."""
+    left, right = window
+    return int(left), int(right)
+
+
 @lru_cache(maxsize=1024)
 def asked_of(
-    scale: float | None, causal: bool, sides: tuple[int, ...], softcap: float, alibi: bool,
+    scale: float | None, causal: bool, sides: Window, softcap: float, alibi: bool,
     needs_lse: bool, chunk: int = 0,
 ) -> Asked:  # fmt: skip
     """Return what a call asks for in polyattn's words; `alibi`: with slopes. Raises `PolyattnError`."""

@@ -12,7 +12,7 @@ from polyattn.runtime.host_copies import lens_between
 from polyattn.runtime.stand_in import refuse
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Found, Window, asked_of, attend, dense, in_rows
+from polyattn_flash_attn.calls import Found, Window, asked_of, attend, dense, in_rows, sides_of
 from polyattn_flash_attn.device_lens import Cache, New
 from polyattn_flash_attn.kv_cache import rotary_of, with_kvcache
 
@@ -33,7 +33,9 @@ def flash_attn_func(
     if dropout_p:
         refuse(dropout_p=dropout_p)
     alibi = alibi_slopes is not None
-    asked = asked_of(softmax_scale, causal, tuple(window_size), softcap, alibi, return_attn_probs)
+    asked = asked_of(
+        softmax_scale, causal, sides_of(window_size), softcap, alibi, return_attn_probs
+    )
     found = dense(q, k, v, asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
 
@@ -49,7 +51,9 @@ def flash_attn_varlen_func(
     if dropout_p:
         refuse(dropout_p=dropout_p)
     alibi = alibi_slopes is not None
-    asked = asked_of(softmax_scale, causal, tuple(window_size), softcap, alibi, return_attn_probs)
+    asked = asked_of(
+        softmax_scale, causal, sides_of(window_size), softcap, alibi, return_attn_probs
+    )
     keys = Keys(k, v, lens_between(cu_seqlens_k), None, block_table)
     found = attend(q, lens_between(cu_seqlens_q), keys, asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
@@ -94,7 +98,9 @@ def flash_attn_with_kvcache(
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
     rows, count = q.shape[:2]
     alibi = alibi_slopes is not None
-    asked = asked_of(softmax_scale, causal, tuple(window_size), softcap, alibi, return_softmax_lse)
+    asked = asked_of(
+        softmax_scale, causal, sides_of(window_size), softcap, alibi, return_softmax_lse
+    )
     new = None
     if k is not None and v is not None:
         new = New(k.flatten(0, 1), v.flatten(0, 1), [k.shape[1]] * rows)

@@ -14,7 +14,7 @@ from polyattn.runtime.host_copies import lens_between, values_of
 from polyattn.runtime.stand_in import refuse
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Found, Window, asked_of, attend, dense, in_rows
+from polyattn_flash_attn.calls import Found, Window, asked_of, attend, dense, in_rows, sides_of
 from polyattn_flash_attn.device_lens import Cache, New
 from polyattn_flash_attn.kv_cache import rotary_of, with_kvcache
 
@@ -33,7 +33,7 @@ def flash_attn_func(
 ) -> Found | Tensor:  # fmt: skip
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    sides, lse = tuple(window_size), return_attn_probs
+    sides, lse = sides_of(window_size), return_attn_probs
     asked = asked_of(softmax_scale, causal, sides, softcap, False, lse, attention_chunk)
     found = dense(q, k, v, asked)
     return found if return_attn_probs else found[0]
@@ -50,7 +50,7 @@ def flash_attn_varlen_func(
 ) -> Found | Tensor:  # fmt: skip
     """Attend for packed (total, heads, size). Queries beyond `seqused_q` give 0."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    sides, lse = tuple(window_size), return_attn_probs
+    sides, lse = sides_of(window_size), return_attn_probs
     asked = asked_of(softmax_scale, causal, sides, softcap, False, lse, attention_chunk)
     queries: Sequence[int] = lens_between(cu_seqlens_q)
     keys: Sequence[int] = lens_between(cu_seqlens_k)
@@ -95,7 +95,7 @@ def flash_attn_with_kvcache(
     """Append `k`, `v` to the cache in place and attend; rows padded, or packed by `cu_seqlens_q`."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(rotary_seqlens=rotary_seqlens)
-    sides, needs_lse = tuple(window_size), return_softmax_lse
+    sides, needs_lse = sides_of(window_size), return_softmax_lse
     asked = asked_of(softmax_scale, causal, sides, softcap, False, needs_lse, attention_chunk)
     new = None
     if k is not None and v is not None:

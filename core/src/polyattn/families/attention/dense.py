@@ -246,11 +246,10 @@ class DenseCall:
         self.tokens_shape = self.step.out_shape
         of_heads, size = self.tokens_shape[1:]
         token = of_heads * size  # results lie by tokens, whatever the order of their sizes
-        self.out_shape, self.out_stride = (
-            (rows, count, of_heads, size),
-            (count * token, token, size, 1),
-        )
-        self.lse_shape, self.lse_stride = self.out_shape[:3], (count * of_heads, of_heads, 1)
+        self.out_shape: tuple[int, ...] = (rows, count, of_heads, size)
+        self.out_stride: tuple[int, ...] = (count * token, token, size, 1)
+        self.lse_shape: tuple[int, ...] = self.out_shape[:3]
+        self.lse_stride: tuple[int, ...] = (count * of_heads, of_heads, 1)
         if heads_out:
             self.out_shape, self.out_stride = _swapped(self.out_shape), _swapped(self.out_stride)
             self.lse_shape, self.lse_stride = _swapped(self.lse_shape), _swapped(self.lse_stride)
