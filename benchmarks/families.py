@@ -48,7 +48,8 @@ class LatentDecode:
         blocks = -(-length // size)
         table = torch.randperm(count * blocks).view(count, blocks).int().to(DEVICE)
         self.cache = group.allocate_cache(count * blocks)
-        self.cache.key.normal_()
+        for page in self.cache.key:  # all at once in float32 would be four times an 8-bit cache
+            page.copy_(torch.randn(page.shape, device=DEVICE))
         self.batch = Batch.from_lens([1] * count, [length] * count, table, size)
         (self.call,) = group.plan(self.batch).calls
         self.view = self.cache.in_blocks_of(self.call.block_size)[0]

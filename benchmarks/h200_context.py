@@ -38,17 +38,19 @@ import torch.multiprocessing as mp
 from polyattn import (
     Attention,
     Batch,
-    ContextAttention,
-    ContextGroup,
-    ContextParallel,
     KVCache,
     LayerGroup,
     LayerSpec,
     select,
 )
 from polyattn.checking.compare import output_error
-from polyattn.context_parallel.heads import heads_of_rank, own_heads
-from polyattn.errors import ParallelError
+from polyattn_context_parallel import (
+    ContextAttention,
+    ContextGroup,
+    ContextParallel,
+    ParallelError,
+)
+from polyattn_context_parallel.heads import heads_of_rank, own_heads
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -9,6 +9,7 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
 - `nano`: nano-vllm in bf16 with its CUDA graphs, Qwen3-0.6B's shape, 256 requests: tokens a second beside
   FlashAttention-3 (vLLM's build, where it is there).
 - `decode`: the attention of one such step in a captured graph, beside FlashAttention-3.
+- `prefill`: the attention of one of its prefill steps, planning included, beside FlashAttention-3.
 - `host`: host time of a call on tiny tensors, by way, by backend and by what it is made up of.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `flash32`, `flash16`, `flashbf16`: flash-attn's functions beside the formula in float64.
@@ -36,7 +37,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 230, "decode": 40, "host": 100}
+TIMED = {"nano": 230, "decode": 40, "prefill": 40, "host": 100}
 COMPARED = {
     "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
     "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220, "bounds": 200,
@@ -109,6 +110,13 @@ def decode(rows: Any, nano: str) -> None:
         rows.add(f"decodes of a step, {row.pop('what')}", lambda r=row: r)
 
 
+def prefill(rows: Any, nano: str) -> None:
+    from engines import nano as engine
+
+    for row in engine.prefill_times():
+        rows.add(f"prefills of a step, {row.pop('what')}", lambda r=row: r)
+
+
 def host(rows: Any, nano: str) -> None:
     from engines import host as measured
 
@@ -145,6 +153,7 @@ def hf_batching(rows: Any, nano: str) -> None:
 SECTIONS: dict[str, Section] = {
     "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
     "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16, "decode": decode,
+    "prefill": prefill,
     "host": host, "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 

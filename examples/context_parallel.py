@@ -8,6 +8,7 @@ from __future__ import annotations
 import polyattn
 import torch
 import torch.distributed as dist
+from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
 from torch.distributed.device_mesh import init_device_mesh
 
 kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -19,8 +20,8 @@ mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("context
 dtype = "bfloat16" if kind == "cuda" else "float32"
 spec = polyattn.LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=dtype, needs_lse=True)
 group = polyattn.LayerGroup(spec)
-shared = polyattn.ContextGroup(group, polyattn.ContextParallel(mesh["context"]), prefill="ring")
-layer = polyattn.ContextAttention(shared, polyattn.Attention(group))
+shared = ContextGroup(group, ContextParallel(mesh["context"]), prefill="ring")
+layer = ContextAttention(shared, polyattn.Attention(group))
 cache = shared.allocate_cache(num_blocks=16)  # this process's part of each block
 block_table = torch.arange(16, dtype=torch.int32, device=group.torch_device)[None]
 

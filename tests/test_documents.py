@@ -103,3 +103,12 @@ def test_a_new_reader_finds_the_kernel_by_folder_names() -> None:
     for step in steps:
         where = plugin / step.partition("...")[2].strip("/") if "..." in step else core / step
         assert where.exists(), step
+
+
+def test_tests_that_pages_name_are_there() -> None:
+    text = (ROOT / "docs" / "engines.md").read_text()
+    named = re.findall(r"`((?:tests|integrations)/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert len(named) > 20
+    for path, name in named:
+        source = (ROOT / path).read_text()
+        assert not name or f"def {name}(" in source, f"{path}::{name}"

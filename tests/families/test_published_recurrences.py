@@ -33,7 +33,7 @@ def expected(spec: LayerSpec, inputs: dict[str, Tensor], params: dict[str, Tenso
         state = torch.zeros(*shape[:2], shape[2] + 1, dtype=torch.float64)
     double = {name: tensor.double() for name, tensor in inputs.items()}
     params = {name: tensor.double() for name, tensor in params.items()}
-    out, _ = reference.scan(spec, double, params, state, fresh=True)
+    out, _ = reference.scan(spec, double, params, state, before=0)
     return out
 
 

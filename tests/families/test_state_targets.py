@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, StateCache, select
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, SelectionError, SpecError
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import RecurrentSpec
 
@@ -57,6 +57,50 @@ def test_rejected_drafts_leave_no_trace(kind: str, backend: str) -> None:
         torch.testing.assert_close(found[rows], wanted, rtol=1e-4, atol=1e-4)
         start = StateCache.accepted(targets, torch.tensor(counts))
         torch.testing.assert_close(states.data[start], plain.data[slots], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SCAN", "VANILLA_SCAN"])
+@pytest.mark.parametrize("drafts", [1, 3, 5])
+def test_a_wide_convolution_state_forgets_rejected_drafts(backend: str, drafts: int) -> None:
+    """One row a sequence: what the next lengths don't count was never there."""
+    spec, dice = SPECS["short_conv"], torch.Generator().manual_seed(3)
+    form = RecurrentSpec(conv_width=4, draft_tokens=drafts)
+    layer = Recurrent(
+        LayerGroup(select(spec.replace(recurrent=form), "cpu", backend=backend)),
+        checks=True,
+        **recurrent_params(spec, dice),
+    )
+    states, slots = layer.group.allocate_states(3), torch.tensor([2, 0])
+    assert states.data.shape == (3, 24, 3 + drafts)
+    states.data.fill_(torch.nan)
+    weight, bias = layer.params["weight"][:, None], layer.params["bias"]
+    streams, had = [torch.zeros(24, 3), torch.zeros(24, 3)], [0, 0]
+    for turn in range(8):
+        count = 1 + turn % (drafts + 1)
+        (x,) = recurrent_inputs(spec, 2 * count, dice)
+        batch = Batch.from_lens([count] * 2, [n + count for n in had], state_slots=slots)
+        out = layer(x, states=states, plan=batch)
+        for row in range(2):
+            mine = slice(row * count, (row + 1) * count)
+            whole = torch.cat([streams[row], x[mine].T], 1)
+            wanted = torch.nn.functional.conv1d(whole[None], weight, bias, groups=24)[0]
+            torch.testing.assert_close(out[mine], wanted[:, -count:].T, rtol=1e-5, atol=1e-5)
+            had[row] += 1 + (turn + row) % count
+            streams[row] = whole[:, : 3 + had[row]]
+
+
+def test_who_has_no_wide_states_says_so() -> None:
+    spec = SPECS["short_conv"].replace(recurrent=RecurrentSpec(conv_width=4, draft_tokens=3))
+    with pytest.raises(SelectionError, match="a convolution's state with room for drafts"):
+        select(spec, "cpu", backend="NATIVE_SCAN")
+    with pytest.raises(SpecError, match=r"draft_tokens=3: only a short convolution's state"):
+        SPECS["gdn"].replace(recurrent=RecurrentSpec(state_size=16, draft_tokens=3))
+    layer = Recurrent(LayerGroup(select(spec, "cpu")), **recurrent_params(spec, torch.Generator()))
+    batch = Batch.from_lens(
+        [2], [5], state_slots=torch.tensor([0]), state_targets=torch.tensor([[1, 2]])
+    )
+    with pytest.raises(BatchError, match="keeps drafts in its own state"):
+        layer.group.plan(batch)
 
 
 def test_two_sequences_go_on_from_one_prefix() -> None:

@@ -43,11 +43,11 @@ odd = scalars | st.recursive(
     ),
     max_leaves=6,
 )
-objects = st.sampled_from(
-    [object(), b"4", 1j, np.int64(4), np.float32(2.0), np.array([1, 2]), torch.tensor(3),
-     torch.tensor([4.0]), (4,), {4}, range(4), LatentSpec, int]
-)  # fmt: skip
-anything = odd | objects
+OBJECTS = [
+    object(), b"4", 1j, np.int64(4), np.float32(2.0), np.array([1, 2]), torch.tensor(3),
+    torch.tensor([4.0]), (4,), {4}, range(4), LatentSpec, int,
+]  # fmt: skip
+anything = odd | st.sampled_from(OBJECTS)
 
 BASES: list[dict[str, Any]] = [
     {"num_heads": 4, "num_kv_heads": 2, "head_size": 32, "dtype": "float32"},
@@ -96,6 +96,16 @@ PARTS: list[tuple[Any, dict[str, Any]]] = [
     (CacheFormat, {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "v_head_size": 32,
                    "dtype": "float32"}),
 ]  # fmt: skip
+
+
+def test_no_object_in_any_field_is_more_than_a_spec_error() -> None:
+    for kind, base in [*((LayerSpec, base) for base in BASES), *PARTS]:
+        for name in kind.__dataclass_fields__:
+            for value in OBJECTS:
+                try:
+                    hash(kind(**(base | {name: value})))
+                except (SpecError, CacheError) as error:
+                    says_a_field(error, [*kind.__dataclass_fields__, "divisible"])
 
 
 @settings(USUAL, max_examples=250)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import math
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.errors import ConfigError, nearest
 from polyattn.spec.huggingface import READERS, layer_specs, model_layers
+from polyattn.spec.huggingface.config import read_values
 from polyattn.spec.huggingface.rotary import KNOWN
 from polyattn.tools.cli.models import bundled, bundled_models
 from tiny import CONFIG_MAPPING, tiny_values
@@ -174,8 +174,8 @@ def test_scales_of_the_modelling_code() -> None:
 @pytest.mark.parametrize("model", bundled_models())
 def test_bundled_configs_are_read_as_transformers_reads_them(model: str) -> None:
     """As a file, and as the object that transformers makes of it."""
-    values = json.loads(bundled("models", f"{model}.json").read_text())
-    specs = layer_specs(values)
+    path = bundled("models", f"{model}.json")
+    values, specs = dict(read_values(path)[0]), layer_specs(path)
     if values["model_type"] in CONFIG_MAPPING:
         config = CONFIG_MAPPING[values["model_type"]].from_dict(copy.deepcopy(values))
         ignored = set(config.to_dict()) - set(values)

@@ -54,7 +54,8 @@ the specs say, field by field (`tests/spec/test_transformers.py`); "by towers": 
 by themselves, each a type of its own; "by attributes": what its modules hold is compared, since they
 call no attention interface; "published code": transformers has no such type, so the fields follow what
 its publisher wrote, without an oracle. "Not served": what the layers need that isn't built; such
-layers are refused by this name.
+layers are refused by this name. Files of mamba_ssm, which have no `model_type`, are read as `mamba` or
+`mamba2`.
 
 What happens to a field that is renamed, dropped, changed or new: `pytest -m sweep
 tests/spec/test_transformers.py` tries it for each of 156 types. On 2026-11-22, transformers 5.23.0, in

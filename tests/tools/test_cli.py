@@ -261,6 +261,33 @@ def test_run_streams(tmp_path: Path) -> None:
         assert data["checked_tokens"] > 0 and data["max_error"] < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("window", "tokens"), [(64, 700), pytest.param(1024, 100_000, marks=pytest.mark.sweep)]
+)
+def test_a_windows_memory_is_bounded_by_the_window(
+    window: int, tokens: int, tmp_path: Path
+) -> None:
+    """However much is generated: the window's and the sinks' blocks, and one that is being filled."""
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(f'{{"input_length": {2 * window}, "output_length": {tokens}}}')
+    config = {
+        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 1, "head_dim": 16,
+        "num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 32,
+        "vocab_size": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "torch_dtype": "float32", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = (
+        "run", str(tmp_path), "--trace", str(trace), "--max-tokens", str(tokens), "--device", "cpu",
+        "--sliding-window", str(window), "--sink-tokens", "4", "--block-size", "16", "--check", "0",
+        "--cache-gb", "0.01", "--json",
+    )  # fmt: skip
+    data = json.loads(here(*command)[1])
+    (cache,) = data["cache"]
+    assert data["generated_tokens"] == tokens
+    assert cache["decode_blocks"] == -(-(window + 4) // 16) + 1
+
+
 def test_bench(tmp_path: Path) -> None:
     plot = tmp_path / "b.png"
     spec = '{"num_heads": 4, "head_size": 64, "dtype": "float32"}'

@@ -19,9 +19,6 @@ from polyattn._version import __version__
 
 if TYPE_CHECKING:
     from polyattn.api import select, select_layers
-    from polyattn.context_parallel.group import ContextGroup
-    from polyattn.context_parallel.layer import ContextAttention
-    from polyattn.context_parallel.ranks import ContextParallel
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.function import attention
@@ -68,9 +65,6 @@ _HOME = {
     "CacheFormat": "selection.cache_format",
     "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
-    "ContextAttention": "context_parallel.layer",
-    "ContextGroup": "context_parallel.group",
-    "ContextParallel": "context_parallel.ranks",
     "CustomMask": "runtime.step_mask",
     "Decision": "selection.decision",
     "Device": "device",
@@ -121,9 +115,6 @@ __all__ = [
     "CacheFormat",
     "CacheWindow",
     "Capabilities",
-    "ContextAttention",
-    "ContextGroup",
-    "ContextParallel",
     "CustomMask",
     "Decision",
     "Device",

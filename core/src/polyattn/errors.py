@@ -54,10 +54,6 @@ class WeightsError(PolyattnError, ValueError):
     """A checkpoint that can't be read, or isn't of its config's model."""
 
 
-class ParallelError(PolyattnError):
-    """Ranks that disagree, or one that died or did not answer; every rank raises."""
-
-
 def nearest(value: object, valid: Iterable[str]) -> str:
     """Return `"; did you mean 'X'?"` with the closest valid spelling, or the list of all."""
     choices = sorted(valid)

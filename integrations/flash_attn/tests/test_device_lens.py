@@ -13,7 +13,9 @@ import pytest
 import torch
 from polyattn import PolyattnError, settings
 from polyattn.families.attention import device_lens as core
-from polyattn_flash_attn import calls, flash_attn_2, flash_attn_3
+from polyattn.families.attention.dense import Asked
+from polyattn.runtime import host_copies
+from polyattn_flash_attn import flash_attn_2, flash_attn_3
 from torch import Tensor
 
 LENS = [1, 40, 17, 63]
@@ -38,7 +40,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tensor: Tensor) -> list[int]:
         raise AssertionError("lengths were copied to the host")
 
-    monkeypatch.setattr(kv_cache, "host", read)
+    monkeypatch.setattr(kv_cache, "values_of", read)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -139,8 +141,7 @@ def test_the_rest_goes_by_the_host_s(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, given, extra = case(paged=False)
-    for module in (kv_cache, flash_attn_2):
-        monkeypatch.setattr(module, "decode_on_device", None)  # not called
+    monkeypatch.setattr(kv_cache, "decode_on_device", None)  # not called
     out, _ = function(*given, **extra | change)
     assert out.shape == (4, 1, 4, 16)
 
@@ -151,8 +152,9 @@ def test_nobody_goes_by_the_device_s_lengths(monkeypatch: pytest.MonkeyPatch) ->
     function, given, extra = case(new=True)
     before = given[1].clone()
     assert device_lens.decode_on_device(
-        given[0][:, 0], device_lens.Cache(*given[1:], extra["block_table"], None),
-        (extra["k"][:, 0], extra["v"][:, 0]), extra["cache_seqlens"], None, calls.FlashAsked(),
+        given[0][:, 0], device_lens.Cache(*given[1:], extra["block_table"], None, None),
+        device_lens.New(extra["k"][:, 0], extra["v"][:, 0], [1] * 4), extra["cache_seqlens"], None,
+        Asked(), None,
     ) is None  # fmt: skip
     assert torch.equal(given[1], before)
     assert function(*given, **extra)[0].shape == (4, 1, 4, 16)
@@ -160,8 +162,8 @@ def test_nobody_goes_by_the_device_s_lengths(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_a_graph_can_t_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     function, given, extra = case()
-    monkeypatch.setattr(calls, "capturing", lambda _: True)
-    with pytest.raises(PolyattnError, match="as many tokens in each row"):
+    monkeypatch.setattr(host_copies, "capturing", lambda _: True)
+    with pytest.raises(PolyattnError, match="leaves its lengths on the device"):
         function(*given, **extra | {"cache_seqlens": extra["cache_seqlens"].long()})
     monkeypatch.setattr(core, "capturing", lambda _: True)
     with pytest.raises(PolyattnError, match="run the step once before"):

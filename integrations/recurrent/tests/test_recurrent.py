@@ -75,6 +75,26 @@ def test_convolution(activation: str | None) -> None:
             close(ours, theirs)
 
 
+@pytest.mark.parametrize("columns", [3, 4, 7])
+@torch.no_grad()
+def test_convolution_over_a_ring(columns: int) -> None:
+    """Of each call's tokens some are rejected: the next call's positions say so."""
+    weight, bias, room = rand(6, 4), rand(6), columns - 3
+    state, streams, had = torch.zeros(2, 6, columns), [rand(6, 0), rand(6, 0)], [0, 0]
+    for turn in range(9):
+        drafts = rand(2, 6, 1 + turn % (room + 1))
+        out = causal_conv1d.causal_conv1d_update(
+            drafts, state, weight, bias, "silu",
+            cache_seqlens=torch.tensor(had, dtype=torch.int32),
+        )  # fmt: skip
+        for row in range(2):
+            whole = torch.cat([streams[row], drafts[row]], 1)
+            wanted = modeling_mamba2.causal_conv1d_fn(whole[None], weight, bias, activation="silu")
+            close(out[row], wanted[0, :, had[row] :])
+            had[row] += 1 + (turn + row) % drafts.shape[2]
+            streams[row] = whole[:, : had[row]]
+
+
 @torch.no_grad()
 def test_convolution_over_slots() -> None:
     pool, weight, slots = rand(5, 6, 3), rand(6, 4), torch.tensor([3, 1])

@@ -25,6 +25,35 @@ def test_flash_attn(mask: str, fakes: None) -> None:
     check_given(UpstreamFlashAttention2, spec, HALF)
 
 
+def test_flash_attns_captured_steps_split_as_their_eager_ones(
+    fakes: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A captured step's block table is the widest there is: no split may follow from it."""
+    from polyattn_cuda import flash_attn
+
+    asked: list[int] = []
+    spec = SMALL.replace(graph_capture="uniform")
+    form = CacheFormat(
+        block_size=256, num_kv_heads=2, head_size=64, v_head_size=64, dtype=spec.dtype
+    )
+    backend = flash_attn.UpstreamFlashAttention2(spec, form, CPU)
+    real = backend.kvcache_func
+
+    def spy(*args: Any, **options: Any) -> Any:
+        asked.append(options["num_splits"])
+        return real(*args, **options)
+
+    backend.kvcache_func = spy
+    step = paged_batch(form, [1] * 3, [30, 9, 25], list(range(12)))
+    wide = torch.cat([step.block_table, step.block_table], 1)
+    held = Step(spec, KVCache.allocate(form, 12), step, LayerParams(), 1)
+    for batch in (step, Batch(step.starts, step.lens, wide)):
+        held.batch = batch
+        assert held.run(backend, backend.plan(batch), False)[0] < HALF
+    programs = 3 * spec.num_kv_heads
+    assert asked == [132 // programs] * 2
+
+
 def test_flash_attn_with_alibi(fakes: None) -> None:
     from polyattn_cuda.flash_attn import UpstreamFlashAttention2
 

@@ -66,18 +66,29 @@ def decode_all(
 class Wrapper:
     """FlashInfer's MLA wrapper."""
 
+    record = "flashinfer_mla"
+
     def __init__(self, *args: Any, **kwargs: Any):
-        self.backend = bind(
-            "flashinfer_mla", "BatchMLAPagedAttentionWrapper.__init__", *args, **kwargs
-        )
+        self.backend = bind(self.record, "BatchMLAPagedAttentionWrapper.__init__", *args, **kwargs)
 
     def plan(self, *args: Any, **kwargs: Any) -> None:
-        self.planned = bind("flashinfer_mla", "BatchMLAPagedAttentionWrapper.plan", *args, **kwargs)
+        self.planned = bind(self.record, "BatchMLAPagedAttentionWrapper.plan", *args, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
-        a = bind("flashinfer_mla", "BatchMLAPagedAttentionWrapper.run", *args, **kwargs)
+        a = bind(self.record, "BatchMLAPagedAttentionWrapper.run", *args, **kwargs)
         query = torch.cat([a["q_nope"], a["q_pe"]], dim=2)
-        rows = torch.cat([a["ckv_cache"], a["kpe_cache"]], dim=2)
+        parts = [a["ckv_cache"], a["kpe_cache"]]
+        if self.backend.get("backend") != "cutlass":
+            planned = self.planned
+            assert planned["q_data_type"] == query.dtype
+            assert all(part.dtype == planned["kv_data_type"] for part in parts)
+        if parts[0].dtype.itemsize == 1:  # what the library's own checks demand
+            assert planned["kv_data_type"] == torch.float8_e4m3fn and query.dtype == torch.bfloat16
+            scales = [float(a[name]) for name in ("ckv_scale", "kpe_scale")]
+            parts = [part.double() * scale for part, scale in zip(parts, scales, strict=True)]
+        else:
+            assert "ckv_scale" not in a and "kpe_scale" not in a
+        rows = torch.cat(parts, dim=2)
         rank, page = a["q_nope"].shape[2], rows.shape[1]
         if self.backend.get("backend") == "cutlass":
             lens, table, scale = a["kv_len"].tolist(), a["page_table"], SPEC.scale
@@ -93,6 +104,12 @@ class Wrapper:
         if a.get("return_lse"):
             assert a["return_lse_base_on_e"] is True
             a["lse"].copy_(lse)
+
+
+class Wrapper7(Wrapper):
+    """The same of FlashInfer 0.7, which reads latents in e4m3."""
+
+    record = "flashinfer_mla_0_7"
 
 
 def sparse_trtllm(*args: Any, **kwargs: Any) -> None:
@@ -219,6 +236,35 @@ def test_latent_decode(backend: str, queries: list[int], libraries: None) -> Non
         assert output_error(out, expected) < 1e-5
         if not alone:
             assert lse_error(lse, expected_lse) < 1e-4
+
+
+@pytest.mark.parametrize("queries", [SINGLE, SAME, RAGGED])
+@pytest.mark.parametrize("stored", ["bfloat16", "fp8_e4m3"])
+def test_flashinfers_latents_in_e4m3(
+    stored: str, queries: list[int], libraries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashInfer 0.7: one scale of the latent cache, for both of its parts."""
+    from polyattn_cuda.flashinfer_mla import FlashInferMLA
+
+    mla: Any = sys.modules["flashinfer.mla"]
+    monkeypatch.setattr(mla, "BatchMLAPagedAttentionWrapper", Wrapper7)
+    cached = "auto" if stored == "bfloat16" else stored
+    spec = SPEC.replace(dtype="bfloat16", kv_cache_dtype=cached)
+    lens = LENS if max(queries) == 1 else [17, 9, 2, 64]
+    batch, full, query = latent_step(32, queries, lens)
+    form = CacheFormat(
+        block_size=32, num_kv_heads=1, head_size=576, v_head_size=512, dtype=stored,
+        value_in_key=True,
+    )  # fmt: skip
+    cache, query = KVCache.allocate(form, 20), query.bfloat16()
+    params = LayerParams(k_scale=0.25, v_scale=0.25)
+    cache.key.copy_((full.key / (0.25 if cached != "auto" else 1.0)).to(cache.key.dtype))
+    made = FlashInferMLA(spec, form, CUDA_ON_CPU)
+    out = torch.full((len(query), 8, 512), torch.nan, dtype=torch.bfloat16)
+    lse = torch.full(out.shape[:2], torch.nan)
+    made.run(made.plan(batch), query, None, None, cache, params, out, lse)
+    wanted, wanted_lse = reference.forward(absorbed(spec), query, None, None, cache, batch, params)
+    assert output_error(out, wanted) < 4e-3 and lse_error(lse, wanted_lse) < 1e-4
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def scan_by_reference(
     for index in range(len(starts) - 1):
         rows = slice(starts[index], starts[index + 1])
         part = {name: t[rows].double() for name, t in inputs.items()}
-        out, state = reference_recurrent.scan(spec, part, params, initial[index].double())
+        out, state = reference_recurrent.scan(spec, part, params, initial[index].double(), before=1)
         outputs.append(out)
         finals.append(state)
     return torch.cat(outputs), torch.stack(finals)

@@ -21,6 +21,7 @@ from polyattn_triton.schedule import (
     Rates,
     Tiles,
     key_tiles,
+    key_tiles_of_decodes,
     max_parts,
     part_of,
     rows_of,
@@ -204,6 +205,14 @@ def test_key_tiles_hold_what_the_queries_see(name: str) -> None:
             )
             blocks = set((seen // block).tolist())
             assert len(blocks) <= found[tile] <= len(blocks) + 2, (queries, length, tile)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_decodes_are_counted_like_any_rows(name: str) -> None:
+    """Padding rows, without keys, too."""
+    lens = np.arange(200)
+    whole = key_tiles(SPECS[name], lens - 1, lens - 1, lens, 16)
+    assert key_tiles_of_decodes(SPECS[name], lens, 16).tolist() == whole.tolist()
 
 
 @pytest.mark.parametrize("causal", [True, False])

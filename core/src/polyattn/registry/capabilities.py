@@ -79,8 +79,8 @@ class Capabilities:
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`,
       `"captured"` (graph capture is asked for) or a size (`"head_size 192"`): `{"alibi", "decode"}`.
-    - `remedies`: for a feature or a dtype that isn't claimed here, what would bring it (another build,
-      say), or why nothing does.
+    - `remedies`: for a feature, a dtype or a cache dtype that isn't claimed here, what would bring it
+      (another build, say), or why nothing does.
 
     Raises `ValueError` when a claim has another type than its annotation, isn't known, or
     contradicts another one.
@@ -123,7 +123,7 @@ class Capabilities:
             ("layouts", self.layouts, LAYOUTS),
             ("phases", self.phases, PHASES),
             ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES}),
+            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES, *KV_CACHE_DTYPES}),
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
@@ -310,7 +310,8 @@ def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
 
 def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
     cached = spec.kv_cache_dtype
-    need(cached in caps.kv_cache_dtypes, "kv_cache_dtype", cached, caps.kv_cache_dtypes)
+    remedy = caps.remedies.get(cached, "")
+    need(cached in caps.kv_cache_dtypes, "kv_cache_dtype", cached, caps.kv_cache_dtypes, remedy)
     if cached.startswith("fp8_e4m3") and device.fp8:
         need(
             device.fp8 in caps.fp8_formats,

@@ -53,6 +53,9 @@ class Batch(Lengths):
       what lies behind a sequence's last token, is -1. Several sequences may start from one slot then.
     - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
       `key` and `value`; default: packed one after another. Gaps are left alone.
+    - `first_positions` (num_seqs,): for layers that are not cached, the position in its text of each
+      sequence's first key: what came before is not given. Default: 0, where texts begin. `chunk_size`
+      and `sink_tokens` count from there, and so do rotations; windows and ALiBi go by distances.
     - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
       that rotate; (axes, num_tokens) where `rope.sections` has several axes. None: a sequence's last
       tokens stand at its end. A padding row's is 0, or whatever is given.
@@ -89,6 +92,7 @@ class Batch(Lengths):
         state_slots: Tensor | None = None,
         state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
+        first_positions: Sequence[int] | None = None,
         host_block_table: np.ndarray[Any, Any] | None = None,
         positions: Tensor | None = None,
         mask: StepMask | None = None,
@@ -113,7 +117,9 @@ class Batch(Lengths):
         self.state_targets = state_targets
         check_tensors(self)
         if key_starts is not None:
-            self.__dict__["key_starts"] = _checked_key_starts(key_starts, self.lens)
+            self.__dict__["key_starts"] = _one_each("key_starts", key_starts, self.lens)
+        if first_positions is not None:
+            self.first_positions = _one_each("first_positions", first_positions, self.lens)
         self.mask = mask
         self.inputs = step_inputs(self, inputs)
         if host_block_table is not None:
@@ -144,6 +150,7 @@ class Batch(Lengths):
         state_slots: Tensor | None = None,
         state_targets: Tensor | None = None,
         key_starts: Sequence[int] | None = None,
+        first_positions: Sequence[int] | None = None,
         positions: Tensor | None = None,
         mask: StepMask | None = None,
         inputs: Mapping[str, Any] | None = None,
@@ -162,8 +169,8 @@ class Batch(Lengths):
                 raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
         batch = cls(
             [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
-            state_targets=state_targets, key_starts=key_starts, positions=positions, mask=mask,
-            inputs=inputs, shared_prefix=shared_prefix,
+            state_targets=state_targets, key_starts=key_starts, first_positions=first_positions,
+            positions=positions, mask=mask, inputs=inputs, shared_prefix=shared_prefix,
             host_block_table=host_block_table, device=device,
         )  # fmt: skip
         if block_table is not None:
@@ -266,8 +273,10 @@ class Batch(Lengths):
             batch.__dict__["seq_lens"] = self.seq_lens[index]
         if "host_block_table" in self.__dict__ and self.host_block_table is not None:
             batch.__dict__["host_block_table"] = self.host_block_table[seqs]
-        if "key_starts" in self.__dict__:
+        if "key_starts" in self.__dict__ or self.first_positions is not None:
             batch.__dict__["key_starts"] = [self.key_starts[i] for i in chosen]
+        if self.first_positions is not None:
+            batch.first_positions = [self.first_positions[i] for i in chosen]
         if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
             batch.__dict__["query_start_loc"] = self.query_start_loc[: len(batch.starts)]
         return batch
@@ -354,10 +363,10 @@ def _device(given: Any) -> torch.device:
         raise BatchError(f"device={shown(given)} is no torch device: {describe(error)}") from error
 
 
-def _checked_key_starts(given: Sequence[int], lens: list[int]) -> list[int]:
-    starts = integers("key_starts", given)
-    if len(starts) != len(lens) or any(start < 0 for start in starts):
+def _one_each(name: str, given: Sequence[int], lens: list[int]) -> list[int]:
+    places = integers(name, given)
+    if len(places) != len(lens) or any(place < 0 for place in places):
         raise BatchError(
-            f"key_starts={starts[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
+            f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
         )
-    return starts
+    return places

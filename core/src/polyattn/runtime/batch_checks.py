@@ -139,10 +139,11 @@ def _as_wide(tensor: torch.Tensor) -> bool:
     return tensor[:0].long().dtype == torch.int32
 
 
-def check_queries(batch: Batch) -> None:
+def check_queries(batch: Batch, padding: int | None = 1) -> None:
     """Check that each length counts its query's tokens.
 
-    A padding row (one query token, length 0) is let through. Raises `BatchError`.
+    A padding row (length 0, of up to `padding` query tokens, None: any) is let through. Raises
+    `BatchError`.
     """
     queries, lens = batch.host_query_lens, batch.host_lens
     missing = lens < queries
@@ -150,7 +151,7 @@ def check_queries(batch: Batch) -> None:
         return
     for index in missing.nonzero()[0].tolist():
         query, length = batch.query_lens[index], batch.lens[index]
-        if not (query == 1 and length == 0):
+        if length or query > (query if padding is None else padding):
             raise BatchError(
                 f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
                 "cached context plus new tokens"
@@ -236,12 +237,12 @@ def check_state_slots(batch: Batch, num_slots: int) -> None:
     slots = batch.state_slots.tolist()
     taken: dict[int, int] = {}
     for index, slot in enumerate(slots):
-        padding = batch.query_lens[index] == 1 and batch.lens[index] == 0
+        padding = batch.query_lens[index] > 0 and batch.lens[index] == 0
         padding = padding or (batch.lens_are_bounds and slot == -1)
         if not -1 <= slot < num_slots or (slot == -1) != padding:
             raise BatchError(
                 f"state_slots[{index}]={slot}: there are {num_slots} slots, and -1 is for padding rows "
-                "(one query token, length 0)"
+                "(query tokens, length 0)"
             )
         if slot in taken and slot != -1 and batch.state_targets is None:
             raise BatchError(

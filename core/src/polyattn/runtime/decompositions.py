@@ -47,8 +47,8 @@ def by_phase(batch: Batch, longest_decode: int = 1) -> Phases:
     prefills = [i for i, n in enumerate(queries) if n > longest_decode]
     if not prefills:
         whole = len(decodes) == batch.num_seqs
-        return Phases(Part(batch, None) if whole else _part(batch, decodes), None)
-    return Phases(_part(batch, decodes), _part(batch, prefills))
+        return Phases(Part(batch, None) if whole else part_of(batch, decodes), None)
+    return Phases(part_of(batch, decodes), part_of(batch, prefills))
 
 
 def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | None]:
@@ -66,7 +66,7 @@ def whole_prompts(spec: LayerSpec, batch: Batch) -> tuple[Part | None, Part | No
     taken = set(prompts)
     rest = [i for i in range(batch.num_seqs) if i not in taken]
     none = Part(batch.part(slice(0, 0)), slice(0, 0))
-    return _part(batch, prompts), _part(batch, rest) if rest else none
+    return part_of(batch, prompts), part_of(batch, rest) if rest else none
 
 
 def rows_within(outer: Part, inner: Part) -> Rows:
@@ -94,8 +94,8 @@ def _captured(batch: Batch, prompts: int) -> Phases:
     return Phases(decodes, Part(first, slice(0, at)) if prompts else None)
 
 
-def _part(batch: Batch, seqs: list[int]) -> Part:
-    """Neighbours become views; others' rows are gathered."""
+def part_of(batch: Batch, seqs: list[int]) -> Part:
+    """Return some of the sequences: neighbours become views; others' rows are gathered."""
     first, last = seqs[0], seqs[-1] + 1
     if last - first == len(seqs):
         rows: Rows = slice(batch.starts[first], batch.starts[last])

@@ -81,6 +81,10 @@ class LayerGroup:
             raise BatchError(
                 "the batch is over_context(), a part of a step; whether a layer is causal says its spec"
             )
+        if batch.first_positions is not None and self.spec.cached:
+            raise BatchError(
+                "first_positions are of keys that are given whole; a cache's first key stands at 0"
+            )
         if reuse is not None and reuse.group is not self:
             raise BatchError("reuse= is a plan of another group; give the one that was captured")
         return self.planner.plan(batch, reuse)

@@ -23,6 +23,7 @@ class Lengths:
     starts: list[int]
     lens: list[int]
     device: torch.device
+    first_positions: list[int] | None = None
 
     @property
     def num_seqs(self) -> int:
@@ -82,9 +83,16 @@ class Lengths:
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
         """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
-        behind = self.host_lens - self.host_starts[1:]
+        behind = np.array(self.text_lens, np.int64) - self.host_starts[1:]
         places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
         return places.clip(min=0)
+
+    @property
+    def text_lens(self) -> list[int]:
+        """How long each sequence's text is: its keys, and what came before the first of them."""
+        if not self.first_positions:
+            return self.lens
+        return [a + b for a, b in zip(self.first_positions, self.lens, strict=True)]
 
     @cached_property
     def key_starts(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,12 @@ def number(name: str, value: Any, hint: str) -> None:
         raise SpecError(f"{name}={value!r} must be {hint}")
 
 
+def choice(name: str, value: Any, valid: Collection[str]) -> None:
+    """Check that a field's value is one of the names that it can have."""
+    if not isinstance(value, str) or value not in valid:
+        raise SpecError(f"{name}={value!r} is unknown{nearest(value, valid)}")
+
+
 def check_fields(spec: LayerSpec) -> None:
     """Check each field of a layer by itself. Raises `SpecError`."""
     for name in ("num_heads", "num_kv_heads", "head_size", "v_head_size"):
@@ -76,15 +83,13 @@ def check_fields(spec: LayerSpec) -> None:
         ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("qkv_dtype", QUANTISED_DTYPES),
         ("out_dtype", QUANTISED_DTYPES), ("scales", SCALES),
     ):  # fmt: skip
-        value = getattr(spec, name)
-        if not isinstance(value, str) or value not in valid:
-            raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}")
+        choice(name, getattr(spec, name), valid)
     if spec.variant is not None and not (
         isinstance(spec.variant, str) and NAME.fullmatch(spec.variant)
     ):
         raise SpecError(f"variant={spec.variant!r} must be a registered variant's name, or None")
-    if spec.mask is not None and spec.mask not in MASKS:
-        raise SpecError(f"mask={spec.mask!r} is unknown{nearest(str(spec.mask), MASKS)}")
+    if spec.mask is not None:
+        choice("mask", spec.mask, MASKS)
     number("scale", spec.scale, "a positive number, or 0 for the default")
     if spec.scale < 0:
         raise SpecError(f"scale={spec.scale!r} must be a positive number, or 0 for the default")
@@ -278,6 +283,11 @@ def _check_mamba(spec: LayerSpec, recurrent: RecurrentSpec) -> None:
     for name in ("gated", "bc_in_float32"):
         if getattr(recurrent, name) and not mamba:
             raise SpecError(f"recurrent.{name}=True: {kind} has none; only Mamba layers have")
+    if recurrent.draft_tokens and spec.kind is not AttentionKind.SHORT_CONV:
+        raise SpecError(
+            f"recurrent.draft_tokens={recurrent.draft_tokens}: only a short convolution's state has room "
+            f"for drafts; {kind} keeps the state after each of them by Batch.state_targets"
+        )
     if recurrent.channel_groups > 1 and (not mamba1 or spec.num_heads % recurrent.channel_groups):
         raise SpecError(
             f"recurrent.channel_groups={recurrent.channel_groups}: it is Mamba-1's, and divides its "
@@ -306,18 +316,13 @@ def check_recurrent(recurrent: RecurrentSpec) -> None:
     """Check what makes a recurrent layer. Raises `SpecError`."""
     integer("recurrent.state_size", recurrent.state_size, 0)
     integer("recurrent.conv_width", recurrent.conv_width, 0)
-    if recurrent.activation not in (None, "silu"):
-        raise SpecError(f"recurrent.activation={recurrent.activation!r} must be 'silu' or None")
-    if recurrent.feature_map not in (None, *FEATURE_MAPS):
-        raise SpecError(
-            f"recurrent.feature_map={recurrent.feature_map!r} must be one of "
-            f"{', '.join(FEATURE_MAPS)}, or None"
-        )
+    integer("recurrent.draft_tokens", recurrent.draft_tokens, 0)
+    if recurrent.activation is not None:
+        choice("recurrent.activation", recurrent.activation, ("silu",))
+    if recurrent.feature_map is not None:
+        choice("recurrent.feature_map", recurrent.feature_map, FEATURE_MAPS)
     integer("recurrent.channel_groups", recurrent.channel_groups, 1)
-    if recurrent.state_dtype not in STATE_DTYPES:
-        raise SpecError(
-            f"recurrent.state_dtype={recurrent.state_dtype!r} must be one of {', '.join(STATE_DTYPES)}"
-        )
+    choice("recurrent.state_dtype", recurrent.state_dtype, STATE_DTYPES)
     for name in ("dt_softplus", "qk_norm", "gated", "bc_in_float32"):
         if not isinstance(getattr(recurrent, name), bool):
             raise SpecError(f"recurrent.{name}={getattr(recurrent, name)!r} must be True or False")

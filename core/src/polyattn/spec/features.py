@@ -36,9 +36,12 @@ FEATURES = {
     "grouped_channels": "Mamba-1's groups of B and C",
     "bc_in_float32": "Mamba's B and C in float32 beside x in 16 bits",
     "narrow_states": "recurrent states kept in 16 bits",
+    "wide_conv_states": "a convolution's state with room for drafts",
 }
 """Every feature that a `LayerSpec` can ask for and a backend must claim, with what it means."""
-RECURRENT = frozenset({"gated", "grouped_channels", "bc_in_float32", "narrow_states"})
+RECURRENT = frozenset(
+    {"gated", "grouped_channels", "bc_in_float32", "narrow_states", "wide_conv_states"}
+)
 """Those that only recurrent layers ask for."""
 
 
@@ -75,5 +78,6 @@ def features(spec: LayerSpec) -> frozenset[str]:
         "grouped_channels": form is not None and form.channel_groups > 1,
         "bc_in_float32": form is not None and form.bc_in_float32,
         "narrow_states": form is not None and form.state_dtype != "auto",
+        "wide_conv_states": form is not None and form.draft_tokens > 0,
     }
     return frozenset(name for name, asked in wanted.items() if asked)

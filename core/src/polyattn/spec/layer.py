@@ -53,6 +53,9 @@ class RecurrentSpec:
     - `feature_map`: what linear attention with a normaliser takes of queries and keys: `"elu+1"` or
       `"relu"`.
     - `gated`: Mamba takes a gate z beside x; what leaves is y silu(z).
+    - `draft_tokens` D: a short convolution's state is a ring of conv_width - 1 + D inputs instead of the
+      last conv_width - 1: position p's is in column p modulo that. So up to D of a step's last tokens
+      can be rejected: the sequence's next length says how many were.
     - `channel_groups`: Mamba-1's channels have so many B and C, each for as many neighbours.
     - `bc_in_float32`: Mamba's B and C come in float32 whatever the layer's dtype.
     - `state_dtype`: what a state is kept in between steps, `"bfloat16"` or `"float16"`; `"auto"`: float32
@@ -61,6 +64,7 @@ class RecurrentSpec:
 
     state_size: int = 0
     conv_width: int = 0
+    draft_tokens: int = 0
     activation: str | None = None
     dt_softplus: bool = True
     qk_norm: bool = False

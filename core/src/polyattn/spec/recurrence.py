@@ -1,7 +1,8 @@
 """What does each recurrent kind take? Its tensors, its parameters and its state, as data.
 
 The letters of a shape: T tokens, H heads (or channels), G groups of B and C, or key heads, K key
-head size, V value head size, N state size, W convolution width, R Mamba-1's groups.
+head size, V value head size, N state size, W convolution width, L inputs that a convolution's state
+holds (W - 1, and draft_tokens more), R Mamba-1's groups.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ class Form:
 
 FORMS: dict[AttentionKind, Form] = {
     AttentionKind.SHORT_CONV: Form(
-        recurrence="y[t] = act(bias + sum_w weight[w] x[t - W + 1 + w]); h holds the last W - 1 x",
+        recurrence="y[t] = act(bias + sum_w weight[w] x[t - W + 1 + w]); h holds the last W - 1 x; "
+        "with draft_tokens, position p's x in column p modulo L",
         inputs={"x": ("T", "H")},
         output=("T", "H"),
-        state=("H", "W-1"),
+        state=("H", "L"),
         params={"weight": ("H", "W"), "bias": ("H",)},
         optional=frozenset({"bias"}),
         state_in_float32=False,
@@ -153,7 +155,7 @@ def shape_of(spec: LayerSpec, shape: Shape, tokens: int = 0) -> tuple[int, ...]:
         "V+1": spec.v_head_size + 1,
         "N": recurrent.state_size,
         "W": recurrent.conv_width,
-        "W-1": recurrent.conv_width - 1,
+        "L": recurrent.conv_width - 1 + recurrent.draft_tokens,
         "R": recurrent.channel_groups,
     }
     return tuple(sizes[letter] for letter in shape)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polyattn.errors import SpecError, nearest, shown
+from polyattn.spec.checks import choice
 
 PAIRINGS = ("neox", "gptj")
 SCALINGS = ("none", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
@@ -106,9 +107,7 @@ class RopeSpec:
 
 def _check_choices(rope: RopeSpec) -> None:
     for name, valid in (("pairing", PAIRINGS), ("scaling", SCALINGS), ("positions", POSITIONS)):
-        value = getattr(rope, name)
-        if not isinstance(value, str) or value not in valid:
-            raise SpecError(f"rope.{name}={value!r} is unknown{nearest(str(value), valid)}")
+        choice(f"rope.{name}", getattr(rope, name), valid)
     for name in ("truncate", "sections_interleaved"):
         if not isinstance(getattr(rope, name), bool):
             raise SpecError(f"rope.{name}={getattr(rope, name)!r} must be true or false")

@@ -9,7 +9,7 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from polyattn import PolyattnError
-from polyattn.families.attention.sdpa import sdpa
+from polyattn.families.attention.sdpa import sdpa, sdpa_operator
 from polyattn.runtime.ledger import Ledger
 from torch import Tensor
 
@@ -92,9 +92,10 @@ def _serve(
         mask = mask[(None,) * (4 - mask.dim())]
     if torch.compiler.is_compiling() and not return_lse:
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
-        return torch.ops.polyattn.sdpa(
+        whole: Tensor = sdpa_operator(
             query, key, value, mask, None, is_causal, scale, None, "diffusers"
-        )  # type: ignore[no-any-return]
+        )
+        return whole
     out, lse = sdpa(
         query, key, value, mask, is_causal=is_causal, scale=scale, needs_lse=return_lse,
         heads_first=False, count=LEDGER.count,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from math import gcd
 from typing import NamedTuple
 
 import torch
+from polyattn.families.attention.dense import Asked
 from polyattn.families.attention.device_lens import way_of
 from torch import Tensor
 
-from polyattn_flash_attn.calls import FlashAsked, Rotary, asked_of
+from polyattn_flash_attn.calls import Found
 
 LEAST_PAGE, MOST_PAGE = 16, 256
 """Tokens of the pages that a dense cache is read in."""
@@ -18,48 +20,57 @@ LEAST_PAGE, MOST_PAGE = 16, 256
 class Cache(NamedTuple):
     """A cache as flash-attn is given one: pages and their `block_table`, or dense rows.
 
-    `rows`: which row of a dense cache is a sequence's; None: its own.
+    `rows`: which row of a dense cache is a sequence's; None: its own. `leftpad`: where each starts in it.
     """
 
     key: Tensor
     value: Tensor
     block_table: Tensor | None
     rows: Tensor | None
+    leftpad: Tensor | None
+
+
+class New(NamedTuple):
+    """New keys and values (tokens, heads, size), and how many are each sequence's."""
+
+    key: Tensor
+    value: Tensor
+    lens: Sequence[int]
+
+
+def is_local(asked: Asked) -> bool:
+    """Whether a row's queries stand at positions of their own, by which they are rotated."""
+    return asked.causal or asked.sliding_window is not None or asked.window_right is not None
 
 
 def decode_on_device(
-    query: Tensor,
-    cache: Cache,
-    new: tuple[Tensor, Tensor] | None,
-    lens: Tensor,
-    rotary: Rotary | None,
-    asked: FlashAsked,
-) -> tuple[Tensor, Tensor | None] | None:
-    """Append tokens, as many to each sequence, and attend. Returns the output and, where asked, the LSE.
+    query: Tensor, cache: Cache, new: New | None, lens: Tensor,
+    rotary: Callable[[Tensor, Tensor], Tensor] | None, asked: Asked, slopes: Tensor | None,
+) -> Found | None:  # fmt: skip
+    """Append tokens, as many to each sequence, and attend. The LSE is (heads, tokens).
 
     None, and nothing has changed, where no backend goes by the device's lengths or a dense cache
     can't be viewed as pages. Whether a sequence has room nobody looks at, but for POLYATTN_CHECKS=1.
     """
-    key, value, table = cache.key, cache.value, cache.block_table
+    key, value, table = cache[:3]
     rows = lens.shape[0]
     if table is None:
         paged = _as_pages(cache, rows)
         if paged is None:
             return None
         key, value, table = paged
-    slopes, size = asked.alibi_slopes, key.shape[1]
-    way = way_of(query, key, value, table, lens, asked_of(asked), alibi_slopes=slopes)
+    way = way_of(query, key, value, table, lens, asked, alibi_slopes=slopes)
     if way is None:
         return None
     if rotary is not None:
-        local = asked.causal or asked.window_size != (-1, -1)
-        query = rotary(query, _positions(lens, query.shape[0] // rows, 1 if local else 0).flatten())
+        each = query.shape[0] // rows
+        query = rotary(query, _positions(lens, each, 1 if is_local(asked) else 0).flatten())
     if new is not None:
-        count = new[0].shape[0] // rows
+        count, size = new.key.shape[0] // rows, key.shape[1]
         position = _positions(lens, count)
         page, at = table.gather(1, position // size).long().flatten(), position.flatten() % size
-        new_key = new[0] if rotary is None else rotary(new[0], position.flatten())
-        key[page, at], value[page, at] = new_key.to(key.dtype), new[1].to(value.dtype)
+        turned = new.key if rotary is None else rotary(new.key, position.flatten())
+        key[page, at], value[page, at] = turned.to(key.dtype), new.value.to(value.dtype)
         lens = way.after(lens, count)
     out, lse = way(query, key, value, table, lens, alibi_slopes=slopes)
     return out, None if lse is None else lse.T

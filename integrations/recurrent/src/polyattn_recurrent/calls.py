@@ -1,4 +1,4 @@
-"""What the functions share: what is refused, gates, one number a head."""
+"""What the functions share: gradients refused, gates, one number a head."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ import torch
 from polyattn import PolyattnError
 from torch import Tensor
 from torch.nn.functional import silu, softplus
-
-
-def refuse(**given: object) -> None:
-    """Refuse arguments that change the result and have no counterpart. Raises `PolyattnError`."""
-    for name, value in given.items():
-        if value is not None and value is not False:
-            raise PolyattnError(
-                f"{name} is given, which polyattn_recurrent doesn't serve; leave it out, or uninstall()"
-            )
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:

@@ -7,24 +7,20 @@ from typing import Any
 import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
+from polyattn.runtime.stand_in import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import given, refuse, refuse_gradients
+from polyattn_recurrent.calls import given, refuse_gradients
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
 
 def causal_conv1d_fn(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    final_states_out: Tensor | None = None,
-    activation: str | None = None,
-) -> Any:
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None, return_final_states: bool = False,
+    final_states_out: Tensor | None = None, activation: str | None = None,
+) -> Any:  # fmt: skip
     """Convolve `x` (batch, channels, seqlen) by `weight` (channels, width).
 
     States (batch, channels, width - 1). Returns the output, or (output, final states).
@@ -37,32 +33,37 @@ def causal_conv1d_fn(
 
 
 def causal_conv1d_update(
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    cache_seqlens: Tensor | None = None,
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None,
+    activation: str | None = None, cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Convolve new tokens, (batch, channels) or (batch, channels, seqlen), after `conv_state`.
 
     `conv_state` (batch or slots, channels, width - 1 or more) holds the last inputs and is changed in
-    place; `conv_state_indices` (batch,): each sequence's slot.
+    place; `conv_state_indices` (batch,): each sequence's slot. `cache_seqlens` (batch,): tokens that each
+    sequence had; then `conv_state` is a ring, position p's input in column p modulo its columns.
     """
-    refuse(cache_seqlens=cache_seqlens)
     tokens = x[..., None] if x.dim() == 2 else x
     before = conv_state if conv_state_indices is None else conv_state[conv_state_indices]
-    width = weight.shape[1]
-    out, _ = _convolve(
-        tokens, weight, bias, before[..., before.shape[-1] - width + 1 :], activation
-    )
-    kept = torch.cat([before, tokens.to(before.dtype)], -1)[..., -before.shape[-1] :]
+    width, columns = weight.shape[1], before.shape[-1]
+    if cache_seqlens is not None:  # the oldest input first
+        turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None]
+        before = before.gather(2, _columns(turn, before))
+    out, _ = _convolve(tokens, weight, bias, before[..., columns - width + 1 :], activation)
+    kept = torch.cat([before, tokens.to(before.dtype)], -1)[..., -columns:]
+    if cache_seqlens is not None:
+        turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None] + tokens.shape[2]
+        kept = torch.empty_like(kept).scatter_(2, _columns(turn, kept), kept)
     if conv_state_indices is None:
         conv_state.copy_(kept)
     else:
         conv_state[conv_state_indices] = kept
     return out[..., 0] if x.dim() == 2 else out
+
+
+def _columns(positions: Tensor, ring: Tensor) -> Tensor:
+    """Return the columns of `ring` (batch, channels, columns) that hold positions (batch, columns)."""
+    return (positions % ring.shape[2])[:, None].expand_as(ring).long()
 
 
 def _convolve(

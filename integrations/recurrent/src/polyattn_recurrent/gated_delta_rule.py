@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
+from polyattn.runtime.host_copies import lens_between
+from polyattn.runtime.stand_in import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import refuse, refuse_gradients
+from polyattn_recurrent.calls import refuse_gradients
 
 __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
     cp_context: Any = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Run `q`, `k` (batch, seqlen, key heads, size), `v` (…, heads, v_size), `g`, `beta` (…, heads).
 
     States (batch, heads, size, v_size), or of sequences packed in one row by `cu_seqlens`. Returns the
@@ -47,25 +38,14 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
+    gv: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """`chunk_gated_delta_rule`, a token at a time; without `g` nothing decays, without `beta` it is 1."""
     refuse(
         gk=gk, gv=gv, use_gate_in_kernel=use_gate_in_kernel, A_log=A_log, dt_bias=dt_bias,
@@ -89,15 +69,15 @@ def _beta(beta: Tensor, sigmoid: bool, negative: bool) -> Tensor:
     return beta * 2 if negative else beta
 
 
-def _lens(q: Tensor, cumulative: Tensor | None) -> list[int]:
+def _lens(q: Tensor, cumulative: Tensor | None) -> tuple[int, ...]:
     if cumulative is None:
-        return [q.shape[1]] * q.shape[0]
-    return [b - a for a, b in pairwise(cumulative.tolist())]
+        return (q.shape[1],) * q.shape[0]
+    return lens_between(cumulative)
 
 
 def _run(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None,
-    state: Tensor | None, norm: bool, lens: list[int],
+    state: Tensor | None, norm: bool, lens: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_gradients(q, k, v, g, beta, state)
     flat = [t.flatten(0, 1) for t in (q, k.to(q.dtype), v.to(q.dtype), g.float(), beta.float())]

@@ -15,17 +15,10 @@ __all__ = ["selective_scan_fn"]
 
 
 def selective_scan_fn(
-    u: Tensor,
-    delta: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Scan `u`, `delta`, `z` (batch, channels, seqlen), `B`, `C` (batch, state size, seqlen).
 
     `A` (channels, state size). Returns the output, or (output, last state float32).

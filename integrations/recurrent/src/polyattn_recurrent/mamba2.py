@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
+from polyattn.runtime.stand_in import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import gated, given, limited, per_head, refuse, refuse_gradients
+from polyattn_recurrent.calls import gated, given, limited, per_head, refuse_gradients
 
 __all__ = ["mamba_chunk_scan_combined"]
 
@@ -18,23 +19,13 @@ NO_LIMIT = (0.0, float("inf"))
 
 
 def mamba_chunk_scan_combined(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    chunk_size: int,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    initial_states: Tensor | None = None,
-    seq_idx: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = NO_LIMIT,
-    return_final_states: bool = False,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int,
+    D: Tensor | None = None, z: Tensor | None = None, dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None, seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = NO_LIMIT, return_final_states: bool = False,
     return_varlen_states: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """Scan `x` (batch, seqlen, heads, size), `dt` (batch, seqlen, heads), `B`, `C` (…, groups, state).
 
     States (batch, heads, size, state size). `chunk_size` changes no result. Returns the output, or

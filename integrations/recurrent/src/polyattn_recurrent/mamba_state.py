@@ -11,18 +11,10 @@ __all__ = ["selective_state_update"]
 
 
 def selective_state_update(
-    state: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+    z: Tensor | None = None, dt_bias: Tensor | None = None, dt_softplus: bool = False,
     state_batch_indices: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Take one token of each sequence, and change `state` in place.
 
     Mamba-1: `x`, `dt` (batch, channels), `state` (batch or slots, channels, state size), `A` likewise

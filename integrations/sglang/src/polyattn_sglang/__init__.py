@@ -18,11 +18,11 @@ __all__ = ["create", "register", "report", "reset"]
 
 def register() -> None:
     """Add the name to SGLang's attention backends and to what its arguments accept."""
-    from sglang.srt.arg_groups.choices import (  # type: ignore[import-not-found]
+    from sglang.srt.arg_groups.choices import (
         ATTENTION_BACKEND_CHOICES,
         add_attention_backend_choices,
     )
-    from sglang.srt.layers.attention.attention_registry import (  # type: ignore[import-not-found]
+    from sglang.srt.layers.attention.attention_registry import (
         register_attention_backend,
     )
 
@@ -33,7 +33,7 @@ def register() -> None:
 
 def create(runner: Any) -> Any:
     """Return the backend for one model runner, of SGLang's own base class."""
-    from sglang.srt.layers.attention.base_attn_backend import (  # type: ignore[import-not-found]
+    from sglang.srt.layers.attention.base_attn_backend import (
         AttentionBackend,
     )
 

@@ -110,10 +110,9 @@ class ServedAttention:
             layer.attn_type.value == "decoder", float(layer.scaling),
             window + 1 if sliding else None, logit_soft_cap=layer.logit_cap or None,
         )  # fmt: skip
-        given: list[Tensor | None] = [None, None]
         if k is not None and v is not None:
-            given[0] = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)[:tokens]
-            given[1] = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:tokens]
+            k = k.reshape(-1, layer.tp_k_head_num, layer.qk_head_dim)[:tokens]
+            v = v.reshape(-1, layer.tp_v_head_num, layer.v_head_dim)[:tokens]
         cache = None
         if layer.attn_type.value == "encoder_only":
             group = self._group(query, layer, asked, sinks, cached=False)
@@ -123,10 +122,10 @@ class ServedAttention:
             group = self._group(query, layer, asked, sinks, block_size=self.page)
             group.check_format(cache.format)
             if not store:  # what shares another layer's cache attends to what that one stored
-                given = [None, None]
-            plan = group.plan_for(step.batch(sliding, store and k is not None))
+                k = v = None
+            plan = group.plan_for(step.batch(sliding, k is not None))
         LEDGER.count(plan.group)
-        found, _ = run(plan, query[:tokens], *given, cache, sinks=sinks)
+        found, _ = run(plan, query[:tokens], k, v, cache, sinks=sinks)
         out[:tokens] = found.flatten(1)
         return out
 

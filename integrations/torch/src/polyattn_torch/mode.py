@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.sdpa import sdpa
+from polyattn.families.attention.sdpa import sdpa, sdpa_operator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -76,7 +76,7 @@ def scaled_dot_product_attention(
         )
     if attn_mask is not None and is_causal:
         raise Unserved("attn_mask and is_causal together")
-    device = "cpu" if query.is_cpu else query.device.type
+    device = "cpu" if query.is_cpu else "cuda" if query.is_cuda else query.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (
@@ -94,14 +94,14 @@ def scaled_dot_product_attention(
         raise Unserved("other KV heads than heads without enable_gqa")
     mask = None if attn_mask is None else _four_sizes(attn_mask, dims - 2, key.shape[2])
     if torch.compiler.is_compiling():
-        out = torch.ops.polyattn.sdpa(
+        out: Tensor = sdpa_operator(
             query, key, value, mask, None, is_causal, scale, None, "torch"
-        )
+        ).transpose(1, 2)
     else:
         out, _ = sdpa(
-            query, key, value, mask, is_causal=is_causal, scale=scale, count=LEDGER.count
+            query, key, value, mask, is_causal=is_causal, scale=scale, heads_out=True,
+            count=LEDGER.count,
         )  # fmt: skip
-    out = out.transpose(1, 2)
     return out if dims == 4 else out.reshape(*leading, *out.shape[2:])
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.dense import Asked
+from polyattn.families.attention.dense import Asked, window
 from polyattn.families.attention.packed import Keys, packed, packed_backward
 from polyattn.families.attention.sdpa import sdpa
+from polyattn.runtime.host_copies import lens_between, values_of
 from torch import Tensor
 from torch.library import Library, get_kernel
 
@@ -25,8 +26,6 @@ from polyattn_torch.ledger import LEDGER
 _CPU = "_scaled_dot_product_flash_attention_for_cpu"
 _CUDA = "_scaled_dot_product_flash_attention"
 _inside = threading.local()
-UNBOUNDED = 1 << 30
-"""Keys after a query that no window hides."""
 
 
 class Operators:
@@ -103,7 +102,7 @@ def _served(
         with torch.no_grad():
             out, lse = sdpa(
                 query, key, value, mask, is_causal=is_causal, scale=scale, needs_lse=True,
-                count=LEDGER.count,
+                heads_out=True, count=LEDGER.count,
             )  # fmt: skip
     except PolyattnError as error:
         LEDGER.count_fallback("", str(error))
@@ -113,7 +112,7 @@ def _served(
     assert lse is not None
     if mask is not None:  # torch's backward reads 0 where a query sees nothing
         lse = lse.masked_fill(lse == -torch.inf, 0.0)
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    return out, lse
 
 
 def dense_results(query: Tensor, key: Tensor, out: Tensor, lse: Tensor) -> tuple[Any, ...]:
@@ -143,15 +142,19 @@ def varlen_forward(
     if cum_seq_q is None:
         if block_table is not None or seqused_k is not None:
             raise PolyattnError("block_table and seqused_k go with cum_seq_q, for packed sequences")
-        lens, key_lens = [shape[1]] * shape[0], [key.shape[1]] * shape[0]
+        lens: Sequence[int] = (shape[1],) * shape[0]
+        key_lens: Sequence[int] = (key.shape[1],) * shape[0]
         query, key, value = (t.flatten(0, 1) for t in (query, key, value))
         starts = None
     else:
-        lens = _lens(cum_seq_q)
-        if cum_seq_k is None and seqused_k is None:
+        lens = lens_between(cum_seq_q)
+        starts = None if cum_seq_k is None else values_of(cum_seq_k)[:-1]
+        if seqused_k is not None:
+            key_lens = values_of(seqused_k)
+        elif cum_seq_k is not None:
+            key_lens = lens_between(cum_seq_k)
+        else:
             raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
-        starts = None if cum_seq_k is None else cum_seq_k.tolist()[:-1]
-        key_lens = _lens(cum_seq_k) if seqused_k is None else seqused_k.tolist()  # type: ignore[arg-type]
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
     keys = Keys(key, value, key_lens, None if block_table is not None else starts, block_table)
     with torch.no_grad():
@@ -183,18 +186,11 @@ def varlen_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_backward` on the CPU, where torch has none: the formula's gradients."""
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
-    keys = Keys(key, value, _lens(cum_seq_k))
-    return packed_backward(grad_out, query, _lens(cum_seq_q), keys, asked)
-
-
-def _lens(cumulative: Tensor) -> list[int]:
-    return [b - a for a, b in pairwise(cumulative.tolist())]
+    keys = Keys(key, value, lens_between(cum_seq_k))
+    return packed_backward(grad_out, query, lens_between(cum_seq_q), keys, asked)
 
 
 def _asked(causal: bool, scale: float | None, left: int | None, right: int | None) -> Asked:
-    left, right = -1 if left is None else left, -1 if right is None else right
-    causal = causal or right == 0
-    after = None
-    if not causal and (left >= 0 or right >= 0):
-        after = right if right >= 0 else UNBOUNDED
-    return Asked(causal, scale, left + 1 if left >= 0 else None, after, needs_lse=True)
+    sides = (-1 if side is None else side for side in (left, right))
+    causal, before, after = window(causal, *sides)
+    return Asked(causal, scale, before, after, needs_lse=True)

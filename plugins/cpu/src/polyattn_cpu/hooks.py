@@ -247,6 +247,7 @@ TORCH_SCAN = BackendInfo(
                 "grouped_channels",
                 "bc_in_float32",
                 "narrow_states",
+                "wide_conv_states",
             }
         ),
     ),

@@ -16,15 +16,16 @@ Tensors = Mapping[str, Tensor]
 
 
 class ScanPlan(Plan):
-    """Each sequence's slot, and whether it starts fresh."""
+    """Each sequence's slot, how many tokens it had before the step, and whether it starts fresh."""
 
-    __slots__ = ("fresh", "slots")
+    __slots__ = ("before", "fresh", "slots")
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.slots = batch.state_slots.tolist()
-        self.fresh = [n == q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
+        self.before = [n - q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
+        self.fresh = [count == 0 for count in self.before]
 
 
 class TorchScan(RecurrentBackend):
@@ -60,6 +61,8 @@ class TorchScan(RecurrentBackend):
             part = {name: tensor[rows] for name, tensor in inputs.items()}
             if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
                 part["fresh"] = out.new_tensor(plan.fresh[index], dtype=torch.bool)
+            elif _is_ring(self.spec):
+                part["before"] = torch.tensor(plan.before[index])
             gate = part.pop("z", None)
             if gate is None:
                 run(self.spec, part, params, state, out[rows])
@@ -87,11 +90,19 @@ class TorchScan(RecurrentBackend):
         part = {name: tensor[rows].to(_compute(states)) for name, tensor in inputs.items()}
         if self.spec.kind is AttentionKind.RG_LRU:
             part["fresh"] = ~begun
+        elif _is_ring(self.spec):
+            part["before"] = torch.tensor([plan.before[i] for i in live], device=out.device)
         output, state = TOKENS[self.spec.kind](self.spec, part, params, state)
         if "z" in part:
             output = output * silu(part["z"])
         states[slots] = state.to(states.dtype)
         out[rows] = output.to(out.dtype)
+
+
+def _is_ring(spec: LayerSpec) -> bool:
+    """Whether the state is a convolution's with room for drafts, each input at its position."""
+    assert spec.recurrent is not None
+    return spec.recurrent.draft_tokens > 0
 
 
 def _compute(states: Tensor) -> torch.dtype:
@@ -120,15 +131,17 @@ def _activate(spec: LayerSpec, y: Tensor) -> Tensor:
 def _conv_sequence(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
 ) -> None:
-    compute = _compute(state)
-    joined = torch.cat([state.to(compute), x["x"].T.to(compute)], dim=1)
+    compute, length = _compute(state), state.shape[1]
+    before = int(x["before"]) if _is_ring(spec) else 0
+    # The oldest input first; a ring has it where the next is to go.
+    joined = torch.cat([state.roll(-before, 1).to(compute), x["x"].T.to(compute)], dim=1)
     weight = params["weight"].to(joined.dtype)
     bias = params.get("bias")
-    y = conv1d(
-        joined[None], weight[:, None], None if bias is None else bias.to(joined.dtype),
-        groups=len(weight),
-    )[0]  # fmt: skip
-    state.copy_(joined[:, joined.shape[1] - state.shape[1] :])
+    bias = None if bias is None else bias.to(joined.dtype)
+    seen = joined[:, length + 1 - weight.shape[1] :]
+    y = conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0]
+    kept = joined[:, joined.shape[1] - length :]
+    state.copy_(kept.roll(before + len(x["x"]), 1) if _is_ring(spec) else kept)
     out.copy_(_activate(spec, y).T)
 
 
@@ -262,9 +275,18 @@ def _delta_keys(spec: LayerSpec, x: Tensors) -> tuple[Tensor, Tensor]:
 def _conv_token(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    window = torch.cat([state.to(x["x"].dtype), x["x"][..., None]], dim=2)
+    given, width = x["x"][..., None], params["weight"].shape[1]
+    if _is_ring(spec):
+        length = state.shape[2]
+        back = torch.arange(1 - width, 1, device=state.device)
+        at = ((x["before"][:, None] + back) % length)[:, None].expand(-1, state.shape[1], -1)
+        window = torch.cat([state.gather(2, at[..., :-1]).to(given.dtype), given], dim=2)
+        state = state.scatter(2, at[..., -1:], given.to(state.dtype))
+    else:
+        window = torch.cat([state.to(given.dtype), given], dim=2)
+        state = window[..., 1:]
     y = (window * params["weight"]).sum(-1)
-    return _activate(spec, y + params["bias"] if "bias" in params else y), window[..., 1:]
+    return _activate(spec, y + params["bias"] if "bias" in params else y), state
 
 
 def _mamba1_token(

@@ -37,9 +37,33 @@ FLASHINFER_MLA = BackendInfo(
         decode_query_lens=16,
         features=FEATURES,
         graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+        remedies={"fp8_e4m3": "FLASHINFER_MLA_FP8 reads them on Hopper, with FlashInfer 0.7"},
     ),
     priorities=(Priority(score=90, why="the fastest measured on Hopper: 136 us at 64 x 4,096"),),
     proof=MEASURED,
+)
+FLASHINFER_MLA_FP8 = BackendInfo(
+    name="FLASHINFER_MLA_FP8",
+    summary="FlashInfer's planned MLA wrapper over latents in e4m3, multiplied in bf16",
+    path="polyattn_cuda.flashinfer_mla:FlashInferMLA",
+    probe="polyattn_cuda.providers:flashinfer_ready",
+    requires=("flashinfer-python>=0.7",),
+    install="pip install 'flashinfer-python>=0.7'",
+    capabilities=Capabilities(
+        # Its planner takes e4m3 latents on this arch alone, beside queries in bf16.
+        platforms={"cuda": ("sm_90",)},
+        kinds=frozenset({MLA}),
+        dtypes=frozenset({"bfloat16"}),
+        kv_cache_dtypes=frozenset({"fp8_e4m3"}),
+        latent_ranks=one_of(512),
+        block_sizes=multiples(1, high=64),
+        preferred_block_size=64,
+        phases=frozenset({"decode"}),
+        decode_query_lens=16,
+        features=FEATURES,
+    ),
+    priorities=(Priority(score=40, why="unmeasured: behind what was measured over such caches"),),
+    proof=SIGNATURE,
 )
 FLASHINFER_MLA_SPARSE = BackendInfo(
     name="FLASHINFER_MLA_SPARSE",
@@ -60,6 +84,10 @@ FLASHINFER_MLA_SPARSE = BackendInfo(
     priorities=(Priority(score=80, why="NVIDIA's own kernel for Blackwell"),),
     proof=SIGNATURE,
 )
+FLASHMLA_FP8 = (
+    "its dense kernel for e4m3 takes queries in e4m3 by one scale that all requests would share; its "
+    "sparse one reads rows of 656 bytes of a format of its own"
+)
 FLASHMLA_CLAIMS = Capabilities(
     platforms={"cuda": ("sm_90",)},
     kinds=frozenset({MLA}),
@@ -70,6 +98,7 @@ FLASHMLA_CLAIMS = Capabilities(
     decode_query_lens=16,
     features=FEATURES,
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+    remedies={"fp8_e4m3": FLASHMLA_FP8},
 )
 FLASHMLA = BackendInfo.of_variants(
     Variant(
@@ -101,6 +130,9 @@ FLASHMLA_SPARSE_CLAIMS = Capabilities(
     block_sizes=Sizes(),
     preferred_block_size=64,
     features=FEATURES,
+    remedies={
+        "fp8_e4m3": "over e4m3 it reads rows of 656 bytes, 512 of them e4m3 with a scale for each 128"
+    },
 )
 FLASHMLA_SPARSE = BackendInfo.of_variants(
     Variant(
@@ -153,6 +185,7 @@ FLASH_ATTN_MLA_CLAIMS = Capabilities(
     decode_query_lens=16,
     features=FEATURES,
     graph_capture=GraphCapture.SINGLE_TOKEN_DECODE,
+    remedies={"fp8_e4m3": "FlashAttention-3 takes a second query for latents in 16 bits alone"},
 )
 FLASH_ATTN_MLA = BackendInfo.of_variants(
     Variant(
@@ -249,6 +282,6 @@ CAUSAL_CONV1D = BackendInfo(
 )
 
 FAMILIES = [
-    FLASHINFER_MLA, FLASHINFER_MLA_SPARSE, FLASHMLA, FLASHMLA_SPARSE, CUTLASS_MLA, FLASH_ATTN_MLA,
-    FLA, FLA_CHANNELS, MAMBA_SSM, CAUSAL_CONV1D,
+    FLASHINFER_MLA, FLASHINFER_MLA_FP8, FLASHINFER_MLA_SPARSE, FLASHMLA, FLASHMLA_SPARSE,
+    CUTLASS_MLA, FLASH_ATTN_MLA, FLA, FLA_CHANNELS, MAMBA_SSM, CAUSAL_CONV1D,
 ]  # fmt: skip

@@ -27,6 +27,7 @@ from torch import Tensor
 from polyattn_cuda.paging import PackedKeys
 from polyattn_cuda.providers import vllm_library
 
+MAX_SPLITS = 32
 SHORT = 16
 """Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
 
@@ -35,13 +36,15 @@ class FlashPlan(Plan):
     """`short` rows over a cache, or varlen with `keys`; `longest` is told to the varlen kernel.
 
     At least 2: a kernel that is told of single tokens folds the heads of a group into rows and takes
-    one token of each sequence for granted.
+    one token of each sequence for granted. `splits` of short rows' keys: 0 lets the library decide, by
+    the block table's width.
     """
 
-    __slots__ = ("keys", "longest", "short")
+    __slots__ = ("keys", "longest", "short", "splits")
 
-    def __init__(self, batch: Batch, cache: CacheFormat | None, short: bool):
+    def __init__(self, batch: Batch, cache: CacheFormat | None, short: bool, splits: int):
         super().__init__(batch)
+        self.splits = splits
         self.short = UniformRows(batch) if short else None
         self.keys = PackedKeys(batch, None) if cache is None else None
         self.longest = max(2, batch.max_query_len)
@@ -53,9 +56,20 @@ class FlashAttention2(AttentionBackend):
     name: ClassVar[str] = "FLASH_ATTN"
     splits_short: ClassVar[bool] = True
 
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.num_sms = 0
+        if spec.graph_capture:
+            index = torch.device(str(device.torch_device))
+            self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
+
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashPlan:
         short = self.splits_short and self.cache is not None and batch.max_query_len <= SHORT
-        return FlashPlan(batch, self.cache, short)
+        splits = 0
+        if self.num_sms:  # a captured step's table is wider than an eager one's
+            programs = max(1, batch.num_seqs * self.spec.num_kv_heads)
+            splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
+        return FlashPlan(batch, self.cache, short, splits)
 
     def run(
         self,
@@ -161,7 +175,7 @@ class VllmFlashAttention2(FlashAttention2):
         result = self.ops.fwd_kvcache(
             query, cache.key, cache.value, None, None, batch.seq_lens, None, None, None, None,
             batch.block_table, params.alibi_slopes, out, spec.scale, spec.causal,
-            *window_sizes(spec), self.cap, True, 0,
+            *window_sizes(spec), self.cap, True, plan.splits,
         )  # fmt: skip
         return out, result[1]
 
@@ -220,7 +234,8 @@ class UpstreamFlashAttention2(FlashAttention2):
         result, found = self.kvcache_func(
             query, cache.key, cache.value, cache_seqlens=batch.seq_lens,
             block_table=batch.block_table, alibi_slopes=params.alibi_slopes,
-            return_softmax_lse=True, causal=spec.causal, window_size=sizes(spec), **self.options,
+            num_splits=plan.splits, return_softmax_lse=True, causal=spec.causal,
+            window_size=sizes(spec), **self.options,
         )  # fmt: skip
         return result, found
 

@@ -39,6 +39,7 @@ from polyattn_triton.schedule import (
     Rates,
     Tiles,
     key_tiles,
+    key_tiles_of_decodes,
     max_parts,
     most_key_tiles,
     rows_of,
@@ -145,12 +146,14 @@ class PlannedAttention(AttentionBackend):
         plan = AttentionPlan(batch, self._none)
         plan.chosen = chosen is not None
         before = reuse.work if isinstance(reuse, AttentionPlan) else None
-        lister = self.lister if reuse is None and self.lister and self.lister.takes(batch) else None
+        # A captured graph reads the capture's lists, whatever a later step's masks show.
+        listed = reuse is None and not self.spec.graph_capture and self.lister is not None
+        lister = self.lister if listed and self.lister and self.lister.takes(batch) else None
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         rows = batch.max_query_len * self.spec.gqa_ratio
-        if table is not None and batch.all_decode and not batch.num_contexts:
+        if table is not None and batch.all_decode and not batch.num_contexts and lister is None:
             self._plan_decode(plan, before)
         elif table is not None and rows <= self.most_few_rows and not batch.num_contexts:
             self._plan_few(plan, before, lister)
@@ -200,8 +203,7 @@ class PlannedAttention(AttentionBackend):
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        last = lens - 1
-        keys = key_tiles(spec, last, last, lens, plan.config.block_n)
+        keys = key_tiles_of_decodes(spec, lens, plan.config.block_n)
         total, longest = int(keys.sum()), int(keys.max())
         if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
             splits = self.splits(batch)

@@ -70,6 +70,7 @@ def scan_constants(
         return (
             spec.num_heads, form.conv_width, 1 if decode else CONV_TOKENS, CONV_CHANNELS,
             "bias" in params, form.activation == "silu", decode,
+            form.conv_width - 1 + form.draft_tokens if form.draft_tokens else 0,
         )  # fmt: skip
     if kind is AttentionKind.MAMBA1:
         if not decode:

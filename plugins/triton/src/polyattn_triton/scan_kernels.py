@@ -49,11 +49,12 @@ def conv_kernel(
     X, OUT, STATE, WEIGHT, BIAS, STARTS, SEQ_LENS, STATE_SLOTS, TILE_SEQ, TILE_START,
     x_t, o_t, st_s,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DECODE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DECODE: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """A tile of a sequence's tokens and channels; the first tile also makes the new state.
 
-    Grid: (tiles, channel blocks). State (slots, CHANNELS, WIDTH - 1).
+    Grid: (tiles, channel blocks). State (slots, CHANNELS, WIDTH - 1); where `RING` isn't 0, (slots,
+    CHANNELS, RING): position p's input in column p % RING.
     """
     if DECODE:
         seq = tl.program_id(0)
@@ -68,12 +69,14 @@ def conv_kernel(
     slot = tl.load(STATE_SLOTS + seq)
     if slot < 0:
         return
-    begun = tl.load(SEQ_LENS + seq) > count
+    before = tl.load(SEQ_LENS + seq) - count
+    begun = before > 0
+    LENGTH: tl.constexpr = RING if RING else WIDTH - 1
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     c_ok = c < CHANNELS
     t = first + tl.arange(0, BLOCK_T)
     x_row = X + start.to(tl.int64) * x_t
-    state = STATE + slot * st_s + c * (WIDTH - 1)
+    state = STATE + slot * st_s + c * LENGTH
     acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     if HAS_BIAS:
         acc += tl.load(BIAS + c, mask=c_ok, other=0.0)[None, :]
@@ -84,8 +87,11 @@ def conv_kernel(
             mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :], other=0.0,
         ).to(tl.float32)  # fmt: skip
         if WIDTH > 1:
+            column = at + WIDTH - 1
+            if RING:  # before the sequence's first position: what its start left there, 0
+                column = (before + at + RING) % RING
             new += tl.load(
-                state[None, :] + (at + WIDTH - 1)[:, None],
+                state[None, :] + column[:, None],
                 mask=((at < 0) & begun)[:, None] & c_ok[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
         acc += new * tl.load(WEIGHT + c * WIDTH + w, mask=c_ok, other=0.0)[None, :]
@@ -95,7 +101,17 @@ def conv_kernel(
         OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :], acc.to(OUT.dtype.element_ty),
         mask=(t < count)[:, None] & c_ok[None, :],
     )  # fmt: skip
-    if first == 0:
+    if RING:
+        if first == 0:
+            tl.debug_barrier()  # every thread has read what another may overwrite
+            for w in tl.static_range(RING):
+                source = count - RING + w
+                given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)
+                tl.store(
+                    state + (before + source + RING) % RING, given.to(STATE.dtype.element_ty),
+                    mask=c_ok & ((source >= 0) | (begun == 0)),
+                )  # fmt: skip
+    elif first == 0:
         # In the order of the state, so that what is read is never yet overwritten.
         for w in tl.static_range(WIDTH - 1):
             source = count - (WIDTH - 1) + w

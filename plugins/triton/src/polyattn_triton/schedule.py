@@ -81,9 +81,9 @@ class Stretches:
         work = np.empty(begin + count + 1 + (2 * count if tiles is not None else 0), np.int32)
         work[:HEADER] = self.share, line[-1], self.item, count
         columns = work[HEADER:begin].reshape(-1, programs)
-        tile = line.searchsorted(_upto(programs) * self.share, "right")
+        # Who begins behind the end of the line finds the last tile.
+        tile = line[:-1].searchsorted(_upto(programs) * self.share, "right")
         tile -= 1
-        np.minimum(tile, count - 1, out=tile)
         columns[0] = tile
         columns[1] = line.take(tile)
         columns[2] = line[1:].take(tile)
@@ -103,7 +103,7 @@ def max_parts(programs: int) -> int:
 
 @lru_cache(maxsize=256)
 def _upto(count: int) -> Ints:
-    return np.arange(count, dtype=np.int32)
+    return np.arange(count)
 
 
 def stretches(
@@ -122,10 +122,8 @@ def stretches(
     if alike is not None:
         share, each = alike
         return Stretches(_upto(count + 1) * each, share, item, programs)
-    line = np.zeros(count + 1, np.int32)
-    keys.cumsum(out=line[1:])
-    if item:
-        line += _upto(count + 1) * item
+    line = np.zeros(count + 1, np.int64)
+    np.add.accumulate(keys + item, out=line[1:])
     return Stretches(line, share, item, programs)
 
 
@@ -198,6 +196,15 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
         # Rotated keys' tiles are the kept tokens' and the window's apart.
         seen = seen + (np.where(high > 0, kept, 0) if spec.rope else np.minimum(kept, lower))
     return np.maximum(seen, 0)
+
+
+def key_tiles_of_decodes(spec: LayerSpec, lens: Ints, block: int) -> Ints:
+    """Return `key_tiles` of rows of one query token, the last of its sequence."""
+    if spec.sliding_window or spec.chunk_size:
+        last = lens - 1
+        return key_tiles(spec, last, last, lens, block)
+    tiles: Ints = (lens + (block - 1)) // block
+    return tiles
 
 
 def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:

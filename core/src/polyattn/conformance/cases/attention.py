@@ -50,6 +50,8 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
 """What each optional feature sets on the base spec."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length"})
 """What is in no pair: another feature's pairs go the same ways."""
+LATER = "later"
+"""Inputs whose first given keys stand later in their texts."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
 
@@ -137,6 +139,11 @@ def _numeric(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
     if base.role is Role.DECODER:
         for numbers in ("+100", "-100"):
             yield Case("numeric", where, base, _main(names, "")[0], numbers)
+        for name in ("chunked", "sink_tokens"):  # which count from where a text begins
+            if name in caps.features and not base.cached:
+                spec = base.replace(**FEATURE_FIELDS[name])
+                for batch in ("more keys", "fewer keys"):
+                    yield Case("numeric", f"{where} feature {name}", spec, batch, LATER)
 
 
 def _parts(caps: Capabilities, base: LayerSpec) -> Iterator[Case]:
@@ -256,6 +263,9 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
         claimed = [name for name in claimed if not name.startswith("cache_positions")]
     for name in claimed:
         yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
+    if base.cached and "fp8_inputs" in claimed and not caps.fp8_compute:
+        fields = fields_of(caps, "fp8_inputs", True)
+        yield "feature fp8_inputs, fp8_compute", base.replace(**fields, fp8_compute=True)
     if base.role is Role.DECODER or not base.cached:
         for first, second in combinations([name for name in claimed if name not in ALONE], 2):
             if base.cached or {first, second} & {"non_causal", "lse"}:

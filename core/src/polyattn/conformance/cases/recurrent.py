@@ -11,18 +11,20 @@ from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, AttentionKind
+from polyattn.spec.kinds import DTYPES, AttentionKind, GraphCapture
 from polyattn.spec.layer import LayerSpec, RecurrentSpec
 
 BATCHES = {
     "mixed": [
-        (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (129, 140), (3, 80), (1, 2),
+        (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (4, 0), (129, 140), (3, 80), (1, 2),
     ],
     "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
     "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
     "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
     "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
     "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],
+    "padded drafts": [(4, 9), (4, 0), (4, 4), (4, 70), (4, 0), (4, 0)],
+    "padded prompts": [(70, 0), (20, 30), (33, 0), (130, 130), (200, 0)],
     "empty": [(0, 0), (0, 7)],
 }  # fmt: skip
 """(query length, sequence length) pairs: longer sequences continue, equal ones start fresh."""
@@ -70,8 +72,29 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             how = "recurrent_graph" if captures(device) else "recurrent_reuse"
             cases.append(Case(how, kind.value, spec, "tokens"))
         cases.append(Case("recurrent_search", kind.value, base, "drawn"))
+        cases += _with_drafts(kind, dtype, exact, caps.graph_capture, device)
         cases += refusals(caps, base, device, "prefill")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]
+
+
+def _with_drafts(
+    kind: AttentionKind, dtype: str, exact: str, capture: GraphCapture, device: Device
+) -> Iterator[Case]:
+    """What a convolution's state with room for drafts is looked at for."""
+    for label, spec in specs(kind, dtype):
+        form = spec.recurrent
+        if form is None or not form.draft_tokens:
+            continue
+        label = f"{kind.value} {label}"
+        for name in [name for name in BATCHES if name != "mixed"]:
+            yield Case("recurrence", label, spec, name)
+        yield Case("pieces", label, spec.replace(dtype=exact), "none")
+        yield Case("rejected_drafts", label, spec, "none")
+        yield Case("state_targets", f"{label}, sequences", spec, "mixed")
+        yield Case("state_isolation", f"{label}, nan", spec, "mixed")
+        if capture:
+            how = "recurrent_graph" if captures(device) else "recurrent_reuse"
+            yield Case(how, label, spec.replace(graph_capture="single_token_decode"), "tokens")
 
 
 def _precisions(base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
@@ -101,6 +124,8 @@ def specs(kind: AttentionKind, dtype: str) -> list[tuple[str, LayerSpec]]:
             ("silu", spec(136, conv_width=4, activation="silu")),
             ("width 3", spec(64, conv_width=3)),
             ("width 2", spec(33, conv_width=2)),
+            ("drafts", spec(136, conv_width=4, draft_tokens=3, activation="silu")),
+            ("width 2, drafts", spec(33, conv_width=2, draft_tokens=6)),
         ]
     if kind is AttentionKind.MAMBA1:
         return [

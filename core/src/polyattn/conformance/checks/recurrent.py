@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -103,6 +104,37 @@ def state_targets(case: Case, harness: RecurrentHarness) -> None:
     )  # fmt: skip
     tokens = harness.tokens(layer, len(alive))
     harness.check(layer, RecurrentInputs(batch, tokens, step.states, start.tolist()), "accepted: ")
+
+
+def rejected_drafts(case: Case, harness: RecurrentHarness) -> None:
+    """Sequences take drafts and go on after those that were accepted, as if no others had come."""
+    layer, form = harness.layer(case.spec), case.spec.recurrent
+    assert form is not None
+    plain = case.spec.replace(recurrent=replace(form, draft_tokens=0))
+    group, most = harness.group(plain), form.draft_tokens + 1
+    params: dict[str, Any] = {name: tensor.clone() for name, tensor in layer.params.items()}
+    alone = type(layer)(group, **params)
+    step = harness.inputs(layer, [(5, 5), (1, 1), (40, 40)])
+    slots, lens = step.batch.state_slots, list(step.batch.lens)
+    harness.check(layer, step, "prompts: ")
+    states = group.allocate_states(step.states.num_slots)
+    alone(*step.inputs, states=states, plan=step.batch)
+    dice = torch.Generator().manual_seed(harness.seed)
+    for turn in range(6):
+        counts = torch.randint(1, most + 1, (3,), generator=dice).tolist()
+        tokens = harness.tokens(layer, 3 * most)
+        batch = Batch.from_lens(
+            [most] * 3, [n + most for n in lens], state_slots=slots, device=harness.torch_device
+        )
+        label = f"drafts, step {turn}: "
+        drafted = RecurrentInputs(batch, tokens, step.states, step.used)
+        found = harness.check(layer, drafted, label)
+        rows = torch.tensor([i * most + t for i in range(3) for t in range(counts[i])])
+        rows = rows.to(harness.torch_device)
+        lens = [n + count for n, count in zip(lens, counts, strict=True)]
+        batch = Batch.from_lens(counts, lens, state_slots=slots, device=harness.torch_device)
+        expected = alone(*(x[rows] for x in tokens), states=states, plan=batch)
+        harness.compare(case.spec, found[rows], expected.cpu(), f"{label}accepted ")
 
 
 def recurrent_out(case: Case, harness: RecurrentHarness) -> None:

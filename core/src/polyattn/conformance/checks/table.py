@@ -42,8 +42,9 @@ _LATENT: tuple[Check, ...] = (
 )  # fmt: skip
 _RECURRENT: tuple[Check, ...] = (
     recurrent.recurrence, recurrent.pieces, recurrent.state_isolation, recurrent.state_targets,
-    recurrent.recurrent_out, recurrent.recurrent_strided, recurrent.recurrent_plans,
-    recurrent.recurrent_graph, recurrent.recurrent_reuse, search.recurrent_search,
+    recurrent.rejected_drafts, recurrent.recurrent_out, recurrent.recurrent_strided,
+    recurrent.recurrent_plans, recurrent.recurrent_graph, recurrent.recurrent_reuse,
+    search.recurrent_search,
 )  # fmt: skip
 _STORE: tuple[Check, ...] = (services.store, services.store_plans, services.store_ties)
 _ROTATED: tuple[Check, ...] = (services.store_rotated, services.store_rotated_plans)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.conformance.cases.attention import batches
+from polyattn.conformance.cases.attention import LATER, batches
 from polyattn.conformance.harness.base import (
     Harness,
     Lengths,
@@ -193,9 +193,11 @@ class AttentionHarness(Harness):
                 new = self._numbers(spec, length, name, numbers)
                 tensor[start : start + length] = self.given(layer, new, scale)
         mask = example_mask(spec, queries, lens, self.generator)
+        firsts = self.integers(0, 60, len(lens)) if numbers == LATER else None
         batch = Batch.from_lens(
-            queries, lens, key_starts=starts, mask=mask, device=self.torch_device
-        )
+            queries, lens, key_starts=starts, first_positions=firsts, mask=mask,
+            device=self.torch_device,
+        )  # fmt: skip
         return Inputs(self._brought(spec, batch), query, key, value, None)
 
     def _numbers(self, spec: LayerSpec, tokens: int, what: str, numbers: str) -> Tensor:

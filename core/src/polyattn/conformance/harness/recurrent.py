@@ -71,7 +71,7 @@ class RecurrentHarness(Harness):
             order = like.batch.state_slots.tolist()
         slots, used = [], []
         for (query, length), slot in zip(lengths, order, strict=True):
-            padding = query == 1 and length == 0
+            padding = query > 0 and length == 0
             slots.append(-1 if padding else slot)
             if length > query:
                 shape = states.data.shape[1:]

@@ -45,6 +45,19 @@ class Asked(NamedTuple):
     chunk_size: int | None = None
     needs_lse: bool = False
     backend: str | None = None
+    sink_tokens: int = 0
+
+
+UNBOUNDED = 1 << 30
+"""Keys after a query that no window hides."""
+
+
+def window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
+    """Return causal, `sliding_window` and `window_right` for flash-attn's window: -1 is no bound."""
+    causal, after = causal or right == 0, None
+    if not causal and (left >= 0 or right >= 0):
+        after = int(right) if right >= 0 else UNBOUNDED
+    return causal, int(left) + 1 if left >= 0 else None, after
 
 
 def group_of(
@@ -70,7 +83,8 @@ def _group_of(
         v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale or 0.0,
         sliding_window=asked.sliding_window, window_right=asked.window_right,
         logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
-        needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi, **more,
+        sink_tokens=asked.sink_tokens, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
+        **more,
     )  # fmt: skip
 
 
@@ -80,18 +94,23 @@ def plan_for(
     query_lens: tuple[int, ...],
     key_lens: tuple[int, ...],
     apart: int | tuple[int, ...] | None = None,
+    first_positions: tuple[int, ...] | None = None,
 ) -> AttentionStep:
     """Return the plan for these lengths; a plan is a value, so that equal calls share one.
 
     It is of the group that serves such a step, which is another one where the step is short. `apart`:
     how far apart sequences' keys start, or where each starts; default: one after another.
+    `first_positions` as `Batch` has them.
     """
     starts: Sequence[int] | None = None
     if isinstance(apart, int):
         starts = range(0, apart * len(key_lens), apart) if apart else [0] * len(key_lens)
     elif apart is not None:
         starts = apart
-    batch = Batch.from_lens(query_lens, key_lens, key_starts=starts, device=group.torch_device)
+    batch = Batch.from_lens(
+        query_lens, key_lens, key_starts=starts, first_positions=first_positions,
+        device=group.torch_device,
+    )  # fmt: skip
     step = server_of(group, query_lens, key_lens).plan(batch)
     assert isinstance(step, AttentionStep)
     return step
@@ -152,27 +171,31 @@ def dense(
     asked: Asked,
     *,
     heads_first: bool = False,
+    heads_out: bool = False,
     key_lens: tuple[int, ...] | None = None,
+    first_positions: tuple[int, ...] | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     count: Count | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend for dense rows, (batch, seqlen, heads, size), or `heads_first` (batch, heads, seqlen, size).
 
-    `key_lens`: how many keys of each row count, from its first; default: all. Returns the output
-    (batch, queries, heads, v_size) in either case and, where asked, the LSE (batch, queries, heads),
-    float32. Raises `BatchError`, and what `select` raises.
+    `key_lens`: how many keys of each row count, from its first; default: all. `first_positions` as
+    `Batch` has them. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE
+    (batch, queries, heads), float32; with `heads_out` both as views with the heads second.
+    Raises `BatchError`, and what `select` raises.
     """
     place = place_of(query.device) if query.is_cuda else get_ident()
     key_of_call = (
-        current(), generation(), place, asked, heads_first, key_lens,
+        current(), generation(), place, asked, heads_first, heads_out, key_lens, first_positions,
         sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
         key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
         value.stride(),
     )  # fmt: skip
     call = _calls.get(key_of_call)
     if call is None:
-        call = DenseCall(query, key, value, asked, heads_first, key_lens, sinks, alibi_slopes)
+        order, lens = (heads_first, heads_out), (key_lens, first_positions)
+        call = DenseCall(query, key, value, asked, order, lens, sinks, alibi_slopes)
         if len(_calls) >= KNOWN:
             _calls.clear()
         _calls[key_of_call] = call
@@ -185,8 +208,8 @@ class DenseCall:
     """One way of calling `dense`: everything that these shapes, strides and dtypes decide."""
 
     __slots__ = (
-        "addressed", "device_type", "heads_first", "lse_shape", "needs_lse", "out_shape", "run",
-        "step", "tokens_shape", "views",
+        "addressed", "device_type", "heads_first", "lse_shape", "lse_stride", "needs_lse",
+        "out_shape", "out_stride", "run", "step", "tokens_shape", "views",
     )  # fmt: skip
 
     def __init__(
@@ -195,11 +218,12 @@ class DenseCall:
         key: Tensor,
         value: Tensor,
         asked: Asked,
-        heads_first: bool,
-        key_lens: tuple[int, ...] | None,
+        order: tuple[bool, bool],
+        lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None],
         sinks: Tensor | None,
         alibi_slopes: Tensor | None,
     ):
+        heads_first, heads_out = order
         seqlen, heads = (2, 1) if heads_first else (1, 2)
         _check(query, key, value, seqlen, heads)
         rows, count, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
@@ -215,11 +239,20 @@ class DenseCall:
             alibi_slopes is not None, cached=False,
         )  # fmt: skip
         apart = keys if views[1] is None else views[1][2]
-        self.step = plan_for(group, (count,) * rows, _row_lens(rows, keys, key_lens), apart)
+        key_lens, first_positions = lens
+        key_lens = _row_lens(rows, keys, key_lens)
+        self.step = plan_for(group, (count,) * rows, key_lens, apart, first_positions)
         self.device_type, self.needs_lse = group.device_type, asked.needs_lse
         self.tokens_shape = self.step.out_shape
-        self.out_shape = (rows, count, *self.tokens_shape[1:])
-        self.lse_shape = self.out_shape[:3]
+        of_heads, size = self.tokens_shape[1:]
+        token = of_heads * size  # results lie by tokens, whatever the order of their sizes
+        self.out_shape: tuple[int, ...] = (rows, count, of_heads, size)
+        self.out_stride: tuple[int, ...] = (count * token, token, size, 1)
+        self.lse_shape: tuple[int, ...] = self.out_shape[:3]
+        self.lse_stride: tuple[int, ...] = (count * of_heads, of_heads, 1)
+        if heads_out:
+            self.out_shape, self.out_stride = _swapped(self.out_shape), _swapped(self.out_stride)
+            self.lse_shape, self.lse_stride = _swapped(self.lse_shape), _swapped(self.lse_stride)
         self.run = self.step.run
         self.addressed = None
         if len(self.step.calls) == 1:  # of all tokens, there being no cache
@@ -250,9 +283,9 @@ class DenseCall:
         if sinks is not None or alibi_slopes is not None:
             params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
         if self.addressed is not None:
-            out, lse = query.new_empty(self.out_shape), None
+            out, lse = query.new_empty_strided(self.out_shape, self.out_stride), None
             if self.needs_lse:
-                lse = query.new_empty(self.lse_shape, dtype=torch.float32)
+                lse = query.new_empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32)
             if self.views[0] is None:
                 query = ordered(query, self.heads_first)
             self.addressed(query, key, value, params, out, lse)
@@ -270,12 +303,17 @@ class DenseCall:
                 self.run(query, key, value, None, params, out, lse)
         else:
             self.run(query, key, value, None, params, out, lse)
-        return out.view(self.out_shape), None if lse is None else lse.view(self.lse_shape)
+        out = out.as_strided(self.out_shape, self.out_stride)
+        return out, None if lse is None else lse.as_strided(self.lse_shape, self.lse_stride)
 
 
 _calls: dict[Any, DenseCall] = {}
 KNOWN = 1024
 """Ways of calling that are remembered; all are forgotten when there are more."""
+
+
+def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    return (sizes[0], sizes[2], sizes[1], *sizes[3:])
 
 
 def _view(tensor: Tensor, heads_first: bool) -> View | None:

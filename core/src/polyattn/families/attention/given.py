@@ -16,6 +16,10 @@ from polyattn.runtime.inputs import refuse_gradients
 from polyattn.runtime.stateless import place_of
 from polyattn.settings import current
 
+Ints = tuple[int, ...]
+Lens = tuple[Ints, Ints, Ints | None] | tuple[Ints, Ints, Ints | None, Ints | None]
+"""Lengths of queries and of keys, where each sequence's keys start, and their `first_positions`."""
+
 
 class Known(NamedTuple):
     """What serves a way of calling, and how it is run by addresses, if it is."""
@@ -28,12 +32,12 @@ def step_for(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lens: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None],
+    lens: Lens,
     asked: Asked,
     sinks: bool,
     alibi: bool,
 ) -> AttentionStep:
-    """Return the plan; `lens`: of queries and of keys, and where each sequence's keys start."""
+    """Return the plan of the group that serves these lengths."""
     group = group_of(query, key.shape[1], value.shape[2], asked, sinks, alibi, cached=False)
     return plan_for(group, *lens)
 
@@ -42,7 +46,7 @@ def given(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    lens: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...] | None],
+    lens: Lens,
     asked: Asked,
     *,
     sinks: Tensor | None = None,

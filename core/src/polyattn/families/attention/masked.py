@@ -21,6 +21,7 @@ def masked(
     asked: Asked,
     *,
     heads_first: bool = False,
+    heads_out: bool = False,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     count: Count | None = None,
@@ -68,7 +69,10 @@ def masked(
         if lse is not None and part_lse is not None:
             lse[at] = part_lse
     out = out.view(rows, queries, heads, v_size)
-    return out, None if lse is None else lse.view(rows, queries, heads)
+    lse = None if lse is None else lse.view(rows, queries, heads)
+    if heads_out:
+        return out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
+    return out, lse
 
 
 def _plan(group: LayerGroup, part: Part, apart: int) -> AttentionStep:

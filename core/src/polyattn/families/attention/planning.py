@@ -13,12 +13,13 @@ from polyattn.families.attention.choice import Assignment, Chooser
 from polyattn.families.attention.fused import in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
+from polyattn.families.attention.text_positions import by_position
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_pages, check_queries
-from polyattn.runtime.block_tables import expand
+from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, refuse_gradients
@@ -29,6 +30,7 @@ from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import dequantized, input_dtype, output_dtype
 from polyattn.runtime.store import RunRotated, claimed_rotation
 from polyattn.spec.decompose import dense
+from polyattn.spec.layer import LayerSpec
 
 
 class AttentionStep(StepPlan):
@@ -209,23 +211,25 @@ class AttentionStep(StepPlan):
             assert value is not None and cache is not None and self.stored_by is not None
             self.stored_by.run(self.store, key, value, cache, params)
         for call in self._calls:
-            view = cache
-            if call.expanded:
-                assert call.block_size is not None and cache is not None
-                view = cache.in_blocks_of(call.block_size)[0]
+            view = cache if call.block_size is None else call.view(cache)
             rows = call.rows
             if rows is None:
                 call.backend.run(call.plan, query, key, value, view, params, out, lse)
             elif isinstance(rows, slice):
                 call.backend.run(
-                    call.plan, query[rows], _rows(key, rows), _rows(value, rows), view, params,
-                    out[rows], _rows(lse, rows),
+                    call.plan, query[rows], self._own(key, rows), self._own(value, rows), view,
+                    params, out[rows], _rows(lse, rows),
                 )  # fmt: skip
             else:
-                _run_gathered(call, rows, query, key, value, view, params, out, lse)
+                own = self._own(key, rows), self._own(value, rows)
+                _run_gathered(call, rows, query, *own, view, params, out, lse)
         if self.transforms is not None:
             inputs = {**self.batch.inputs, **params.inputs}
             out.copy_(self.transforms.changed("output", out, self.query_places, inputs))
+
+    def _own(self, keys: Tensor | None, rows: Rows) -> Tensor | None:
+        """Return a call's new keys or values; what is given whole a plan finds by itself."""
+        return _rows(keys, rows) if self.group.spec.cached else keys
 
     def _transformed(
         self,
@@ -271,14 +275,15 @@ def _run_gathered(
     out: Tensor,
     lse: Tensor | None,
 ) -> None:
-    """Run a call whose tokens don't lie side by side: copied together, and their results back."""
+    """Run a call whose tokens don't lie side by side: copied together, and their results back.
+
+    `key` and `value` are the call's own.
+    """
     taken = _rows(query, rows)
     assert taken is not None
     part = out.new_empty(len(rows), *out.shape[1:])
     part_lse = None if lse is None else lse.new_empty(len(rows), lse.shape[1])
-    call.backend.run(
-        call.plan, taken, _rows(key, rows), _rows(value, rows), cache, params, part, part_lse
-    )
+    call.backend.run(call.plan, taken, key, value, cache, params, part, part_lse)
     raw(out).index_copy_(0, rows, raw(part))
     if lse is not None and part_lse is not None:
         lse.index_copy_(0, rows, part_lse)
@@ -297,18 +302,24 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
-        if self.spec.mask is not None:
-            check_step_mask(self.spec, batch)
+        check_step_mask(self.spec, batch)
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )
+        others: list[tuple[LayerSpec, Part]] = []  # what is another layer's: the spec's parts
         if not self.spec.cached:
             prefill = self.chooser.chosen["prefill"].info
-            assigned = [("prefill", prefill, Part(batch, None))] if batch.num_tokens else []
+            others = by_position(self.spec, batch)
+            if others and before:
+                raise BatchError("first_positions in a captured step; run such a step outside")
+            whole = batch.num_tokens and not others
+            assigned = [("prefill", prefill, Part(batch, None))] if whole else []
         else:
             self._check(batch)
             prompts, rest = whole_prompts(self.spec, batch)
             assigned = self._assigned(batch, rest)
+            if prompts is not None:  # which see all their keys (`LayerSpec.dense_context`)
+                others = [(dense(self.spec), prompts)]
         if before and {phase for phase, _, _ in assigned} - before.keys():
             raise BatchError(
                 f"the captured step has phases {sorted(before)}, this one {[a[0] for a in assigned]}; "
@@ -318,8 +329,7 @@ class Planner(StepPlanner):
             self._shared(phase, part, before) or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
-        if self.spec.cached and prompts is not None:
-            calls = (*calls, self._dense(prompts))
+        calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
         step = AttentionStep(self.group, batch, calls)
         if self.spec.cached and batch.slot_mapping is not None:
             step.store, step.stored_by = self.store.plan(batch.slot_mapping), self.store
@@ -341,12 +351,12 @@ class Planner(StepPlanner):
             for phase, info, part in self.chooser.assign(rest.batch)
         ]
 
-    def _dense(self, prompts: Part) -> Call:
-        """Return the call of whole prompts, which see all their keys (`LayerSpec.dense_context`)."""
+    def _of_another(self, spec: LayerSpec, part: Part) -> Call:
+        """Return the call of a part that is a layer without some of this one's limits."""
         info = self.chooser.chosen["prefill"].info
         form = self.group.kernel_format(info)
-        backend = self.group.load("prefill", info, AttentionBackend, dense(self.spec), form)
-        return self._planned("prefill", info.name, backend, prompts, None)
+        backend = self.group.load("prefill", info, AttentionBackend, spec, form)
+        return self._planned("prefill", info.name, backend, part, None)
 
     def _call(self, phase: str, info: BackendInfo, part: Part, before: dict[str, Call]) -> Call:
         earlier = before.get(phase)
@@ -357,19 +367,9 @@ class Planner(StepPlanner):
     def _planned(
         self, phase: str, name: str, backend: AttentionBackend, part: Part, earlier: Call | None
     ) -> Call:
-        batch, block_size, expanded = part.batch, None, False
-        if batch.shared_prefix is not None:  # nobody reads blocks once whom `sharing` didn't ask to
-            batch = batch.with_shared_prefix(None)
-        if self.spec.cached:
-            whole, walked = self.group.cache_format, backend.cache
-            assert whole is not None and walked is not None
-            block_size = walked.block_size
-            if block_size != whole.block_size:
-                into = None if earlier is None else earlier.plan.batch.block_table
-                batch = expand(batch, whole, block_size, into)
-                expanded = True
-        plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, name, backend, plan, part.rows, block_size, expanded)
+        if part.batch.shared_prefix is not None:  # nobody reads once what `sharing` didn't ask for
+            part = Part(part.batch.with_shared_prefix(None), part.rows)
+        return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
 
     def _shared(self, phase: str, part: Part, before: dict[str, Call]) -> Call | None:
         """Return decodes that share blocks as one call that reads those once, where that is worth it."""

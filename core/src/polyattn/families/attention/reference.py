@@ -22,13 +22,13 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 
 
-def visible(spec: LayerSpec, num_queries: int, num_keys: int) -> Tensor:
+def visible(spec: LayerSpec, num_queries: int, num_keys: int, first: int = 0) -> Tensor:
     """Return which keys each query sees, bool (num_queries, num_keys).
 
-    The last query stands at the last key's position (bottom-right alignment).
+    The last query stands at the last key's position (bottom-right alignment), the first key at `first`.
     """
-    key = torch.arange(num_keys)
-    query = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
+    key = torch.arange(num_keys) + first
+    query = torch.arange(num_queries)[:, None] + (num_keys - num_queries) + first
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
     if spec.causal:
         mask &= key <= query
@@ -56,6 +56,7 @@ def attend(
     dtype: torch.dtype = torch.float64,
     inputs: Mapping[str, Tensor] | None = None,
     seq: int = 0,
+    first: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attend for one sequence, keys and values given in full.
 
@@ -63,7 +64,7 @@ def attend(
     the output (queries, num_heads, v_head_size) and the LSE (queries, num_heads) in `dtype`. A
     learned sink is part of the LSE. A query that sees nothing gets output 0 and LSE -inf, beside a
     sink, too. `inputs`: what a variant's or a mask's functions read beside the layer's own, `seq` the
-    sequence's number for them; without a softmax the LSE is NaN.
+    sequence's number for them; without a softmax the LSE is NaN. `first`: the first key's position.
     """
     params = params or LayerParams()
     query, key, value = (t.detach().to("cpu", dtype) for t in (query, key, value))
@@ -82,7 +83,7 @@ def attend(
         position = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
         distance = (torch.arange(num_keys) - position).to(dtype)
         scores = scores + slopes.to("cpu", dtype)[:, None, None] * distance
-    mask = visible(spec, num_queries, num_keys)
+    mask = visible(spec, num_queries, num_keys, first)
     pointwise = Pointwise.of(spec)
     if pointwise is not None:
         given = _widened({**(inputs or {}), **params.inputs}, dtype)
@@ -240,8 +241,8 @@ def forward(
             keys, values = read_cache(spec, cache, batch, index, params, dtype)
         else:
             assert key is not None and value is not None
-            first = batch.key_starts[index]
-            given = slice(first, first + batch.lens[index])
+            start = batch.key_starts[index]
+            given = slice(start, start + batch.lens[index])
             keys = exact(key[given], params.k_scale, dtype)
             values = exact(value[given], params.v_scale, dtype)
         inputs, seq = batch.inputs, batch.seq_ids[index]
@@ -250,7 +251,10 @@ def forward(
             mine, keys, values, after = _transformed(
                 transforms, mine, keys, values, {**inputs, **params.inputs}, seq, cache is None
             )
-        output[rows], lse[rows] = attend(spec, mine, keys, values, params, dtype, inputs, seq)
+        first = batch.first_positions[index] if batch.first_positions else 0
+        output[rows], lse[rows] = attend(
+            spec, mine, keys, values, params, dtype, inputs, seq, first
+        )
         if transforms is not None:
             output[rows] = after(output[rows])
     return output, lse

@@ -63,7 +63,7 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
     check_positions(batch, 1 if rope.sections is None else len(rope.sections))
     host = batch.device.type not in OWN_DOUBLES
     positions = batch.token_positions
-    found = _at(spec, positions.cpu() if host else positions, batch.query_lens, batch.lens)
+    found = _at(spec, positions.cpu() if host else positions, batch.query_lens, batch.text_lens)
     if host:
         scale = None if found.query_scale is None else found.query_scale.to(batch.device)
         found = Rotation(found.turns.to(batch.device), scale, found.pairing, found.size, found.last)
@@ -71,7 +71,7 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
 
 
 def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
-    """Return how keys that are given whole are rotated: row i of a sequence stands at position i.
+    """Return how keys that are given whole are rotated: row i stands i after its sequence's first.
 
     Positions that were given are the queries', and the keys' where each query has one key.
     """
@@ -88,9 +88,9 @@ def key_rotation_of(spec: LayerSpec, batch: Batch) -> Rotation | None:
     reach = max((a + n for a, n in zip(batch.key_starts, batch.lens, strict=True)), default=0)
     positions = np.zeros(reach, np.int64)
     counts = [0] * reach  # what lies between the sequences turns by nothing
-    for start, length in zip(batch.key_starts, batch.lens, strict=True):
-        positions[start : start + length] = np.arange(length)
-        counts[start : start + length] = [length] * length
+    for start, length, whole in zip(batch.key_starts, batch.lens, batch.text_lens, strict=True):
+        positions[start : start + length] = np.arange(whole - length, whole)
+        counts[start : start + length] = [whole] * length
     at = torch.from_numpy(positions)
     at = at.to(batch.device) if batch.device.type in OWN_DOUBLES else at
     found = _at(spec, at, [1] * reach, counts)

@@ -25,6 +25,7 @@ def sdpa(
     sinks: Tensor | None = None,
     needs_lse: bool = False,
     heads_first: bool = True,
+    heads_out: bool = False,
     count: Count | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attend for `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size).
@@ -33,7 +34,8 @@ def sdpa(
     `is_causal` is aligned to the top left, as torch's is: the first query sees the first key alone.
     `mask` (batch or 1, 1, queries or 1, keys) as `polyattn.attention` takes it, and instead of
     `is_causal`. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE (batch,
-    queries, heads), float32. Raises `BatchError`, and what `select` raises.
+    queries, heads), float32; with `heads_out` both as views with the heads second.
+    Raises `BatchError`, and what `select` raises.
     """
     seqlen = 2 if heads_first else 1
     rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
@@ -42,7 +44,8 @@ def sdpa(
     if mask is not None:
         asked = Asked(False, scale, None, None, logit_soft_cap, None, needs_lse)
         return masked(
-            query, key, value, mask, asked, heads_first=heads_first, sinks=sinks, count=count
+            query, key, value, mask, asked, heads_first=heads_first, heads_out=heads_out,
+            sinks=sinks, count=count,
         )  # fmt: skip
     lens = None
     causal = is_causal and queries > 1
@@ -50,7 +53,15 @@ def sdpa(
         lens = (queries,) * rows
     asked = Asked(causal, scale, None, None, logit_soft_cap, None, needs_lse)
     return dense(
-        query, key, value, asked, heads_first=heads_first, key_lens=lens, sinks=sinks, count=count
+        query,
+        key,
+        value,
+        asked,
+        heads_first=heads_first,
+        heads_out=heads_out,
+        key_lens=lens,
+        sinks=sinks,
+        count=count,
     )
 
 

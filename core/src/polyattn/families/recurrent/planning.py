@@ -76,7 +76,7 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> RecurrentStep:
         """Plan one step. Raises `BatchError`."""
-        check_queries(batch)
+        check_queries(batch, padding=None)
         if batch.state_slots is None and batch.num_seqs:
             raise BatchError(f"{self.spec} keeps a state; the batch has no state_slots")
         if batch.state_targets is not None:
@@ -105,6 +105,7 @@ class Planner(StepPlanner):
         if batch.state_targets.dim() == 1:
             copy, inner = whole_sequences(batch)
             return RecurrentStep(self.group, batch, self._by_phase(inner, {}), {0: copy})
+        self._refuse_two_rooms()
         if self.takes_drafts:
             check_room(batch)
             return RecurrentStep(
@@ -116,7 +117,17 @@ class Planner(StepPlanner):
             self.group, batch, calls, {i: copy for i, (copy, _) in enumerate(steps)}
         )
 
+    def _refuse_two_rooms(self) -> None:
+        """Refuse a slot for each token where a state has room for drafts itself. Raises `BatchError`."""
+        form = self.spec.recurrent
+        if form is not None and form.draft_tokens:
+            raise BatchError(
+                f"state_targets has a slot for each token, and {self.spec} keeps drafts in its own state "
+                f"(recurrent.draft_tokens={form.draft_tokens}); leave them out of this group's batch: "
+                "the next step's lengths say how many were accepted"
+            )
+
     def _call(self, phase: str, part: Part, earlier: Any) -> Call:
         backend = self.backends[phase]
         plan = backend.plan(part.batch, earlier)
-        return Call(phase, self.names[phase], backend, plan, part.rows, None)
+        return Call(phase, self.names[phase], backend, plan, part.rows)

@@ -20,19 +20,24 @@ Tensors = Mapping[str, Tensor]
 
 
 def scan(
-    spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor, fresh: bool = False
+    spec: LayerSpec, inputs: Tensors, params: Tensors, state: Tensor, before: int
 ) -> tuple[Tensor, Tensor]:
     """Run one sequence, `inputs` (tokens, …), from `state`; returns the output and the new state.
 
-    `fresh`: the sequence begins here, and the state is 0.
+    `before`: tokens that the sequence had already; 0: it begins here, and the state is 0.
     """
     outputs = []
     tokens = next(iter(inputs.values())).shape[0]
+    ring = spec.recurrent is not None and spec.recurrent.draft_tokens > 0
+    if ring:  # the oldest input first
+        state = state.roll(-before, -1)
     for t in range(tokens):
         token = {name: tensor[t] for name, tensor in inputs.items()}
-        steps = FIRST_STEPS if fresh and t == 0 and spec.kind in FIRST_STEPS else STEPS
+        steps = FIRST_STEPS if before + t == 0 and spec.kind in FIRST_STEPS else STEPS
         output, state = steps[spec.kind](spec, token, params, state)
         outputs.append(output)
+    if ring:
+        state = state.roll(before + tokens, -1)
     shape = shape_of(spec, form_of(spec).output, tokens)
     return (torch.stack(outputs) if outputs else state.new_zeros(shape)), state
 
@@ -60,18 +65,17 @@ def forward(
         rows = slice(batch.starts[index], batch.starts[index + 1])
         if slot < 0 or rows.start == rows.stop:
             continue
-        fresh = batch.lens[index] == batch.query_lens[index]
-        state = torch.zeros_like(states[slot]) if fresh else states[slot]
+        before = batch.lens[index] - batch.query_lens[index]
+        state = states[slot] if before else torch.zeros_like(states[slot])
         part = {name: tensor[rows] for name, tensor in inputs.items()}
         if batch.state_targets is None:
-            output[rows], states[slot] = scan(spec, part, params, state, fresh)
+            output[rows], states[slot] = scan(spec, part, params, state, before)
             continue
         state, targets = state.clone(), batch.state_targets[index].reshape(-1).tolist()
         for token in range(rows.stop - rows.start):
             one = {name: tensor[token : token + 1] for name, tensor in part.items()}
-            first = fresh and token == 0
             at = slice(rows.start + token, rows.start + token + 1)
-            output[at], state = scan(spec, one, params, state, first)
+            output[at], state = scan(spec, one, params, state, before + token)
             if batch.state_targets.dim() == 2:
                 states[targets[token]] = state
         if batch.state_targets.dim() == 1:
@@ -84,7 +88,7 @@ def _short_conv(
 ) -> tuple[Tensor, Tensor]:
     assert spec.recurrent is not None
     window = torch.cat([state, x["x"][:, None]], dim=1)
-    y = (params["weight"] * window).sum(1)
+    y = (params["weight"] * window[:, -spec.recurrent.conv_width :]).sum(1)
     if "bias" in params:
         y = y + params["bias"]
     return (silu(y) if spec.recurrent.activation == "silu" else y), window[:, 1:]

@@ -34,10 +34,10 @@ class VanillaScan(RecurrentBackend):
             rows = slice(batch.starts[index], batch.starts[index + 1])
             if slot < 0 or rows.start == rows.stop:
                 continue
-            fresh = batch.lens[index] == batch.query_lens[index]
+            before = batch.lens[index] - batch.query_lens[index]
             state = states[slot].to("cpu", torch.float64)
-            state = torch.zeros_like(state) if fresh else state
+            state = state if before else torch.zeros_like(state)
             mine = {name: tensor[rows] for name, tensor in given.items()}
-            found, state = reference.scan(self.spec, mine, held, state, fresh)
+            found, state = reference.scan(self.spec, mine, held, state, before)
             out[rows].copy_(found)
             states[slot].copy_(state)

@@ -11,6 +11,7 @@ from typing import Any
 
 from polyattn.errors import ConfigError, nearest
 from polyattn.spec.huggingface.classes import ModelClass, model_class
+from polyattn.spec.huggingface.mamba_ssm import is_mamba_ssm, translated
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | object
 """A mapping, a config object (`to_dict`), the path of a `config.json` or of its directory."""
@@ -163,7 +164,7 @@ def read_config(config: Source) -> Config:
 
 
 def read_values(config: Source) -> tuple[Mapping[str, Any], str]:
-    """Return the fields and what an error calls their source."""
+    """Return the fields, mamba_ssm's under Hugging Face's names, and what an error calls their source."""
     if isinstance(config, (str, os.PathLike)):
         values, source = _read_file(Path(config))
     else:
@@ -174,7 +175,7 @@ def read_values(config: Source) -> tuple[Mapping[str, Any], str]:
     model = values.get("model_type")
     if model is not None and not isinstance(model, str):
         raise ConfigError(f"{source}: model_type={model!r} must be a string")
-    return values, source
+    return (translated(values, source) if is_mamba_ssm(values) else values), source
 
 
 def _read_file(path: Path) -> tuple[Any, str]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.device import Device
-from polyattn.errors import SettingsError
+from polyattn.errors import SettingsError, describe
+from polyattn.tools.replay.runners import Ranks
 
 LAUNCH = "torchrun --nproc-per-node={0} -m polyattn run MODEL --context-parallel={0}"
 
@@ -29,15 +26,18 @@ def check_launch(size: int) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
 
 
-@contextmanager
-def joined(size: int, device: Device) -> Iterator[ContextParallel | None]:
-    """Join this process and the others for a run; None where there is one process."""
+def joined(size: int, device: Device) -> AbstractContextManager[Ranks | None]:
+    """Join this process and the others for a run; None where there is one process.
+
+    Raises `SettingsError` where what several ranks need isn't installed.
+    """
     if size == 1:
-        yield None
-        return
-    kind = torch.device(str(device.torch_device)).type
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        return nullcontext()
     try:
-        yield ContextParallel(init_device_mesh(kind, (size,)))
-    finally:
-        dist.destroy_process_group()
+        from polyattn_context_parallel import run
+    except ImportError as error:
+        raise SettingsError(
+            f"--context-parallel={size} needs a distribution of its own ({describe(error)}): "
+            'pip install "polyattn[context-parallel]"'
+        ) from error
+    return run.joined(size, device)

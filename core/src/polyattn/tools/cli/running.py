@@ -10,7 +10,6 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from polyattn.api import select_layers
-from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.device import Device
 from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
@@ -23,6 +22,7 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.huggingface import read_config
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.tools.cli.beams import check_beams, print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
@@ -32,7 +32,7 @@ from polyattn.tools.cli.weights import Whole, model_of, whole_model
 from polyattn.tools.replay.arrivals import Arrivals
 from polyattn.tools.replay.engine import Engine, fit_requests
 from polyattn.tools.replay.report import Report
-from polyattn.tools.replay.runners import Options
+from polyattn.tools.replay.runners import Options, Ranks
 from polyattn.tools.replay.trace import Request, read_trace, sampled
 
 LARGEST_SCALE, LARGEST_CACHE = 1e6, 1e9
@@ -72,6 +72,7 @@ class RunOptions:
     snapshots: int = 16
     assume: str | None = None
     ignore: tuple[str, ...] = ()
+    beams: int | None = None
 
     @property
     def running(self) -> int:
@@ -93,6 +94,8 @@ def show(options: RunOptions) -> int:
     if options.plot:
         check_plot(options.plot)
     arrivals = Arrivals.parse(options.arrivals)
+    if options.beams is not None:
+        check_beams(options)
     if options.weights is not None and (options.assume or options.ignore):
         raise SettingsError(
             f"--assume={options.assume} and --ignore={','.join(options.ignore)} say how layers are read; "
@@ -130,7 +133,7 @@ def _serve(
     arrivals: Arrivals,
     device: Device,
     profile: Device,
-    ranks: ContextParallel | None,
+    ranks: Ranks | None,
 ) -> int:
     """Select, serve and print; of another `device` than the profile, which it interprets, say so.
 
@@ -155,6 +158,9 @@ def _serve(
     requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)
+        if options.beams is not None and model is not None:
+            made = _engine_options(options, ranks)
+            return _print_beams(search(groups, requests, made, options.beams, model), options, path)
         engine = Engine(groups, requests, _engine_options(options, ranks), model)
         report = _run(engine, quiet=options.json or silent)
     if silent:
@@ -166,6 +172,14 @@ def _serve(
         _print_report(report, clipped, options)
     if options.plot:
         plot_run(report, options.plot)
+    return 0
+
+
+def _print_beams(found: dict[str, Any], options: RunOptions, path: str) -> int:
+    if options.json:
+        print_json({"model": _name(path), "weights": options.weights, **found})
+    else:
+        print_search(found)
     return 0
 
 
@@ -220,7 +234,7 @@ def _streaming(spec: LayerSpec, options: RunOptions) -> dict[str, Any]:
     return changes
 
 
-def _engine_options(options: RunOptions, ranks: ContextParallel | None) -> Options:
+def _engine_options(options: RunOptions, ranks: Ranks | None) -> Options:
     return Options(
         layers=options.running,
         token_budget=options.token_budget,

@@ -42,9 +42,10 @@ class Beam:
 
 @dataclass
 class Search:
-    """A prompt's beams, and its hypotheses that have ended, the best first."""
+    """A prompt's beams, the `most` tokens that they get, and what has ended, the best first."""
 
     prompt: list[int]
+    most: int
     beams: list[Beam]
     ended: list[Hypothesis] = field(default_factory=list)
 
@@ -58,8 +59,9 @@ class BeamSearch:
     - `check_tokens`: tokens of each layer and step that are checked beside the float64 reference.
 
     Candidates, scores and when to stop are transformers' (`generate(num_beams=…)`). `copied` counts
-    blocks that were copied before they were written to, `widest` the rows of the largest decode. Raises
-    `SettingsError` for a model with recurrent layers, and `CacheError` where blocks run out.
+    blocks that were copied before they were written to, `most_blocks` those held at most in each memory,
+    `widest` the rows of the largest decode, `steps` and `seconds` the model's. Raises `SettingsError`
+    for a model with recurrent layers, and `CacheError` where blocks run out.
     """
 
     def __init__(
@@ -91,15 +93,21 @@ class BeamSearch:
         self.checker = Checker(check_tokens, 0)
         self.device = memories[0].device
         self.pools = [BlockAllocator(_blocks_of(memory)) for memory in memories]
-        self.copied = self.widest = 0
+        self.copied = self.widest = self.steps = 0
+        self.most_blocks, self.seconds = [0] * len(self.pools), 0.0
         model.bind(memories)
 
     @torch.no_grad()
-    def run(self, prompts: Sequence[Sequence[int]]) -> list[list[Hypothesis]]:
-        """Return each prompt's hypotheses, the best first."""
-        searches = [Search(list(p), [Beam([], 0.0, [[] for _ in self.pools])]) for p in prompts]
+    def run(
+        self, prompts: Sequence[Sequence[int]], most: Sequence[int] | None = None
+    ) -> list[list[Hypothesis]]:
+        """Return each prompt's hypotheses, the best first. `most`: each one's `max_tokens`."""
+        searches = [
+            Search(list(prompt), count, [Beam([], 0.0, [[] for _ in self.pools])])
+            for prompt, count in zip(prompts, most or [self.max_tokens] * len(prompts), strict=True)
+        ]
         active = searches
-        for _ in range(self.max_tokens):
+        while active:
             beams = [(search, beam) for search in active for beam in search.beams]
             self.widest = max(self.widest, len(beams))
             scores = torch.log_softmax(self._logits(beams), dim=-1).cpu()
@@ -109,9 +117,17 @@ class BeamSearch:
             active = [search for search in active if search.beams]
         return [search.ended for search in searches]
 
+    def most_held(self, index: int, prompt: int, most: int) -> int:
+        """Return how many blocks of the `index`-th memory a search holds at most."""
+        form = self.memories[index].group.cache_format
+        assert form is not None
+        shared = prompt // form.block_size
+        return shared + self.beams * (-(-(prompt + most) // form.block_size) - shared)
+
     def _logits(self, beams: list[tuple[Search, Beam]]) -> Tensor:
         """Run a step: each row's tokens that are not cached yet; returns float32 (rows, vocabulary)."""
-        tokens, counts, lens = [], [], []
+        clock, tokens, counts, lens = self.memories[0], [], [], []
+        started = clock.clock()
         for search, beam in beams:
             new = [beam.tokens[-1]] if beam.tokens else search.prompt
             tokens += new
@@ -126,7 +142,10 @@ class BeamSearch:
         step = ModelStep(positions, batches, plans, self.checker, self.memories[0])
         hidden = self.model(ids, step)
         ends = torch.tensor(counts).cumsum(0) - 1
-        return self.model.logits(hidden[ends.to(self.device)])
+        logits = self.model.logits(hidden[ends.to(self.device)])
+        self.seconds += clock.clock() - started - step.checking
+        self.steps += 1
+        return logits
 
     def _batch(self, index: int, beams: list[Beam], counts: list[int], lens: list[int]) -> Batch:
         """Return the step's rows over a memory's blocks, all that is written to being each row's own."""
@@ -143,6 +162,7 @@ class BeamSearch:
                 held[first] = pool.allocate()
                 targets.append(held[first])
             held += [pool.allocate() for _ in range(-(-length // size) - len(held))]
+        self.most_blocks[index] = max(self.most_blocks[index], pool.num_used)
         if sources:
             self.copied += len(sources)
             memory.copy_blocks(*(torch.tensor(x, device=self.device) for x in (sources, targets)))
@@ -161,7 +181,7 @@ class BeamSearch:
         for rank, (total, place) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
             parent, token = search.beams[place // scores.shape[1]], place % scores.shape[1]
             tokens = [*parent.tokens, token]
-            if token == self.end or length == self.max_tokens:
+            if token == self.end or length == search.most:
                 if rank < self.beams:  # what ends further behind is nobody's
                     score = total / length**self.length_penalty
                     search.ended.append(Hypothesis(tuple(tokens), score))

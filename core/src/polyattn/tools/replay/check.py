@@ -171,9 +171,10 @@ class Checker:
             given = {name: cut(x[rows], letters) for (name, letters), x in named}
             params = {name: cut(p, form.params[name]) for name, p in layer.params.items()}
             state = cut(before, form.state)
-            if batch.lens[index] == batch.query_lens[index]:
+            had = batch.lens[index] - batch.query_lens[index]
+            if not had:
                 state = torch.zeros_like(state)
-            expected, after = reference_recurrent.scan(part, given, params, state)
+            expected, after = reference_recurrent.scan(part, given, params, state, had)
             found = out[rows][:, heads].reshape(count, -1)
             error = output_error(found, expected.reshape(count, -1))
             if count == batch.query_lens[index]:

@@ -32,7 +32,6 @@ from polyattn.tools.replay.model.step import GroupMemory
 from polyattn.tools.replay.report import Report, StepRecord
 from polyattn.tools.replay.runners import (
     AttentionRunner,
-    ContextRunner,
     LatentRunner,
     Options,
     RecurrentRunner,
@@ -266,7 +265,7 @@ def _cached(
     if model is not None:
         return GroupMemory(layers, options, num_blocks)
     if options.context is not None:
-        return ContextRunner(layers, options, num_blocks)
+        return options.context.runner(layers, options, num_blocks)
     made = LatentRunner if layers.spec.kind.is_latent else AttentionRunner
     return made(layers, options, num_blocks)
 

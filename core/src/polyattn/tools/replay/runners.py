@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,9 +16,6 @@ from torch import Tensor
 from polyattn import (
     Attention,
     Batch,
-    ContextAttention,
-    ContextGroup,
-    ContextParallel,
     KVCache,
     LatentAttention,
     LayerGroup,
@@ -30,6 +28,22 @@ from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, raw
 from polyattn.tools.replay.check import Checker
+
+
+class Ranks(Protocol):
+    """The processes that share a run's sequences, as a run sees them: rank 0 prints.
+
+    `polyattn-context-parallel` has them.
+    """
+
+    rank: int
+    size: int
+
+    def longest(self, seconds: float) -> float:
+        """Return the largest of the ranks' numbers, the same on all of them."""
+
+    def runner(self, layers: SelectedLayers, options: Options, num_blocks: int) -> Runner:
+        """Return what runs a group of decoder layers on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,7 @@ class Options:
     cache_bytes: int = 1 << 30
     check_tokens: int = 2
     seed: int = 0
-    context: ContextParallel | None = None
+    context: Ranks | None = None
 
     @property
     def state_slots(self) -> int:
@@ -221,45 +235,6 @@ class LatentRunner(Runner):
         query = self.draw(tokens, spec.index_heads, spec.index_head_size)
         weights = self.draw(tokens, spec.index_heads)
         return choose_tokens(query, weights, keys, batch, spec.topk, keys.shape[1])
-
-
-class ContextRunner(Runner):
-    """Layers whose keys several ranks share: the same random step on each, its keys by block."""
-
-    def __init__(self, layers: SelectedLayers, options: Options, num_blocks: int):
-        latent = layers.spec.kind.is_latent
-        self.alone: AttentionRunner | LatentRunner = (
-            LatentRunner(layers, options, num_blocks)
-            if latent
-            else AttentionRunner(layers, options, num_blocks)
-        )
-        self.group, self.spec, self.count = self.alone.group, self.alone.spec, self.alone.count
-        self.device = self.alone.device
-        assert options.context is not None
-        self.shared = ContextGroup(self.group, options.context)
-        self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
-        self.saved_bytes = 0
-
-    def paged(self) -> list[Tensor]:
-        return self.alone.paged()
-
-    def step(self, batch: Batch, checker: Checker) -> float:
-        started = self.clock()
-        plan = self.shared.plan(batch)
-        seconds = self.clock() - started
-        for layer, cache in zip(self.layers, self.alone.caches, strict=True):
-            query, key, value = self.alone.inputs(batch.num_tokens)
-            assert cache is not None
-            started = self.clock()
-            out = layer(query, key, value, cache, plan)[0]
-            seconds += self.clock() - started
-            if checker.per_step:
-                room, whole = self.shared.collected(cache, batch)
-                if isinstance(layer.layer, LatentAttention):
-                    checker.check_latent(layer.layer, query, room, whole, None, out)
-                else:
-                    checker.check(layer.layer, query, (None, None), room, whole, out)
-        return seconds
 
 
 class RecurrentRunner(Runner):

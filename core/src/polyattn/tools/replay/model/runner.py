@@ -14,10 +14,11 @@ from polyattn.tools.replay.model.decoder import Decoder
 from polyattn.tools.replay.model.step import GroupMemory, ModelStep
 from polyattn.tools.replay.prompts import prompt_tokens
 from polyattn.tools.replay.scheduler import Running, Scheduled
+from polyattn.tools.replay.trace import Request
 
 
-def check_lengths(specs: Iterable[LayerSpec], sequences: Iterable[Running]) -> None:
-    """Refuse sequences that outgrow what a model's frequencies were made for: dynamic NTK and LongRoPE
+def check_lengths(specs: Iterable[LayerSpec], requests: Iterable[Request]) -> None:
+    """Refuse requests that outgrow what a model's frequencies were made for: dynamic NTK and LongRoPE
     change them there, and cached keys would have to be turned anew. Raises `SettingsError`.
     """
     ropes = {spec.rope for spec in specs if spec.rope is not None}
@@ -25,7 +26,7 @@ def check_lengths(specs: Iterable[LayerSpec], sequences: Iterable[Running]) -> N
     if not limits:
         return
     limit, scaling = min((length or 0, scaling) for length, scaling in limits)
-    longest = max((s.request.prompt + s.request.output for s in sequences), default=0)
+    longest = max((request.prompt + request.output for request in requests), default=0)
     if longest > limit:
         raise SettingsError(
             f"a request of {longest} tokens: rope_scaling={scaling!r} has other frequencies beyond "
@@ -54,7 +55,7 @@ class ModelRunner:
         seed: int,
     ):
         sequences = list(sequences)
-        check_lengths((memory.spec for memory in memories), sequences)
+        check_lengths((m.spec for m in memories), (s.request for s in sequences))
         self.model, self.memories, self.checker = model, memories, checker
         self.device = memories[0].device
         model.bind(memories)

@@ -10,13 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from context_parallel.worker import Case, mesh_of, run_cases
 from polyattn import (
     Attention,
     Batch,
-    ContextAttention,
-    ContextGroup,
-    ContextParallel,
     LatentAttention,
     LayerGroup,
     LayerSpec,
@@ -28,6 +24,8 @@ from polyattn.families.attention import reference
 from polyattn.families.attention.inputs import attention_inputs
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.inputs import latent_weights
+from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
+from ranks_worker import Case, mesh_of, run_cases
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
-
 from polyattn.api import select
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
+from torch import Tensor
 
 
 class Room:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from polyattn.context_parallel.ranks import ContextParallel
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.group import LayerGroup
+from torch import Tensor
+
+from polyattn_context_parallel.ranks import ContextParallel
 
 ALIGNED = 16
 """Bytes to whose multiple an output is padded: where kernels may write and the LSEs begin."""

@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
-from polyattn.context_parallel.heads import own_heads
-from polyattn.context_parallel.ranks import ContextParallel
-from polyattn.context_parallel.room import Room
-from polyattn.context_parallel.shards import Blocks, Zigzag
-from polyattn.context_parallel.step import ContextStep, Found, Layer, raw_bytes
 from polyattn.errors import BatchError
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache, raw
 from polyattn.spec.cache_window import CacheWindow
+from torch import Tensor
+
+from polyattn_context_parallel.heads import own_heads
+from polyattn_context_parallel.ranks import ContextParallel
+from polyattn_context_parallel.room import Room
+from polyattn_context_parallel.shards import Blocks, Zigzag
+from polyattn_context_parallel.step import ContextStep, Found, Layer, raw_bytes
 
 
 @dataclass(frozen=True)

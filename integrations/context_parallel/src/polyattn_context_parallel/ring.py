@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from polyattn.context_parallel.merging import add_sink
-from polyattn.context_parallel.ranks import ContextParallel
-from polyattn.context_parallel.room import Room, plain_group, side_by_side
-from polyattn.context_parallel.shards import Blocks, Zigzag
-from polyattn.context_parallel.step import ContextStep, Found, Layer, attend, sinks_of
 from polyattn.errors import BatchError
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
+from torch import Tensor
+
+from polyattn_context_parallel.merging import add_sink
+from polyattn_context_parallel.ranks import ContextParallel
+from polyattn_context_parallel.room import Room, plain_group, side_by_side
+from polyattn_context_parallel.shards import Blocks, Zigzag
+from polyattn_context_parallel.step import ContextStep, Found, Layer, attend, sinks_of
 
 
 class Ring:

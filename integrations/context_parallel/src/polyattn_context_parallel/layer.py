@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
-from polyattn.context_parallel.group import ContextGroup, ContextPlan
-from polyattn.context_parallel.step import Found, Layer, width_of
 from polyattn.errors import BatchError, SpecError
 from polyattn.runtime.batch_checks import check_on_device
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Rows
+from torch import Tensor, nn
+
+from polyattn_context_parallel.group import ContextGroup, ContextPlan
+from polyattn_context_parallel.step import Found, Layer, width_of
 
 
 class ContextAttention(nn.Module):

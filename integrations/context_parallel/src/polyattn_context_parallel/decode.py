@@ -14,12 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import KVCache, raw
+from polyattn.runtime.plan import StepPlan
+from polyattn.spec.layer import LayerSpec
 from torch import Tensor
 
-from polyattn.context_parallel.merging import Merging
-from polyattn.context_parallel.room import Room, side_by_side
-from polyattn.context_parallel.shards import Blocks
-from polyattn.context_parallel.step import (
+from polyattn_context_parallel.merging import Merging
+from polyattn_context_parallel.room import Room, side_by_side
+from polyattn_context_parallel.shards import Blocks
+from polyattn_context_parallel.step import (
     ContextStep,
     Found,
     Layer,
@@ -27,11 +32,6 @@ from polyattn.context_parallel.step import (
     sinks_of,
     width_of,
 )
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache, raw
-from polyattn.runtime.plan import StepPlan
-from polyattn.spec.layer import LayerSpec
 
 
 class LocalState(ABC):

@@ -11,16 +11,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from polyattn.context_parallel.ranks import ContextParallel
-from polyattn.context_parallel.shards import Zigzag
-from polyattn.context_parallel.step import ContextStep, Found, Layer, raw_bytes
 from polyattn.errors import SpecError
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.spec.layer import LayerSpec
+from torch import Tensor
+
+from polyattn_context_parallel.ranks import ContextParallel
+from polyattn_context_parallel.shards import Zigzag
+from polyattn_context_parallel.step import ContextStep, Found, Layer, raw_bytes
 
 
 def heads_of_rank(spec: LayerSpec, size: int) -> LayerSpec:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.errors import BatchError
+from polyattn.runtime.batch import Batch
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.kv_cache import KVCache
 from torch import Tensor
 
-from polyattn.context_parallel.merging import Merging
-from polyattn.context_parallel.ranks import ContextParallel
-from polyattn.context_parallel.room import Room, plain_group, side_by_side
-from polyattn.context_parallel.step import (
+from polyattn_context_parallel.merging import Merging
+from polyattn_context_parallel.ranks import ContextParallel, ParallelError
+from polyattn_context_parallel.room import Room, plain_group, side_by_side
+from polyattn_context_parallel.step import (
     ContextStep,
     Found,
     Layer,
@@ -24,10 +28,6 @@ from polyattn.context_parallel.step import (
     sinks_of,
     width_of,
 )
-from polyattn.errors import BatchError, ParallelError
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 
 
 class Placed:

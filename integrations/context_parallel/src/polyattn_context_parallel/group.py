@@ -7,18 +7,6 @@ from collections.abc import Callable
 from typing import Literal, TypeVar, cast, get_args
 
 import torch
-from torch import Tensor
-
-from polyattn.context_parallel.collected import CollectedStep, Layout
-from polyattn.context_parallel.decode import DecodeStep, local_state, masked, order_matters
-from polyattn.context_parallel.heads import HeadsStep
-from polyattn.context_parallel.merging import Merging
-from polyattn.context_parallel.placed import AnchoredStep, Placed, PlacedStep, check_one_stores
-from polyattn.context_parallel.ranks import ContextParallel
-from polyattn.context_parallel.ring import Ring, RingStep
-from polyattn.context_parallel.room import Room, plain_group
-from polyattn.context_parallel.shards import Blocks, Zigzag
-from polyattn.context_parallel.step import ContextStep
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_pages, check_queries
@@ -27,6 +15,18 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Rows
 from polyattn.spec.kinds import AttentionKind, Role
+from torch import Tensor
+
+from polyattn_context_parallel.collected import CollectedStep, Layout
+from polyattn_context_parallel.decode import DecodeStep, local_state, masked, order_matters
+from polyattn_context_parallel.heads import HeadsStep
+from polyattn_context_parallel.merging import Merging
+from polyattn_context_parallel.placed import AnchoredStep, Placed, PlacedStep, check_one_stores
+from polyattn_context_parallel.ranks import ContextParallel
+from polyattn_context_parallel.ring import Ring, RingStep
+from polyattn_context_parallel.room import Room, plain_group
+from polyattn_context_parallel.shards import Blocks, Zigzag
+from polyattn_context_parallel.step import ContextStep
 
 Keys = Literal["blocks", "heads", "placed"]
 Prefill = Literal["all_gather", "ring", "star"]

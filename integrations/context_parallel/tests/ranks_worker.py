@@ -18,9 +18,6 @@ import torch.multiprocessing as mp
 from polyattn import (
     Attention,
     Batch,
-    ContextAttention,
-    ContextGroup,
-    ContextParallel,
     KVCache,
     LatentAttention,
     LayerGroup,
@@ -28,13 +25,14 @@ from polyattn import (
 )
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
-from polyattn.context_parallel.heads import heads_of_rank, own_heads
 from polyattn.families.attention import reference
 from polyattn.families.attention.inputs import attention_inputs
 from polyattn.families.attention.trial import fill
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.runtime.backend import LayerParams
+from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
+from polyattn_context_parallel.heads import heads_of_rank, own_heads
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

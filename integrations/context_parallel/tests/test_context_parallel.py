@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any
 
 import pytest
-from context_parallel import others
-from context_parallel.others import run_all
-from context_parallel.worker import Case, spawned
+import ranks_others as others
 from polyattn import LayerSpec
+from ranks_others import run_all
+from ranks_worker import Case, spawned
 
 GQA = {"num_heads": 8, "num_kv_heads": 2, "head_size": 32, "dtype": "float64"}
 MLA = {

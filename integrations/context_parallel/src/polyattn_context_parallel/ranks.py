@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from polyattn.errors import PolyattnError, SpecError, describe, plain, shown
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-
-from polyattn.errors import ParallelError, SpecError, describe, plain, shown
 
 NOTE_BYTES = 480
 """What a rank says of itself where ranks compare notes: 32 bytes of digest come before it."""
@@ -28,6 +27,10 @@ WATCH = 1.25
 
 # The later name, where torch has it (2.13); the earlier one warns there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class ParallelError(PolyattnError):
+    """Ranks that disagree, or one that died or did not answer; every rank raises."""
 
 
 class ContextParallel:

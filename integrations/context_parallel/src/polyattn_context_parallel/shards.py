@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
 from polyattn.runtime.batch import Batch
+from torch import Tensor
 
 Numbers = NDArray[np.int64]
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from polyattn.families.attention.layer import Attention
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.runtime.kv_cache import KVCache
+from torch import Tensor
 
 Layer = Attention | LatentAttention
 """What a `ContextAttention` wraps. For MLA, `key` and `value` stand for the latent and the rope key."""

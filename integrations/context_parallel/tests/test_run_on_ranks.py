@@ -8,8 +8,9 @@ import subprocess
 import sys
 
 import pytest
+from polyattn import Device
 from polyattn.errors import SettingsError
-from polyattn.tools.cli.launch import check_launch
+from polyattn.tools.cli.launch import check_launch, joined
 
 SERVE = ["run", "gpt-oss-20b", "--requests=4", "--scale=0.2", "--max-tokens=4", "--cache-gb=0.2",
          "--token-budget=256", "--json"]  # fmt: skip
@@ -45,3 +46,11 @@ def test_without_torchrun_it_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SettingsError, match="there are 4"):
         check_launch(2)
     check_launch(4)
+
+
+def test_without_the_extension_it_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("polyattn_context_parallel")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "polyattn_context_parallel", None)
+    with pytest.raises(SettingsError, match=r'pip install "polyattn\[context-parallel\]"'):
+        joined(2, Device("cpu", "x86_64", torch_device="cpu"))

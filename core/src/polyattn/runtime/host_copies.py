@@ -1,0 +1,43 @@
+"""What do lengths that came as tensors say? A copy on the host, kept on the tensor until it changes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.inputs import capturing
+
+
+def values_of(tensor: Tensor) -> list[int]:
+    """Return a tensor's integers, copied once for each of its values. Raises `BatchError`."""
+    return _copied(tensor)[1]  # type: ignore[no-any-return]
+
+
+def lens_between(cumulative: Tensor) -> tuple[int, ...]:
+    """Return the lengths between cumulative starts (num_seqs + 1,), likewise. Raises `BatchError`."""
+    known = _copied(cumulative)
+    if known[2] is None:
+        known[2] = tuple([b - a for a, b in pairwise(known[1])])
+    return known[2]  # type: ignore[no-any-return]
+
+
+def _copied(tensor: Tensor) -> list[Any]:
+    """Return [version, values, lengths between them or None].
+
+    A tensor of `torch.inference_mode` counts no changes, so that it is copied at each call.
+    """
+    version = None if tensor.is_inference() else tensor._version
+    known: list[Any] | None = getattr(tensor, "_polyattn_host", None)
+    if known is not None and known[0] == version and version is not None:
+        return known
+    if capturing(tensor):
+        raise BatchError(
+            "lengths are read on the host, and a graph is being captured; run this call outside of it, "
+            "or the way that leaves its lengths on the device"
+        )
+    known = [version, tensor.tolist(), None]
+    tensor._polyattn_host = known  # type: ignore[attr-defined]
+    return known

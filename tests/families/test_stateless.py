@@ -1,0 +1,81 @@
+"""What does a call that keeps nothing cost? One look-up, and the same operators for many sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polyattn
+import pytest
+import torch
+from polyattn import Batch, LayerGroup, LayerSpec
+from polyattn.families.attention import dense, given
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HEADS, SIZE = 4, 16
+
+
+class Counted(TorchDispatchMode):
+    """Counts torch's operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(call: Any) -> int:
+    """Return how many of torch's operators a call runs."""
+    with torch.no_grad(), Counted() as counted:
+        call()
+    return counted.count
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_a_way_of_calling_is_looked_up(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call makes no spec, no batch and no plan, whatever its tensors hold."""
+    dense._calls.clear()
+    given._known.clear()
+    asked: dict[str, Any] = {"causal": True, "query_lens": (3, 5)} if packed else {"causal": True}
+
+    def call() -> Tensor:
+        shape = (8, HEADS, SIZE) if packed else (2, 4, HEADS, SIZE)
+        torch.manual_seed(0)
+        return polyattn.attention(*(torch.randn(shape) for _ in range(3)), **asked)  # type: ignore[return-value]
+
+    with torch.no_grad():
+        wanted = call()
+
+    def made(*given: Any, **named: Any) -> None:
+        raise AssertionError("made anew")
+
+    monkeypatch.setattr(LayerSpec, "__post_init__", made)
+    monkeypatch.setattr(Batch, "__init__", made)
+    monkeypatch.setattr(LayerGroup, "plan", made)
+    with torch.no_grad():
+        assert torch.equal(call(), wanted)
+
+
+def test_decodes_of_many_sequences_are_one_call() -> None:
+    """On a CPU the work of torch's operators doesn't grow with the sequences."""
+    spec = LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32", block_size=16)
+    layer = polyattn.Attention(LayerGroup(polyattn.select(spec, "cpu", backend="NATIVE_ATTN")))
+
+    def decode(rows: int) -> int:
+        cache = layer.group.allocate_cache(rows)
+        cache.key.zero_()
+        cache.value.zero_()
+        table = torch.arange(rows, dtype=torch.int32)[:, None]
+        plan = layer.group.plan(Batch.from_lens([1] * rows, [9] * rows, table, 16))
+        assert len(plan.calls) == 1
+        tokens = [torch.randn(rows, HEADS, SIZE) for _ in range(3)]
+        return operators(lambda: layer(*tokens, cache, plan))
+
+    assert decode(32) == decode(1) <= 4
+
+
+def test_a_batch_of_lengths_makes_no_tensors() -> None:
+    assert operators(lambda: Batch.from_lens([1] * 64, [9] * 64)) == 0
