@@ -55,6 +55,10 @@ def main() -> None:
         dtype, size, causal, paged = options.one
         touch(dtype, int(size), causal == "True", paged == "True")
         return
+    from polyattn_cuda.providers import vllm_library
+
+    if vllm_library("_vllm_fa2_C") is None:
+        sys.exit("no _vllm_fa2_C.abi3.so in an installed vllm's folder: nothing to assemble")
     started = time.monotonic()
     # The largest first: over pages, and not causal (with windows and ALiBi in the same file).
     files = [

@@ -1,16 +1,19 @@
 """8 bits and captures that no device has shown yet, on one GPU.
 
-    python benchmarks/h200_fp8.py [--out FILE.json] [--only prefill,fa2,latents,kit] [--seconds 60]
+    python benchmarks/h200_fp8.py [--out FILE.json] [--only prefill,triton,fa2,latents,kit] [--seconds 60]
 
 - `prefill`: what FlashAttention-3's prefill in e4m3 takes apart: rounding bf16 queries, the library's
   kernel alone over pages of 64 tokens and over packed keys, our call around it; bf16 the same ways. At
   4k, 16k and 64k tokens of one prompt, heads of 64, 128 and 256. `faster` is bf16's time over e4m3's
   (bar: 1.4), `nan_leaks` whether a packed neighbour's NaN reaches a prompt's last tile.
+- `triton`: TRITON_ATTN's prefill over the same e4m3 inputs, multiplied in e4m3 and in float16, beside
+  bf16's by the portable kernel and by Hopper's own.
 - `fa2`: FLASH_ATTN claimed as captured, in this process alone: the kit's captured cases, and 200 replays
   of four layers (bits beside the padded eager step, allocations, device time beside its own calls).
 - `latents`: decode over latents in e4m3 by FLASHINFER_MLA_FP8 (FlashInfer 0.7) and TRITON_MLA beside
   bf16's.
-- `kit`: the whole kit of FLASHINFER_MLA_FP8; TRITON_SCAN's states with room for drafts and padding rows.
+- `kit`: TRITON_SCAN's states with room for drafts and padding rows, TRITON_ATTN's queries in e4m3, the
+  whole kit of FLASHINFER_MLA_FP8.
 
 Device times with a cold L2 (`timing.py`), medians. Without a GPU the sections say that they need one.
 """
@@ -141,6 +144,38 @@ def _leaks(prompt: Prompt) -> bool:
     return not torch.equal(*found)
 
 
+def triton_section(seconds: float) -> list[Row]:
+    return within(
+        seconds,
+        [
+            (f"triton {c} x {t}, heads of {s}", lambda c=c, t=t, s=s: _triton(c, t, s))
+            for s in (128, 64)
+            for c, t in ((8, 2048), (1, 16384))
+        ],
+    )  # fmt: skip
+
+
+def _triton(count: int, tokens: int, size: int) -> Row:
+    from timing import kernel_us
+
+    heads, kv_heads = SIZES[size]
+    wide = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=size, block_size=16)
+    eight = wide.replace(kv_cache_dtype="fp8", qkv_dtype="fp8")
+    lens, row = [tokens] * count, {}
+    for name, spec in (
+        ("bf16", wide),
+        ("bf16 portable, capped", wide.replace(logit_soft_cap=1e4)),  # Hopper's own takes no cap
+        ("e4m3 in float16", eight),
+        ("e4m3", eight.replace(fp8_compute=True)),
+    ):
+        step = Step(select(spec, DEVICE, backend="TRITON_ATTN"), lens, lens, DEVICE)
+        row[f"{name} us"] = kernel_us(step.attend, 10)
+        if spec.kv_cache_dtype != "auto":
+            row[f"{name} error"] = step.error()
+        del step
+    return row
+
+
 @contextlib.contextmanager
 def claimed(module: str, name: str, capture: GraphCapture) -> Iterator[None]:
     """Let a backend claim captured steps in this process: what next to nobody may rely on yet."""
@@ -225,7 +260,11 @@ def _latents(count: int, length: int) -> Row:
 
 
 def kit_section(seconds: float) -> list[Row]:
-    chosen = {"FLASHINFER_MLA_FP8": "not zzz", "TRITON_SCAN": "drafts or padded"}
+    chosen = {
+        "TRITON_SCAN": "drafts or padded",
+        "TRITON_ATTN": "fp8_inputs",
+        "FLASHINFER_MLA_FP8": "not zzz",
+    }
     return within(
         seconds,
         [
@@ -236,7 +275,8 @@ def kit_section(seconds: float) -> list[Row]:
 
 
 SECTIONS = {
-    "prefill": prefill_section, "fa2": fa2_section, "latents": latents_section, "kit": kit_section,
+    "prefill": prefill_section, "triton": triton_section, "fa2": fa2_section,
+    "latents": latents_section, "kit": kit_section,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -195,7 +195,11 @@ def test_features_are_complete() -> None:
     mamba = LayerSpec(
         kind="mamba1", num_heads=8, head_size=1, recurrent=RecurrentSpec(state_size=4, **options)
     )
-    assert features(mamba) == RECURRENT | {"causal"}
+    wide = {"wide_conv_states"}  # of short convolutions alone
+    assert features(mamba) == RECURRENT - wide | {"causal"}
+    form = RecurrentSpec(conv_width=4, draft_tokens=3)
+    convolution = LayerSpec(kind="short_conv", num_heads=8, head_size=1, recurrent=form)
+    assert features(convolution) == wide | {"causal"}
     assert "block_sparse" in features(spec.replace(mask="block_sparse"))
     assert "length_bounds" in features(spec.replace(mask=None, length_bounds=True))
     with pytest.raises(

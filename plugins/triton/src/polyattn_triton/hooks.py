@@ -32,6 +32,11 @@ PROOF = {
     "cpu": Proof.INTERPRETED,
 }
 
+NO_E4M3 = tuple(
+    (frozenset({what, arch}), "Triton converts e4m3 from sm_89 on; fp8_e5m2 and int8 work")
+    for arch in ("sm_80", "sm_86", "sm_87")
+    for what in ("fp8_e4m3", "fp8_inputs", "fp8_output")
+)
 TRITON_ATTN = BackendInfo(
     name="TRITON_ATTN",
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
@@ -87,6 +92,7 @@ TRITON_ATTN = BackendInfo(
                 frozenset({"cache_positions", "nvfp4"}),
                 "keys of four bits are read in blocks, not in the pairs that turn",
             ),
+            *NO_E4M3,
         ),
     ),
     priorities=(
@@ -133,6 +139,7 @@ def _latent(
             phases=phases,
             decode_query_lens=16 if kind is AttentionKind.MLA else 1,
             features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
+            excludes=NO_E4M3,
             graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
         ),
         priorities=(
@@ -238,6 +245,7 @@ TRITON_STORE = BackendInfo(
         layouts=("NHD", "HND", "contiguous"),
         features=frozenset({"causal", "gqa", "tensor_scales", "head_scales"})
         | (frozenset() if INTERPRETED else frozenset({"fp8_inputs"})),
+        excludes=NO_E4M3,
         rotates=frozenset({"neox", "gptj"}),
     ),
     priorities=(

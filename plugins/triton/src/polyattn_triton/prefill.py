@@ -37,6 +37,9 @@ from polyattn_triton.tiles import (
     tile_at,
 )
 
+WEIGHT_SCALE = tl.constexpr(256.0)
+"""What weights up to 1 are multiplied by before they are rounded to e4m3, whose largest is 448."""
+
 
 @triton.jit
 def _tiles(
@@ -47,11 +50,13 @@ def _tiles(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     LISTED: tl.constexpr, TURNS, origin, ROPE: tl.constexpr, SPAN: tl.constexpr, KEPT: tl.constexpr,
+    EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Attend to key tiles `first` to `last`; those from `skip_from` on lie `skip_by` further.
 
     `LISTED`: the tiles are those that LIST names there. `ROPE`: q is its pairs and its rest, turned to
     places after `origin`, and keys are turned likewise; `KEPT`: of the kept first tokens' tiles alone.
+    `EIGHT`: all products are of e4m3 numbers, `acc` is `WEIGHT_SCALE` times the sum.
     """
     LIKE = q[0] if ROPE > 0 else q
     if ROPE > 0:
@@ -133,7 +138,12 @@ def _tiles(
             l = l * alpha + tl.sum(p, 1)
             acc = acc * alpha[:, None]
             m = m_new
-        acc = tl.dot(p.to(LIKE.dtype), v.to(LIKE.dtype), acc, input_precision="ieee")
+        if (
+            EIGHT
+        ):  # a tile's sum by itself: Hopper adds products of 8 bits up in 14 bits of mantissa
+            acc += tl.dot((p * WEIGHT_SCALE).to(v.dtype), v)
+        else:
+            acc = tl.dot(p.to(LIKE.dtype), v.to(LIKE.dtype), acc, input_precision="ieee")
     return acc, m, l
 
 
@@ -148,7 +158,7 @@ def _attend(
     CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, SPLIT: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
-    ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
+    ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`.
 
@@ -212,7 +222,9 @@ def _attend(
         mask=row_ok[:, None] & (offs_d < D)[None, :],
         other=0.0,
     )
-    if Q.dtype.element_ty.is_fp8():
+    # A query that was rotated before is no longer of 8 bits.
+    PRODUCTS: tl.constexpr = EIGHT and Q.dtype.element_ty.is_fp8()
+    if Q.dtype.element_ty.is_fp8() and not EIGHT:
         q = q.to(tl.float16)  # exact
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
@@ -244,7 +256,7 @@ def _attend(
             0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, RESCORE, WHERE_SEEN, True,
-            TURNS, last_pos, ROPE, SPAN, False,
+            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
         )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, PARTLY, kv_start, tl.maximum(entry - whole, 0),
@@ -252,7 +264,7 @@ def _attend(
             0, 0, row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, True,
-            TURNS, last_pos, ROPE, SPAN, False,
+            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
         )  # fmt: skip
     else:
         if ROPE > 0 and SINK_TOKENS > 0:
@@ -262,7 +274,7 @@ def _attend(
                 row_pos, seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-                TURNS, 0, ROPE, SPAN, True,
+                TURNS, 0, ROPE, SPAN, True, PRODUCTS,
             )  # fmt: skip
             low_tile = kept_tile
             full_low = tl.maximum(full_low, low_tile)
@@ -273,7 +285,7 @@ def _attend(
                 seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-                TURNS, last_pos, ROPE, SPAN, False,
+                TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
             )  # fmt: skip
         if SINK_TOKENS == 0:
             acc, m, l = _tiles(
@@ -281,15 +293,17 @@ def _attend(
                 seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
                 False, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
                 CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-                TURNS, last_pos, ROPE, SPAN, False,
+                TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
             )  # fmt: skip
         acc, m, l = _tiles(
             acc, m, l, q, K, V, BT, BT, kv_start, full_high, high_tile, skip_from, skip_by, row_pos,
             seq_len, slope, scale, soft_cap, changed, k_b, k_t, v_b, v_t,
             True, PAGED, BLOCK_SIZE, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV,
             CAUSAL, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY, False,
-            TURNS, last_pos, ROPE, SPAN, False,
+            TURNS, last_pos, ROPE, SPAN, False, PRODUCTS,
         )  # fmt: skip
+    if PRODUCTS:
+        acc = acc * (1.0 / WEIGHT_SCALE)
     if WAY == 2:  # nothing is to be divided by
         m = tl.zeros([BLOCK_M], tl.float32)
         l = tl.full([BLOCK_M], 1.0, tl.float32)
@@ -310,13 +324,14 @@ def prefill_kernel(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
     SPLIT: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
-    ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
+    ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr, EIGHT: tl.constexpr,
 ):  # fmt: skip
     """Tiles of query rows of one KV head, whole or in pieces.
 
     Grid: (tiles, KV heads), WORK their sequences, then their first rows; `SPLIT`: (programs, KV
     heads), whose stretches WORK holds, and `merge_kernel` merges. `KEY_STARTS`: where sequences'
-    packed keys start. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
+    packed keys start. `ROPE`: keys are rotated as they are loaded (`cache_rope`). `EIGHT`: queries,
+    keys and values that come in e4m3 are multiplied in it, and weights rounded to it.
     """
     kv_head = tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
@@ -341,7 +356,7 @@ def prefill_kernel(
                 start, begin, end, tile,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
                 CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
-                LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT,
+                LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT, EIGHT,
             )  # fmt: skip
             in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
             row_ok = in_query < query_len
@@ -373,7 +388,7 @@ def prefill_kernel(
             start, 0, 0, tl.program_id(0),
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
-            LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT,
+            LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT, EIGHT,
         )  # fmt: skip
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         finish(

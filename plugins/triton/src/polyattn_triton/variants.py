@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+from polyattn.device import arch_matches
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 from torch import Tensor
 
@@ -106,7 +107,20 @@ def prefill_constants(
         SCALES[spec.scales],
         *listed,
         *rope,
+        multiplies_eight_bits(spec, arch),
     )
+
+
+EIGHT_BITS = ("sm_89+", "gfx950", "x86_64", "aarch64")
+"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts)."""
+
+
+def multiplies_eight_bits(spec: LayerSpec, arch: str) -> bool:
+    """Whether prefill's products are of e4m3 numbers: where the layer lets weights be rounded to it."""
+    if not spec.fp8_compute or spec.qkv_dtype != "fp8_e4m3":
+        return False
+    changed = spec.rope or spec.variant or spec.mask
+    return not changed and any(arch_matches(pattern, arch) for pattern in EIGHT_BITS)
 
 
 def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> tuple[Any, ...]:

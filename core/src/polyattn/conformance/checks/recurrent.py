@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -111,7 +112,7 @@ def rejected_drafts(case: Case, harness: RecurrentHarness) -> None:
     assert form is not None
     plain = case.spec.replace(recurrent=replace(form, draft_tokens=0))
     group, most = harness.group(plain), form.draft_tokens + 1
-    params = {name: tensor.clone() for name, tensor in layer.params.items()}
+    params: dict[str, Any] = {name: tensor.clone() for name, tensor in layer.params.items()}
     alone = type(layer)(group, **params)
     step = harness.inputs(layer, [(5, 5), (1, 1), (40, 40)])
     slots, lens = step.batch.state_slots, list(step.batch.lens)

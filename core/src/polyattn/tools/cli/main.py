@@ -45,6 +45,11 @@ SpecOption = Annotated[
     typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
+SamplesOption = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="Outputs of each prompt (default: as the trace says)."),
+]
+BeamsOption = Annotated[int | None, count("Search each prompt with N beams (needs --weights).")]
 SeedOption = Annotated[
     int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of all that is random.")
 ]
@@ -150,13 +155,8 @@ def run(
         typer.Option("--trace", help="A request trace: Azure CSV or Mooncake JSONL."),
     ] = None,
     requests: Annotated[int, count("Requests of the trace to serve.")] = 16,
-    samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=1024, help="Outputs of each prompt (default: as the trace says)."),
-    ] = None,
-    beams: Annotated[
-        int | None, count("Search each prompt with N beams (needs --weights).")
-    ] = None,
+    samples: SamplesOption = None,
+    beams: BeamsOption = None,
     weights: WeightsOption = None,
     arrivals: ArrivalsOption = "all",
     layers: Annotated[int | None, count("Layers of each group that run (default: 1).")] = None,

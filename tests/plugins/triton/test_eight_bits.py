@@ -1,0 +1,46 @@
+"""TRITON_ATTN's prefill multiplies e4m3 numbers where a layer lets weights be rounded to them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from interpreting import interpreted
+from polyattn import LayerSpec
+
+pytest.importorskip("triton")
+SCRIPT = Path(__file__).parent / "eight_bits.py"
+SPEC = LayerSpec(
+    num_heads=8, num_kv_heads=2, head_size=128, kv_cache_dtype="fp8_e4m3", qkv_dtype="fp8_e4m3",
+    block_size=16,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["numbers", *(pytest.param(n, marks=pytest.mark.slow) for n in ("by head", "window"))],
+)
+def test_interpreted(name: str) -> None:
+    assert f"{name}: off by" in interpreted(SCRIPT, name, PYTHONPATH=str(Path(__file__).parents[2]))
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+def test_compiled_for_hopper(rounds: bool) -> None:
+    """Both products are of e4m3 numbers, or neither is: then they are made float16."""
+    from polyattn_triton.aot import compile_phase
+
+    asm = compile_phase(SPEC.replace(fp8_compute=rounds), "sm_90", "paged").asm["ptx"]
+    products = set(re.findall(r"wgmma\.mma_async\.\S+f32\.(\w+)\.", asm))
+    assert products == ({"e4m3"} if rounds else {"f16"})
+
+
+def test_which_chips_multiply_them() -> None:
+    from polyattn_triton.variants import multiplies_eight_bits
+
+    spec = SPEC.replace(fp8_compute=True)
+    chips = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950")
+    found = [chip for chip in chips if multiplies_eight_bits(spec, chip)]
+    assert found == ["sm_89", "sm_90", "sm_100", "sm_120", "gfx950"]
+    for other in ({"qkv_dtype": "auto"}, {"fp8_compute": False}):
+        assert not multiplies_eight_bits(spec.replace(**other), "sm_90")
