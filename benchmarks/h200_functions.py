@@ -6,7 +6,8 @@ Rows of `h200_variants.py` by the kernel for Hopper and by the portable one, bes
 ragged prompts, chunks after a context, windows, pieces and layers without causality are held to float64,
 and to the portable kernel's whole output; 4 x 4,096 is timed. Then groups are built in new processes with
 an empty cache, and again with what the first left; the seven examples and a source by hand run on the
-device. What fails is a row that says so. With TRITON_INTERPRET=1 the portable half is rehearsed.
+device. `hidden`: 64 decodes over 4,096 keys whose masks hide most, half or none, by lists of key tiles
+and without. What fails is a row that says so. With TRITON_INTERPRET=1 the portable half is rehearsed.
 """
 
 from __future__ import annotations
@@ -24,8 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200_variants import BASE, DEVICE, PREFILL, REHEARSAL, VARIANTS, Case
-from polyattn import register_variant
+from h200_variants import (
+    BASE,
+    DECODE,
+    DEVICE,
+    LONG,
+    PREFILL,
+    REHEARSAL,
+    VARIANTS,
+    Case,
+    synchronize,
+)
+from polyattn import CustomMask, register_variant
 from polyattn.families.attention.alibi import alibi_slopes
 from timing import kernel_us
 
@@ -121,6 +132,52 @@ def timed(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def documents_of(length: int) -> dict[str, Any]:
+    """Return what a step of decodes brings of documents so long."""
+    row = torch.arange(LONG, device=DEVICE).div(length, rounding_mode="floor").int()
+    return {"step": {"document": row.expand(len(DECODE), LONG).contiguous()}}
+
+
+def hidden() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """Return what masks a layer has, and what a step of decodes brings of them."""
+    last = torch.arange(LONG) // (LONG // 8) == 7
+    last[: LONG // 64] = True  # the first keys, and the last eighth
+    halves = torch.rand(LONG, generator=torch.Generator().manual_seed(0)) < 0.5
+    of_step = {
+        name: {"mask": CustomMask.pack([row[None]] * len(DECODE), "all")}
+        for name, row in (("a mask's eighth", last), ("a mask's random half", halves))
+    }
+    return {
+        "an eighth": ({"variant": "one_document"}, documents_of(LONG // 8)),
+        "all seen": ({"variant": "one_document"}, documents_of(LONG)),
+        **{name: ({"mask": "custom"}, given) for name, given in of_step.items()},
+    }
+
+
+def left_out(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Time decodes by lists of key tiles, and over all keys, beside each other."""
+    case = Case(BASE.replace(**fields), "TRITON_ATTN", DECODE, **given)
+    case()
+    error, found, ran = case.error(), case.out.float().clone(), way(case)
+    us = 0.0 if REHEARSAL else kernel_us(case, 10)
+    began = time.perf_counter()
+    case.plan = case.group.plan(case.batch)
+    synchronize()
+    plan_ms = 1e3 * (time.perf_counter() - began)
+    backend = case.group.planner.chooser.chosen["decode"].backend  # type: ignore[attr-defined]
+    backend.lister = None
+    case.plan = case.group.plan(case.batch)
+    case.out.fill_(torch.nan)
+    case()
+    apart = float((case.out.float() - found).norm() / found.norm())
+    whole = 0.0 if REHEARSAL else kernel_us(case, 10)
+    return {
+        "ran": ran, "error": float(f"{error:.2g}"), "apart": float(f"{apart:.2g}"),
+        "right": error < 1.5e-2 and apart < 1e-2, "us": round(us, 1), "all_keys_us": round(whole, 1),
+        "plan_ms": round(plan_ms, 2),
+    }  # fmt: skip
+
+
 def compiled(name: str) -> dict[str, Any]:
     """Build a row's group in two processes, one after another; the first finds an empty cache."""
     found = []
@@ -176,6 +233,8 @@ def main() -> None:
                             lambda f=fields | more, g=given, p=pairs: check(f, g, p),
                         )
                     )  # type: ignore[misc]
+    for name, (fields, given) in hidden().items():
+        jobs.append((f"hidden {name}", lambda f=fields, g=given: left_out(f, g)))  # type: ignore[misc]
     if not REHEARSAL:
         jobs += [(f"compiling {name}", lambda n=name: compiled(n)) for name in COMPILED]  # type: ignore[misc]
         for backend, dtype in (

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from defined_flex import without_compiler
-from liars import latents, masks, recurrences, services, shapes, steps
+from liars import functions, latents, masks, recurrences, services, shapes, steps
 from liars.declare import Plugin, info
 from polyattn import discover, register, resolve_device, unregister
 from polyattn.conformance.random_batches.compose import Composition, Requests
@@ -79,6 +79,13 @@ def liars() -> Iterator[None]:
 @pytest.mark.parametrize("kind", LIARS, ids=[kind.__name__ for kind in LIARS])
 def test_a_liar_is_counted(kind: type[Any]) -> None:
     tally = random_batches(discover().backends[info(kind).name], CPU, 2, 300)
+    assert tally.failed and info(kind).name in tally.failures[0]
+
+
+@pytest.mark.usefixtures("liars")
+@pytest.mark.parametrize("kind", [functions.IgnoresTheVariant, functions.HeadOfTheGroup])
+def test_a_liar_about_functions_is_counted(kind: type[Any]) -> None:
+    tally = random_batches(discover().backends[info(kind).name], CPU, 3, 1500)
     assert tally.failed and info(kind).name in tally.failures[0]
 
 

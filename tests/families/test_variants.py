@@ -232,6 +232,11 @@ def test_what_is_unknown_or_wrong_is_named() -> None:
         run(BASE.replace(mask="custom"), "TORCH_SDPA")
     with pytest.raises(BatchError, match="masks over new keys"):
         run(BASE.replace(mask="custom"), "TORCH_SDPA", mask=CustomMask(torch.ones(3).bool()))
+    with pytest.raises(BatchError, match=r"the layer has mask=None.*replace\(mask='custom'\)"):
+        run(BASE, "TORCH_SDPA", mask=CustomMask.tree([[-1] * n for n in LENS[0]]))
+    with pytest.raises(BatchError, match=r"is torch.int64 of shape .*convert it, or declare"):
+        run(BASE.replace(variant="documents"), "TORCH_SDPA",
+            step={"document": torch.zeros(5, 40).long()})  # fmt: skip
 
 
 def test_who_cannot_serve_says_so() -> None:

@@ -31,6 +31,7 @@ from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.nvfp4 import unpacked
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.runtime.quotients import reciprocal
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.scales import write_output
 from polyattn.runtime.shared_prefix import Levels, SharedRun
@@ -100,6 +101,7 @@ __all__ = [
     "prepared",
     "quantize",
     "raw",
+    "reciprocal",
     "rotation_at",
     "store_lse",
     "trace",

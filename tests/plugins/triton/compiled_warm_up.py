@@ -1,4 +1,7 @@
-"""Compiles for real, for an sm_90 that is not here, what a group with functions of its own warms up."""
+"""Compiles for real, for an sm_90 that is not here, what a group with functions of its own warms up.
+
+Last it says how many kernels this process compiled by itself, and how many processes it started.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import triton
 from polyattn import LayerSpec
 from polyattn.selection.cache_format import CacheFormat
+from polyattn_triton import side_by_side
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.decode import decode_kernel
 from polyattn_triton.prefill import prefill_kernel
@@ -25,6 +29,11 @@ DRIVER = SimpleNamespace(
 
 
 def main() -> None:
+    compiled, started = [], []
+    listener: Any = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)  # noqa: E731
+    triton.knobs.compilation.listener = listener
+    start = side_by_side.Worker.__init__
+    side_by_side.Worker.__init__ = lambda self: (started.append(1), start(self))[1]  # type: ignore
     triton.runtime.driver.set_active(DRIVER)  # type: ignore[arg-type]
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, block_size=16)
     spec = spec.replace(**json.loads(sys.argv[1]))
@@ -38,6 +47,8 @@ def main() -> None:
         found = list(kernel.device_caches[0][0].values())
         assert all(compiled.asm["cubin"] for compiled in found)
         print(kernel.__name__, len(found))
+    print("here", len(compiled))
+    print("processes", len(started))
 
 
 main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from polyattn import Attention, Batch, BlockSparseMask, LayerGroup, select
+from polyattn import Attention, Batch, BlockSparseMask, CustomMask, LayerGroup, select
 from polyattn.families.attention import reference
 from polyattn.families.attention.trial import fill
 from test_variants import (
@@ -48,10 +50,52 @@ def check_left_out() -> None:
         assert_right(found, expected)
 
 
+def check_left_out_of_decodes() -> None:
+    """Likewise by a function, and by a step's own mask: a token's document has a hole in it."""
+    generator = torch.Generator().manual_seed(6)
+    document = torch.tensor([[0] * 96, [0] * 32 + [1] * 32 + [0] * 32]).int()
+    mask = CustomMask.documents([document[0, :64].tolist(), document[1].tolist()], [1, 1])
+    steps: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"variant": "documents"}, {"inputs": {"document": document}}),
+        ({"mask": "custom"}, {"mask": mask}),
+        (
+            {"mask": "custom", "num_heads": 6, "sliding_window": 80, "needs_lse": True},
+            {"mask": mask},
+        ),
+        ({"variant": "striped", "mask": "custom"}, {"mask": mask}),
+    )
+    for fields, step in steps:
+        spec = BASE.replace(**fields)
+        group = LayerGroup(select(spec, backend="TRITON_ATTN", verify=False))
+        cache = group.allocate_cache(12)
+        fill(cache, generator)
+        table = torch.randperm(12, generator=generator).int().view(2, 6)
+        batch = Batch([0, 1, 2], [64, 96], table, None, **step)
+        query = torch.randn(2, spec.num_heads, 32, generator=generator)
+        expected, _ = reference.forward(spec, query, None, None, cache, batch)
+        for stored in (cache.key, cache.value):
+            stored[table[1, 2:4].long()] = torch.nan
+        found = Attention(group)(query, None, None, cache, batch)
+        assert_right(found[0] if isinstance(found, tuple) else found, expected)
+
+
+def check_captured() -> None:
+    """A captured graph would read the lists of its capture: none are made."""
+    spec = BASE.replace(variant="striped", graph_capture="uniform")
+    group = LayerGroup(select(spec, backend="TRITON_ATTN", verify=False))
+    backend: Any = group.planner.chooser.chosen["decode"].backend  # type: ignore[attr-defined]
+    table = torch.zeros(2, 6, dtype=torch.int32)
+    for queries in (1, 3):
+        plan = backend.plan_rows(Batch([0, queries, 2 * queries], [64, 96], table, None))
+        assert backend.lister is not None and plan.lists is None
+
+
 def main() -> None:
     check_left_out()
     for variant in VARIANTS:
         register_variant(variant)
+    check_left_out_of_decodes()
+    check_captured()
     generator = torch.Generator().manual_seed(3)
     bias = torch.randn(32, 4, generator=generator)
     buckets = t5_buckets(bidirectional=False)

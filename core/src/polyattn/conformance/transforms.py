@@ -1,4 +1,6 @@
-"""What does the kit change queries, keys, values and outputs by? Exact in every dtype: signs, halves."""
+"""What does the kit change queries, keys, values, scores and outputs by? Elements by signs and halves,
+exact in every dtype.
+"""
 
 from __future__ import annotations
 
@@ -30,3 +32,17 @@ def of_output(
     """Turn the heads round that an input names, and halve every other token's first elements."""
     halved = torch.where((q_idx % 2 == 0) & (d < 8), output * 0.5, output)
     return torch.where(turned[h] == 1, -halved, halved)
+
+
+def of_score(
+    score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, sharpness: Tensor
+) -> Tensor:
+    """Multiply a sequence's scores, each head's by its own."""
+    return score * sharpness[b, h]
+
+
+def of_pair(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, document: Tensor) -> Tensor:
+    """See keys of the query's own document, which is said for eight tokens at a time."""
+    last = document.shape[1] - 1
+    own = document[b, torch.clamp(q_idx // 8, max=last)]
+    return own == document[b, torch.clamp(kv_idx // 8, max=last)]

@@ -16,6 +16,7 @@ from polyattn.registry.info import load_object
 from polyattn.registry.variants import variant_named, variant_of
 from polyattn.runtime import variants as core_variants
 from polyattn.runtime.parameters import Weight
+from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
@@ -173,8 +174,16 @@ def _declared(variant: str | None, mask: str | None, generation: int) -> dict[st
 
 
 def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
-    """Check that a step brings its layer's mask, and no other layer's. Raises `BatchError`."""
+    """Check that a step brings its layer's mask, and no other layer's. Raises `BatchError`.
+
+    Cross-attention has none: a step's mask is of its own tokens' keys.
+    """
     kind = None if batch.mask is None else batch.mask.kind
+    if spec.mask is None and kind is not None and spec.role is not Role.CROSS:
+        raise BatchError(
+            f"the step brings a mask of kind {kind!r}, and the layer has mask=None and would show every "
+            f"key: select for spec.replace(mask={kind!r}), or plan a batch without it"
+        )
     if spec.mask is not None and kind != spec.mask:
         wanted = {"custom": "CustomMask", "block_sparse": "BlockSparseMask"}[spec.mask]
         raise BatchError(
@@ -198,7 +207,7 @@ def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> 
         if tensor.dtype is not wanted or not fits:
             raise BatchError(
                 f"input {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be "
-                f"{declared}"
+                f"{declared}: convert it, or declare in inputs= what it is"
             )
 
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from polyattn.kernel import Trace
+from polyattn.kernel import Trace, reciprocal
 
 from polyattn_cuda.trace_bounds import Bounds, bounds_of
 
@@ -294,10 +294,8 @@ class _Writer:
         if node.kind == "int":
             return self._integer(number)
         given = [self.ref(a, node.kind) for a in args]
-        if op == "truediv" and self.nodes[args[1]].op == "constant":
-            divisor = float(self.nodes[args[1]].what)
-            if divisor and 1e-30 < abs(divisor) < 1e30:
-                return f"{given[0]} * float({1 / divisor!r})"
+        if (factor := reciprocal(self.trace, number)) is not None:
+            return f"{given[0]} * float({factor!r})"
         return _float_or_truth(op, node.kind, given)
 
     def _integer(self, number: int) -> str:

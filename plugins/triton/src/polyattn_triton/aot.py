@@ -150,7 +150,8 @@ def compile_prefix(
 def _compile_lists(spec: LayerSpec, arch: str) -> Any:
     masks = Generated.of_mask(spec)
     assert masks is not None
-    constants = list_constants(spec, tile_config(spec, arch, "paged"), masks.constants)
+    config = tile_config(spec, arch, "paged")
+    constants = list_constants(spec, config.block_m, config.block_n, masks.constants)
     pointers = {"LISTS": "i32", "INPUTS": "i64"}
     return compile_kernel(list_kernel, pointers, constants, arch, {"num_warps": 4})
 

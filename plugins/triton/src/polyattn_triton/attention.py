@@ -20,7 +20,6 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.cache_rope import turns
 from polyattn_triton.configs import Config
 from polyattn_triton.decode import decode_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_options
@@ -29,6 +28,7 @@ from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.pointwise import NOTHING, table
 from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
+from polyattn_triton.turn_table import turns
 from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
 from polyattn_triton.warm_up import warm_up
 

@@ -9,52 +9,11 @@ window's are gone through apart, each with queries turned for it.
 
 from __future__ import annotations
 
-import math
-
-import torch
 import triton
 import triton.language as tl
-from polyattn.kernel import LayerSpec, RopeSpec, inv_freq
-from torch import Tensor
-
-from polyattn_triton.launch import power
 
 HEAD = tl.constexpr(4)
 """Numbers that a table of turns begins with: the temperature, its length and offset."""
-PAIRINGS = {"neox": 1, "gptj": 2}
-
-
-def rope_constants(spec: LayerSpec, at: int) -> tuple[int, int, int]:
-    """Return what the kernels know of keys' rotation: the pairing, the elements, where the table is.
-
-    `at`: which of the functions' inputs is the table's address. Zeros: keys aren't rotated.
-    """
-    rope = spec.rope
-    if rope is None or not (rope.span or rope.temperature):
-        return 0, 0, 0
-    return PAIRINGS[rope.pairing], rope.span, at
-
-
-def turns(rope: RopeSpec, block_n: int, device: torch.device) -> Tensor:
-    """Return the table that the kernels read: float32, computed in float64.
-
-    The temperature, its length and offset, 0; each pair's frequency in turns of a circle, in two parts;
-    then the cosine and the sine of each place in a tile of `block_n` keys. The padding turns nothing.
-    """
-    pairs = rope.span // 2
-    width = power(pairs)
-    frequencies = torch.zeros(width, dtype=torch.float64)
-    frequencies[:pairs] = inv_freq(rope) / (2 * math.pi)
-    high = frequencies.float()
-    low = (frequencies - high.double()).float()
-    angles = torch.arange(block_n)[:, None] * frequencies * (2 * math.pi)
-    # Queries and keys are each multiplied by the factor: here both times.
-    factor = rope.attention_factor**2
-    places = torch.stack([angles.cos() * factor, angles.sin() * factor], 1)
-    head = torch.tensor(
-        [rope.temperature, rope.temperature_length or 1, rope.temperature_offset, 0.0]
-    )
-    return torch.cat([head, high, low, places.flatten().float()]).to(device)
 
 
 @triton.jit

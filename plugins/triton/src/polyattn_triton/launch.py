@@ -9,8 +9,7 @@ host time: that is left out while nobody listens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
 from operator import or_
@@ -26,8 +25,9 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-KNOWN = triton.__version__.startswith("3.6.")
-"""Whether this Triton's `CompiledKernel.run` takes what is passed to it here."""
+from polyattn_triton.compile_worker import settle
+from polyattn_triton.side_by_side import KNOWN, at_once
+
 Key = tuple[Any, ...]
 
 
@@ -189,34 +189,15 @@ class Kept:
 NONE = Kept()
 
 
-def settle(function: Any) -> None:
-    """Have Triton hash a kernel, or a function that one is given, after all that it calls.
-
-    Of what a function calls Triton 3.6 takes into its key the global constants that it happens to have
-    looked at before: in another order the key differs, and another process compiles everything again.
-    """
-    if getattr(function, "hash", "") is not None:  # looked at before, interpreted, or no function
-        return
-    known = function.fn.__globals__
-    for name in function.fn.__code__.co_names:
-        if name in known and known[name] is not function:
-            settle(known[name])
-    function.cache_key  # noqa: B018
-
-
 _compiling: ContextVar[bool] = ContextVar("polyattn_triton_compiling", default=False)
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Have sites compile what they would launch for the first time, and launch nothing.
-
-    All at once, where this Triton knows how.
-    """
-    at_once = getattr(triton, "AsyncCompileMode", lambda _: nullcontext())
+    """Have sites compile what they would launch for the first time, and launch nothing."""
     token = _compiling.set(True)
     try:
-        with ThreadPoolExecutor() as threads, at_once(threads):
+        with at_once():
             yield
     finally:
         _compiling.reset(token)

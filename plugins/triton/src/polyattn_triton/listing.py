@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn.kernel import Batch, LayerSpec
+from polyattn.kernel import Batch, CustomMask, LayerSpec, Pointwise
 from torch import Tensor
 
 from polyattn_triton.configs import Config
@@ -21,8 +21,9 @@ MOST_NUMBERS = 1 << 25
 class Lister:
     """Lists the key tiles that a layer's masks show, without waiting for the device."""
 
-    def __init__(self, masks: Generated, device: torch.device):
-        self.masks, self.device = masks, device
+    def __init__(self, masks: Generated, device: torch.device, of_step: bool):
+        """`of_step`: the step's mask is all there is."""
+        self.masks, self.device, self.of_step = masks, device, of_step
         self.captured = masks.trace.captured(device)
         self._sites: dict[Any, Site] = {}
 
@@ -33,10 +34,20 @@ class Lister:
         Rotated keys are gone through in the window's tiles and the kept tokens' apart: no list says so.
         """
         masks = None if spec.rope and spec.sink_tokens else Generated.of_mask(spec)
-        return None if masks is None else cls(masks, device)
+        pointwise = Pointwise.of(spec)
+        if masks is None or pointwise is None:
+            return None
+        return cls(masks, device, spec.mask is not None and len(pointwise.mask_mods) == 1)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the step brings all that the masks read: what a layer brings is known when it runs."""
+        """Whether the step brings all that the masks read, and may hide keys by them.
+
+        What a layer brings is known when it runs. A single token sees all that is before it where the
+        mask is of new tokens alone.
+        """
+        alone = self.of_step and batch.all_decode
+        if alone and isinstance(batch.mask, CustomMask) and batch.mask.over == "new":
+            return False
         return self.masks.trace.inputs.keys() <= batch.inputs.keys() | self.captured.keys()
 
     def listed(
@@ -52,10 +63,12 @@ class Lister:
             return None
         lists = torch.zeros((count, heads, width + AROUND), dtype=torch.int32, device=self.device)
         inputs = table(self.masks.trace, batch.seq_index, {**batch.inputs, **self.captured})
-        key = (spec.causal, config.block_m, config.block_n)
+        # Heads of one token see the same, unless a mask asks for the head.
+        height = 1 if batch.max_query_len == 1 and not self.masks.by_head else config.block_m
+        key = (spec.causal, height, config.block_n)
         site = self._sites.get(key)
         if site is None:
-            constants = list_constants(spec, config, self.masks.constants)
+            constants = list_constants(spec, height, config.block_n, self.masks.constants)
             site = self._sites[key] = Site(list_kernel, (), constants, {"num_warps": 4})
         tensors = (lists, inputs, work, batch.seq_lens, batch.query_start_loc)
         site((count, heads, 1), tensors, (), (width, count, work.numel() - 2 * count))

@@ -146,12 +146,14 @@ class PlannedAttention(AttentionBackend):
         plan = AttentionPlan(batch, self._none)
         plan.chosen = chosen is not None
         before = reuse.work if isinstance(reuse, AttentionPlan) else None
-        lister = self.lister if reuse is None and self.lister and self.lister.takes(batch) else None
+        # A captured graph reads the capture's lists, whatever a later step's masks show.
+        listed = reuse is None and not self.spec.graph_capture and self.lister is not None
+        lister = self.lister if listed and self.lister and self.lister.takes(batch) else None
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
         rows = batch.max_query_len * self.spec.gqa_ratio
-        if table is not None and batch.all_decode and not batch.num_contexts:
+        if table is not None and batch.all_decode and not batch.num_contexts and lister is None:
             self._plan_decode(plan, before)
         elif table is not None and rows <= self.most_few_rows and not batch.num_contexts:
             self._plan_few(plan, before, lister)

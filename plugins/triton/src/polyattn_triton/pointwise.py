@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from polyattn.kernel import AttentionVariant, LayerSpec, Pointwise, Trace, trace
 from torch import Tensor
 
 from polyattn_triton.pointwise_source import by_row, source
+from polyattn_triton.side_by_side import folder
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,3 @@ def imported(text: str) -> ModuleType:
     sys.modules[name] = module
     found.loader.exec_module(module)
     return module
-
-
-def folder() -> Path:
-    """Return where generated modules are kept: beside Triton's own cache."""
-    root = os.environ.get("TRITON_CACHE_DIR")
-    return Path(root or Path.home() / ".triton" / "cache") / "polyattn"

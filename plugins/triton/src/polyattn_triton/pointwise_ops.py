@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+MINUS_LOG2E = tl.constexpr(-1.4426950408889634)
 
 
 @triton.jit
@@ -43,10 +44,22 @@ def floor_mod(a, b):
 
 
 @triton.jit
+def _share(x):
+    """1 / (1 + 2^x), to 3e-7 of itself.
+
+    The square of an inverse root, which is one instruction of the special units, as a quotient that may
+    be of any size is not. Their tanh (half of it, and a half) is off by 2.4e-4 of 1: as much as weights
+    are whose bias is minus the logarithm of 4,096.
+    """
+    root = tl.rsqrt(1.0 + tl.exp2(x))
+    return root * root
+
+
+@triton.jit
 def tanh(x):
-    return 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2E)))
+    return 1.0 - 2.0 * _share(x * (2.0 * LOG2E))
 
 
 @triton.jit
 def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp2(-x * LOG2E))
+    return _share(x * MINUS_LOG2E)

@@ -14,7 +14,7 @@ import math
 import re
 from typing import Any
 
-from polyattn.kernel import Trace
+from polyattn.kernel import Trace, reciprocal
 
 HEADER = 4
 """What a table begins with: the addresses of sequences' numbers and of tiles that are listed, and how far
@@ -217,6 +217,8 @@ class _Writer:
             return ref(0, op.removeprefix("to_"))
         if op == "where":
             return f"tl.where({ref(0, 'bool')}, {ref(1, node.kind)}, {ref(2, node.kind)})"
+        if (factor := reciprocal(self.trace, number)) is not None:
+            return f"{ref(0, node.kind)} * {factor!r}"
         return _computed(op, node.kind, [ref(i, node.kind) for i in range(len(args))])
 
     def _given(self, name: str) -> str:

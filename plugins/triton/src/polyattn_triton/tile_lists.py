@@ -34,14 +34,15 @@ def list_of(INPUTS, tile, kv_head):
 )
 def list_kernel(
     LISTS, INPUTS, WORK, SEQ_LENS, STARTS, width, count, skip,
-    G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    G: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINK_TOKENS: tl.constexpr,
     ROWS_OF: tl.constexpr, SHOW: tl.constexpr,
 ):  # fmt: skip
     """List the key tiles of one tile of rows, (tiles, 1 or KV heads) programs.
 
     `WORK`: behind `skip` others the sequences of `count` tiles, then their first rows. `width`: numbers
-    that a list holds.
+    that a list holds. `BLOCK_M`: the tile's rows, or 1 where these are one token's heads, which see the
+    same. `WIDE`: key tiles that are looked at in one go.
     """
     tile = tl.program_id(0)
     WORK += skip
@@ -64,19 +65,25 @@ def list_kernel(
     none = tl.zeros([BLOCK_M], tl.float32)
     whole = 0
     partly = 0
-    for i in range(first, tl.cdiv(high, BLOCK_N)):
-        key_pos = i * BLOCK_N + tl.arange(0, BLOCK_N)
+    for i in range(first, tl.cdiv(high, BLOCK_N), WIDE):
+        key_pos = i * BLOCK_N + tl.arange(0, WIDE * BLOCK_N)
         s = logits(
-            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), row_pos, key_pos, seq_len, none, 1.0, 1.0, changed,
+            tl.zeros([BLOCK_M, WIDE * BLOCK_N], tl.float32), row_pos, key_pos, seq_len, none, 1.0, 1.0,
+            changed,
             True, CAUSAL, WINDOW, CHUNK, SINK_TOKENS, False, False, SHOW, 1,
         )  # fmt: skip
-        seen = tl.where(row_ok[:, None], (s == 0.0).to(tl.int32), -1)  # padded rows have no say
-        some = tl.max(tl.max(seen, 1), 0)
-        every = tl.where(tl.min(tl.min(tl.where(seen < 0, 1, seen), 1), 0) > 0, some, 0)
-        at = tl.where(every > 0, whole, width - 1 - partly)
-        tl.store(LIST + HEADER + at, i, mask=some > 0)
-        whole += every
-        partly += some - every
+        seen = (s == 0.0).to(tl.int32)
+        most = tl.max(tl.where(row_ok[:, None], seen, 0), 0)  # padded rows have no say
+        least = tl.min(tl.where(row_ok[:, None], seen, 1), 0)
+        some = tl.max(tl.reshape(most, [WIDE, BLOCK_N]), 1)
+        every = tl.min(tl.reshape(least, [WIDE, BLOCK_N]), 1)
+        border = some - every
+        at = tl.where(
+            every > 0, whole + tl.cumsum(every, 0) - 1, width - partly - tl.cumsum(border, 0)
+        )
+        tl.store(LIST + HEADER + at, i + tl.arange(0, WIDE), mask=some > 0)
+        whole += tl.sum(every, 0)
+        partly += tl.sum(border, 0)
     tl.store(LIST, whole)
     tl.store(LIST + 1, partly)
     tl.store(LIST + 2, HEADER + width - partly)

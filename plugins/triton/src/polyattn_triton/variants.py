@@ -11,10 +11,10 @@ from polyattn.device import arch_matches
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 from torch import Tensor
 
-from polyattn_triton.cache_rope import rope_constants
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
 from polyattn_triton.pointwise import NOTHING
+from polyattn_triton.turn_table import rope_constants
 
 MIN_SPLIT_KEYS = 128
 """A split below this costs more in the merge than it gains."""
@@ -123,11 +123,20 @@ def multiplies_eight_bits(spec: LayerSpec, arch: str) -> bool:
     return not changed and any(arch_matches(pattern, arch) for pattern in EIGHT_BITS)
 
 
-def list_constants(spec: LayerSpec, config: Config, masks: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return `list_kernel`'s constants, in its order. `masks`: functions of the masks alone."""
+LISTED_AT_ONCE = 8192
+"""Pairs of rows and keys that a program that lists key tiles looks at in one go."""
+
+
+def list_constants(
+    spec: LayerSpec, height: int, block_n: int, masks: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Return `list_kernel`'s constants, in its order. `height`: the rows of a tile that it looks at.
+
+    `masks`: functions of the masks alone.
+    """
     return (
-        spec.gqa_ratio, config.block_m, config.block_n, spec.causal, spec.sliding_window or 0,
-        spec.chunk_size or 0, spec.sink_tokens, *masks[:2],
+        spec.gqa_ratio, height, block_n, max(1, LISTED_AT_ONCE // (height * block_n)), spec.causal,
+        spec.sliding_window or 0, spec.chunk_size or 0, spec.sink_tokens, *masks[:2],
     )  # fmt: skip
 
 

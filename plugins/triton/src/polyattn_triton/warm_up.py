@@ -16,6 +16,7 @@ from polyattn.kernel import (
     STORAGE_DTYPES,
     Batch,
     BlockSparseMask,
+    CustomMask,
     KVCache,
     LayerParams,
     LayerSpec,
@@ -104,9 +105,13 @@ def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Ite
             table = torch.zeros(len(seq_lens), 1024, dtype=torch.int32, device=device)
         inputs = blank_inputs(spec, len(seq_lens), device)
         yield Batch(starts, seq_lens, table, device=device, inputs=inputs)
-        if spec.mask == "block_sparse" and max(query_lens) == 1:
+        if spec.mask is not None and max(query_lens) == 1:  # masks that leave none to ask
             rest = {name: t for name, t in inputs.items() if not name.startswith("mask_")}
-            mask = BlockSparseMask.of_pages(_all_pages(seq_lens, 128), 128)
+            mask: CustomMask | BlockSparseMask = CustomMask(
+                torch.ones(len(seq_lens), dtype=torch.bool)
+            )
+            if spec.mask == "block_sparse":
+                mask = BlockSparseMask.of_pages(_all_pages(seq_lens, 128), 128)
             yield Batch(starts, seq_lens, table, device=device, mask=mask, inputs=rest)
 
 

@@ -17,6 +17,7 @@ from polyattn.conformance.random_batches.compose import (
     worst_by_batch,
     worst_lse_by_batch,
 )
+from polyattn.conformance.random_batches.functions import Brought
 from polyattn.conformance.random_batches.pages import Pages
 from polyattn.conformance.random_batches.tally import Job, Tally
 from polyattn.families.attention import reference
@@ -33,6 +34,7 @@ class Pool:
     """Requests one after another, and what each must give: float64, from the reference."""
 
     requests: Requests
+    brought: Brought
     query: Tensor
     key: Tensor
     value: Tensor
@@ -55,9 +57,10 @@ def attention_round(layer: Attention, harness: AttentionHarness, job: Job) -> No
     lse = out.new_full(out.shape[:2], torch.nan, dtype=torch.float32) if spec.needs_lse else None
     what = f"{harness.backend}, {spec}, seed {harness.seed}"
     if form is None:
-        _run_given(layer, harness, made, (query, key, value, out, lse))
+        _run_given(layer, harness, made, pool.brought, (query, key, value, out, lse))
     else:
-        _run_cached(layer, made, (query, key, value, out, lse)).check(what, job.tally)
+        ran = _run_cached(layer, made, pool.brought, (query, key, value, out, lse))
+        ran.check(what, job.tally)
     real = reference.exact(out, layer.params.out_scale, torch.float64)
     compare(made, job.tally, what, tolerance_of(spec), (real, lse), (pool.output, pool.lse))
 
@@ -90,6 +93,8 @@ def _pool(layer: Attention, harness: AttentionHarness, dice: np.random.Generator
     elif form is None:
         lengths = [(query, int(dice.integers(40))) for query, _ in lengths]
     requests, dtype = Requests.of(lengths), STORAGE_DTYPES[spec.dtype]
+    brought = Brought.of(spec, harness, requests, dice)
+    given = brought.read()
     tokens, queries = int(requests.lens.sum()), int(requests.queries.sum())
     query = harness.random(queries, spec.num_heads, spec.head_size, dtype=dtype)
     key = harness.random(tokens, spec.num_kv_heads, spec.head_size, dtype=dtype)
@@ -105,28 +110,28 @@ def _pool(layer: Attention, harness: AttentionHarness, dice: np.random.Generator
     output = torch.zeros(queries, spec.num_heads, spec.v_head_size, dtype=torch.float64)
     lse = torch.full((queries, spec.num_heads), -torch.inf, dtype=torch.float64)
     row = token = 0
-    for count, length in lengths:
+    for number, (count, length) in enumerate(lengths):
         if count and length:
             mine = slice(row, row + count)
             output[mine], lse[mine] = reference.attend(
                 spec, asked[mine], read[0][token : token + length],
-                read[1][token : token + length], params,
+                read[1][token : token + length], params, inputs=given, seq=number,
             )  # fmt: skip
         row, token = row + count, token + length
-    return Pool(requests, query, key, value, output, lse)
+    return Pool(requests, brought, query, key, value, output, lse)
 
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 """Query, key, value, output and LSE of all batches."""
 
 
-def _run_cached(layer: Attention, made: Composition, given: Tensors) -> Pages:
+def _run_cached(layer: Attention, made: Composition, brought: Brought, given: Tensors) -> Pages:
     """Run the batches over one cache: the context is there before, new tokens are stored."""
     query, key, value, out, lse = given
     form, cross = layer.group.cache_format, layer.spec.role is Role.CROSS
     assert form is not None
     pages = Pages.of(made, form, key, value, (layer.params.k_scale, layer.params.v_scale), cross)
-    for rows, batch in pages.batches(made):
+    for rows, batch in pages.batches(made, brought):
         step = layer.group.plan(batch)
         assert isinstance(step, AttentionStep)
         new = (None, None) if cross else (pages.key[rows], pages.value[rows])
@@ -136,7 +141,11 @@ def _run_cached(layer: Attention, made: Composition, given: Tensors) -> Pages:
 
 
 def _run_given(
-    layer: Attention, harness: AttentionHarness, made: Composition, given: Tensors
+    layer: Attention,
+    harness: AttentionHarness,
+    made: Composition,
+    brought: Brought,
+    given: Tensors,
 ) -> None:
     """Run the batches over keys that are given whole, NaN between the sequences."""
     query, key, value, out, lse = given
@@ -156,8 +165,9 @@ def _run_given(
                 at += length
             spread.append(wide)
         starts = (made.row_starts[seqs.start : seqs.stop + 1] - rows.start).tolist()
-        batch = Batch(starts, lens, key_starts=key_starts, device=harness.torch_device)
-        step = layer.group.plan(batch)
-        assert isinstance(step, AttentionStep)
+        step = brought.step(made.request[seqs])
+        batch = Batch(starts, lens, key_starts=key_starts, device=harness.torch_device, **step)
+        plan = layer.group.plan(batch)
+        assert isinstance(plan, AttentionStep)
         part = None if lse is None else lse[rows]
-        layer.run(step, query[rows], spread[0], spread[1], None, out[rows], part)
+        layer.run(plan, query[rows], spread[0], spread[1], None, out[rows], part)

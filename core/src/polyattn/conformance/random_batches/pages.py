@@ -12,6 +12,7 @@ from torch import Tensor
 from polyattn.conformance.harness.attention import same_cache
 from polyattn.conformance.harness.base import copied, poison, put
 from polyattn.conformance.random_batches.compose import Composition
+from polyattn.conformance.random_batches.functions import Brought
 from polyattn.conformance.random_batches.tally import Tally
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
@@ -64,13 +65,16 @@ class Pages:
             put(held, key, value, stored, scales)
         return cls(cache, held, torch.from_numpy(table).to(device), stored, key, value)
 
-    def batches(self, made: Composition) -> Iterator[tuple[slice, Batch]]:
-        """Return each batch and its query rows."""
+    def batches(
+        self, made: Composition, brought: Brought | None = None
+    ) -> Iterator[tuple[slice, Batch]]:
+        """Return each batch and its query rows. `brought`: what its requests bring."""
         for index in range(made.count):
             seqs, rows = made.batch(index)
             starts = (made.row_starts[seqs.start : seqs.stop + 1] - rows.start).tolist()
             stored = None if self.stored is None else self.stored[rows]
-            yield rows, Batch(starts, made.lens[seqs].tolist(), self.table[seqs], stored)
+            step = {} if brought is None else brought.step(made.request[seqs])
+            yield rows, Batch(starts, made.lens[seqs].tolist(), self.table[seqs], stored, **step)
 
     def check(self, what: str, tally: Tally) -> None:
         """Count it as a failure where the cache doesn't hold what it must."""

@@ -29,6 +29,7 @@ from polyattn.conformance.harness.mla import LatentHarness
 from polyattn.conformance.harness.recurrent import RecurrentHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.conformance.random_batches.attention import attention_round
+from polyattn.conformance.random_batches.functions import with_functions
 from polyattn.conformance.random_batches.latent import latent_round
 from polyattn.conformance.random_batches.recurrent import recurrent_round
 from polyattn.conformance.random_batches.services import merge_round, store_round
@@ -55,6 +56,7 @@ def _attention(
     data: st.DataObject, harness: AttentionHarness, caps: Capabilities, base: LayerSpec, job: Job
 ) -> None:
     spec = data.draw(attention_specs(caps, base))
+    spec = data.draw(with_functions(discover().backend(harness.backend), spec))
     assume(spec.num_heads * spec.head_size <= WIDEST_ROW)
     layer = harness.layer(spec, group=drawn_group(data, harness, caps, spec))
     attention_round(layer, harness, job)

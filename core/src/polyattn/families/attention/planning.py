@@ -302,8 +302,7 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
-        if self.spec.mask is not None:
-            check_step_mask(self.spec, batch)
+        check_step_mask(self.spec, batch)
         before: dict[str, Call] = (
             {} if reuse is None else {call.phase: call for call in reuse.calls}
         )

@@ -1,0 +1,72 @@
+"""Kernels compiled by other processes: into Triton's cache, or with a word about why not."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from polyattn import LayerSpec
+
+pytest.importorskip("triton")
+
+import triton
+from polyattn_triton import aot, compile_worker, side_by_side
+
+TARGET = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """What Triton would be asked for: a merge, for sm_90, in a cache that is empty."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "compile", lambda source, target, options: (source, options))
+        source, options = aot.compile_phase(LayerSpec(num_heads=4, head_size=64), "sm_90", "merge")
+    compile_worker.settle(source.fn)  # as whoever launches it does
+    parsed = triton.compiler.make_backend(TARGET).parse_options(dict(options))
+    variables = triton.compiler.compiler.get_cache_invalidating_env_vars()
+    return {"src": source, "target": TARGET, "options": parsed, "env_vars": variables}
+
+
+def compiled_here(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compile it, and say whether that had to be done."""
+    hits: list[bool] = []
+    monkeypatch.setattr(
+        triton.knobs.compilation, "listener", lambda *, cache_hit, **_: hits.append(cache_hit)
+    )
+    options = asked["options"].__dict__
+    triton.compile(asked["src"], target=TARGET, options=options, _env_vars=asked["env_vars"])
+    return hits == [False]
+
+
+def test_a_process_compiles_what_is_then_loaded(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    workers = side_by_side.Workers()
+    workers.compile(asked)
+    workers.end()
+    assert not caplog.records
+    assert not compiled_here(asked, monkeypatch)
+
+
+@pytest.mark.parametrize("fault", ["no program", "it ends", "it can't"])
+def test_what_fails_is_said_and_compiled_here(
+    fault: str, asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    if fault == "no program":
+        monkeypatch.setattr(sys, "executable", "/no/such/python")
+    elif fault == "it ends":
+        monkeypatch.setattr(sys, "executable", "/bin/true")
+    else:
+        asked["env_vars"] = None
+        monkeypatch.setattr(asked["src"], "signature", {"PARTS": "*no_such_type"})
+    workers = side_by_side.Workers()
+    with caplog.at_level(logging.WARNING, "polyattn"):
+        workers.compile(asked)
+    workers.end()
+    assert "TRITON_ATTN compiles merge_kernel in this process" in caplog.text
+    if fault != "it can't":
+        assert compiled_here(asked, monkeypatch)
