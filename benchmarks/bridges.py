@@ -17,7 +17,7 @@ import polyattn
 import polyattn_flash_attn.flash_attn_2 as fa
 import polyattn_transformers  # noqa: F401  (registers the name)
 import torch
-from polyattn.families.attention import dense
+from polyattn.families.attention import dense, given
 from polyattn.registry.info import load_object
 from polyattn_diffusers.backend import attention as diffusers_attention
 from polyattn_torch import SdpaMode
@@ -46,6 +46,7 @@ def least_us(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 def forget() -> None:
     """Forget the ways of calling that are known."""
     dense._calls.clear()
+    given._known.clear()
     dense.plan_for.cache_clear()
 
 

@@ -99,7 +99,7 @@ class Model:
             out = query.new_empty(plan.out_shape, dtype=plan.out_dtype)
             plan.stored_by.run(plan.store, key, value, cache, layer.params)
             for call in plan.calls:
-                view = cache.in_blocks_of(call.block_size)[0] if call.expanded else cache
+                view = call.view(cache)
                 rows = slice(None) if call.rows is None else call.rows
                 call.backend.run(
                     call.plan,

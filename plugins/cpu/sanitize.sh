@@ -14,6 +14,8 @@ tar -c -C plugins/cpu/src/polyattn_cpu --exclude=kernels.lib --exclude=build.txt
 export PYTHONPATH=$folder/site${PYTHONPATH:+:$PYTHONPATH}
 CXXFLAGS="-O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-sanitize=alignment" \
     "$python" -c "from polyattn_cpu.native import build; raise SystemExit(not build.build_or_say())"
+# What they find goes to the standard error, which pytest would keep to itself and lose at their exit.
+options=(-p no:cacheprovider --capture=sys -q -n 0)
 sanitized() {
     LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" \
         ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 "$python" "$@"
@@ -22,12 +24,12 @@ isas=${ISAS:-$(sanitized -c "from polyattn_cpu.native import library; print(*lib
 for part in ${PARTS:-tests NATIVE_ATTN NATIVE_MLA NATIVE_STORE NATIVE_SCAN}; do
     if [ "$part" = tests ]; then
         echo "== tests"
-        sanitized -m pytest -p no:cacheprovider -q -n 0 tests/test_native.py tests/test_native_scan.py "$@"
+        sanitized -m pytest "${options[@]}" tests/test_native.py tests/test_native_scan.py "$@"
         continue
     fi
     for isa in $isas; do
         echo "== $part by $isa"
-        POLYATTN_CPU_ISA=$isa sanitized -m pytest -p no:cacheprovider -q -n 0 --pyargs polyattn.conformance \
+        POLYATTN_CPU_ISA=$isa sanitized -m pytest "${options[@]}" --pyargs polyattn.conformance \
             --polyattn-backend "$part" --polyattn-device cpu --polyattn-report "$folder/$isa-$part.json" "$@"
     done
 done

@@ -46,6 +46,31 @@ class WritesThePadding(Scan):
             states[-1] = 0.0
 
 
+class PaddingOfOneToken(Scan):
+    """Padding rows of several tokens are sequences of the first slot."""
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
+        plan = super().plan(batch, reuse)
+        rows = zip(plan.slots, batch.query_lens, strict=True)
+        plan.slots = [0 if slot < 0 and count > 1 else slot for slot, count in rows]
+        return plan
+
+
+class KeepsRejectedDrafts(Scan):
+    """A convolution goes on where its last step ended, whatever of it was rejected."""
+
+    by = ("rejected_drafts",)
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
+        plan = super().plan(batch, reuse)
+        ends = self.__dict__.setdefault("ends", {})
+        for index, slot in enumerate(plan.slots):
+            if plan.before[index]:
+                plan.before[index] = ends.get(slot, plan.before[index])
+            ends[slot] = plan.before[index] + batch.query_lens[index]
+        return plan
+
+
 class ClearsOtherSlots(Scan):
     def run(self, plan: Any, inputs: Tensors, params: Tensors, states: Tensor, out: Tensor) -> None:
         super().run(plan, inputs, params, states, out)

@@ -29,15 +29,17 @@ def _copied(tensor: Tensor) -> list[Any]:
 
     A tensor of `torch.inference_mode` counts no changes, so that it is copied at each call.
     """
-    version = None if tensor.is_inference() else tensor._version
-    known: list[Any] | None = getattr(tensor, "_polyattn_host", None)
-    if known is not None and known[0] == version and version is not None:
-        return known
-    if capturing(tensor):
+    if capturing(
+        tensor
+    ):  # known ones too: a replay would go on with them, whatever the tensor holds
         raise BatchError(
             "lengths are read on the host, and a graph is being captured; run this call outside of it, "
             "or the way that leaves its lengths on the device"
         )
+    version = None if tensor.is_inference() else tensor._version
+    known: list[Any] | None = getattr(tensor, "_polyattn_host", None)
+    if known is not None and known[0] == version and version is not None:
+        return known
     known = [version, tensor.tolist(), None]
     tensor._polyattn_host = known  # type: ignore[attr-defined]
     return known

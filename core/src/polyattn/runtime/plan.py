@@ -15,6 +15,7 @@ from polyattn.runtime.batch import Batch
 
 if TYPE_CHECKING:
     from polyattn.runtime.group import LayerGroup
+    from polyattn.runtime.kv_cache import KVCache
 
 Rows = slice | Tensor | None
 """Which of the step's tokens a call is for: all (None), neighbours (a slice), or these (int64)."""
@@ -39,9 +40,7 @@ class StorePlan:
 class Call:
     """One backend's part of a step: which tokens, in which blocks, and its own plan."""
 
-    __slots__ = (
-        "backend", "block_size", "expanded", "name", "phase", "plan", "rows", "saved_bytes"
-    )  # fmt: skip
+    __slots__ = ("backend", "block_size", "name", "phase", "plan", "rows", "saved_bytes")
 
     def __init__(
         self,
@@ -50,16 +49,21 @@ class Call:
         backend: Any,
         plan: Any,
         rows: Rows,
-        block_size: int | None,
-        expanded: bool = False,
+        block_size: int | None = None,
         saved_bytes: int = 0,
     ):
         self.phase, self.name, self.backend = phase, name, backend
         self.plan, self.rows = plan, rows
-        # The blocks that it walks, and whether they are smaller than the cache's.
-        self.block_size, self.expanded = block_size, expanded
+        # Of the blocks that it walks, where they are smaller than the cache's.
+        self.block_size = block_size
         # Of the cache, by reading once what rows share.
         self.saved_bytes = saved_bytes
+
+    def view(self, cache: KVCache | None) -> KVCache | None:
+        """Return a layer's cache in the blocks that the backend walks."""
+        if cache is None or self.block_size is None:
+            return cache
+        return cache.in_blocks_of(self.block_size)[0]
 
     def __repr__(self) -> str:
         return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"

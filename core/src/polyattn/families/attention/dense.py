@@ -246,13 +246,10 @@ class DenseCall:
         self.tokens_shape = self.step.out_shape
         of_heads, size = self.tokens_shape[1:]
         token = of_heads * size  # results lie by tokens, whatever the order of their sizes
-        self.out_shape: tuple[int, ...] = (rows, count, of_heads, size)
-        self.out_stride: tuple[int, ...] = (count * token, token, size, 1)
-        self.lse_shape: tuple[int, ...] = self.out_shape[:3]
-        self.lse_stride: tuple[int, ...] = (count * of_heads, of_heads, 1)
-        if heads_out:
-            self.out_shape, self.out_stride = _swapped(self.out_shape), _swapped(self.out_stride)
-            self.lse_shape, self.lse_stride = _swapped(self.lse_shape), _swapped(self.lse_stride)
+        self.out_shape = _by_heads((rows, count, of_heads, size), heads_out)
+        self.out_stride = _by_heads((count * token, token, size, 1), heads_out)
+        self.lse_shape = _by_heads((rows, count, of_heads), heads_out)
+        self.lse_stride = _by_heads((count * of_heads, of_heads, 1), heads_out)
         self.run = self.step.run
         self.addressed = None
         if len(self.step.calls) == 1:  # of all tokens, there being no cache
@@ -312,8 +309,9 @@ KNOWN = 1024
 """Ways of calling that are remembered; all are forgotten when there are more."""
 
 
-def _swapped(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    return (sizes[0], sizes[2], sizes[1], *sizes[3:])
+def _by_heads(sizes: tuple[int, ...], heads_second: bool) -> tuple[int, ...]:
+    """Return sizes or strides that are by rows, tokens and heads, the heads second where asked."""
+    return (sizes[0], sizes[2], sizes[1], *sizes[3:]) if heads_second else sizes
 
 
 def _view(tensor: Tensor, heads_first: bool) -> View | None:

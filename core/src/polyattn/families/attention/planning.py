@@ -19,7 +19,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_pages, check_queries
-from polyattn.runtime.block_tables import expand
+from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, refuse_gradients
@@ -211,10 +211,7 @@ class AttentionStep(StepPlan):
             assert value is not None and cache is not None and self.stored_by is not None
             self.stored_by.run(self.store, key, value, cache, params)
         for call in self._calls:
-            view = cache
-            if call.expanded:
-                assert call.block_size is not None and cache is not None
-                view = cache.in_blocks_of(call.block_size)[0]
+            view = cache if call.block_size is None else call.view(cache)
             rows = call.rows
             if rows is None:
                 call.backend.run(call.plan, query, key, value, view, params, out, lse)
@@ -370,19 +367,9 @@ class Planner(StepPlanner):
     def _planned(
         self, phase: str, name: str, backend: AttentionBackend, part: Part, earlier: Call | None
     ) -> Call:
-        batch, block_size, expanded = part.batch, None, False
-        if batch.shared_prefix is not None:  # nobody reads blocks once whom `sharing` didn't ask to
-            batch = batch.with_shared_prefix(None)
-        if self.spec.cached:
-            whole, walked = self.group.cache_format, backend.cache
-            assert whole is not None and walked is not None
-            block_size = walked.block_size
-            if block_size != whole.block_size:
-                into = None if earlier is None else earlier.plan.batch.block_table
-                batch = expand(batch, whole, block_size, into)
-                expanded = True
-        plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, name, backend, plan, part.rows, block_size, expanded)
+        if part.batch.shared_prefix is not None:  # nobody reads once what `sharing` didn't ask for
+            part = Part(part.batch.with_shared_prefix(None), part.rows)
+        return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
 
     def _shared(self, phase: str, part: Part, before: dict[str, Call]) -> Call | None:
         """Return decodes that share blocks as one call that reads those once, where that is worth it."""

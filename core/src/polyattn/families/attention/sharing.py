@@ -95,7 +95,7 @@ class Sharing:
             return None
         known = None if earlier is None else earlier.plan
         plan = way.plan(batch.with_shared_prefix(levels), known)
-        return Call("decode", way.name, way, plan, rows, form.block_size, saved_bytes=saved)
+        return Call("decode", way.name, way, plan, rows, saved_bytes=saved)
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
         """Return who is predicted to run a step that saves so many bytes fastest, None for nobody."""

@@ -26,7 +26,7 @@ from polyattn.runtime.backend import (
 )
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.batch_checks import check_pages, check_queries
-from polyattn.runtime.block_tables import expand
+from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
@@ -97,9 +97,7 @@ class LatentStep(StepPlan):
             given = taken if weights is None else absorb(taken, weights[0])
             found = query.new_empty(*given.shape[:2], cache.value.shape[3])
             found_lse = None if lse is None else lse.new_empty(given.shape[:2])
-            view = cache
-            if call.block_size is not None and call.block_size != cache.block_size:
-                view = cache.in_blocks_of(call.block_size)[0]
+            view = call.view(cache)
             if slots is None:
                 call.backend.run(call.plan, given, None, None, view, params, found, found_lse)
             else:
@@ -233,14 +231,8 @@ class Planner(StepPlanner):
 
     def _absorbed(self, phase: str, part: Part, earlier: Call | None) -> Call:
         backend = self.decode if phase == "decode" else self.sparse_prefill
-        whole, walked, batch = self.group.cache_format, backend.cache, part.batch
-        assert whole is not None and walked is not None
-        if walked.block_size != whole.block_size and not self.sparse:
-            into = None if earlier is None else earlier.plan.batch.block_table
-            batch = expand(batch, whole, walked.block_size, into)
-        size = whole.block_size if self.sparse else walked.block_size
-        plan = backend.plan(batch, None if earlier is None else earlier.plan)
-        return Call(phase, self.names[phase], backend, plan, part.rows, size)
+        cache = None if self.sparse else self.group.cache_format  # chosen rows lie in no blocks
+        return planned_call(cache, phase, self.names[phase], backend, part, earlier)
 
     def _plan_expansions(self, step: LatentStep, part: Part) -> None:
         """List the pieces: each query's own new tokens, then the context in pieces that fit."""
@@ -283,4 +275,4 @@ class Planner(StepPlanner):
         keys = Batch(batch.starts, list(lens), device=batch.device)
         backend = self.group.backend("prefill", AttentionBackend, spec=expanded(self.spec))
         plan = backend.plan(keys if causal else keys.over_context())
-        return Expansion(Call("prefill", self.names["prefill"], backend, plan, rows, None), slots)
+        return Expansion(Call("prefill", self.names["prefill"], backend, plan, rows), slots)

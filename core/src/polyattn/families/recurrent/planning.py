@@ -130,4 +130,4 @@ class Planner(StepPlanner):
     def _call(self, phase: str, part: Part, earlier: Any) -> Call:
         backend = self.backends[phase]
         plan = backend.plan(part.batch, earlier)
-        return Call(phase, self.names[phase], backend, plan, part.rows, None)
+        return Call(phase, self.names[phase], backend, plan, part.rows)

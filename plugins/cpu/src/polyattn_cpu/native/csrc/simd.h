@@ -93,7 +93,7 @@ PA_INLINE vf exp2v(vf x) {
   p = p * f + splat(2.4022242e-1f);
   p = p * f + splat(6.9314698e-1f);
   p = p * f + splat(1.0f);
-  vf r = (vf)((vi)p + ((vi)shifted << 23));
+  vf r = (vf)((vu)p + ((vu)shifted << 23));  // unsigned: beside a NaN x may be anything
   return clamped < splat(-126.0f) ? vf{} : r;
 }
 
