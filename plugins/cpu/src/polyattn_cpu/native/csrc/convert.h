@@ -15,8 +15,15 @@ PA_INLINE vf half_bits(vu h) {
 }
 
 PA_INLINE vf load(const float *p) { return read<vf>(p); }
+// Widening by an intrinsic: GCC 12 cuts a convertvector of 16 elements into halves, five instructions.
 PA_INLINE vf load(const bf16 *p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(read<__m256i>(p)), 16);
+#elif defined(__AVX2__)
+  return (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(read<__m128i>(p)), 16);
+#else
   return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16);
+#endif
 }
 PA_INLINE vf load(const f16 *p) {
 #if defined(__AVX512F__)
