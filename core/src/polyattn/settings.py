@@ -26,6 +26,8 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
     "POLYATTN_CPU_ISA": "instruction set of the native CPU kernels, instead of the best one here",
+    "POLYATTN_CPU_PAIRS": "1: instruction set avx512_bf16 multiplies pairs of bfloat16 on Intel's "
+    "processors, too, where float32 is faster",
     "POLYATTN_MULTI_BLOCK": "multi-block threshold of TRITON_ATTN's decode: the fewest keys of a "
     "sequence for each of several blocks that share it (default 128), or 0: one block a sequence",
     "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "

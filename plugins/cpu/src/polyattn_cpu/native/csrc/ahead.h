@@ -6,7 +6,7 @@ struct Ahead {
   const char *const *keys, *const *values;  // of the tile's tokens
   int64_t key_offset, value_offset, key_head, value_head;
   int tokens, heads, key_bytes, value_bytes;  // value_bytes 0: values lie in the keys
-  float rate = 0, credit = 0;                 // lines per cycle, lines due
+  int64_t rate = 0, credit = 0;               // lines per cycle, lines due; both in 2^-32
   int head = 0, token = 0;                    // what comes next: of these,
   const char *at = NULL, *end = NULL;         // the rest of the key or of the value
   bool value = false;
@@ -31,8 +31,8 @@ struct Ahead {
         values[0] + value_offset + value_bytes <= keys[0] + key_offset + key_bytes) {
       value_bytes = 0;
     }
-    float lines = (float)count * heads * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
-    rate = lines / (float)pa_max(cycles, 1);
+    int64_t lines = (int64_t)count * heads * ((key_bytes + 63) / 64 + (value_bytes + 63) / 64);
+    rate = (lines << 32) / pa_max(cycles, 1);
     credit = 0;
     head = token = 0;
     value = false;
@@ -40,10 +40,9 @@ struct Ahead {
     if (tokens) key();
   }
   void operator()(int cycles) {
-    credit += (float)cycles * rate;
-    int due = (int)credit;
-    credit -= (float)due;
-    ask(due);
+    credit += cycles * rate;
+    ask((int)(credit >> 32));
+    credit &= 0xffffffff;
   }
   void all() { ask(INT32_MAX); }
 
@@ -77,27 +76,29 @@ struct Ahead {
 };
 
 // An item's tiles one after another. The next tile's addresses are known before this one is worked
-// on, and `ahead` asks for its lines.
+// on, and `ahead` asks for its lines; over the last tile, for those of the item that the thread does
+// next, so that the memory has no rest between the two.
 struct Walk {
   Source source;
   Tiles tile, next;             // `tile` is the current one
   const char **keys, **values;  // of its tokens
   const char **next_keys, **next_values;
+  int64_t key_offset, value_offset;  // of the item's first head
   bool more, fine;
   Ahead ahead;
 
   static int64_t scratch(int tile) { return 4 * (tile * (int64_t)sizeof(char *) + 64); }
 
-  Walk(Run *run, const Item &item, Arena &arena, int tile_keys)
+  Walk(Run *run, const Item &item, Turn *turn, Arena &arena, int tile_keys)
       : source(source_of(run, item.seq)), next({&item, item.from, tile_keys, 0, 0}),
-        ahead(source, item, run->plan->layer.head_size * itemsize(run->plan->layer.cache_dtype),
-              run->plan->layer.v_head_size * itemsize(run->plan->layer.cache_dtype)) {
+        key_offset(item.head0 * source.key_head), value_offset(item.head0 * source.value_head),
+        ahead(lines_of(run, source, item)), run(run), turn(turn) {
     keys = arena.take<const char *>(tile_keys);
     values = arena.take<const char *>(tile_keys);
     next_keys = arena.take<const char *>(tile_keys);
     next_values = arena.take<const char *>(tile_keys);
     look();
-    if (more && fine) {
+    if (more && fine && !turn->asked) {
       ahead.turn_to(next_keys, next_values, next.count, 1);
       ahead.all();
     }
@@ -106,7 +107,10 @@ struct Walk {
   // a tile of so many keys takes. False at the end, and where the block table is broken.
   template <class Cost>
   bool step(Cost cost) {
-    if (!more || !fine) return false;
+    if (!more || !fine) {
+      ahead.all();
+      return false;
+    }
     tile = next;
     const char **k = keys, **v = values;
     keys = next_keys;
@@ -114,13 +118,37 @@ struct Walk {
     next_keys = k;
     next_values = v;
     look();
-    ahead.turn_to(next_keys, next_values, more && fine ? next.count : 0, cost(tile.count));
+    const int count = !fine ? 0 : more ? next.count : look_beyond();
+    ahead.turn_to(next_keys, next_values, count, cost(tile.count));
     return fine;
   }
 
  private:
+  Run *run;
+  Turn *turn;
+
+  static Ahead lines_of(const Run *run, const Source &source, const Item &item) {
+    const pa_layer &layer = run->plan->layer;
+    const int size = itemsize(layer.cache_dtype);
+    return {source, item, layer.head_size * size, layer.v_head_size * size};
+  }
   void look() {
     more = next.next();
     fine = !more || token_addresses(source, next.first_key, next.count, next_keys, next_values);
+  }
+  // The thread's next item takes the place of the next tile; returns how many keys to ask for.
+  PA_NOINLINE int look_beyond() {
+    const int32_t index = pa_following(turn);
+    if (index >= turn->count) return 0;
+    const Item &item = run->plan->items[index];
+    const Source then = source_of(run, item.seq);
+    Tiles first = {&item, item.from, next.tile, 0, 0};
+    if (!first.next() ||
+        !token_addresses(then, first.first_key, first.count, next_keys, next_values)) {
+      return 0;
+    }
+    ahead = lines_of(run, then, item);
+    turn->asked_after = true;
+    return first.count;
   }
 };

@@ -75,6 +75,7 @@ bool has(const char *name) {
   return false;
 }
 
+// vdpbf16ps is half as fast as two float32 FMAs on Intel's processors, twice on AMD's.
 bool pairs_are_slow() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -208,11 +209,10 @@ bool fill(pa_plan *plan) {
   return fine;
 }
 
-void run_one(void *context, int32_t index, char *scratch) {
+void run_one(void *context, Turn *turn) {
   Run *run = (Run *)context;
-  run->plan->kernels->run_item(run, index, scratch);
+  run->plan->kernels->run_item(run, turn);
 }
-
 
 struct StoreRun {
   enum { TOKENS = 64 };
@@ -220,9 +220,9 @@ struct StoreRun {
   const pa_scatter *part;
 };
 
-void store_piece(void *context, int32_t index, char *) {
+void store_piece(void *context, Turn *turn) {
   const StoreRun *run = (const StoreRun *)context;
-  int64_t first = (int64_t)index * StoreRun::TOKENS, last = first + StoreRun::TOKENS;
+  int64_t first = (int64_t)turn->index * StoreRun::TOKENS, last = first + StoreRun::TOKENS;
   run->kernels->store(run->part, first, last < run->part->num_tokens ? last : run->part->num_tokens);
 }
 
@@ -231,9 +231,9 @@ struct ScanRun {
   const pa_scan *scan;
 };
 
-void scan_one(void *context, int32_t index, char *scratch) {
+void scan_one(void *context, Turn *turn) {
   const ScanRun *run = (const ScanRun *)context;
-  run->kernels->scan(run->scan, index, scratch);
+  run->kernels->scan(run->scan, turn->index, turn->scratch);
 }
 
 // Asking the processor costs microseconds under a hypervisor, which traps cpuid: once for each.
@@ -250,12 +250,21 @@ const KernelTable *table(const char *isa) {
   return nullptr;
 }
 
+// The table that attends: of avx512_bf16 only where its products are the faster ones, or where
+// POLYATTN_CPU_PAIRS=1 wants them nonetheless, as the tests do.
+const KernelTable *attending(const char *isa) {
+  const KernelTable *found = table(isa);
+  if (!found || !pairs_are_slow() || std::strcmp(isa, "avx512_bf16")) return found;
+  const char *wanted = std::getenv("POLYATTN_CPU_PAIRS");
+  return wanted && *wanted == '1' ? found : table("avx512");
+}
+
 }  // namespace
 
 int pa_abi(void) { return PA_ABI; }
 const char *pa_error(void) { return error_text; }
 
-// Best first. vdpbf16ps is half as fast as two float32 FMAs on Intel's processors, twice on AMD's.
+// Best first.
 const char *pa_isas(void) {
   static char names[128];
   if (names[0]) return names;
@@ -279,7 +288,7 @@ const char *pa_isas(void) {
 }
 
 pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *batch) {
-  const KernelTable *kernels = table(isa);
+  const KernelTable *kernels = attending(isa);
   if (!kernels) return (pa_plan *)fail("no kernels for instruction set %s here", isa);
   if (layer->num_kv_heads <= 0 || layer->num_heads % layer->num_kv_heads || layer->head_size <= 0 ||
       layer->v_head_size <= 0 || layer->dtype < 0 || layer->dtype > PA_F16 ||

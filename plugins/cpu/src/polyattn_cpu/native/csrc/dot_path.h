@@ -16,30 +16,34 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
                   int64_t next_offset, const float *q, int ldq, int size) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
   vf acc[W];
+  PA_UNROLLED
   for (int i = 0; i < W; i++) acc[i] = vf{};
   int d = 0;
-  auto step = [&](int at) {
+  auto step = [&](int at, int some) __attribute__((always_inline)) {
     vf row[ROWS];
+    PA_UNROLLED
     for (int r = 0; r < ROWS; r++) {
       row[r] = loadf(q + r * ldq + at);
       if (KEYS > 1) in_register(row[r]);
     }
+    PA_UNROLLED
     for (int k = 0; k < KEYS; k++) {
-      vf x = load((const T *)(keys[k] + offset) + at);
+      const T *key = (const T *)(keys[k] + offset) + at;
+      vf x = some < W ? load_some(key, some) : load(key);
+      PA_UNROLLED
       for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
     }
   };
   for (; d + LINE <= size; d += LINE) {
+    PA_UNROLLED
     for (int k = 0; k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
-    for (int at = 0; at < LINE; at += W) step(d + at);
+    PA_UNROLLED
+    for (int at = 0; at < LINE; at += W) step(d + at, W);
   }
-  for (int k = 0; d < size && k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
-  for (; d + W <= size; d += W) step(d);
   if (d < size) {
-    for (int k = 0; k < KEYS; k++) {
-      vf x = load_some((const T *)(keys[k] + offset) + d, size - d);
-      for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * loadf(q + r * ldq + d);
-    }
+    for (int k = 0; k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
+    for (; d + W <= size; d += W) step(d, W);
+    if (d < size) step(d, size - d);
   }
   return sums(acc);
 }
@@ -51,23 +55,31 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, const cha
                           int64_t next_offset, int count, const float *p, int ldp, float *o,
                           int ldo, int some) {
   vf acc[ROWS][C];
+  PA_UNROLLED
   for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
     for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
   }
   for (int t = 0; t < count; t++) {
     const T *value = (const T *)(values[t] + offset);
+    PA_UNROLLED
     for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(next[t] + next_offset + b);
     vf weight[ROWS];
+    PA_UNROLLED
     for (int r = 0; r < ROWS; r++) {
       weight[r] = splat(p[(int64_t)t * ldp + r]);
       if (C > 1) in_register(weight[r]);
     }
+    PA_UNROLLED
     for (int c = 0; c < C; c++) {
-      vf x = some < W ? load_some(value, some) : load(value + c * W);
+      vf x = C == 1 && some < W ? load_some(value, some) : load(value + c * W);
+      PA_UNROLLED
       for (int r = 0; r < ROWS; r++) acc[r][c] += x * weight[r];
     }
   }
+  PA_UNROLLED
   for (int r = 0; r < ROWS; r++) {
+    PA_UNROLLED
     for (int c = 0; c < C; c++) write(o + r * ldo + c * W, acc[r][c]);
   }
 }
@@ -117,14 +129,14 @@ static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
 }
 
 template <class T, int ROWS>
-static void dot_item(Run *run, const Item &item, char *scratch) {
+static void dot_item(Run *run, const Item &item, Turn *turn) {
   const pa_plan *plan = run->plan;
   const pa_layer &layer = plan->layer;
   const int ratio = layer.num_heads / layer.num_kv_heads, rows = item.tokens * ratio;
   const DotLayout is(layer, item.heads, rows);
   const int heads = item.heads, size = layer.head_size, v_size = layer.v_head_size;
   const int used = heads * is.parts * ROWS;  // lanes
-  Arena arena = {scratch};
+  Arena arena = {turn->scratch};
   float *q = arena.take<float>((int64_t)used * is.ldq);
   float *o = arena.take<float>((int64_t)used * is.ldo);
   float *s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
@@ -246,11 +258,11 @@ static void dot_item(Run *run, const Item &item, char *scratch) {
 }
 
 template <class T>
-static void dot_item_of(Run *run, const Item &item, char *scratch) {
+static void dot_item_of(Run *run, const Item &item, Turn *turn) {
   int per_head = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
   int rows = DotLayout(run->plan->layer, item.heads, per_head).rows;
-  if (rows <= 1) return dot_item<T, 1>(run, item, scratch);
-  if (rows <= 2) return dot_item<T, 2>(run, item, scratch);
-  if (rows <= 4) return dot_item<T, 4>(run, item, scratch);
-  if constexpr (PART_ROWS >= 8) return dot_item<T, 8>(run, item, scratch);
+  if (rows <= 1) return dot_item<T, 1>(run, item, turn);
+  if (rows <= 2) return dot_item<T, 2>(run, item, turn);
+  if (rows <= 4) return dot_item<T, 4>(run, item, turn);
+  if constexpr (PART_ROWS >= 8) return dot_item<T, 8>(run, item, turn);
 }

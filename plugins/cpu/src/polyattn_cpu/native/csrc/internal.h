@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "pool.h"
 #include "polyattn_cpu.h"
 
 // Keys of a range [lo, hi) of one sequence.
@@ -55,7 +56,7 @@ struct KernelTable {
   int32_t matrix_rows;                         // rows of one item of the matrix path
   int32_t (*dot_rows)(const pa_layer *layer);  // up to so many rows per KV head: the decode path
   int64_t (*scratch_bytes)(const pa_layer *layer, int32_t max_heads, int32_t max_rows);
-  void (*run_item)(Run *run, int32_t item, char *scratch);
+  void (*run_item)(Run *run, Turn *turn);
   void (*store)(const pa_scatter *part, int64_t first, int64_t last);
   int64_t (*scan_scratch)(const pa_scan *scan);
   void (*scan)(const pa_scan *scan, int64_t index, char *scratch);

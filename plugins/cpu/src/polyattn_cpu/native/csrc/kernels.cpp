@@ -77,16 +77,16 @@ int32_t dot_rows(const pa_layer *layer) {
 }
 
 template <class T>
-void run_item_of(Run *run, const Item &item, char *scratch) {
+void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
   int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
-  if (rows <= TILE_ROWS) return tile_item<T>(run, item, scratch);
+  if (rows <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #endif
-  matrix_item<T, PA_ENGINE>(run, item, scratch);
+  matrix_item<T, PA_ENGINE>(run, item, turn);
 }
 
-void run_item(Run *run, int32_t index, char *scratch) {
-  const Item &item = run->plan->items[index];
+void run_item(Run *run, Turn *turn) {
+  const Item &item = run->plan->items[turn->index];
   const pa_layer &layer = run->plan->layer;
   const int rows = item.tokens * (layer.num_heads / layer.num_kv_heads);
 #if defined(__AMX_BF16__)
@@ -95,12 +95,12 @@ void run_item(Run *run, int32_t index, char *scratch) {
 #else
   const int most = FEW_ROWS;
 #endif
-  if (!multiplies_bf16(layer) || rows <= most) return PA_BASE.run_item(run, index, scratch);
+  if (!multiplies_bf16(layer) || rows <= most) return PA_BASE.run_item(run, turn);
   switch (layer.cache_dtype) {
-    case PA_BF16: return run_item_of<bf16>(run, item, scratch);
-    case PA_E4M3: return run_item_of<e4m3>(run, item, scratch);
-    case PA_E5M2: return run_item_of<e5m2>(run, item, scratch);
-    default: return run_item_of<int8_t>(run, item, scratch);
+    case PA_BF16: return run_item_of<bf16>(run, item, turn);
+    case PA_E4M3: return run_item_of<e4m3>(run, item, turn);
+    case PA_E5M2: return run_item_of<e5m2>(run, item, turn);
+    default: return run_item_of<int8_t>(run, item, turn);
   }
 }
 
@@ -121,23 +121,23 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
 int32_t dot_rows(const pa_layer *) { return DOT_ROWS; }
 
 template <class T>
-void run_item_of(Run *run, const Item &item, char *scratch) {
+void run_item_of(Run *run, const Item &item, Turn *turn) {
   const pa_layer &layer = run->plan->layer;
   if (item.tokens * (layer.num_heads / layer.num_kv_heads) <= DOT_ROWS) {
-    return dot_item_of<T>(run, item, scratch);
+    return dot_item_of<T>(run, item, turn);
   }
-  matrix_item<T, FloatEngine>(run, item, scratch);
+  matrix_item<T, FloatEngine>(run, item, turn);
 }
 
-void run_item(Run *run, int32_t index, char *scratch) {
-  const Item &item = run->plan->items[index];
+void run_item(Run *run, Turn *turn) {
+  const Item &item = run->plan->items[turn->index];
   switch (run->plan->layer.cache_dtype) {
-    case PA_F32: return run_item_of<float>(run, item, scratch);
-    case PA_BF16: return run_item_of<bf16>(run, item, scratch);
-    case PA_F16: return run_item_of<f16>(run, item, scratch);
-    case PA_E4M3: return run_item_of<e4m3>(run, item, scratch);
-    case PA_E5M2: return run_item_of<e5m2>(run, item, scratch);
-    default: return run_item_of<int8_t>(run, item, scratch);
+    case PA_F32: return run_item_of<float>(run, item, turn);
+    case PA_BF16: return run_item_of<bf16>(run, item, turn);
+    case PA_F16: return run_item_of<f16>(run, item, turn);
+    case PA_E4M3: return run_item_of<e4m3>(run, item, turn);
+    case PA_E5M2: return run_item_of<e5m2>(run, item, turn);
+    default: return run_item_of<int8_t>(run, item, turn);
   }
 }
 

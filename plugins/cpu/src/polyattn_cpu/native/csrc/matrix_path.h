@@ -280,12 +280,12 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
 };
 
 template <class T, class Engine>
-static void matrix_item(Run *run, const Item &item, char *scratch) {
-  Arena arena = {scratch};
+static void matrix_item(Run *run, const Item &item, Turn *turn) {
+  Arena arena = {turn->scratch};
   Matrix<Engine> matrix(run, item, arena);
   const Sizes &is = matrix.is;
   const pa_layer &layer = matrix.layer;
-  Walk walk(run, item, arena, is.keys);
+  Walk walk(run, item, turn, arena, is.keys);
   Ahead &ahead = walk.ahead;
   __builtin_memset(matrix.k, 0, 4L * is.keys * is.k);
   __builtin_memset(matrix.v, 0, 4L * is.keys * is.v);
@@ -295,10 +295,10 @@ static void matrix_item(Run *run, const Item &item, char *scratch) {
     const Tiles &tile = walk.tile;
     for (int t = 0; t < tile.count; t++) {
       ahead(is.k / 8);
-      Engine::pack_key((const T *)(walk.keys[t] + ahead.key_offset), matrix.k, t, layer.head_size,
+      Engine::pack_key((const T *)(walk.keys[t] + walk.key_offset), matrix.k, t, layer.head_size,
                        is);
     }
-    Engine::template pack_values<T>(walk.values, ahead.value_offset, tile.count, matrix.v,
+    Engine::template pack_values<T>(walk.values, walk.value_offset, tile.count, matrix.v,
                                     layer.v_head_size, is, ahead);
     for (int panel = 0; panel < matrix.panels.count; panel++) {
       matrix.attend_panel(panel, tile.first_key, tile.count, ahead);

@@ -14,11 +14,11 @@
 namespace {
 
 struct Job {
-  void (*body)(void *, int32_t, char *);
+  void (*body)(void *, Turn *);
   void *context;
   int32_t count;
   int64_t scratch_bytes;
-  std::atomic<int32_t> next{0};
+  int32_t next = 0;  // taken atomically
 };
 
 struct Pool {
@@ -72,8 +72,12 @@ thread_local Scratch scratch;
 void take_items(Job &job) {
   char *memory = scratch.at_least(job.scratch_bytes);
   if (!memory) return;
-  for (int32_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
-    job.body(job.context, i, memory);
+  Turn turn = {0, job.count, -1, &job.next, false, false, memory};
+  while ((turn.index = pa_following(&turn)) < job.count) {
+    turn.following = -1;
+    turn.asked = turn.asked_after;
+    turn.asked_after = false;
+    job.body(job.context, &turn);
   }
 }
 
@@ -105,7 +109,7 @@ void grow(Pool *of, int32_t workers) {  // under its lock
 }  // namespace
 
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
-                 void (*body)(void *, int32_t, char *), void *context) {
+                 void (*body)(void *, Turn *), void *context) {
   Job job;
   job.body = body;
   job.context = context;

@@ -7,11 +7,26 @@
 
 #include <stdint.h>
 
-// Calls body(context, index, scratch) for each index below `count`, on up to `threads` threads, the
-// caller's among them; each has `scratch_bytes` of memory of its own. Indices are taken in order.
+// A thread's part in a region: which item it does, and, once it wants to know, which one after it.
+struct Turn {
+  int32_t index, count;     // of the item; of all items
+  int32_t following;        // -1: not taken yet
+  int32_t *next;            // the first item that no thread has taken
+  bool asked, asked_after;  // the first keys of this item, of the following one, were asked for before
+  char *scratch;
+};
+
+// Takes the item that this thread does next; none where it is not below `count`.
+static inline int32_t pa_following(Turn *turn) {
+  if (turn->following < 0) turn->following = __atomic_fetch_add(turn->next, 1, __ATOMIC_RELAXED);
+  return turn->following;
+}
+
+// Calls body(context, turn) for each index below `count`, on up to `threads` threads, the caller's
+// among them; each has `scratch_bytes` of memory of its own. Indices are taken in order.
 // False where memory is short. Calls from several threads at once are fine: the later one runs alone.
 bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
-                 void (*body)(void *context, int32_t index, char *scratch), void *context);
+                 void (*body)(void *context, Turn *turn), void *context);
 
 // Memory that is used again: at least `bytes`, at a cache line. NULL where memory is short.
 struct Buffer {

@@ -22,6 +22,12 @@ typedef int8_t vsb __attribute__((vector_size(W)));
 
 #define PA_INLINE static inline __attribute__((always_inline))
 #define PA_NOINLINE __attribute__((noinline))
+// Before a loop over registers: an array of them is in memory wherever a loop over it is left.
+#if defined(__clang__)
+#define PA_UNROLLED _Pragma("clang loop unroll(full)")
+#else
+#define PA_UNROLLED _Pragma("GCC unroll 16")
+#endif
 #define PA_ONCE static __attribute__((noinline, unused))  // too large to be copied into each caller
 
 template <class V>
@@ -137,6 +143,7 @@ PA_INLINE vf high(vf a, vf b) {
 template <int B = 1>
 PA_INLINE vf sums(const vf *v) {
   vf half[W / B / 2];
+  PA_UNROLLED
   for (int i = 0; i < W / B / 2; i++) {
     half[i] = low<B>(v[2 * i], v[2 * i + 1]) + high<B>(v[2 * i], v[2 * i + 1]);
   }
@@ -150,6 +157,7 @@ PA_INLINE vf sums(const vf *v) {
 // A W x W matrix of 32-bit elements, turned over its diagonal in place.
 template <int B = 1>
 PA_INLINE void transpose(vf *v) {
+  PA_UNROLLED
   for (int i = 0; i < W; i++) {
     if (i & B) continue;
     vf a = v[i], b = v[i + B];

@@ -228,10 +228,9 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     return {(const char *)to, ld * 2};
   }
 
-  // Scores of 64 keys with one unit's rows, or of 32 with two units' of 16 rows. `far`: the keys are
-  // in the second cache, out of which a register takes longer to come than its product.
+  // Scores of 64 keys with one unit's rows, or of 32 with two units' of 16 rows.
   template <int V>
-  PA_NOINLINE void scores(const KeyRows *keys, int lane, float *to, bool far, Ahead &ahead) {
+  PA_NOINLINE void scores(const KeyRows *keys, int lane, float *to, Ahead &ahead) {
     const uint32_t *from = query_at(lane);
     const int64_t row = 4L * is.rows, ld = 4L * is.lanes;
     _tile_zero(0);
@@ -254,7 +253,6 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
         _tile_loadd(5, keys[3].at + 2 * d, keys[3].stride);
         _tile_dpbf16ps(3, 5, 6);
       }
-      for (int i = 0; far && i < 4 / V; i++) prefetch_rows(keys[i], 2 * d + 128);
       ahead(2 * SCORE_COST);
     }
     _tile_stored(0, to + lane, ld);
@@ -262,26 +260,71 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     _tile_stored(2, to + (V == 2 ? 16 : 32 * is.lanes) + lane, ld);
     _tile_stored(3, to + (V == 2 ? 16 * is.lanes + 16 : 48 * is.lanes) + lane, ld);
   }
-  static void prefetch_rows(const KeyRows &rows, int64_t at) {
-    for (int i = 0; i < 16; i++) prefetch(rows.at + i * rows.stride + at);
+
+  // Values of 32 keys from `t` on, VALUE_STEP elements from `d` on, each pair of keys in 32 bits: panels
+  // of 16 elements, `panel` apart; within 32 elements the first has those whose number is 0 to 3 modulo 8.
+  void pair_values(const char *const *rows, int64_t offset, int d, int t, int count, uint16_t *to,
+                   int64_t panel, Ahead &ahead) {
+    const int size = layer.v_head_size - d;
+    auto pair = [&](const Halves &x, const Halves &y) __attribute__((always_inline)) {
+      for (int i = 0; i < VALUE_STEP / 32; i++) {
+        _mm512_storeu_si512(to + 2 * i * panel, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
+        _mm512_storeu_si512(to + (2 * i + 1) * panel, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
+      }
+      to += 32;
+    };
+    auto at = [&](int i) { return (const T *)(rows[t + i] + offset) + d; };
+    for (int i = 0; i < 32; i += 2) {
+      if (i % 8 == 0) ahead(4 * VALUE_COST);
+      if (t + 32 <= count && size >= VALUE_STEP) {
+        pair(halves(at(i), VALUE_STEP), halves(at(i + 1), VALUE_STEP));
+      } else {
+        pair(t + i < count ? halves(at(i), size) : Halves{},
+             t + i + 1 < count ? halves(at(i + 1), size) : Halves{});
+      }
+    }
   }
 
-  // VALUE_STEP elements of V from `d` on, in panels [v / 16][pair of keys][16]; within 32 elements
-  // the first panel has those whose number is 0 to 3 modulo 8.
+  // All keys' values, for several units.
   PA_NOINLINE void take_values(const char *const *rows, int64_t offset, int d, int count,
                                Ahead &ahead) {
-    const int size = layer.v_head_size - d;
-    for (int t = 0; t < pa_round_up(count, 32); t += 2) {
-      Halves x = {}, y = {};
-      if (t < count) x = halves((const T *)(rows[t] + offset) + d, size);
-      if (t + 1 < count) y = halves((const T *)(rows[t + 1] + offset) + d, size);
-      uint16_t *to = values + t * 16;
-      for (int i = 0; i < VALUE_STEP / 32; i++, to += 2 * PANEL) {
-        _mm512_storeu_si512(to, _mm512_unpacklo_epi16(x.part[i], y.part[i]));
-        _mm512_storeu_si512(to + PANEL, _mm512_unpackhi_epi16(x.part[i], y.part[i]));
-      }
-      ahead(VALUE_COST);
+    for (int t = 0; t < count; t += 32) {
+      pair_values(rows, offset, d, t, count, values + t * 16, PANEL, ahead);
     }
+  }
+
+  // O += P V of a single unit, VALUE_STEP elements at `to`. While the values of 32 keys are multiplied,
+  // those of the next are paired: what was just stored a tile register waits for.
+  PA_NOINLINE void weigh(const char *const *rows, int64_t offset, int d, int count, int lane,
+                         float *to, Ahead &ahead) {
+    constexpr int ld = TILE_KEYS / 2, panel = 512;
+    const uint32_t *weights = turned + (int64_t)lane * ld;
+    pair_values(rows, offset, d, 0, count, values, panel, ahead);
+    _tile_loadd(0, to, 64);
+    _tile_loadd(1, to + image(), 64);
+    _tile_loadd(2, to + 2 * image(), 64);
+    _tile_loadd(3, to + 3 * image(), 64);
+    for (int t = 0; t < count; t += 32) {
+      const uint16_t *from = values + t / 32 % 2 * 4 * panel;
+      if (t + 32 < count) {
+        uint16_t *next = values + (t / 32 + 1) % 2 * 4 * panel;
+        pair_values(rows, offset, d, t + 32, count, next, panel, ahead);
+      }
+      _tile_loadd(6, weights + t / 2, ld * 4);
+      _tile_loadd(4, from, 64);
+      _tile_dpbf16ps(0, 6, 4);
+      _tile_loadd(5, from + panel, 64);
+      _tile_dpbf16ps(1, 6, 5);
+      _tile_loadd(4, from + 2 * panel, 64);
+      _tile_dpbf16ps(2, 6, 4);
+      _tile_loadd(5, from + 3 * panel, 64);
+      _tile_dpbf16ps(3, 6, 5);
+      ahead(2 * OUTPUT_COST);
+    }
+    _tile_stored(0, to, 64);
+    _tile_stored(1, to + image(), 64);
+    _tile_stored(2, to + 2 * image(), 64);
+    _tile_stored(3, to + 3 * image(), 64);
   }
 
   // O += P V of one unit, 64 elements at `to`, or of two of 16 rows, 32 elements; V's panels are at
@@ -360,7 +403,7 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
     for (int t = 0; t < count; t += KEY_STEP) {
       float *to = s + (int64_t)t * is.lanes;
       for (int h = 0; h < is.heads; h++) {
-        const int64_t offset = ahead.key_offset + h * walk.source.key_head;
+        const int64_t offset = walk.key_offset + h * walk.source.key_head;
         KeyRows rows[KEY_STEP / 16];
         for (int i = 0; i < KEY_STEP / 16; i++) {
           rows[i] = key_rows(walk.keys, t + 16 * i, count, offset);
@@ -368,10 +411,10 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
         for (int unit = 0; unit < is.units; unit += 2) {
           const int lane = lane_of(h, unit);
           if (unit + 1 == is.units) {
-            scores<1>(rows, lane, to, unit == 0, ahead);
+            scores<1>(rows, lane, to, ahead);
           } else {
-            scores<2>(rows, lane, to, unit == 0, ahead);
-            if (t + 32 < count) scores<2>(rows + 2, lane, to + 32 * is.lanes, unit == 0, ahead);
+            scores<2>(rows, lane, to, ahead);
+            if (t + 32 < count) scores<2>(rows + 2, lane, to + 32 * is.lanes, ahead);
           }
         }
       }
@@ -381,8 +424,13 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
   void weigh_tile(const Walk &walk, Ahead &ahead) {
     const int depth = turn_weights(walk.tile.count);
     for (int h = 0; h < is.heads; h++) {
-      const int64_t offset = ahead.value_offset + h * walk.source.value_head;
+      const int64_t offset = walk.value_offset + h * walk.source.value_head;
       for (int d = 0; d < is.v; d += VALUE_STEP) {
+        if (is.units == 1) {
+          weigh(walk.values, offset, d, walk.tile.count, lane_of(h, 0),
+                output_at(lane_of(h, 0)) + d * is.rows, ahead);
+          continue;
+        }
         take_values(walk.values, offset, d, walk.tile.count, ahead);
         for (int unit = 0; unit < is.units; unit += 2) {
           const int lane = lane_of(h, unit);
@@ -417,10 +465,10 @@ struct Tile {  // an item's scratch, and what stays the same over its tiles
 };
 
 template <class T>
-static void tile_item(Run *run, const Item &item, char *scratch) {
-  Arena arena = {scratch};
+static void tile_item(Run *run, const Item &item, Turn *turn) {
+  Arena arena = {turn->scratch};
   Tile<T> tile(run, item, arena);
-  Walk walk(run, item, arena, TILE_KEYS);
+  Walk walk(run, item, turn, arena, TILE_KEYS);
   tile.take_queries();
   // A single query token sees every key that its item was given.
   const bool masked = item.tokens > 1;
