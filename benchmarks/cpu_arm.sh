@@ -2,6 +2,7 @@
 # The conformance kit of the native backends on an emulated Arm processor: Debian's Python and torch's wheel for
 # aarch64 under qemu-user, the kernels cross-built. It takes a minute to import torch, and kits minutes to an hour.
 # Usage, from the repository's root: benchmarks/cpu_arm.sh OUT [pytest's arguments]. BACKENDS and ISAS choose some;
+# Not run to its end yet: torch imports there, no kit has finished.
 # OUT keeps the root, the build, and each kit's report. Needs apt's g++-aarch64-linux-gnu and qemu-user, and pip.
 set -euo pipefail
 mkdir -p "$1"
