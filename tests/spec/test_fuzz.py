@@ -84,7 +84,11 @@ def test_a_spec(base: dict[str, Any], changed: dict[str, Any]) -> None:
     assert str(spec) and math.isfinite(spec.scale)
     try:
         selection = select(spec, "cpu")
-    except SelectionError:
+    except (
+        SelectionError,
+        SpecError,
+    ) as error:  # a variant may be registered until it is asked for
+        assert isinstance(error, SelectionError) or "variant=" in str(error)
         return
     assert selection.spec.num_heads == spec.num_heads
 

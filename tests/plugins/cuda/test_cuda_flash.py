@@ -44,9 +44,11 @@ def test_flash_attns_captured_steps_split_as_their_eager_ones(
         return real(*args, **options)
 
     backend.kvcache_func = spy
-    step = paged_batch(form, [1] * 3, [30, 9, 25], list(range(12)))
+    lens, cache = [30, 9, 25], KVCache.allocate(form, 12)
+    step = paged_batch(form, [1] * 3, lens, list(range(12)))
     wide = torch.cat([step.block_table, step.block_table], 1)
-    held = Step(spec, KVCache.allocate(form, 12), step, LayerParams(), 1)
+    Step(spec, cache, paged_batch(form, lens, lens, list(range(12))), LayerParams(), 1)
+    held = Step(spec, cache, step, LayerParams(), 1)
     for batch in (step, Batch(step.starts, step.lens, wide)):
         held.batch = batch
         assert held.run(backend, backend.plan(batch), False)[0] < HALF
