@@ -264,8 +264,8 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
     for name in claimed:
         yield f"feature {name}", base.replace(**fields_of(caps, name, bool(base.cached)))
     if base.cached and "fp8_inputs" in claimed and not caps.fp8_compute:
-        fields = fields_of(caps, "fp8_inputs", True)
-        yield "feature fp8_inputs, fp8_compute", base.replace(**fields, fp8_compute=True)
+        fields = fields_of(caps, "fp8_inputs", True) | {"fp8_compute": True}
+        yield "feature fp8_inputs, fp8_compute", base.replace(**fields)
     if base.role is Role.DECODER or not base.cached:
         for first, second in combinations([name for name in claimed if name not in ALONE], 2):
             if base.cached or {first, second} & {"non_causal", "lse"}:
