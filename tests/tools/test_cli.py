@@ -238,17 +238,22 @@ def test_bench_counts_what_a_shared_prefix_saves() -> None:
     assert code == 2 and "--shared-prefix=80: a sequence of batch 4q1s80 has only 79 tokens" in said
 
 
+def tiny_llama(folder: Path, heads: int, longest: int) -> None:
+    """Write the config of a model of one layer, its heads 16 wide together."""
+    config = {
+        "model_type": "llama", "hidden_size": 16, "num_attention_heads": heads,
+        "head_dim": 16 // heads, "num_hidden_layers": 1, "num_key_value_heads": 1,
+        "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": longest,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "float32", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 def test_run_streams(tmp_path: Path) -> None:
     """Sinks and a window, positions within the cache: a prompt and an output far beyond both."""
     trace = tmp_path / "t.jsonl"
     trace.write_text('{"input_length": 90, "output_length": 40}')
-    config = {
-        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8,
-        "num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 32,
-        "vocab_size": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-        "hidden_act": "silu", "torch_dtype": "float32", "rope_theta": 10000.0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiny_llama(tmp_path, heads=2, longest=512)
     command = ["run", str(tmp_path), "--trace", str(trace), "--max-tokens", "40", "--device", "cpu"]
     code, _, text = here(*command, "--sink-tokens", "3")
     assert code == 2 and "--sink-tokens=3 needs a window in every attention layer" in text
@@ -270,13 +275,7 @@ def test_a_windows_memory_is_bounded_by_the_window(
     """However much is generated: the window's and the sinks' blocks, and one that is being filled."""
     trace = tmp_path / "t.jsonl"
     trace.write_text(f'{{"input_length": {2 * window}, "output_length": {tokens}}}')
-    config = {
-        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 1, "head_dim": 16,
-        "num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 32,
-        "vocab_size": 64, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "hidden_act": "silu", "torch_dtype": "float32", "rope_theta": 10000.0,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    tiny_llama(tmp_path, heads=1, longest=131072)
     command = (
         "run", str(tmp_path), "--trace", str(trace), "--max-tokens", str(tokens), "--device", "cpu",
         "--sliding-window", str(window), "--sink-tokens", "4", "--block-size", "16", "--check", "0",

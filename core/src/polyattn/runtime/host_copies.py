@@ -29,9 +29,7 @@ def _copied(tensor: Tensor) -> list[Any]:
 
     A tensor of `torch.inference_mode` counts no changes, so that it is copied at each call.
     """
-    if capturing(
-        tensor
-    ):  # known ones too: a replay would go on with them, whatever the tensor holds
+    if capturing(tensor):  # known values, too: a replay would go on with them, whatever it holds
         raise BatchError(
             "lengths are read on the host, and a graph is being captured; run this call outside of it, "
             "or the way that leaves its lengths on the device"

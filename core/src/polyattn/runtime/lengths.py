@@ -83,7 +83,9 @@ class Lengths:
     @property
     def host_positions(self) -> np.ndarray[Any, Any]:
         """Each token's position as it follows from the lengths: int64 (num_tokens,), NumPy."""
-        behind = np.array(self.text_lens, np.int64) - self.host_starts[1:]
+        behind = self.host_lens - self.host_starts[1:]
+        if self.first_positions:
+            behind = behind + np.array(self.first_positions, np.int64)
         places = np.arange(self.num_tokens) + np.repeat(behind, self.host_query_lens)
         return places.clip(min=0)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn.families.attention.dense import Asked
 from polyattn.families.attention.packed import Keys
 from polyattn.runtime.host_copies import lens_between
 from polyattn.runtime.stand_in import refuse
@@ -23,6 +24,13 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _asked(
+    scale: float | None, causal: bool, window_size: Window, softcap: float, slopes: Tensor | None,
+    needs_lse: bool,
+) -> Asked:  # fmt: skip
+    return asked_of(scale, causal, sides_of(window_size), softcap, slopes is not None, needs_lse)
+
+
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: Window = (-1, -1), softcap: float = 0.0,
@@ -32,10 +40,7 @@ def flash_attn_func(
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE, None)."""
     if dropout_p:
         refuse(dropout_p=dropout_p)
-    alibi = alibi_slopes is not None
-    asked = asked_of(
-        softmax_scale, causal, sides_of(window_size), softcap, alibi, return_attn_probs
-    )
+    asked = _asked(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     found = dense(q, k, v, asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
 
@@ -50,10 +55,7 @@ def flash_attn_varlen_func(
     """Attend for packed (total, heads, size), or over pages. Returns as `flash_attn_func`."""
     if dropout_p:
         refuse(dropout_p=dropout_p)
-    alibi = alibi_slopes is not None
-    asked = asked_of(
-        softmax_scale, causal, sides_of(window_size), softcap, alibi, return_attn_probs
-    )
+    asked = _asked(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     keys = Keys(k, v, lens_between(cu_seqlens_k), None, block_table)
     found = attend(q, lens_between(cu_seqlens_q), keys, asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
@@ -97,10 +99,7 @@ def flash_attn_with_kvcache(
 ) -> Found | Tensor:  # fmt: skip
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
     rows, count = q.shape[:2]
-    alibi = alibi_slopes is not None
-    asked = asked_of(
-        softmax_scale, causal, sides_of(window_size), softcap, alibi, return_softmax_lse
-    )
+    asked = _asked(softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
     new = None
     if k is not None and v is not None:
         new = New(k.flatten(0, 1), v.flatten(0, 1), [k.shape[1]] * rows)

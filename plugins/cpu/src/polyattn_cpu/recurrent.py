@@ -16,16 +16,15 @@ Tensors = Mapping[str, Tensor]
 
 
 class ScanPlan(Plan):
-    """Each sequence's slot, how many tokens it had before the step, and whether it starts fresh."""
+    """Each sequence's slot, and how many tokens it had before the step; 0: it starts fresh."""
 
-    __slots__ = ("before", "fresh", "slots")
+    __slots__ = ("before", "slots")
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.slots = batch.state_slots.tolist()
         self.before = [n - q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
-        self.fresh = [count == 0 for count in self.before]
 
 
 class TorchScan(RecurrentBackend):
@@ -54,13 +53,13 @@ class TorchScan(RecurrentBackend):
             if slot < 0 or rows.start == rows.stop:
                 continue
             state = states[slot]
-            if plan.fresh[index]:
+            if not plan.before[index]:
                 state.zero_()
             narrow = state.dtype.itemsize == 2 and self.spec.kind is not AttentionKind.SHORT_CONV
             state = state.float() if narrow else state
             part = {name: tensor[rows] for name, tensor in inputs.items()}
             if self.spec.kind is AttentionKind.RG_LRU:  # a sequence's first token differs
-                part["fresh"] = out.new_tensor(plan.fresh[index], dtype=torch.bool)
+                part["fresh"] = out.new_tensor(plan.before[index] == 0, dtype=torch.bool)
             elif _is_ring(self.spec):
                 part["before"] = torch.tensor(plan.before[index])
             gate = part.pop("z", None)
@@ -81,7 +80,7 @@ class TorchScan(RecurrentBackend):
             return
         rows = torch.tensor(live, device=out.device)
         slots = torch.tensor([plan.slots[i] for i in live], device=out.device)
-        begun = torch.tensor([not plan.fresh[i] for i in live], device=out.device)
+        begun = torch.tensor([plan.before[i] != 0 for i in live], device=out.device)
         state = states[slots]
         # Not a product: an unused slot may hold NaN.
         state = torch.where(begun.view(-1, *[1] * (state.dim() - 1)), state, 0.0)
@@ -131,17 +130,18 @@ def _activate(spec: LayerSpec, y: Tensor) -> Tensor:
 def _conv_sequence(
     spec: LayerSpec, x: Tensors, params: Tensors, state: Tensor, out: Tensor
 ) -> None:
-    compute, length = _compute(state), state.shape[1]
-    before = int(x["before"]) if _is_ring(spec) else 0
+    compute, length, ring = _compute(state), state.shape[1], _is_ring(spec)
+    before = int(x["before"]) if ring else 0
     # The oldest input first; a ring has it where the next is to go.
-    joined = torch.cat([state.roll(-before, 1).to(compute), x["x"].T.to(compute)], dim=1)
+    oldest_first = state.roll(-before, 1) if ring else state
+    joined = torch.cat([oldest_first.to(compute), x["x"].T.to(compute)], dim=1)
     weight = params["weight"].to(joined.dtype)
     bias = params.get("bias")
     bias = None if bias is None else bias.to(joined.dtype)
     seen = joined[:, length + 1 - weight.shape[1] :]
     y = conv1d(seen[None], weight[:, None], bias, groups=len(weight))[0]
     kept = joined[:, joined.shape[1] - length :]
-    state.copy_(kept.roll(before + len(x["x"]), 1) if _is_ring(spec) else kept)
+    state.copy_(kept.roll(before + len(x["x"]), 1) if ring else kept)
     out.copy_(_activate(spec, y).T)
 
 

@@ -147,8 +147,8 @@ class PlannedAttention(AttentionBackend):
         plan.chosen = chosen is not None
         before = reuse.work if isinstance(reuse, AttentionPlan) else None
         # A captured graph reads the capture's lists, whatever a later step's masks show.
-        listed = reuse is None and not self.spec.graph_capture and self.lister is not None
-        lister = self.lister if listed and self.lister and self.lister.takes(batch) else None
+        eager = reuse is None and not self.spec.graph_capture
+        lister = self.lister if eager and self.lister and self.lister.takes(batch) else None
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)

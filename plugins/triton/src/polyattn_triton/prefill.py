@@ -138,9 +138,8 @@ def _tiles(
             l = l * alpha + tl.sum(p, 1)
             acc = acc * alpha[:, None]
             m = m_new
-        if (
-            EIGHT
-        ):  # a tile's sum by itself: Hopper adds products of 8 bits up in 14 bits of mantissa
+        if EIGHT:
+            # A tile's sum by itself: Hopper adds products of 8 bits up in 14 bits of mantissa.
             acc += tl.dot((p * WEIGHT_SCALE).to(v.dtype), v)
         else:
             acc = tl.dot(p.to(LIKE.dtype), v.to(LIKE.dtype), acc, input_precision="ieee")
