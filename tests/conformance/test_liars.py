@@ -14,6 +14,7 @@ from polyattn.conformance.derive import derive
 DEVICE = resolve_device("cpu")
 SEED = 20
 LIARS = [kind for kind in classes() if kind.by]
+OUT_OF_DATE = (AttributeError, NameError, TypeError)  # a lie about what is no longer there
 HONEST = [kind for kind in classes() if not kind.by]
 
 
@@ -32,7 +33,7 @@ def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> st
             try:
                 run_case(case, name, DEVICE, SEED, budget)
             except Exception as error:  # a backend that dies is caught as well
-                if not checks:
+                if not checks or isinstance(error, OUT_OF_DATE):
                     raise AssertionError(f"{case.id}: {error}") from error
                 return case.id
     return None

@@ -26,14 +26,14 @@ class AlwaysContinues(Scan):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
         plan = super().plan(batch, reuse)
-        plan.fresh = [False] * len(plan.fresh)
+        plan.before = [count or 1 for count in plan.before]
         return plan
 
 
 class AlwaysFresh(Scan):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Any:
         plan = super().plan(batch, reuse)
-        plan.fresh = [True] * len(plan.fresh)
+        plan.before = [0] * len(plan.before)
         return plan
 
 
