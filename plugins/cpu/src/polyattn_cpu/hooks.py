@@ -160,7 +160,18 @@ NATIVE_SCAN = BackendInfo(
             }
         ),
         dtypes=NATIVE_DTYPES,
-        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+        state_targets=True,
+        features=frozenset(
+            {
+                "causal",
+                "gqa",
+                "v_head_size",
+                "deterministic",
+                "gated",
+                "bc_in_float32",
+                "wide_conv_states",
+            }
+        ),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
     proof=PROOF,

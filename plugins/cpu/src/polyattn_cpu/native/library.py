@@ -7,7 +7,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-ABI = 3
+ABI = 4
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
