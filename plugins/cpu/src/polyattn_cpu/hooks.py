@@ -32,6 +32,7 @@ TORCH_SDPA = BackendInfo(
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND", "contiguous"),
+        padding_rows=True,
         features=MASKS
         | {
             "variant",
@@ -85,6 +86,7 @@ NATIVE_ATTN = BackendInfo(
         layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"prefill", "decode", "mixed"}),
         by_address=True,
+        padding_rows=True,
         features=MASKS
         | {
             "v_head_size",
