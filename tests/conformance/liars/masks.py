@@ -219,6 +219,14 @@ class NothingIsNothingWritten(Numeric):
         pass
 
 
+class PaddingOfOneQuery(Numeric):
+    """Padding rows have one query; those of more see the first keys of whatever their table names."""
+
+    def length(self, batch: Batch, index: int) -> int:
+        count = batch.query_lens[index]
+        return batch.lens[index] or (count if count > 1 else 0)
+
+
 class BlindRowsAreNan(Numeric):
     """A query before the first key has a softmax over nothing."""
 
