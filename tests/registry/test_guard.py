@@ -8,15 +8,17 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from polyattn.device import Device
-from polyattn.errors import PluginError
+from polyattn.errors import PluginError, SettingsError
 from polyattn.plugin import Platform
 from polyattn.registry import machine
+from polyattn.registry.discovery import discover
 from polyattn.registry.guard import LatePluginError, within
 from polyattn.registry.info import load_object
 
@@ -61,6 +63,21 @@ def test_a_real_interrupt_still_works() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert time.perf_counter() - started < 10
+
+
+def test_a_setting_that_a_probe_cannot_honour_is_the_users_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def probe() -> None:
+        raise SettingsError("environment variable LANES=7: must be 8")
+
+    monkeypatch.setattr(machine, "load_object", lambda path: probe)
+    info = replace(discover().backend("VANILLA"), probe="lanes:probe", runs="lanes:probe")
+    for _ in range(2):  # nothing is remembered of it
+        with pytest.raises(SettingsError, match="LANES=7: must be 8"):
+            machine.availability(info, 5)
+        with pytest.raises(SettingsError, match="LANES=7: must be 8"):
+            machine.running(info, 5)
 
 
 def test_an_import_that_exits_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
