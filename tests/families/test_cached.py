@@ -90,8 +90,15 @@ def test_one_length_for_all_and_none() -> None:
       r"cache_seqlens\[1\]=33 and 2 new tokens: block_table has 2 pages"),
      (None, {}, "cache_seqlens is missing"),
      (3, {"block_table": torch.zeros(2, 2, dtype=torch.int32), "starts": torch.tensor([0, 1])},
-      "starts go with dense rows")],
-    ids=["no room", "no page", "no lengths", "gaps before pages"],
+      "starts go with dense rows"),
+     (torch.tensor([1, -1]), {}, r"cache_seqlens\[1\]=-1"),
+     (torch.tensor([1]), {}, r"cache_seqlens is \(1,\); it is a number, or a tensor \(2,\)"),
+     ([1, 2], {}, "cache_seqlens is a list"),
+     (1, {"rows": torch.tensor([0, 2])}, r"rows\[1\]=2: the cache has 2 rows"),
+     (1, {"starts": torch.tensor([0, 4])}, r"starts\[1\]=4 \(left padding\) is outside its 3 tokens"),
+     (1, {"rows": torch.tensor([0])}, r"rows of the cache is \(1,\)")],
+    ids=["no room", "no page", "no lengths", "gaps before pages", "negative", "other count", "a list",
+         "no such row", "gap", "other rows"],
 )  # fmt: skip
 def test_what_is_wrong_changes_nothing(lens: Any, more: dict[str, Any], match: str) -> None:
     page = 17 if "block_table" in more else 32
@@ -100,6 +107,20 @@ def test_what_is_wrong_changes_nothing(lens: Any, more: dict[str, Any], match: s
     with pytest.raises(CacheError, match=match):
         cached(torch.randn(4, HEADS, SIZE), [2, 2], Cache(*caches, **more), lens, Asked(), new=new)
     assert torch.equal(caches, before)
+
+
+def test_what_new_tokens_and_turns_lack() -> None:
+    caches, query = torch.randn(2, 2, 32, 2, SIZE), torch.randn(4, HEADS, SIZE)
+    before, key = caches.clone(), torch.randn(2, 2, SIZE)
+    with pytest.raises(CacheError, match="new keys are of 1 sequences; the queries are of 2"):
+        cached(query, [2, 2], Cache(*caches), 3, Asked(), new=New(key, key, [2]))
+    turns, new = Turns(torch.ones(9, 4), torch.zeros(9, 4), "neox"), New(key, key, [1, 1])
+    for causal, length, last in ((True, 8, 9), (False, 9, 9)):
+        with pytest.raises(CacheError, match=f"9 positions; a token stands at {last}"):
+            cached(query, [2, 2], Cache(*caches), length, Asked(causal), new=new, turns=turns)
+    assert torch.equal(caches, before)
+    cached(query, [2, 2], Cache(*caches), 7, Asked(True), new=new, turns=turns)
+    assert not torch.equal(caches, before)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])

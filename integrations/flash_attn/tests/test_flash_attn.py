@@ -273,6 +273,12 @@ def test_what_is_refused() -> None:
             flash_attn_2.flash_attn_func(q, q, q, **given)
     with pytest.raises(PolyattnError, match="qv"):
         flash_attn_3.flash_attn_func(q, q, q, qv=q)
+    cache, cu = torch.randn(1, 8, 2, 16), torch.tensor([1, 3], dtype=torch.int32)
+    for given in ({"k": q}, {"rotary_sin": torch.ones(8, 4)}):
+        with pytest.raises(PolyattnError, match="one of a pair is missing"):
+            flash_attn_2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, **given)
+    with pytest.raises(PolyattnError, match="begin with 1; they begin with 0"):
+        flash_attn_2.flash_attn_varlen_func(q[0, 1:], q[0], q[0], cu - 1, cu, 2, 2)
     with pytest.raises(PolyattnError, match="num_heads_q"):
         flash_attn_3.flash_attn_qkvpacked_func(torch.randn(1, 3, 6, 16))
 

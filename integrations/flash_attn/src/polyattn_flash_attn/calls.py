@@ -80,9 +80,11 @@ def with_kvcache(
     """
     tokens, query_lens = _tokens(query, starts[0])
     new = turns = None
+    cos, sin, interleaved = rotary
+    if (key is None) != (value is None) or (cos is None) != (sin is None):
+        raise PolyattnError("k and v, rotary_cos and rotary_sin: one of a pair is missing")
     if key is not None and value is not None:
         new = New(_tokens(key, starts[1])[0], *_tokens(value, starts[1]))
-    cos, sin, interleaved = rotary
     if cos is not None and sin is not None:
         turns = Turns(cos, sin, "gptj" if interleaved else "neox")
     try:

@@ -55,7 +55,7 @@ def flash_attn_varlen_func(
         softmax_scale, causal, window_size, softcap, None, return_attn_probs, attention_chunk
     )
     queries, starts = list(lens_between(cu_seqlens_q)), values_of(cu_seqlens_k)[:-1]
-    keys = list(lens_between(cu_seqlens_k)) if seqused_k is None else values_of(seqused_k)
+    keys = list(lens_between(cu_seqlens_k, gap=True)) if seqused_k is None else values_of(seqused_k)
     if seqused_q is not None:  # what is not used: a sequence without keys
         used = values_of(seqused_q)
         queries = [n for u, q_ in zip(used, queries, strict=True) for n in (u, q_ - u)]

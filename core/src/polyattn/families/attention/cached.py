@@ -81,37 +81,51 @@ def cached(
     sequence has room, but for POLYATTN_CHECKS=1. Returns the output and, where asked, the LSE (tokens,
     heads), float32. Raises `CacheError` before anything has changed, and what `packed` raises.
     """
-    lens = cache_seqlens
-    if lens is None:
-        if cache.block_table is not None or new is not None:
-            raise CacheError("cache_seqlens is missing; a cache with room needs it")
-        lens = cache.key.shape[1]
-    way, pages = None, _pages_by_device(query, query_lens, cache, lens, new, alibi_slopes)
+    lens = _lens(cache_seqlens, len(query_lens), cache, new)
+    by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
+    step = 1 if by_position else 0
+    way, pages = None, _pages_by_device(query, query_lens, cache, lens, new, turns, alibi_slopes)
     if pages is not None:
         assert isinstance(lens, Tensor)
         way = way_of(query, *pages, lens, asked, alibi_slopes=alibi_slopes)
-    host: list[int] = []
+    ends: list[int] = []
     if way is None:
         host = [lens] * len(query_lens) if isinstance(lens, int) else values_of(lens)
-        _check(cache, host, new)
+        ends = _ends(cache, host, new)
+        if turns is not None:
+            last = (n + max(0, count - 1) * step for n, count in zip(host, query_lens, strict=True))
+            _check_turns(turns, max(*last, *(n - 1 for n in ends)))
     if turns is not None:
-        by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
-        _, position = _positions(lens, query_lens, query.device, 1 if by_position else 0)
-        query = turns.applied(query, position)
+        query = turns.applied(query, _positions(lens, query_lens, query.device, step)[1])
     if new is not None:
         _append(cache, new, lens, turns)
     if way is not None and pages is not None:
         assert isinstance(lens, Tensor)
         after = lens if new is None else way.after(lens, new.lens[0])
         return way(query, *pages, after, alibi_slopes=alibi_slopes)
-    if new is not None:
-        host = [before + more for before, more in zip(host, new.lens, strict=True)]
-    return packed(query, query_lens, _keys(cache, host), asked, alibi_slopes=alibi_slopes)
+    return packed(query, query_lens, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
+
+
+def _lens(given: int | Tensor | None, count: int, cache: Cache, new: New | None) -> int | Tensor:
+    """Return the lengths, their form checked. Raises `CacheError`."""
+    if given is None:
+        if cache.block_table is not None or new is not None:
+            raise CacheError("cache_seqlens is missing; a cache with room needs it")
+        return cache.key.shape[1]
+    if not isinstance(given, int) and (not isinstance(given, Tensor) or given.shape != (count,)):
+        found = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise CacheError(f"cache_seqlens is {found}; it is a number, or a tensor ({count},)")
+    for name, lens in (("rows", cache.rows), ("starts", cache.starts)):
+        if lens is not None and lens.shape != (count,):
+            raise CacheError(f"{name} of the cache is {tuple(lens.shape)}; it must be ({count},)")
+    if new is not None and len(new.lens) != count:
+        raise CacheError(f"new keys are of {len(new.lens)} sequences; the queries are of {count}")
+    return given
 
 
 def _pages_by_device(
     query: Tensor, query_lens: Sequence[int], cache: Cache, lens: int | Tensor, new: New | None,
-    slopes: Tensor | None,
+    turns: Turns | None, slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """Return keys, values and block table where lengths needn't be copied to the host, else None.
 
@@ -123,6 +137,7 @@ def _pages_by_device(
         and lens.device.type in BY_DEVICE
         and lens.dtype == torch.int32
         and cache.starts is None
+        and (turns is None or turns.cos.shape[0] >= _room(cache))
         and (slopes is None or slopes.dim() == 1)
         and _alike(query_lens)
         and (new is None or _alike(new.lens))
@@ -139,20 +154,40 @@ def _alike(lens: Sequence[int]) -> bool:
     return len(lens) > 0 and lens.count(lens[0]) == len(lens)
 
 
-def _check(cache: Cache, lens: list[int], new: New | None) -> None:
-    """Check, before anything changes, that each sequence fits. Raises `CacheError`."""
-    table, page = cache.block_table, cache.key.shape[1]
-    if table is not None and cache.starts is not None and any(values_of(cache.starts)):
-        raise CacheError("starts go with dense rows; sequences in pages start at 0")
-    room, where = page, "the cache has"
-    if table is not None:
-        room, where = page * table.shape[1], f"block_table has {table.shape[1]} pages, so"
-    for row, length in enumerate(lens):
-        more = 0 if new is None else new.lens[row]
-        if length + more > room:
+def _room(cache: Cache) -> int:
+    """Return how many tokens a sequence may have."""
+    table = cache.block_table
+    return cache.key.shape[1] * (1 if table is None else table.shape[1])
+
+
+def _ends(cache: Cache, lens: list[int], new: New | None) -> list[int]:
+    """Return each sequence's length with its new tokens, for which there is room. Raises `CacheError`."""
+    table, room = cache.block_table, _room(cache)
+    where = "the cache has" if table is None else f"block_table has {table.shape[1]} pages, so"
+    more = [0] * len(lens) if new is None else new.lens
+    for row, (length, count) in enumerate(zip(lens, more, strict=True)):
+        if not 0 <= length <= room - count:
             raise CacheError(
-                f"cache_seqlens[{row}]={length} and {more} new tokens: {where} room for {room} tokens"
+                f"cache_seqlens[{row}]={length} and {count} new tokens: {where} room for {room} tokens"
             )
+    starts = [0] * len(lens) if cache.starts is None else values_of(cache.starts)
+    if table is not None and any(starts):
+        raise CacheError("starts go with dense rows; sequences in pages start at 0")
+    ends = [length + count for length, count in zip(lens, more, strict=True)]
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if not 0 <= start <= end:
+            raise CacheError(f"starts[{row}]={start} (left padding) is outside its {end} tokens")
+    for row, place in enumerate([] if cache.rows is None else values_of(cache.rows)):
+        if not 0 <= place < cache.key.shape[0]:
+            raise CacheError(f"rows[{row}]={place}: the cache has {cache.key.shape[0]} rows")
+    return ends
+
+
+def _check_turns(turns: Turns, last: int) -> None:
+    if last >= turns.cos.shape[0]:
+        raise CacheError(
+            f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
+        )
 
 
 def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None) -> None:
