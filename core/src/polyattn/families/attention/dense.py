@@ -78,6 +78,8 @@ def _group_of(
     heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
     **more: Any,
 ) -> LayerGroup:  # fmt: skip
+    if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
+        raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
     return group_for(
         device, asked.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
         v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale or 0.0,
