@@ -8,7 +8,10 @@ import polyattn
 import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec
+from polyattn.errors import BatchError
 from polyattn.families.attention import dense, given
+from polyattn.families.recurrent.function import recurrence
+from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,3 +82,21 @@ def test_decodes_of_many_sequences_are_one_call() -> None:
 
 def test_a_batch_of_lengths_makes_no_tensors() -> None:
     assert operators(lambda: Batch.from_lens([1] * 64, [9] * 64)) == 0
+
+
+def test_a_scale_of_nothing_is_refused() -> None:
+    """0 is the default of a spec's field, and here one that was asked for."""
+    query = torch.randn(1, 3, 2, 8)
+    with pytest.raises(BatchError, match="scale=0"):
+        polyattn.attention(query, query, query, scale=0.0)
+
+
+def test_states_of_other_sequences_are_refused() -> None:
+    x, weight = torch.randn(6, 4), torch.randn(4, 3)
+    fields = {"kind": "short_conv", "num_heads": 4, "head_size": 1}
+    for shape in ((1, 4, 2), (2, 4, 3), (2, 1, 2)):  # all but the second would be stretched
+        with pytest.raises(BatchError, match=r"states have shape .* it must be \(2, 4, 2\)"):
+            recurrence(
+                [x], {"weight": weight}, [2, 4], torch.zeros(shape),
+                recurrent=RecurrentSpec(conv_width=3), **fields,
+            )  # fmt: skip

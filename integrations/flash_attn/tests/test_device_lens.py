@@ -7,13 +7,11 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-import polyattn_flash_attn.device_lens as device_lens
-import polyattn_flash_attn.kv_cache as kv_cache
 import pytest
 import torch
 from polyattn import PolyattnError, settings
+from polyattn.families.attention import cached
 from polyattn.families.attention import device_lens as core
-from polyattn.families.attention.dense import Asked
 from polyattn.runtime import host_copies
 from polyattn_flash_attn import flash_attn_2, flash_attn_3
 from torch import Tensor
@@ -26,7 +24,7 @@ def by_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Lengths stay where they are, and VANILLA, by name, goes by the device's."""
     monkeypatch.setenv("POLYATTN_BACKEND", "VANILLA")
     settings.reload()
-    monkeypatch.setattr(kv_cache, "BY_DEVICE", frozenset({"cpu"}))
+    monkeypatch.setattr(cached, "BY_DEVICE", frozenset({"cpu"}))
     torch.manual_seed(0)
     core._ways.clear()
     with torch.no_grad():
@@ -40,7 +38,7 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(tensor: Tensor) -> list[int]:
         raise AssertionError("lengths were copied to the host")
 
-    monkeypatch.setattr(kv_cache, "values_of", read)
+    monkeypatch.setattr(cached, "values_of", read)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -100,7 +98,7 @@ def test_it_is_what_the_host_s_lengths_give(name: str, monkeypatch: pytest.Monke
     function, (q, k_cache, v_cache), extra = case(**CASES[name])
     caches = [k_cache.clone(), v_cache.clone()]
     with monkeypatch.context() as patch:
-        patch.setattr(kv_cache, "BY_DEVICE", frozenset())
+        patch.setattr(cached, "BY_DEVICE", frozenset())
         wanted, wanted_lse = function(q, *caches, **extra)
     unread(monkeypatch)
     found, lse = function(q, k_cache, v_cache, **extra)
@@ -141,7 +139,7 @@ def test_the_rest_goes_by_the_host_s(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     function, given, extra = case(paged=False)
-    monkeypatch.setattr(kv_cache, "decode_on_device", None)  # not called
+    monkeypatch.setattr(cached, "way_of", None)  # not called
     out, _ = function(*given, **extra | change)
     assert out.shape == (4, 1, 4, 16)
 
@@ -150,14 +148,16 @@ def test_nobody_goes_by_the_device_s_lengths(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("POLYATTN_BACKEND")
     settings.reload()
     function, given, extra = case(new=True)
-    before = given[1].clone()
-    assert device_lens.decode_on_device(
-        given[0][:, 0], device_lens.Cache(*given[1:], extra["block_table"], None, None),
-        device_lens.New(extra["k"][:, 0], extra["v"][:, 0], [1] * 4), extra["cache_seqlens"], None,
-        Asked(), None,
-    ) is None  # fmt: skip
-    assert torch.equal(given[1], before)
-    assert function(*given, **extra)[0].shape == (4, 1, 4, 16)
+    fresh = [t.clone() for t in given[1:]]
+    with monkeypatch.context() as patch:
+        patch.setattr(cached, "BY_DEVICE", frozenset())
+        wanted = function(given[0], *fresh, **extra)
+    ways: list[Any] = []
+    monkeypatch.setattr(cached, "way_of", lambda *a, **k: ways.append(core.way_of(*a, **k)))
+    found = function(*given, **extra)
+    assert ways == [None]
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert torch.equal(given[1], fresh[0]) and torch.equal(given[2], fresh[1])
 
 
 def test_what_a_graph_can_t_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

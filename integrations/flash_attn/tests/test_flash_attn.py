@@ -162,6 +162,69 @@ def test_left_padding_and_batch_indices() -> None:
         close(out[i], expected(q[i], keys, values, causal=True)[0])
 
 
+@torch.no_grad()
+def test_packed_queries_and_new_keys_of_version_3() -> None:
+    """Sequences of other lengths each, rotated from where their caches end."""
+    counts, new, before = [3, 1, 5], [3, 0, 4], [7, 20, 1]
+    cos, sin = (torch.randn(32, 4) for _ in range(2))
+    q, k, v = torch.randn(9, 4, 16), torch.randn(7, 2, 16), torch.randn(7, 2, 16)
+    caches = torch.randn(2, 3, 32, 2, 16)
+    whole = caches.clone()
+    ints = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 4, 9], [0, 3, 3, 7], before)]
+    given = {"causal": True, "rotary_cos": cos, "rotary_sin": sin, "rotary_interleaved": False}
+    out, lse = flash_attn_3.flash_attn_with_kvcache(
+        q, caches[0], caches[1], k, v, cu_seqlens_q=ints[0], cu_seqlens_k_new=ints[1],
+        cache_seqlens=ints[2], max_seqlen_q=5, return_softmax_lse=True, **given,
+    )  # fmt: skip
+    assert lse.shape == (4, 9)
+    first = [0, 0]
+    for row, length in enumerate(before):
+        at = [slice(a, a + n) for a, n in zip(first, (counts[row], new[row]), strict=True)]
+        held = whole[:, row : row + 1].clone()
+        one = flash_attn_2.flash_attn_with_kvcache(
+            q[at[0]][None], held[0], held[1], k[at[1]][None], v[at[1]][None],
+            cache_seqlens=length, **given,
+        )  # fmt: skip
+        close(out[at[0]], one[0].double())
+        assert torch.equal(caches[:, row], held[:, 0])
+        first = [part.stop for part in at]
+
+
+@torch.no_grad()
+def test_no_room_changes_nothing() -> None:
+    caches, table = torch.randn(2, 6, 16, 2, 16), torch.arange(6).view(2, 3).int()
+    before, new = caches.clone(), torch.randn(2, 4, 2, 16)
+    lens = torch.tensor([3, 45], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"cache_seqlens\[1\]=45 and 4 new tokens: block_table"):
+        flash_attn_2.flash_attn_with_kvcache(
+            torch.randn(2, 4, 4, 16), *caches, new, new, cache_seqlens=lens, block_table=table
+        )
+    with pytest.raises(RuntimeError, match="cache_seqlens"):
+        flash_attn_2.flash_attn_with_kvcache(torch.randn(2, 4, 4, 16), *caches, block_table=table)
+    assert torch.equal(caches, before)
+
+
+@torch.no_grad()
+def test_partial_results_combine() -> None:
+    """Over two parts of the keys, the second of which one query doesn't see."""
+    q, k, v = torch.randn(2, 5, 4, 16), torch.randn(2, 9, 4, 16), torch.randn(2, 9, 4, 16)
+    parts = [flash_attn_3.flash_attn_func(q, k[:, at], v[:, at], return_attn_probs=True)
+             for at in (slice(0, 6), slice(6, 9))]  # fmt: skip
+    outs = torch.stack([out for out, _ in parts])
+    lses = torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    lses[1, 0, 2], outs[1, 0, 2] = -torch.inf, 0.0
+    kept = torch.empty(2, 5, 4, 16)
+    found, lse = flash_attn_3.flash_attn_combine(outs, lses, kept)
+    assert found is kept
+    for row in range(2):
+        out, wanted = expected(q[row], k[row], v[row])
+        first = expected(q[row], k[row, :6], v[row, :6])
+        if row == 0:
+            out[2], wanted[:, 2] = first[0][2], first[1][:, 2]
+        close(found[row], out)
+        close(lse[row].T, wanted)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_gradients(seed: int) -> None:
     given = draw(seed)
@@ -210,6 +273,14 @@ def test_what_is_refused() -> None:
             flash_attn_2.flash_attn_func(q, q, q, **given)
     with pytest.raises(PolyattnError, match="qv"):
         flash_attn_3.flash_attn_func(q, q, q, qv=q)
+    cache, cu = torch.randn(1, 8, 2, 16), torch.tensor([1, 3], dtype=torch.int32)
+    for given in ({"k": q}, {"rotary_sin": torch.ones(8, 4)}):
+        with pytest.raises(PolyattnError, match="one of a pair is missing"):
+            flash_attn_2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, **given)
+    with pytest.raises(PolyattnError, match="begin with 1; they begin with 0"):
+        flash_attn_2.flash_attn_varlen_func(q[0, 1:], q[0], q[0], cu - 1, cu, 2, 2)
+    with pytest.raises(PolyattnError, match="num_heads_q"):
+        flash_attn_3.flash_attn_qkvpacked_func(torch.randn(1, 3, 6, 16))
 
 
 @pytest.fixture

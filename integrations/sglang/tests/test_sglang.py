@@ -192,7 +192,7 @@ def test_what_is_refused() -> None:
     for its, kwargs, why in (
         (layer(is_cross_attention=True), {}, "isn't served"),
         (layer(logit_cap=1.0, logit_capping_method="sigmoid"), {}, "'tanh' is served"),
-        (layer(), {"k_rope": torch.ones(1)}, "argument k_rope"),
+        (layer(), {"k_rope": torch.ones(1)}, "k_rope is given"),
         (
             layer(attn_type=SimpleNamespace(value="decoder_bidirectional")),
             {},

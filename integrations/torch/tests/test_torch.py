@@ -57,6 +57,22 @@ CALLS: dict[str, tuple[tuple[int, int, int, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_are_torchs() -> None:
+    """A tensor inside vmap has no memory of its own that a kernel could read."""
+    q, k = torch.randn(3, 2, 4, 5, 16), torch.randn(3, 2, 4, 7, 16)
+    over = torch.vmap(lambda query, key: sdpa(query, key, key))
+    wanted = over(q, k)
+    with SdpaMode(), pytest.warns(UserWarning, match="vmap"):
+        assert torch.equal(over(q, k), wanted)
+
+
+def test_a_scale_of_nothing_is_no_default() -> None:
+    q = torch.randn(1, 2, 5, 16)
+    with SdpaMode(), pytest.warns(UserWarning, match="scale=0"):
+        close(sdpa(q, q, q, scale=0.0), q.mean(2, keepdim=True).expand_as(q))
+
+
 def tensors(heads: int, kv_heads: int, queries: int, keys: int) -> list[Tensor]:
     """Queries, keys and values, the latter as models have them: tokens first in memory."""
     key, value = (torch.randn(2, keys, kv_heads, 16).transpose(1, 2) for _ in range(2))

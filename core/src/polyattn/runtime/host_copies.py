@@ -16,9 +16,14 @@ def values_of(tensor: Tensor) -> list[int]:
     return _copied(tensor)[1]  # type: ignore[no-any-return]
 
 
-def lens_between(cumulative: Tensor) -> tuple[int, ...]:
-    """Return the lengths between cumulative starts (num_seqs + 1,), likewise. Raises `BatchError`."""
+def lens_between(cumulative: Tensor, gap: bool = False) -> tuple[int, ...]:
+    """Return the lengths between cumulative starts (num_seqs + 1,), likewise. Raises `BatchError`.
+
+    The first starts at 0, but for callers who read what lies before it as a `gap`.
+    """
     known = _copied(cumulative)
+    if not gap and known[1][0] != 0:
+        raise BatchError(f"cumulative lengths begin with {known[1][0]}; they begin with 0")
     if known[2] is None:
         known[2] = tuple([b - a for a, b in pairwise(known[1])])
     return known[2]  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, PolyattnError
 
 
 def bad_input(
@@ -46,6 +46,16 @@ def refuse_gradients(**tensors: Tensor | None) -> None:
                 f"{name} requires a gradient, and attention here is forward only; run it under "
                 "torch.no_grad(), or detach it"
             )
+
+
+def refuse(remedy: str = "leave it out, or uninstall()", /, **given: object) -> None:
+    """Refuse what a host passes that changes a result and has no counterpart here: by its name.
+
+    None, False and 0 pass. Raises `PolyattnError`.
+    """
+    for name, value in given.items():
+        if value is not None and (isinstance(value, Tensor) or value != 0):
+            raise PolyattnError(f"{name} is given, which polyattn doesn't serve here; {remedy}")
 
 
 def capturing(tensor: Tensor) -> bool:

@@ -104,6 +104,28 @@ class KVCache:
         return cls(storage[:, 0], storage[:, 1])
 
     @classmethod
+    def joined(cls, storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
+        """Wrap one tensor (num_blocks, block_size, heads, size): K, then V, then room.
+
+        `heads_first`: (num_blocks, heads, block_size, …). Of an MLA latent, whose value is the first part
+        of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`. Raises
+        `CacheError`.
+        """
+        of_key, of_value = map(form.stored_width, (form.head_size, form.v_head_size))
+        width = of_key if form.value_in_key else of_key + of_value
+        if storage.dim() not in (3, 4) or storage.shape[-1] < width:
+            raise CacheError(
+                f"storage {tuple(storage.shape)} must have 3 or 4 sizes, the last at least {width}"
+            )
+        whole = storage.view(STORAGE_DTYPES[form.dtype])
+        if whole.dim() == 3:
+            whole = whole[:, :, None]
+        elif heads_first:
+            whole = whole.transpose(1, 2)
+        key, rest = whole[..., :of_key], whole[..., of_key:]
+        return cls(key, (key if form.value_in_key else rest)[..., :of_value])
+
+    @classmethod
     def contiguous(cls, storage: Tensor) -> KVCache:
         """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
 

@@ -7,20 +7,8 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
-from torch import Tensor
-
-from polyattn.errors import PolyattnError
 from polyattn.registry.discovery import refresh
 from polyattn.registry.requirements import HIDDEN
-
-
-def refuse(**given: object) -> None:
-    """Refuse arguments that change a result and have no counterpart here. Raises `PolyattnError`."""
-    for name, value in given.items():
-        if value is not None and (isinstance(value, Tensor) or value != 0):
-            raise PolyattnError(
-                f"{name} is given, which polyattn's stand-in doesn't serve; leave it out, or uninstall()"
-            )
 
 
 class StandIns:

@@ -34,13 +34,8 @@ def unpad_input(
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     indices, cu_seqlens, longest = _packed(kept != 0)
     used = attention_mask.sum(-1, dtype=torch.int32)
-    return (
-        index_first_axis(hidden_states.flatten(0, 1), indices),
-        indices,
-        cu_seqlens,
-        longest,
-        used,
-    )
+    tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
+    return tokens, indices, cu_seqlens, longest, used
 
 
 def unpad_input_for_concatenated_sequences(

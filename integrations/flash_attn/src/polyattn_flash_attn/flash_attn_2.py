@@ -7,28 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.families.attention.dense import Asked
+from polyattn.families.attention.cached import Cache
 from polyattn.families.attention.packed import Keys
 from polyattn.runtime.host_copies import lens_between
-from polyattn.runtime.stand_in import refuse
+from polyattn.runtime.inputs import refuse
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Found, Window, asked_of, attend, dense, in_rows, sides_of
-from polyattn_flash_attn.device_lens import Cache, New
-from polyattn_flash_attn.kv_cache import rotary_of, with_kvcache
+from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache
 
 __all__ = [
     "flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func", "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache",
 ]  # fmt: skip
-
-
-def _asked(
-    scale: float | None, causal: bool, window_size: Window, softcap: float, slopes: Tensor | None,
-    needs_lse: bool,
-) -> Asked:  # fmt: skip
-    return asked_of(scale, causal, sides_of(window_size), softcap, slopes is not None, needs_lse)
 
 
 def flash_attn_func(
@@ -40,7 +31,7 @@ def flash_attn_func(
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE, None)."""
     if dropout_p:
         refuse(dropout_p=dropout_p)
-    asked = _asked(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     found = dense(q, k, v, asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
 
@@ -55,9 +46,10 @@ def flash_attn_varlen_func(
     """Attend for packed (total, heads, size), or over pages. Returns as `flash_attn_func`."""
     if dropout_p:
         refuse(dropout_p=dropout_p)
-    asked = _asked(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
-    keys = Keys(k, v, lens_between(cu_seqlens_k), None, block_table)
-    found = attend(q, lens_between(cu_seqlens_q), keys, asked, alibi_slopes)
+    asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
+    queries = lens_between(cu_seqlens_q)
+    keys = queries if cu_seqlens_k is cu_seqlens_q else lens_between(cu_seqlens_k)
+    found = varlen(q, queries, Keys(k, v, keys, None, block_table), asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
 
 
@@ -98,15 +90,8 @@ def flash_attn_with_kvcache(
     num_splits: int = 0, return_softmax_lse: bool = False,
 ) -> Found | Tensor:  # fmt: skip
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
-    rows, count = q.shape[:2]
-    asked = _asked(softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
-    new = None
-    if k is not None and v is not None:
-        new = New(k.flatten(0, 1), v.flatten(0, 1), [k.shape[1]] * rows)
-    found = with_kvcache(
-        q.flatten(0, 1), [count] * rows,
-        Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad), cache_seqlens, asked,
-        alibi_slopes, new, rotary_of(rotary_cos, rotary_sin, rotary_interleaved),
-    )  # fmt: skip
-    found = in_rows(found, rows, count)
+    asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
+    cache = Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    found = with_kvcache(q, k, v, cache, cache_seqlens, asked, rotary, alibi_slopes)
     return found if return_softmax_lse else found[0]

@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
+from polyattn import PolyattnError
+from polyattn.families.attention.cached import Cache
 from polyattn.families.attention.packed import Keys
 from polyattn.runtime.host_copies import lens_between, values_of
-from polyattn.runtime.stand_in import refuse
+from polyattn.runtime.inputs import refuse
+from polyattn.runtime.merge import AttentionState, merge_states
 from torch import Tensor
 
-from polyattn_flash_attn.calls import Found, Window, asked_of, attend, dense, in_rows, sides_of
-from polyattn_flash_attn.device_lens import Cache, New
-from polyattn_flash_attn.kv_cache import rotary_of, with_kvcache
+from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache
 
 __all__ = [
     "flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
@@ -33,8 +33,9 @@ def flash_attn_func(
 ) -> Found | Tensor:  # fmt: skip
     """Attend for (batch, seqlen, heads, size). Returns the output, or (output, LSE)."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    sides, lse = sides_of(window_size), return_attn_probs
-    asked = asked_of(softmax_scale, causal, sides, softcap, False, lse, attention_chunk)
+    asked = asked_of(
+        softmax_scale, causal, window_size, softcap, None, return_attn_probs, attention_chunk
+    )
     found = dense(q, k, v, asked)
     return found if return_attn_probs else found[0]
 
@@ -50,19 +51,17 @@ def flash_attn_varlen_func(
 ) -> Found | Tensor:  # fmt: skip
     """Attend for packed (total, heads, size). Queries beyond `seqused_q` give 0."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    sides, lse = sides_of(window_size), return_attn_probs
-    asked = asked_of(softmax_scale, causal, sides, softcap, False, lse, attention_chunk)
-    queries: Sequence[int] = lens_between(cu_seqlens_q)
-    keys: Sequence[int] = lens_between(cu_seqlens_k)
-    starts = tuple(values_of(cu_seqlens_k)[:-1])
-    if seqused_k is not None:
-        keys = values_of(seqused_k)
+    asked = asked_of(
+        softmax_scale, causal, window_size, softcap, None, return_attn_probs, attention_chunk
+    )
+    queries, starts = list(lens_between(cu_seqlens_q)), values_of(cu_seqlens_k)[:-1]
+    keys = list(lens_between(cu_seqlens_k, gap=True)) if seqused_k is None else values_of(seqused_k)
     if seqused_q is not None:  # what is not used: a sequence without keys
         used = values_of(seqused_q)
         queries = [n for u, q_ in zip(used, queries, strict=True) for n in (u, q_ - u)]
         keys = [n for length in keys for n in (length, 0)]
-        starts = tuple(s for start in starts for s in (start, start))
-    found = attend(q, queries, Keys(k, v, keys, starts), asked)
+        starts = [s for start in starts for s in (start, start)]
+    found = varlen(q, queries, Keys(k, v, keys, starts), asked)
     return found if return_attn_probs else found[0]
 
 
@@ -73,7 +72,10 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(2)
     else:
-        assert num_heads_q is not None, "num_heads_q says how many of the heads are queries'"
+        if num_heads_q is None:
+            raise PolyattnError(
+                f"qkv {tuple(qkv.shape)} has all heads side by side; give num_heads_q"
+            )
         others = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = qkv.split([num_heads_q, others, others], dim=2)
     return flash_attn_func(q, k, v, *args, **kwargs)
@@ -95,38 +97,25 @@ def flash_attn_with_kvcache(
     """Append `k`, `v` to the cache in place and attend; rows padded, or packed by `cu_seqlens_q`."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     refuse(rotary_seqlens=rotary_seqlens)
-    sides, needs_lse = sides_of(window_size), return_softmax_lse
-    asked = asked_of(softmax_scale, causal, sides, softcap, False, needs_lse, attention_chunk)
-    new = None
-    if k is not None and v is not None:
-        new = New(_packed(k, cu_seqlens_k_new)[0], *_packed(v, cu_seqlens_k_new))
-    found = with_kvcache(
-        *_packed(q, cu_seqlens_q),
-        Cache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad), cache_seqlens, asked,
-        None, new, rotary_of(rotary_cos, rotary_sin, rotary_interleaved),
-    )  # fmt: skip
-    if cu_seqlens_q is None:
-        found = in_rows(found, *q.shape[:2])
+    asked = asked_of(
+        softmax_scale, causal, window_size, softcap, None, return_softmax_lse, attention_chunk
+    )
+    cache = Cache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
+    rotary = rotary_cos, rotary_sin, rotary_interleaved
+    starts = cu_seqlens_q, cu_seqlens_k_new
+    found = with_kvcache(q, k, v, cache, cache_seqlens, asked, rotary, starts=starts)
     return found if return_softmax_lse else found[0]
 
 
-def _packed(tensor: Tensor, cumulative: Tensor | None) -> tuple[Tensor, Sequence[int]]:
-    if cumulative is not None:
-        return tensor, lens_between(cumulative)
-    return tensor.flatten(0, 1), [tensor.shape[1]] * tensor.shape[0]
-
-
 def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
+    out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Merge (splits, batch, seqlen, heads, size) with LSEs (splits, batch, seqlen, heads)."""
-    lse = lse_partial.logsumexp(0)
-    weight = (lse_partial - lse.masked_fill(lse == -torch.inf, 0.0)).exp()
-    merged = (out_partial * weight[..., None]).sum(0).to(out_dtype or out_partial.dtype)
-    return (merged if out is None else out.copy_(merged)), lse
+    parts = zip(out_partial.to(lse_partial.dtype), lse_partial, strict=True)
+    merged = merge_states([AttentionState(part, lse) for part, lse in parts])
+    found = merged.output.to(out_dtype or out_partial.dtype)
+    return (found if out is None else out.copy_(found)), merged.lse
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> None:

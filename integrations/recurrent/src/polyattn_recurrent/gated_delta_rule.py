@@ -8,7 +8,7 @@ import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
 from polyattn.runtime.host_copies import lens_between
-from polyattn.runtime.stand_in import refuse
+from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 

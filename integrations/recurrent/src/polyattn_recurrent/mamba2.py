@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.stand_in import refuse
+from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 

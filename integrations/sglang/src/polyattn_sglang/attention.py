@@ -7,6 +7,7 @@ from typing import Any
 
 from polyattn import Batch, KVCache, LayerGroup, PolyattnError
 from polyattn.families.attention.dense import Asked, group_of, plan_for, run
+from polyattn.runtime.inputs import refuse
 from polyattn.runtime.ledger import Ledger
 from torch import Tensor
 
@@ -161,10 +162,7 @@ class ServedAttention:
 
 
 def _refuse(layer: Any, kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
-        if value is not None and value is not False:
-            raise PolyattnError(f"layer {layer.layer_id}: the argument {name} isn't served; use another "
-                                "--attention-backend for this model")  # fmt: skip
+    refuse(f"layer {layer.layer_id}: use another --attention-backend for this model", **kwargs)
     if layer.is_cross_attention or layer.attn_type.value not in ("decoder", "encoder_only"):
         raise PolyattnError(f"layer {layer.layer_id}: attention of type {layer.attn_type.value} (cross: "
                             f"{layer.is_cross_attention}) isn't served")  # fmt: skip

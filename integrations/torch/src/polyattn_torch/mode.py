@@ -97,6 +97,8 @@ def scaled_dot_product_attention(
         out: Tensor = sdpa_operator(
             query, key, value, mask, None, is_causal, scale, None, "torch"
         ).transpose(1, 2)
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Unserved("vmap, or another transform of torch.func")
     else:
         out, _ = sdpa(
             query, key, value, mask, is_causal=is_causal, scale=scale, heads_out=True,

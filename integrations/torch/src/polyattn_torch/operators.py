@@ -152,7 +152,7 @@ def varlen_forward(
         if seqused_k is not None:
             key_lens = values_of(seqused_k)
         elif cum_seq_k is not None:
-            key_lens = lens_between(cum_seq_k)
+            key_lens = lens_between(cum_seq_k, gap=True)
         else:
             raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
     asked = _asked(is_causal, scale, window_size_left, window_size_right)

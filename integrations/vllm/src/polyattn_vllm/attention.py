@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Attention, LayerGroup
+from polyattn.runtime.inputs import refuse
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 
-from polyattn_vllm.step import Builder, CacheView, Step, layouts
+from polyattn_vllm.step import REMEDY, Builder, Step, layouts, pages_of
 
 KINDS: dict[str, dict[str, Any]] = {
     AttentionType.DECODER: {},
@@ -86,11 +87,10 @@ class PolyattnImpl(AttentionImpl[Step]):
 
     def attach(self, layer: Any, group: LayerGroup) -> Attention:
         """Return polyattn's layer for this one of vLLM's, whose weights are loaded."""
-        scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
-        if group.spec.stored_dtype == group.spec.dtype:
-            scales = {}
+        scales = {}
+        if group.spec.stored_dtype != group.spec.dtype:
+            scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         self.ours = Attention(group, sinks=self.sinks, alibi_slopes=self.alibi_slopes, **scales)
-        self.cache = CacheView(group)
         return self.ours
 
     def do_kv_cache_update(
@@ -99,7 +99,8 @@ class PolyattnImpl(AttentionImpl[Step]):
         """Store new keys and values; a slot of -1 skips, and what follows the slots is padding."""
         if not self.given:
             tokens = slot_mapping.shape[0]
-            self.ours.store(key[:tokens], value[:tokens], self.cache.of(kv_cache), slot_mapping)
+            pages = pages_of(self.ours, kv_cache)
+            self.ours.store(key[:tokens], value[:tokens], pages, slot_mapping)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor,
@@ -107,14 +108,9 @@ class PolyattnImpl(AttentionImpl[Step]):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attend for the step's tokens; those after them are padding, and left alone."""
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("polyattn's backends write no quantised output")
+        refuse(REMEDY, output_scale=output_scale, output_block_scale=output_block_scale)
         if attn_metadata is None:  # memory is being profiled
             return output.fill_(0)
-        ours, plan = attn_metadata.of(self)
-        tokens = plan.batch.num_tokens
-        if self.given:
-            ours(query[:tokens], key[:tokens], value[:tokens], None, plan, out=output[:tokens])
-        else:
-            ours(query[:tokens], None, None, self.cache.of(kv_cache), plan, out=output[:tokens])
+        given = (key, value) if self.given else None
+        attn_metadata.attend(self, query, given, kv_cache, output)
         return output

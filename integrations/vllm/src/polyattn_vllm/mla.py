@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from polyattn import LatentAttention, LayerGroup
+from polyattn import LatentAttention, LayerGroup, PolyattnError
 from polyattn.kernel import LatentSpec
+from polyattn.runtime.inputs import refuse
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 
 from polyattn_vllm.attention import PolyattnBackend
-from polyattn_vllm.step import CacheView, Step
+from polyattn_vllm.step import REMEDY, Step, pages_of
+
+UNSERVED = (
+    "alibi_slopes", "sliding_window", "logits_soft_cap", "indexer", "kv_sharing_target_layer_name",
+)  # fmt: skip
 
 
 class PolyattnMLABackend(PolyattnBackend):
@@ -43,15 +48,9 @@ class PolyattnMLAImpl(MLAAttentionImpl[Step]):
         kv_cache_dtype: str, kv_lora_rank: int, qk_rope_head_dim: int, qk_head_dim: int,
         v_head_dim: int, **others: Any,
     ):  # fmt: skip
-        unknown = (
-            "alibi_slopes", "sliding_window", "logits_soft_cap", "indexer",
-            "kv_sharing_target_layer_name",
-        )  # fmt: skip
-        for name in unknown:
-            if others.get(name):
-                raise NotImplementedError(f"polyattn's MLA backend knows no {name}")
+        refuse(REMEDY, **{name: others.get(name) for name in UNSERVED})
         if kv_cache_dtype not in PolyattnMLABackend.supported_kv_cache_dtypes:
-            raise NotImplementedError(f"polyattn's MLA backend keeps no cache of {kv_cache_dtype}")
+            raise PolyattnError(f"kv_cache_dtype={kv_cache_dtype} isn't served of MLA; {REMEDY}")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads, self.kv_cache_dtype = num_kv_heads, kv_cache_dtype
         self.fields = {
@@ -64,7 +63,6 @@ class PolyattnMLAImpl(MLAAttentionImpl[Step]):
         """Return polyattn's layer for this one of vLLM's, with the halves of its up-projection."""
         scale = layer._k_scale_float if group.spec.stored_dtype != group.spec.dtype else 1.0
         self.ours = LatentAttention(group, layer.W_UK_T, layer.W_UV, k_scale=scale)
-        self.cache = CacheView(group)
         return self.ours
 
     def do_kv_cache_update(
@@ -74,17 +72,15 @@ class PolyattnMLAImpl(MLAAttentionImpl[Step]):
         """Store new latents (tokens, rank) and rope keys (tokens, 1, size); a slot of -1 skips."""
         slots = slot_mapping.flatten()
         latent, rope_key = kv_c_normed[: len(slots)], k_pe[: len(slots)].squeeze(1)
-        self.ours.store(latent, rope_key, self.cache.of(kv_cache), slots)
+        self.ours.store(latent, rope_key, pages_of(self.ours, kv_cache), slots)
 
     def forward_mha(
         self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_c_and_k_pe_cache: Tensor,
         attn_metadata: Step, k_scale: Tensor, output: Tensor, output_scale: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Attend for the step's tokens, whose latents the cache holds."""
-        ours, plan = attn_metadata.of(self)
-        tokens = plan.batch.num_tokens
-        out = output[:tokens].view(tokens, self.num_heads, -1)
-        ours(q[:tokens], None, None, self.cache.of(kv_c_and_k_pe_cache), plan, out=out)
+        out = output.unflatten(-1, (self.num_heads, -1))
+        attn_metadata.attend(self, q, None, kv_c_and_k_pe_cache, out)
 
     def forward_mqa(self, *args: Any) -> Any:
         raise NotImplementedError("a step counts no decodes: all tokens are forward_mha's")

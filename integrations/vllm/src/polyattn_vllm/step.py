@@ -8,17 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from polyattn import (
-    Batch,
-    KVCache,
-    LayerGroup,
-    LayerSpec,
-    StepPlan,
-    select,
-    settings,
-)
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select, settings
 from polyattn.errors import SelectionError
-from polyattn.kernel import STORAGE_DTYPES
+from polyattn.families.attention.views import joined_pages
+from polyattn.runtime.inputs import refuse
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
@@ -34,6 +27,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 log = init_logger("vllm.polyattn")
 
+REMEDY = "choose another --attention-backend, or set VLLM_PLUGINS= (empty)"
 LAYOUTS = {"NHD": KVCacheLayout.LBNHC, "HND": KVCacheLayout.LBHNC}
 
 
@@ -52,10 +46,17 @@ class Step(AttentionMetadata):
     num_decodes: int = 0
     num_decode_tokens: int = 0
 
-    def of(self, impl: Any) -> tuple[Any, StepPlan]:
-        """Return polyattn's layer for a layer of vLLM's, and its plan."""
+    def attend(
+        self, impl: Any, query: Tensor, given: tuple[Tensor, Tensor] | None, cache: Tensor,
+        output: Tensor,
+    ) -> None:  # fmt: skip
+        """Run a layer of vLLM's over its cache, or what is `given`; later tokens are padding."""
         layer = self.layers[impl]
-        return layer, self.plans[layer.group]
+        plan = self.plans[layer.group]
+        tokens = plan.batch.num_tokens
+        key, value = (None, None) if given is None else (t[:tokens] for t in given)
+        pages = pages_of(layer, cache) if given is None else None
+        layer(query[:tokens], key, value, pages, plan, out=output[:tokens])
 
 
 class Builder(AttentionMetadataBuilder[Step]):
@@ -96,10 +97,8 @@ class Builder(AttentionMetadataBuilder[Step]):
 
     def _spec(self, layer: Any) -> LayerSpec:
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
-        fields = {
-            "v_head_size": getattr(layer, "head_size_v", 0),
-            "dtype": dtype,
-        } | layer.impl.fields
+        fields: dict[str, Any] = {"v_head_size": getattr(layer, "head_size_v", 0), "dtype": dtype}
+        fields |= layer.impl.fields
         if fields.get("cached", True):
             stored = layer.impl.kv_cache_dtype
             fields["kv_cache_dtype"] = {"fp8": "fp8_e4m3", dtype: "auto"}.get(stored, stored)
@@ -158,11 +157,13 @@ class Builder(AttentionMetadataBuilder[Step]):
         self, common: CommonAttentionMetadata, starts: list[int], lens: list[int],
         captured: dict[LayerGroup, StepPlan],
     ) -> Step:  # fmt: skip
-        _refuse(common)
-        table = common.block_table_tensor if any(g.spec.cached for g in self.groups) else None
-        batch = Batch.on_buffers(
-            starts, lens, common.query_start_loc, common.seq_lens, table, None
+        refuse(
+            REMEDY, causal_of_each_request=isinstance(common.causal, Tensor),
+            mm_req_doc_ranges=common.mm_req_doc_ranges, rswa_prefix_lens=common.rswa_prefix_lens,
+            dcp_local_seq_lens=common.dcp_local_seq_lens,
         )  # fmt: skip
+        table = common.block_table_tensor if any(g.spec.cached for g in self.groups) else None
+        batch = Batch.on_buffers(starts, lens, common.query_start_loc, common.seq_lens, table, None)
         plans = {group: group.plan(batch, captured.get(group)) for group in self.groups}
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
@@ -179,42 +180,13 @@ def _check_engine(config: VllmConfig, device: torch.device) -> None:
     if speculates and config.scheduler_config.async_scheduling and device.type != "cpu":
         raise NotImplementedError(
             "polyattn plans by the host's lengths, and asynchronous scheduling with speculative decoding "
-            "has bounds of them alone; pass --no-async-scheduling, or set VLLM_PLUGINS= (empty)"
+            f"has bounds of them alone; pass --no-async-scheduling, {REMEDY}"
         )
 
 
-def _refuse(common: CommonAttentionMetadata) -> None:
-    """Raise where a step asks for what polyattn has no form of."""
-    for what, given in (
-        ("a causal mask of its own for each request", isinstance(common.causal, Tensor)),
-        ("bidirectional spans of images", common.mm_req_doc_ranges is not None),
-        ("reference sliding windows (R-SWA)", common.rswa_prefix_lens is not None),
-        ("decode context parallelism", common.dcp_local_seq_lens is not None),
-    ):
-        if given:
-            raise NotImplementedError(
-                f"polyattn's backends know no {what}; set VLLM_PLUGINS= (empty)"
-            )
-
-
-class CacheView:
-    """vLLM's cache of a layer as a `KVCache`, made once: it has heads before tokens, K before V."""
-
-    def __init__(self, group: LayerGroup):
-        self.form, self._at = group.cache_format, 0
-        self._view: KVCache | None = None
-
-    def of(self, storage: Tensor) -> KVCache:
-        """View (blocks, heads, tokens, K and V), or MLA's (blocks, tokens, latent), maybe as bytes."""
-        if self._view is None or storage.data_ptr() != self._at:
-            form = self.form
-            assert form is not None
-            whole = storage.view(STORAGE_DTYPES[form.dtype])
-            whole = whole[:, :, None] if form.value_in_key else whole.transpose(1, 2)
-            key, rest = whole[..., : form.head_size], whole[..., form.head_size :]
-            value = (key if form.value_in_key else rest)[..., : form.v_head_size]
-            self._view, self._at = KVCache(key, value), storage.data_ptr()
-        return self._view
+def pages_of(layer: Any, storage: Tensor) -> KVCache:
+    """View vLLM's cache of a layer: (blocks, heads, tokens, K and V), MLA's (blocks, tokens, latent)."""
+    return joined_pages(storage, layer.group.cache_format, heads_first=True)
 
 
 def layouts() -> tuple[KVCacheLayout, ...]:

@@ -78,6 +78,8 @@ def _group_of(
     heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
     **more: Any,
 ) -> LayerGroup:  # fmt: skip
+    if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
+        raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
     return group_for(
         device, asked.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
         v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale or 0.0,
@@ -208,7 +210,7 @@ class DenseCall:
     """One way of calling `dense`: everything that these shapes, strides and dtypes decide."""
 
     __slots__ = (
-        "addressed", "device_type", "heads_first", "lse_shape", "lse_stride", "needs_lse",
+        "addressed", "alike", "device_type", "heads_first", "lse_shape", "lse_stride", "needs_lse",
         "out_shape", "out_stride", "run", "step", "tokens_shape", "views",
     )  # fmt: skip
 
@@ -248,6 +250,7 @@ class DenseCall:
         token = of_heads * size  # results lie by tokens, whatever the order of their sizes
         self.out_shape = _by_heads((rows, count, of_heads, size), heads_out)
         self.out_stride = _by_heads((count * token, token, size, 1), heads_out)
+        self.alike = query.shape == self.out_shape and query.stride() == self.out_stride
         self.lse_shape = _by_heads((rows, count, of_heads), heads_out)
         self.lse_stride = _by_heads((count * of_heads, of_heads, 1), heads_out)
         self.run = self.step.run
@@ -280,7 +283,11 @@ class DenseCall:
         if sinks is not None or alibi_slopes is not None:
             params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
         if self.addressed is not None:
-            out, lse = query.new_empty_strided(self.out_shape, self.out_stride), None
+            lse = None
+            if self.alike:  # which says less to torch
+                out = torch.empty_like(query)
+            else:
+                out = query.new_empty_strided(self.out_shape, self.out_stride)
             if self.needs_lse:
                 lse = query.new_empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32)
             if self.views[0] is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.dense import Asked, group_of, run
-from polyattn.families.attention.given import given, step_for
+from polyattn.families.attention.given import Lens, given, step_for
 from polyattn.families.attention.recompute import Recomputed, gradients
 from polyattn.families.attention.views import pages_of
 from polyattn.runtime.batch import Batch
@@ -50,6 +50,11 @@ def packed(
     if alibi_slopes is not None and alibi_slopes.dim() == 2:
         return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
     training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
+    if not training and keys.block_table is None:
+        return given(
+            query, keys.key, keys.value, _lens(query_lens, keys), asked, sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )  # fmt: skip
     if training and not asked.needs_lse:  # whose formula is differentiated
         return packed(
             query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
@@ -65,13 +70,9 @@ def packed(
         group.check_format(cache.format)
         step = group.plan_for(_batch(group, query_lens, keys))
         return run(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
-    starts = None if keys.starts is None else tuple(keys.starts)
-    lens = tuple(query_lens), tuple(keys.lens), starts
-    if not training:
-        return given(
-            query, keys.key, keys.value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes
-        )  # fmt: skip
-    step = step_for(query, keys.key, keys.value, lens, asked, *params)
+    if not training:  # fewer keys than queries, out of their pages
+        return packed(query, query_lens, keys, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+    step = step_for(query, keys.key, keys.value, _lens(query_lens, keys), asked, *params)
     if sinks is not None:
         raise BatchError(
             "sinks with gradients: nothing serves that; detach the query, key and value"
@@ -99,6 +100,11 @@ def packed_backward(
     )  # fmt: skip
     sequences = _sequences(query_lens, keys)
     return gradients(group.spec, query, *keys[:2], d_out, sequences, alibi_slopes)
+
+
+def _lens(query_lens: Sequence[int], keys: Keys) -> Lens:
+    starts = None if keys.starts is None else tuple(keys.starts)
+    return tuple(query_lens), tuple(keys.lens), starts
 
 
 def _batch(group: LayerGroup, query_lens: Sequence[int], keys: Keys) -> Batch:

@@ -37,12 +37,13 @@ def sdpa(
     queries, heads), float32; with `heads_out` both as views with the heads second.
     Raises `BatchError`, and what `select` raises.
     """
+    rows, *between, _ = query.shape
     seqlen = 2 if heads_first else 1
-    rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
+    queries, keys = between[seqlen - 1], key.size(seqlen)
     if mask is None and is_causal and queries > keys:
         mask = _top_left(queries, keys, query.device)
     if mask is not None:
-        asked = Asked(False, scale, None, None, logit_soft_cap, None, needs_lse)
+        asked = _asked(False, scale, logit_soft_cap, needs_lse)
         return masked(
             query, key, value, mask, asked, heads_first=heads_first, heads_out=heads_out,
             sinks=sinks, count=count,
@@ -51,18 +52,16 @@ def sdpa(
     causal = is_causal and queries > 1
     if is_causal and keys != queries:  # keys beyond the queries are seen by none
         lens = (queries,) * rows
-    asked = Asked(causal, scale, None, None, logit_soft_cap, None, needs_lse)
+    asked = _asked(causal, scale, logit_soft_cap, needs_lse)
     return dense(
-        query,
-        key,
-        value,
-        asked,
-        heads_first=heads_first,
-        heads_out=heads_out,
-        key_lens=lens,
-        sinks=sinks,
-        count=count,
-    )
+        query, key, value, asked, heads_first=heads_first, heads_out=heads_out, key_lens=lens,
+        sinks=sinks, count=count,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)  # half of what making it costs at each call
+def _asked(causal: bool, scale: float | None, soft_cap: float | None, needs_lse: bool) -> Asked:
+    return Asked(causal, scale, logit_soft_cap=soft_cap, needs_lse=needs_lse)
 
 
 @lru_cache(maxsize=16)

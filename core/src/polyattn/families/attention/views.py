@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import gcd
 
+import torch
 from torch import Tensor
 
 from polyattn.runtime.kv_cache import KVCache
+from polyattn.selection.cache_format import CacheFormat
 
 View = tuple[tuple[int, int, int], tuple[int, int, int], int]
 """Sizes and strides of (tokens, heads, size), and how many tokens lie between rows' first ones."""
@@ -61,6 +64,27 @@ def keys_as_tokens(
     return keys, values, apart
 
 
+LEAST_PAGE, MOST_PAGE = 16, 256
+"""Tokens of the pages that dense rows are read in."""
+
+
+def as_pages(
+    key: Tensor, value: Tensor, rows: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """View dense keys and values (rows, seqlen, heads, size) as pages; None where strides allow no view.
+
+    Also returns the block table, int32 (count, pages), of sequences in `rows`; None: the first ones.
+    """
+    seqlen = key.shape[1]
+    page = gcd(seqlen, MOST_PAGE)
+    if page < LEAST_PAGE or any(t.stride(0) != seqlen * t.stride(1) for t in (key, value)):
+        return None
+    each = seqlen // page
+    table = torch.arange(key.shape[0] * each, dtype=torch.int32, device=key.device).view(-1, each)
+    keys, values = (t.unflatten(1, (-1, page)).flatten(0, 1) for t in (key, value))
+    return keys, values, table[:count] if rows is None else table[rows.long()]
+
+
 def pages_of(key: Tensor, value: Tensor) -> KVCache:
     """Return pages (pages, page size, KV heads, size) as a cache; the same one for the same tensors.
 
@@ -70,8 +94,18 @@ def pages_of(key: Tensor, value: Tensor) -> KVCache:
         key.data_ptr(), value.data_ptr(), key.shape, value.shape, key.stride(), value.stride(),
         key.dtype, value.dtype,
     )  # fmt: skip
-    known: tuple[object, KVCache] | None = getattr(key, "_polyattn_pages", None)
+    return _kept(key, where, lambda: KVCache(key.detach(), value.detach()))
+
+
+def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
+    """Return `KVCache.joined` of these; the same one for the same tensor, on which it is kept."""
+    where = storage.data_ptr(), storage.shape, storage.stride(), form, heads_first
+    return _kept(storage, where, lambda: KVCache.joined(storage.detach(), form, heads_first))
+
+
+def _kept(tensor: Tensor, where: object, made: Callable[[], KVCache]) -> KVCache:
+    known: tuple[object, KVCache] | None = getattr(tensor, "_polyattn_pages", None)
     if known is None or known[0] != where:
-        known = where, KVCache(key.detach(), value.detach())
-        key._polyattn_pages = known  # type: ignore[attr-defined]
+        known = where, made()
+        tensor._polyattn_pages = known  # type: ignore[attr-defined]
     return known[1]

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polyattn.errors import BatchError
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.state_cache import StateCache
 from polyattn.runtime.stateless import group_for
 
 
@@ -35,7 +35,10 @@ def recurrence(
     layer = Recurrent(group, checks=False, **params)
     after = group.allocate_states(max(1, len(query_lens)))
     if states is not None:
-        after = StateCache(after.data.copy_(states))
+        wanted = (len(query_lens), *after.data.shape[1:])
+        if states.shape != wanted:
+            raise BatchError(f"states have shape {tuple(states.shape)}; it must be {wanted}")
+        after.data[: len(query_lens)].copy_(states)
     step = _plan(group, tuple(query_lens), states is not None)
     return layer(*inputs, states=after, plan=step), after.data[: len(query_lens)]
 
