@@ -127,7 +127,11 @@ class Step:
         )
         lse = torch.full((rows + 1, self.spec.num_heads), 7.0)
         attend = attention.bound(plan, table)
-        attend(query, self.key, self.value, self.params, out[:-1], lse[:-1])
+        cache = KVCache(self.key, self.value)
+        attend(
+            query, self.key, self.value, cache.strides, cache.num_blocks, self.params, out[:-1],
+            lse[:-1],
+        )  # fmt: skip
         assert bool((out[-1] == 7).all()) and bool((lse[-1] == 7).all())
         return out[:-1], lse[:-1]
 
@@ -211,7 +215,8 @@ def test_given_keys_of_other_lengths(isa):
         attention.layer_bytes(spec), batch.starts, batch.lens, key_starts=batch.key_starts
     )
     out = torch.empty_like(query)
-    attention.bound(plan, None)(query, key, value, LayerParams(), out, None)
+    strides = attention.packed_strides(key, value)
+    attention.bound(plan, None)(query, key, value, strides, 1, LayerParams(), out, None)
     for rows, keys in ((slice(0, 4), slice(60, 93)), (slice(4, 9), slice(5, 55))):
         want, _ = reference.attend(spec, query[rows], key[keys], value[keys])
         assert output_error(out[rows], want) <= tolerance_of(spec).output
@@ -315,6 +320,34 @@ def test_all_256_bytes_are_read_as_what_they_stand_for(isa, stored):
         out, _ = step.run()
         want = (part.float() * step.params.v_scale).bfloat16()
         assert torch.equal(out[0, 0, : len(part)], want)
+
+
+@needs_library
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2", "int8"])
+def test_all_256_bytes_count_as_keys(isa, stored, heads):
+    """A query that is one at one element sees that element: its LSE is the logit of a single key."""
+    spec = LayerSpec(
+        num_heads=heads, num_kv_heads=1, head_size=72, dtype="float32", kv_cache_dtype=stored
+    )
+    step = Step(spec, [1] * 72, [1] * 72)
+    step.query.copy_(torch.eye(72).unsqueeze(1).expand(72, heads, 72))
+    key, factor = step.key.view(torch.uint8), step.params.k_scale * spec.scale
+    for start in range(0, 256, 72):
+        part = torch.arange(start, min(start + 72, 256), dtype=torch.uint8)
+        numbers = part.view(STORAGE_DTYPES[spec.stored_dtype]).float()
+        finite = numbers.isfinite()
+        key.zero_()
+        key[..., : len(part)] = part.where(finite, 0)
+        _, lse = step.run()
+        want = (numbers * factor).where(finite, 0)[:, None].expand(-1, heads)
+        torch.testing.assert_close(lse[: len(part)], want, rtol=2e-6, atol=1e-9)
+        for byte, number in zip(part[numbers.isnan()], numbers[numbers.isnan()], strict=True):
+            assert number.isnan()
+            for place in (0, 33, 70):
+                key.zero_()
+                key[..., place] = byte
+                assert bool(step.run()[1].isnan().all())
 
 
 @needs_library

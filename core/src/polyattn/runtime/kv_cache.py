@@ -152,7 +152,7 @@ class KVCache:
                 )
         return torch.tensor(list(sequences), dtype=torch.int32, device=self.key.device).view(-1, 1)
 
-    @property
+    @cached_property
     def num_blocks(self) -> int:
         """Blocks in the cache."""
         return self.key.shape[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from polyattn.kernel import (
@@ -100,41 +101,53 @@ def _address(data: bytes) -> int:
     return ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
 
 
-def bound(plan: StepPlan, block_table: Tensor | None) -> Addressed:
+class Bound(Protocol):
+    """A step's call, for each layer of a form."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, strides: tuple[Any, ...], blocks: int,
+        params: LayerParams, out: Tensor, lse: Tensor | None,
+    ) -> None: ...  # fmt: skip
+
+
+def packed_strides(key: Tensor, value: Tensor) -> tuple[Any, ...]:
+    """Return `strides` of packed tensors, (num_tokens, num_kv_heads, size): those of a single block."""
+    return (0, *key.stride()), (0, *value.stride()), key.dtype
+
+
+def bound(plan: StepPlan, block_table: Tensor | None) -> Bound:
     """Return the call that attends for every sequence of the plan; it writes `out` and `lse`.
 
     `query` (num_tokens, num_heads, head_size), `out` likewise with the V head size, `lse` float32
     (num_tokens, num_heads). `key`, `value`: a paged cache (num_blocks, block_size, num_kv_heads,
     size) of any strides whose last is 1, with `block_table` int32 (num_seqs, max_blocks); or packed
-    (num_tokens, num_kv_heads, size) with None. Sinks and slopes float32 (num_heads,), contiguous.
-    The call raises `BatchError` where the block table points outside the cache.
+    (num_tokens, num_kv_heads, size) with None. `strides` are theirs, as `KVCache.strides` or
+    `packed_strides` has them, `blocks` is their number. Sinks and slopes float32 (num_heads,),
+    contiguous. The call raises `BatchError` where the block table points outside the cache.
     """
     lib, pack = load(), _TENSORS.pack
     call = lib.pa_attend
     table, row = (0, 0) if block_table is None else (block_table.data_ptr(), block_table.stride(0))
 
-    # Each microsecond is paid once a layer: all that the step knows is a variable here.
+    # Each microsecond is paid once a layer: what the step or the cache knows isn't asked for again.
     def attend(
-        query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
-        lse: Tensor | None,
+        query: Tensor, key: Tensor, value: Tensor, strides: tuple[Any, ...], blocks: int,
+        params: LayerParams, out: Tensor, lse: Tensor | None,
     ) -> None:  # fmt: skip
         qt, qh, _ = query.stride()
         ot, oh, _ = out.stride()
-        if block_table is None:
-            (kt, kh, _), kb, (vt, vh, _), vb = key.stride(), 0, value.stride(), 0
-        else:
-            (kb, kt, kh, _), (vb, vt, vh, _) = key.stride(), value.stride()
+        (kb, kt, kh, _), (vb, vt, vh, _), _ = strides
         lt, lh = (0, 0) if lse is None else lse.stride()
         sinks, alibi = params.sinks, params.alibi_slopes
         tensors = pack(
             query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr(),
             0 if lse is None else lse.data_ptr(), table, 0 if sinks is None else sinks.data_ptr(),
             0 if alibi is None else alibi.data_ptr(),
-            qt, qh, kb, kt, kh, vb, vt, vh, ot, oh, lt, lh, row, key.shape[0],
+            qt, qh, kb, kt, kh, vb, vt, vh, ot, oh, lt, lh, row, blocks,
             params.k_scale, params.v_scale,
         )  # fmt: skip
         if call(plan.handle, tensors):
-            raise _failed(lib.pa_error().decode(), key.shape[0])
+            raise _failed(lib.pa_error().decode(), blocks)
 
     return attend
 

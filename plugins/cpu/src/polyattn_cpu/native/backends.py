@@ -24,7 +24,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes
+from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes, packed_strides
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.native.store import Part, store
 
@@ -77,9 +77,12 @@ class NativeAttention(AttentionBackend):
     ) -> None:
         assert isinstance(plan, NativePlan)
         if cache is not None:
-            key, value = cache.key, cache.value
+            plan.attend(
+                query, cache.key, cache.value, cache.strides, cache.num_blocks, params, out, lse
+            )
+            return
         assert key is not None and value is not None
-        plan.attend(query, key, value, params, out, lse)
+        plan.attend(query, key, value, packed_strides(key, value), 1, params, out, lse)
 
 
 class NativeMLA(NativeAttention):

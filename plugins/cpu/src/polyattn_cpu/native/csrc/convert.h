@@ -64,15 +64,19 @@ PA_INLINE vf load(const e5m2 *p) {  // the upper byte of a float16
 }
 // e4m3 in the place of a float16's exponent and mantissa is its 256th part, subnormals included;
 // only 0x7f and 0xff, which are NaN, need a look.
-PA_INLINE vf load(const e4m3 *p) {
 #if defined(__AVX512F__)
+PA_INLINE vf part_256(const e4m3 *p) {
   __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p));
   __m256i half = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbfff));
   __mmask16 nan = _mm256_cmpeq_epi16_mask(
       _mm256_and_si256(wide, _mm256_set1_epi16(0x7f)), _mm256_set1_epi16(0x7f));
   half = _mm256_mask_set1_epi16(half, nan, 0x7fff);
-  return (vf)_mm512_cvtph_ps(half) * splat(256.0f);
-#elif defined(__AVX2__)
+  return (vf)_mm512_cvtph_ps(half);
+}
+PA_INLINE vf load(const e4m3 *p) { return part_256(p) * splat(256.0f); }
+#else
+PA_INLINE vf load(const e4m3 *p) {
+#if defined(__AVX2__)
   __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)p));
   __m128i half = _mm_and_si128(_mm_slli_epi16(wide, 7), _mm_set1_epi16((short)0xbfff));
   __m128i nan = _mm_cmpeq_epi16(_mm_and_si128(wide, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7f));
@@ -86,6 +90,7 @@ PA_INLINE vf load(const e4m3 *p) {
   return (vf)((vu)both | ((b & 0x80u) << 24));
 #endif
 }
+#endif
 PA_INLINE vf load(const int8_t *p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -98,12 +103,76 @@ PA_INLINE vf load(const int8_t *p) {
 #endif
 }
 
+// Two vectors' elements with fewer instructions: those of even number, then those of odd number, each
+// times a factor. What has no such way is loaded in order.
+template <class T>
+struct Apart {
+  static constexpr bool ANY = false;
+  static constexpr float FACTOR = 1;
+  static vf some(const T *p) { return load(p); }
+  static void both(const T *p, vf *x) {
+    x[0] = load(p);
+    x[1] = load(p + W);
+  }
+};
+#if defined(__AVX512F__)
+template <>
+struct Apart<bf16> {
+  static constexpr bool ANY = true;
+  static constexpr float FACTOR = 1;
+  PA_INLINE vf some(const bf16 *p) { return load(p); }
+  PA_INLINE void both(const bf16 *p, vf *x) {
+    vu pairs = read<vu>(p);
+    x[0] = (vf)(pairs << 16);
+    x[1] = (vf)(pairs & 0xffff0000u);
+  }
+};
+PA_INLINE void halves_apart(__m256i even, __m256i odd, vf *x) {
+  x[0] = (vf)_mm512_cvtph_ps(even);
+  x[1] = (vf)_mm512_cvtph_ps(odd);
+}
+template <>
+struct Apart<e5m2> {
+  static constexpr bool ANY = true;
+  static constexpr float FACTOR = 1;
+  PA_INLINE vf some(const e5m2 *p) { return load(p); }
+  PA_INLINE void both(const e5m2 *p, vf *x) {
+    __m256i pairs = read<__m256i>(p);
+    halves_apart(_mm256_slli_epi16(pairs, 8), _mm256_and_si256(pairs, _mm256_set1_epi16((short)0xff00)),
+                 x);
+  }
+};
+template <>
+struct Apart<e4m3> {
+  static constexpr bool ANY = true;
+  static constexpr float FACTOR = 1 / 256.0f;
+  PA_INLINE vf some(const e4m3 *p) { return part_256(p); }
+  PA_INLINE void both(const e4m3 *p, vf *x) {
+    __m256i pairs = read<__m256i>(p);
+    halves_apart(half(_mm256_slli_epi16(pairs, 8)), half(pairs), x);
+  }
+  // Of each upper byte. Where all of its magnitude's bits are set, adding the last one carries into the
+  // exponent's first, which makes that of NaN.
+  PA_INLINE __m256i half(__m256i upper) {
+    __m256i h = _mm256_and_si256(_mm256_srai_epi16(upper, 1), _mm256_set1_epi16((short)0xbf80));
+    __m256i carry = _mm256_add_epi16(h, _mm256_set1_epi16(0x80));
+    return _mm256_ternarylogic_epi32(h, carry, _mm256_set1_epi16(0x4000), 0xf8);  // h | carry & 0x4000
+  }
+};
+#endif
+
 // The first `count` < W elements, then zeros; reads no byte beyond them.
 template <class T>
 PA_INLINE vf load_some(const T *p, int count) {
   T padded[W] = {};
   __builtin_memcpy(padded, p, count * sizeof(T));
   return load(padded);
+}
+template <class How, class T>
+PA_INLINE vf load_some(const T *p, int count) {
+  T padded[W] = {};
+  __builtin_memcpy(padded, p, count * sizeof(T));
+  return How::some(padded);
 }
 
 template <class T>

@@ -5,13 +5,18 @@
 // visits later, so that the memory is never idle while there is arithmetic to do.
 
 constexpr int PART_ROWS = W < 8 ? W : 8;   // rows that share a load of a key or a value
-constexpr int DOT_ROWS = 2 * PART_ROWS;    // per KV head at most: parts, the second out of the cache
+constexpr int DOT_ROWS = 2 * PART_ROWS;    // per KV head at most: parts, all but one out of the cache
+// Of more rows than a part has: where elements need no conversion, 4 rows and 4 keys are multiplied with
+// fewer loads than 8 and 2.
+template <class T>
+constexpr int FEWER_ROWS = W >= 16 && sizeof(T) == 4 ? 4 : PART_ROWS;
 constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
 constexpr int DISTANCE = 4096;           // bytes that are asked for ahead of their use
 
-// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
-template <class T, int ROWS>
+// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row]. Asks for `next`, or for every
+// SHAREth of it where so many parts share that.
+template <class T, int ROWS, int SHARE>
 PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t offset,
                   int64_t next_offset, const float *q, int ldq, int size) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
@@ -19,29 +24,61 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
   PA_UNROLLED
   for (int i = 0; i < W; i++) acc[i] = vf{};
   int d = 0;
+  auto row_at = [&](int r, int at) __attribute__((always_inline)) {
+    vf row = loadf(q + r * ldq + at);
+    if (KEYS > 1) in_register(row);
+    return row;
+  };
+  auto two = [&](int at) __attribute__((always_inline)) {  // vectors of elements, which may be apart
+    if constexpr (KEYS <= 2) {
+      vf x[KEYS][2];
+      PA_UNROLLED
+      for (int k = 0; k < KEYS; k++) Apart<T>::both((const T *)(keys[k] + offset) + at, x[k]);
+      PA_UNROLLED
+      for (int i = 0; i < 2 * ROWS; i++) {
+        vf row = row_at(i % ROWS, at + i / ROWS * W);
+        PA_UNROLLED
+        for (int k = 0; k < KEYS; k++) acc[k * ROWS + i % ROWS] += x[k][i / ROWS] * row;
+      }
+    } else {
+      vf row[2 * ROWS];
+      PA_UNROLLED
+      for (int i = 0; i < 2 * ROWS; i++) row[i] = row_at(i % ROWS, at + i / ROWS * W);
+      PA_UNROLLED
+      for (int k = 0; k < KEYS; k++) {
+        vf x[2];
+        Apart<T>::both((const T *)(keys[k] + offset) + at, x);
+        PA_UNROLLED
+        for (int i = 0; i < 2 * ROWS; i++) acc[k * ROWS + i % ROWS] += x[i / ROWS] * row[i];
+      }
+    }
+  };
   auto step = [&](int at, int some) __attribute__((always_inline)) {
     vf row[ROWS];
     PA_UNROLLED
-    for (int r = 0; r < ROWS; r++) {
-      row[r] = loadf(q + r * ldq + at);
-      if (KEYS > 1) in_register(row[r]);
-    }
+    for (int r = 0; r < ROWS; r++) row[r] = row_at(r, at);
     PA_UNROLLED
     for (int k = 0; k < KEYS; k++) {
       const T *key = (const T *)(keys[k] + offset) + at;
-      vf x = some < W ? load_some(key, some) : load(key);
+      vf x = some < W ? load_some<Apart<T>>(key, some) : Apart<T>::some(key);
       PA_UNROLLED
       for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
     }
   };
   for (; d + LINE <= size; d += LINE) {
     PA_UNROLLED
-    for (int k = 0; k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
+    for (int k = 0; k < KEYS; k += SHARE) prefetch(next[k] + next_offset + d * sizeof(T));
     PA_UNROLLED
-    for (int at = 0; at < LINE; at += W) step(d + at, W);
+    for (int at = 0; at < LINE; at += Apart<T>::ANY ? 2 * W : W) {
+      if constexpr (Apart<T>::ANY) {
+        two(d + at);
+      } else {
+        step(d + at, W);
+      }
+    }
   }
   if (d < size) {
-    for (int k = 0; k < KEYS; k++) prefetch(next[k] + next_offset + d * sizeof(T));
+    for (int k = 0; k < KEYS; k += SHARE) prefetch(next[k] + next_offset + d * sizeof(T));
     for (; d + W <= size; d += W) step(d, W);
     if (d < size) step(d, size - d);
   }
@@ -49,34 +86,50 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
 }
 
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of
-// a value, of which there are so many.
-template <class T, int ROWS, int C>
+// a value, of which there are so many. Asks for `next`, of every SHAREth key from `first` on.
+template <class T, int ROWS, int C, int SHARE>
 PA_NOINLINE void add_values(const char *const *values, int64_t offset, const char *const *next,
                           int64_t next_offset, int count, const float *p, int ldp, float *o,
-                          int ldo, int some) {
+                          int ldo, int some, int first) {
   vf acc[ROWS][C];
   PA_UNROLLED
   for (int r = 0; r < ROWS; r++) {
     PA_UNROLLED
     for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
   }
-  for (int t = 0; t < count; t++) {
-    const T *value = (const T *)(values[t] + offset);
+  auto ask = [&](int t) __attribute__((always_inline)) {
     PA_UNROLLED
     for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(next[t] + next_offset + b);
+  };
+  auto one = [&](int t) __attribute__((always_inline)) {
+    const T *value = (const T *)(values[t] + offset);
     vf weight[ROWS];
     PA_UNROLLED
     for (int r = 0; r < ROWS; r++) {
       weight[r] = splat(p[(int64_t)t * ldp + r]);
       if (C > 1) in_register(weight[r]);
     }
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) {
-      vf x = C == 1 && some < W ? load_some(value, some) : load(value + c * W);
+    if constexpr (C > 1) {
       PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) acc[r][c] += x * weight[r];
+      for (int c = 0; c < C; c += 2) {
+        vf x[2];
+        Apart<T>::both(value + c * W, x);
+        PA_UNROLLED
+        for (int i = 0; i < 2 * ROWS; i++) acc[i % ROWS][c + i / ROWS] += x[i / ROWS] * weight[i % ROWS];
+      }
+    } else {
+      vf x = some < W ? load_some<Apart<T>>(value, some) : Apart<T>::some(value);
+      PA_UNROLLED
+      for (int r = 0; r < ROWS; r++) acc[r][0] += x * weight[r];
     }
+  };
+  int t = 0;
+  for (; t + SHARE <= count; t += SHARE) {
+    ask(t + first);
+    PA_UNROLLED
+    for (int i = 0; i < SHARE; i++) one(t + i);
   }
+  for (; t < count; t++) one(t);
   PA_UNROLLED
   for (int r = 0; r < ROWS; r++) {
     PA_UNROLLED
@@ -111,29 +164,57 @@ struct KeysAhead {
   }
 };
 
+// Whether a key's bytes hold its value, as a latent's do.
+PA_INLINE bool values_in_keys(const Source &s, const pa_layer &layer, int64_t size) {
+  return s.value >= s.key && s.value + layer.v_head_size * size <= s.key + layer.head_size * size;
+}
+
 struct DotLayout {
   int parts, each;            // of a head's rows; rows of a part
   int rows, lanes, ldq, ldo;  // of a part, padded to a power of two; floats of a row of q, of o
-  DotLayout(const pa_layer &layer, int heads, int per_head)
-      : parts((per_head + PART_ROWS - 1) / PART_ROWS), each((per_head + parts - 1) / parts),
+  DotLayout(const pa_layer &layer, int heads, int per_head, int part_rows)
+      : parts(per_head <= PART_ROWS ? 1 : (per_head + part_rows - 1) / part_rows),
+        each((per_head + parts - 1) / parts),
         rows(each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8),
         lanes(pa_round_up(heads * parts * rows, W)), ldq(pa_round_up(layer.head_size, W)),
         ldo(pa_round_up(layer.v_head_size, W)) {}
 };
 
 static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
-  DotLayout is(layer, heads, rows);
+  DotLayout is(layer, heads, rows, PART_ROWS);  // smaller parts need no more
   int64_t floats = (int64_t)heads * is.parts * is.rows * (is.ldq + is.ldo) +
                    (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes;
   return floats * 4 + 2 * (DOT_KEYS + W) * (int64_t)sizeof(char *) + 16 * 64;
 }
 
-template <class T, int ROWS>
+// Elements of even and of odd number, of each two vectors, apart and together again.
+PA_ONCE void apart(float *x, int size) {
+  for (int d = 0; d < size; d += 2 * W, x += 2 * W) {
+    float each[2 * W];
+    __builtin_memcpy(each, x, sizeof each);
+    for (int i = 0; i < 2 * W; i++) x[i % 2 * W + i / 2] = each[i];
+  }
+}
+template <class T>
+PA_ONCE void together(float *x, int size, int all) {
+  for (int d = 0; d < size; d += 2 * W) {
+    float each[2 * W];
+    __builtin_memcpy(each, x + d, sizeof each);
+    for (int i = 0; i < 2 * W; i++) x[d + i] = each[i % 2 * W + i / 2];
+  }
+  if (Apart<T>::FACTOR != 1) {
+    for (int d = 0; d < all; d++) x[d] *= 1 / Apart<T>::FACTOR;
+  }
+}
+
+template <class T, int ROWS, int SHARE>
 static void dot_item(Run *run, const Item &item, Turn *turn) {
+  constexpr int LINE = 64 / (int)sizeof(T);
+  constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
   const pa_plan *plan = run->plan;
   const pa_layer &layer = plan->layer;
   const int ratio = layer.num_heads / layer.num_kv_heads, rows = item.tokens * ratio;
-  const DotLayout is(layer, item.heads, rows);
+  const DotLayout is(layer, item.heads, rows, FEWER_ROWS<T>);
   const int heads = item.heads, size = layer.head_size, v_size = layer.v_head_size;
   const int used = heads * is.parts * ROWS;  // lanes
   Arena arena = {turn->scratch};
@@ -164,7 +245,7 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
   __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
   __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
   if (is.lanes > used) {  // lanes of no row: nothing else writes them
-    __builtin_memset(s, 0, sizeof(float) * (DOT_TILE + W) * is.lanes);
+    __builtin_memset(s, 0, sizeof(float) * (pa_min(total, DOT_TILE) + W) * is.lanes);
   }
   const int64_t query_row = plan->query_starts[item.seq] + item.token0;
   auto lane_of = [&](int h, int r) { return (h * is.parts + r / is.each) * ROWS + r % is.each; };
@@ -174,17 +255,19 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
       int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
       widen_any((const char *)run->t.query + at * itemsize(layer.dtype), layer.dtype,
                 q + (int64_t)lane * is.ldq, size);
+      if (Apart<T>::ANY) apart(q + (int64_t)lane * is.ldq, size / LINE * LINE);
       set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
     }
   }
-  const Logits how = logits_of(run);
+  Logits how = logits_of(run);
+  how.scale /= Apart<T>::FACTOR;
   constexpr int KEYS = W / ROWS;
-  constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
   const int64_t key_base = item.head0 * source.key_head;
   const int64_t value_base = item.head0 * source.value_head;
   // As many visits ahead as cover the memory's latency: at 5 bytes a cycle 800 cycles.
   const int visits = pa_max(1, DISTANCE / (KEYS * size * (int)sizeof(T)));
   const bool one_row = rows == ratio && item.tokens == 1;
+  const bool in_keys = values_in_keys(source, layer, sizeof(T));
   int done = 0;
   Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
   while (tile.next()) {
@@ -195,8 +278,8 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
     for (int t = 0; t < count; t += KEYS) {
       for (int lane = 0; lane < used; lane += ROWS, ahead.next()) {
         const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
-        vf found = dots<T, ROWS>(k + t, ahead.at, offset, ahead.offset, q + (int64_t)lane * is.ldq,
-                                 is.ldq, size);
+        vf found = dots<T, ROWS, SHARE>(k + t, ahead.at + ahead.part % SHARE, offset, ahead.offset,
+                                        q + (int64_t)lane * is.ldq, is.ldq, size);
         float each[W];
         write(each, found);
         for (int i = 0; i < KEYS; i++) {
@@ -225,12 +308,15 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
       const int64_t base = value_base + h * source.value_head;
       for (int c = 0; c < v_size;) {
         int step = c + C * W <= v_size ? C * W : W;
-        bool last_head = h + 1 == heads, ends = c + step >= v_size;
-        const char *const *next = ends && last_head ? after : v;
-        int64_t next_offset = ends && last_head ? key_base
-                              : ends            ? base + source.value_head
-                                                : base + (c + step) * (int64_t)sizeof(T);
-        int few = ends && last_head && done < total ? pa_min(count, total - done) : count;
+        bool ends = c + step >= v_size, last = ends && h + 1 == heads;
+        // Values in the keys are in the cache by now: half of the next tile's keys take their place.
+        bool keys_early = in_keys && done < total && c / step % 2 == 0;
+        const char *const *next = last || keys_early ? after : v;
+        int64_t next_offset = keys_early ? key_base + h * source.key_head + c * (int64_t)sizeof(T)
+                              : last     ? key_base
+                              : ends     ? base + source.value_head
+                                         : base + (c + step) * (int64_t)sizeof(T);
+        int few = next != v && done < total ? pa_min(count, total - done) : count;
         const char *const *safe = few < count ? v : next;
         int64_t safe_offset = few < count ? base : next_offset;
         int64_t offset = base + c * (int64_t)sizeof(T);
@@ -238,10 +324,11 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
           const float *p = s + lane + part * ROWS;
           float *to = o + (int64_t)(lane + part * ROWS) * is.ldo + c;
           if (step == C * W) {
-            add_values<T, ROWS, C>(v, offset, safe, safe_offset, count, p, is.lanes, to, is.ldo, W);
+            add_values<T, ROWS, C, SHARE>(v, offset, safe, safe_offset, count, p, is.lanes, to,
+                                          is.ldo, W, part % SHARE);
           } else {
-            add_values<T, ROWS, 1>(v, offset, safe, safe_offset, count, p, is.lanes, to, is.ldo,
-                                   pa_min(W, v_size - c));
+            add_values<T, ROWS, 1, SHARE>(v, offset, safe, safe_offset, count, p, is.lanes, to,
+                                          is.ldo, pa_min(W, v_size - c), part % SHARE);
           }
         }
         c += step;
@@ -251,6 +338,7 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
   for (int h = 0; h < heads; h++) {
     for (int r = 0; r < rows; r++) {
       int lane = lane_of(h, r);
+      if (Apart<T>::ANY) together<T>(o + (int64_t)lane * is.ldo, v_size / (C * W) * (C * W), v_size);
       leave(run, item, h, r, o + (int64_t)lane * is.ldo, lanes.m[lane], lanes.l[lane]);
     }
   }
@@ -259,10 +347,14 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
 
 template <class T>
 static void dot_item_of(Run *run, const Item &item, Turn *turn) {
-  int per_head = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
-  int rows = DotLayout(run->plan->layer, item.heads, per_head).rows;
-  if (rows <= 1) return dot_item<T, 1>(run, item, turn);
-  if (rows <= 2) return dot_item<T, 2>(run, item, turn);
-  if (rows <= 4) return dot_item<T, 4>(run, item, turn);
-  if constexpr (PART_ROWS >= 8) return dot_item<T, 8>(run, item, turn);
+  const int per_head = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  const DotLayout is(run->plan->layer, item.heads, per_head, FEWER_ROWS<T>);
+  if constexpr (W >= 16) {
+    if (is.rows == 4 && is.parts > 2) return dot_item<T, 4, 4>(run, item, turn);
+    if (is.rows == 8 && is.parts > 1) return dot_item<T, 8, 2>(run, item, turn);
+  }
+  if (is.rows <= 1) return dot_item<T, 1, 1>(run, item, turn);
+  if (is.rows <= 2) return dot_item<T, 2, 1>(run, item, turn);
+  if (is.rows <= 4) return dot_item<T, 4, 1>(run, item, turn);
+  if constexpr (PART_ROWS >= 8) return dot_item<T, 8, 1>(run, item, turn);
 }

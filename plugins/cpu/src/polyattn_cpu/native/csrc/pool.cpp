@@ -10,6 +10,9 @@
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace {
 
@@ -19,6 +22,7 @@ struct Job {
   int32_t count;
   int64_t scratch_bytes;
   int32_t next = 0;  // taken atomically
+  int processor = -1;  // the caller's, as it began
 };
 
 struct Pool {
@@ -81,6 +85,33 @@ void take_items(Job &job) {
   }
 }
 
+int this_processor() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// A thread that is woken where the caller runs takes its place there, while another processor, on which
+// only a runtime's thread spins, would serve both: it goes on elsewhere, if it may.
+void leave_processor(int busy) {
+#if defined(__linux__)
+  cpu_set_t allowed, others;
+  if (busy < 0 || busy >= CPU_SETSIZE || sched_getcpu() != busy ||
+      sched_getaffinity(0, sizeof allowed, &allowed)) {
+    return;
+  }
+  others = allowed;
+  CPU_CLR(busy, &others);
+  if (CPU_COUNT(&others) && !sched_setaffinity(0, sizeof others, &others)) {
+    sched_setaffinity(0, sizeof allowed, &allowed);
+  }
+#else
+  (void)busy;
+#endif
+}
+
 void work(Pool *of) {
   std::unique_lock<std::mutex> lock(of->lock);
   for (;;) {
@@ -89,6 +120,7 @@ void work(Pool *of) {
     of->wanted--;
     of->active++;
     lock.unlock();
+    leave_processor(job->processor);
     take_items(*job);
     lock.lock();
     if (--of->active == 0) of->idle.notify_one();
@@ -121,6 +153,7 @@ bool pa_parallel(int32_t count, int32_t threads, int64_t scratch_bytes,
     take_items(job);
     return true;
   }
+  job.processor = this_processor();
   Pool *of = the_pool();
   std::unique_lock<std::mutex> region(of->region, std::try_to_lock);
   if (!region.owns_lock()) {
