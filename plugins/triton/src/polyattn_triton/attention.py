@@ -329,7 +329,7 @@ class TritonAttention(PlannedAttention):
         parts, part_lse = plan.kept.tensors[:2]
         merging = plan.merging
         assert merging is not None
-        key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.variant)
+        key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
             constants = merge_constants(
@@ -347,7 +347,7 @@ class TritonAttention(PlannedAttention):
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
-            (0 if lse is None else lse.stride(0), plan.grid[0]),
+            (0 if lse is None else lse.stride(0), plan.grid[0], int(merging.by_tile)),
         )  # fmt: skip
 
 

@@ -43,16 +43,18 @@ def power(size: int) -> int:
 
 MERGED_AT_ONCE = 8192
 """Elements of the parts' outputs that a program merging them keeps in registers."""
+MOST_AT_ONCE = 16
+"""Parts that one merges at once, however small they are."""
 
 
 def parts_at_once(rows: int, width: int) -> int:
     """Return how many parts of `rows` padded rows a program merges at once."""
-    return min(16, max(1, MERGED_AT_ONCE // (rows * power(width))))
+    return min(MOST_AT_ONCE, max(1, MERGED_AT_ONCE // (rows * power(width))))
 
 
 def merge_rows(height: int, width: int) -> int:
     """Return how many rows of a tile one program takes that merges parts by `merged`."""
-    return min(height, max(1, MERGED_AT_ONCE // (16 * power(width))))
+    return min(height, max(1, MERGED_AT_ONCE // (MOST_AT_ONCE * power(width))))
 
 
 FEW_PARTS = 4
@@ -70,22 +72,23 @@ class Merge(NamedTuple):
     parts: int
 
     @property
-    def variant(self) -> tuple[bool, bool]:
-        """What a compiled kernel depends on: whether parts are few, and tiles fewer than programs.
+    def few(self) -> bool:
+        """Whether parts are few: all that a compiled kernel depends on."""
+        return self.parts <= FEW_PARTS
 
-        Then cut tiles are looked for among the tiles, not among the programs that end one.
-        """
-        return self.parts <= FEW_PARTS, self.tiles < self.programs
+    @property
+    def by_tile(self) -> bool:
+        """Whether cut tiles are looked for among the tiles, not among the programs that end one."""
+        return self.tiles < self.programs
 
     def of_each_variant(self) -> Iterator[Merge]:
-        """Yield one of each variant, for those who compile them all."""
+        """Yield one for each compiled kernel, for those who compile them all."""
         for parts in (FEW_PARTS, FEW_PARTS + 1):
-            for tiles in (self.programs - 1, self.programs):
-                yield self._replace(tiles=tiles, parts=parts)
+            yield self._replace(parts=parts)
 
     def rows(self, height: int) -> int:
         """Return how many of a tile's rows a program takes."""
-        return min(height, 4 if self.parts <= FEW_PARTS else 1)
+        return min(height, 4 if self.few else 1)
 
     def grid(self, height: int, heads: int) -> tuple[int, int, int]:
         """Return the kernel's grid for tiles of so many rows."""
@@ -106,10 +109,9 @@ def merge_constants(
 
     `summed`: parts have no softmax.
     """
-    few, by_tile = merge.variant
     return (
-        group, width, power(width), height, merge.rows(height), FEW_PARTS if few else 16, tiled, by_token,
-        sinks, lse, early, scales, summed, by_tile,
+        group, width, power(width), height, merge.rows(height),
+        FEW_PARTS if merge.few else MOST_AT_ONCE, tiled, by_token, sinks, lse, early, scales, summed,
     )  # fmt: skip
 
 

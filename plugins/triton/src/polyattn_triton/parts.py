@@ -119,35 +119,34 @@ def store_part(acc, m, l, PARTS, PART_LSE, at, row_ok, DV: tl.constexpr, BLOCK_D
     tl.store(PART_LSE + at, tl.where(l == 0.0, float("-inf"), m + tl.log2(safe)), mask=row_ok)
 
 
-@triton.jit(do_not_specialize=["lse_t", "programs"])
+@triton.jit(do_not_specialize=["lse_t", "programs", "by_tile"])
 def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
-    programs,
+    programs, by_tile,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
     ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
-    SUMMED: tl.constexpr, BY_TILE: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
     Grid: (programs, HEIGHT / ROWS, KV heads); who ended no tile that others began has nothing to do.
-    `BY_TILE`: (tiles, ...), where these are fewer; who has an uncut one has nothing to do.
+    `by_tile`: (tiles, ...), where these are fewer; who has an uncut one has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     share = tl.load(WORK)
-    if BY_TILE:
+    if by_tile:
         low, high, seq, start = tile_of(WORK, program, programs, TILED)
+        mine = high > low
     else:
         at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
+        mine = at < stop
     first = low // share
     last = (high - 1) // share
-    if BY_TILE:
-        mine = first < last
-    else:
-        mine = (at < stop) & (first < program) & (last == program)
+    mine = mine & (first < last) & ((by_tile != 0) | (last == program))
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
     if mine:

@@ -44,13 +44,51 @@ def _clear(v, held, D: gl.constexpr, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
+def _in_pairs(weights, DTYPE: gl.constexpr):
+    """Round weights to 16 bits, two columns to an int32.
+
+    What a loop hands on in 16 bits ptxas takes apart and joins again, an instruction an element.
+    """
+    rows: gl.constexpr = weights.shape[0]
+    even, odd = gl.split(weights.reshape([rows, weights.shape[1] // 2, 2]))
+    ROUND: gl.constexpr = "bf16x2" if gl.bfloat16 == DTYPE else "f16x2"
+    return gl.inline_asm_elementwise(
+        "cvt.rn." + ROUND + ".f32 $0, $2, $1;", "=r,f,f", [even, odd], gl.int32, True, 1
+    )
+
+
+@gluon.jit
+def _of_pairs(pairs, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """The weights of `_in_pairs`, as the first operand of a product: no instruction."""
+    even = pairs.to(gl.int16).to(DTYPE, bitcast=True)
+    odd = (pairs >> 16).to(gl.int16).to(DTYPE, bitcast=True)
+    weights = gl.join(even, odd).reshape([pairs.shape[0], pairs.shape[1] * 2])
+    return gl.convert_layout(weights, LAYOUT)
+
+
+@gluon.jit
+def _kept(s, place, bound, HIDDEN: gl.constexpr):
+    """Scores where `place` is below `bound`, elsewhere 0 or -inf (`HIDDEN`, in hexadecimals).
+
+    Compared where it is used: of all comparisons before, ptxas packs the answers into registers, and
+    takes them out again.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.s32 p, $2, $3; selp.f32 $0, $1, " + HIDDEN + ", p; }",
+        "=f,f,r,r", [s, place, bound], gl.float32, True, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _softmax(
-    s, m, key, limit, row_pos, by, scale, rows, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
+    s, m, key, bound, row_pos, by, scale, rows, masked, MASK: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
 ):  # fmt: skip
     """From scores to weights: these, the new maximum (unscaled), and what older sums count.
 
-    `FUNCTIONS`: 1, `CHANGE` is what a variant does to scores; 2, what it returns are the weights.
+    `bound`: a row's first place that it doesn't see. `masked`: whether that is asked, where there is a
+    mask at all. `FUNCTIONS`: 1, `CHANGE` is what a variant does to scores; 2, what it returns are the
+    weights.
     """
     LAYOUT: gl.constexpr = s.type.layout
     if FUNCTIONS > 0:
@@ -58,12 +96,11 @@ def _softmax(
         s = CHANGE(s * scale, rows, place)
     if MASK:
         key_pos = key + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, LAYOUT))
-        seen = (key_pos < limit)[None, :]
-        if CAUSAL:
-            seen = seen & (key_pos[None, :] <= row_pos[:, None])
-        if WINDOW > 0:
-            seen = seen & (key_pos[None, :] > row_pos[:, None] - WINDOW)
-        s = gl.where(seen, s, 0.0 if FUNCTIONS == 2 else float("-inf"))
+        HIDDEN: gl.constexpr = "0f00000000" if FUNCTIONS == 2 else "0fFF800000"
+        if masked:
+            s = _kept(s, key_pos[None, :], bound[:, None], HIDDEN)
+            if WINDOW > 0:
+                s = _kept(s, (row_pos - WINDOW)[:, None], key_pos[None, :], HIDDEN)
     if FUNCTIONS == 2:
         p = s
         m_new = m
@@ -87,15 +124,16 @@ def _sums(weights):
 
 @gluon.jit
 def _step(
-    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
-    limit, row_pos, by, scale, rows,
-    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, CAUSAL: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    acc, m, l, pairs, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns, n, turn, more, key,
+    bound, row_pos, by, scale, rows, masked,
+    GROUP: gl.constexpr, GROUPS: gl.constexpr, MASK: gl.constexpr, WINDOW: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
     CHANGE: gl.constexpr, FUNCTIONS: gl.constexpr,
 ):  # fmt: skip
     """The scores of the `n`-th key tile, which is there, while the weights of the one before meet V."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     OUTPUT: gl.constexpr = acc.type.layout
+    DTYPE: gl.constexpr = q.dtype
     stage = n % STAGES
     before = (n - 1) % STAGES
     if TURNS:  # one group's products, then the next one's: each has its softmax meanwhile
@@ -103,6 +141,7 @@ def _step(
     s = gl.zeros([64, BLOCK_N], gl.float32, SCORES)
     s = warpgroup_mma(q, k_smem.index(stage).permute((1, 0)), s, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(before), ((n - 1) // STAGES) & 1)
+    p = _of_pairs(pairs, DTYPE, gl.DotOperandLayout(0, OUTPUT, 2))
     acc = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
     if TURNS:
         mbarrier.arrive(turns.index((GROUP + 1) % GROUPS))
@@ -110,7 +149,7 @@ def _step(
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(stage))
     weights, m, alpha = _softmax(
-        s, m, key, limit, row_pos, by, scale, rows, MASK, CAUSAL, WINDOW, BLOCK_N, CHANGE, FUNCTIONS
+        s, m, key, bound, row_pos, by, scale, rows, masked, MASK, WINDOW, BLOCK_N, CHANGE, FUNCTIONS
     )
     if FUNCTIONS != 2:
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + _sums(weights)
@@ -119,13 +158,12 @@ def _step(
     # unless a branch lies between them.
     n += 1
     mbarrier.wait(k_full.index(n % STAGES), (n // STAGES) & 1, pred=more)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+    acc, pairs = warpgroup_mma_wait(0, deps=[acc, pairs])
     gl.thread_barrier()
     mbarrier.arrive(v_empty.index(before))
-    p = gl.convert_layout(weights.to(p.dtype), p.type.layout)
     if FUNCTIONS != 2:
         acc = acc * alpha[:, None]
-    return acc, m, l, p
+    return acc, m, l, _in_pairs(weights, DTYPE)
 
 
 @gluon.jit
@@ -170,6 +208,9 @@ def _consume(
         next_query_len = gl.load(STARTS + seq + 1) - next_token0
         q = q_smem.index(GROUPS * (item % QUERIES) + GROUP)
         row_pos = seq_len - query_len + (my_start + gl.arange(0, 64, layout=ROW)) // G
+        bound = gl.full([64], 0, gl.int32, ROW) + limit
+        if CAUSAL:
+            bound = gl.minimum(row_pos + 1, limit)
         rows = (0,)
         if FUNCTIONS > 0:
             my_rows = my_start + gl.arange(0, 64, layout=ROW)
@@ -191,20 +232,20 @@ def _consume(
             s,
             m,
             key,
-            limit,
+            bound,
             row_pos,
             by,
             scale,
             rows,
             True,
-            CAUSAL,
+            True,
             WINDOW,
             BLOCK_N,
             CHANGE,
             FUNCTIONS,
         )
         l = _sums(weights)
-        p = gl.convert_layout(weights.to(DTYPE), WEIGHTS)
+        pairs = _in_pairs(weights, DTYPE)
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
         if key + BLOCK_N > seq_len:
             mbarrier.wait(v_full.index(n % STAGES), (n // STAGES) & 1)
@@ -215,30 +256,40 @@ def _consume(
         masked = first + count - full
         kept = first + count - full_low
         turn = n - item
-        for i in range(1, masked):
-            acc, m, l, p = _step(
-                acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by, scale,
-                rows, GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE, FUNCTIONS,
-            )  # fmt: skip
-        for i in range(gl.maximum(masked, 1), kept):
-            acc, m, l, p = _step(
-                acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by, scale,
-                rows, GROUP, GROUPS, False, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE, FUNCTIONS,
-            )  # fmt: skip
-        if WINDOW > 0:
-            for i in range(gl.maximum(kept, 1), count):
-                acc, m, l, p = _step(
-                    acc, m, l, p, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
-                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, limit, row_pos, by, scale,
-                    rows, GROUP, GROUPS, True, CAUSAL, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE,
-                    FUNCTIONS,
+        if FUNCTIONS > 0:  # one loop: a tenth less to compile, for each variant anew
+            for i in range(1, count):
+                acc, m, l, pairs = _step(
+                    acc, m, l, pairs, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, bound, row_pos, by, scale,
+                    rows, (i < masked) | (i >= kept), GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES,
+                    TURNS, CHANGE, FUNCTIONS,
                 )  # fmt: skip
+        else:
+            for i in range(1, masked):
+                acc, m, l, pairs = _step(
+                    acc, m, l, pairs, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, bound, row_pos, by, scale,
+                    rows, True, GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE, FUNCTIONS,
+                )  # fmt: skip
+            for i in range(gl.maximum(masked, 1), kept):
+                acc, m, l, pairs = _step(
+                    acc, m, l, pairs, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                    n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, bound, row_pos, by, scale,
+                    rows, True, GROUP, GROUPS, False, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE, FUNCTIONS,
+                )  # fmt: skip
+            if WINDOW > 0:
+                for i in range(gl.maximum(kept, 1), count):
+                    acc, m, l, pairs = _step(
+                        acc, m, l, pairs, q, k_smem, v_smem, k_full, k_empty, v_full, v_empty, turns,
+                        n + i, turn + i - 1, i + 1 < count, key - i * BLOCK_N, bound, row_pos, by,
+                        scale, rows, True, GROUP, GROUPS, True, WINDOW, BLOCK_N, STAGES, TURNS, CHANGE,
+                        FUNCTIONS,
+                    )  # fmt: skip
         n += count
         item += 1
         last = (n - 1) % STAGES
         mbarrier.wait(v_full.index(last), ((n - 1) // STAGES) & 1)
+        p = _of_pairs(pairs, DTYPE, WEIGHTS)
         acc = warpgroup_mma(p, v_smem.index(last), acc, is_async=True)
         if QUERIES > 1 and at < stop:  # while this item's last product runs and is stored
             load_query(
@@ -249,7 +300,7 @@ def _consume(
         if FUNCTIONS == 2:  # sums of values as they are, those of pieces too
             l = gl.full([64], 1.0, gl.float32, ROW)
             m = gl.full([64], 0.0, gl.float32, ROW)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        acc, pairs = warpgroup_mma_wait(0, deps=[acc, pairs])
         gl.thread_barrier()
         mbarrier.arrive(v_empty.index(last))
         if SPLIT:
