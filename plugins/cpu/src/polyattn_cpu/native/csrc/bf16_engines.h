@@ -35,9 +35,19 @@ PA_INLINE vu value_pair(const T *a, const T *b, int some) {
   return (first >> 16) | (second & 0xffff0000u);
 }
 
+// W pairs of elements of `size` elements, from the `d`th pair on; zeros beyond the last.
+PA_INLINE vf pairs_part(const char *from, int d, int size) {
+  const int left = 2 * (size - 2 * d);  // bytes
+  if (left >= 4 * W) return read<vf>(from + 4 * d);
+  vf part = {};
+  if (left > 0) __builtin_memcpy(&part, from + 4 * d, left);
+  return part;
+}
+
 struct PairEngine {
   typedef Pairs Form;
-  static constexpr int VECTORS = 3, STEP = BLOCK;
+  static constexpr int VECTORS = 3, STEP = BLOCK, TILES = 1;
+  static constexpr int PER_WORD = 2;
   static constexpr bool PLANES = false;
   static int cost(int depth, int vectors) { return 4 * vectors * depth; }
   static int value_depth(int keys) { return keys / 2; }
@@ -46,8 +56,8 @@ struct PairEngine {
   }
   static void begin() {}
   static void end() {}
-  static void stage_query(const void *from, int, uint32_t *to, int size) {
-    __builtin_memcpy(to, from, 2 * size);
+  PA_INLINE vf query_part(const char *from, int, int d, int size) {
+    return pairs_part(from, d, size);
   }
   template <class T>
   static void pack_key(const T *from, uint32_t *k, int key, int size, const Sizes &is) {
@@ -73,7 +83,7 @@ struct PairEngine {
   }
   template <int V>
   static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
-                     const uint32_t *, Ahead &ahead) {
+                     Ahead &ahead) {
     for (int t = 0; t < keys; t += BLOCK) {
       micro<MulPairs, V, false>(k + (int64_t)t * is.k, is.k, 1, q, s + (int64_t)t * V * W, is.k);
       ahead(cost(is.k, V));
@@ -81,7 +91,7 @@ struct PairEngine {
   }
   template <int V>
   static void output(const uint32_t *v, const float *, const uint32_t *pairs, float *o, int keys,
-                     const Sizes &is, const uint32_t *, Ahead &ahead) {
+                     const Sizes &is, Ahead &ahead) {
     for (int d = 0; d < is.v; d += BLOCK) {
       micro<MulPairs, V, true>(v + (int64_t)d * (is.keys / 2), 1, BLOCK, pairs,
                                o + (int64_t)d * V * W, (keys + 1) / 2);
@@ -97,64 +107,19 @@ PA_INLINE void load_tile_config(const void *config) {
   _tile_loadconfig(config);
 }
 
+constexpr int TILE_STEP = 256;   // keys of a tile of these
 constexpr int TILE_WORDS = 256;  // of a tile register: 16 rows of 64 bytes
-
-PA_INLINE void prefetch_tile(const uint32_t *at) {
-  for (int i = 0; i < TILE_WORDS; i += 16) prefetch(at + i);
-}
-
-// C[32][V * 16] = or += A B over `depth` tile registers. All lie in whole registers' images: A's second
-// row of them `a_step` on, C's columns `c_step`, B's `b_step`. What comes `next`, as long as A is, is
-// fetched meanwhile: out of the second cache a register's image takes longer than its product.
-template <int V, bool ADD>
-PA_INLINE void tiles(const uint32_t *a, int64_t a_step, const uint32_t *b, int64_t b_step, float *c,
-                     int64_t c_step, int depth, const uint32_t *next) {
-  if (ADD) {
-    _tile_loadd(0, c, 64);
-    _tile_loadd(1, c + TILE_WORDS, 64);
-    if constexpr (V == 2) {
-      _tile_loadd(2, c + c_step, 64);
-      _tile_loadd(3, c + c_step + TILE_WORDS, 64);
-    }
-  } else {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (V == 2) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
-  }
-  for (int i = 0; i < depth; i++, a += TILE_WORDS, b += TILE_WORDS, next += TILE_WORDS) {
-    _tile_loadd(4, a, 64);
-    _tile_loadd(6, b, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    prefetch_tile(next);
-    _tile_loadd(5, a + a_step, 64);
-    _tile_dpbf16ps(1, 5, 6);
-    prefetch_tile(next + a_step);
-    if constexpr (V == 2) {
-      _tile_loadd(7, b + b_step, 64);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-  }
-  _tile_stored(0, c, 64);
-  _tile_stored(1, c + TILE_WORDS, 64);
-  if constexpr (V == 2) {
-    _tile_stored(2, c + c_step, 64);
-    _tile_stored(3, c + c_step + TILE_WORDS, 64);
-  }
-}
 
 // K as [16 keys][32 elements] register images, V^T as [16 elements][16 pairs of keys].
 struct TileEngine {
   typedef Pairs Form;
-  static constexpr int VECTORS = 2, STEP = 32;
+  static constexpr int VECTORS = 2, STEP = 32, TILES = 2;
+  static constexpr int PER_WORD = 2;
   static constexpr bool PLANES = true;
   static int cost(int depth, int vectors) { return 2 * vectors * depth; }
   static int value_depth(int keys) { return keys / 2; }
   static Sizes sizes(const pa_layer &layer) {
-    return {pa_round_up(layer.head_size, 32) / 2, pa_round_up(layer.v_head_size, 32), MATRIX_TILE};
+    return {pa_round_up(layer.head_size, 32) / 2, pa_round_up(layer.v_head_size, 32), TILE_STEP};
   }
   static void begin() {
     struct {
@@ -170,8 +135,8 @@ struct TileEngine {
     load_tile_config(&config);
   }
   static void end() { _tile_release(); }
-  static void stage_query(const void *from, int, uint32_t *to, int size) {
-    __builtin_memcpy(to, from, 2 * size);
+  PA_INLINE vf query_part(const char *from, int, int d, int size) {
+    return pairs_part(from, d, size);
   }
   template <class T>
   static void pack_key(const T *from, uint32_t *k, int key, int size, const Sizes &is) {
@@ -199,28 +164,6 @@ struct TileEngine {
         uint32_t *tile = to + (int64_t)d * (is.keys / 2) + t / 2 * W;
         for (int i = 0; i < W; i++) write(tile + i * W, block[i]);
       }
-    }
-  }
-  template <int V>
-  static void scores(const uint32_t *k, const uint32_t *q, float *s, int keys, const Sizes &is,
-                     const uint32_t *then, Ahead &ahead) {
-    for (int t = 0; t < keys; t += 32) {
-      const uint32_t *a = k + (int64_t)t * is.k, *next = t + 32 < keys ? a + 32 * is.k : then;
-      tiles<V, false>(a, 16 * is.k, q, W * is.k, s + t * W, (int64_t)is.keys * W, is.k / 16, next);
-      ahead(cost(is.k, V));
-    }
-  }
-  template <int V>
-  static void output(const uint32_t *v, const float *, uint32_t *pairs, float *o, int keys,
-                     const Sizes &is, const uint32_t *then, Ahead &ahead) {
-    const int used = (keys + 1) / 2, depth = pa_round_up(used, 16), half = is.keys / 2;
-    for (int i = 0; i < V; i++) {
-      __builtin_memset(pairs + ((int64_t)i * half + used) * W, 0, 4L * (depth - used) * W);
-    }
-    for (int d = 0; d < is.v; d += 32) {
-      const uint32_t *a = v + (int64_t)d * half, *next = d + 32 < is.v ? a + 32 * half : then;
-      tiles<V, true>(a, 16 * half, pairs, half * W, o + d * W, (int64_t)is.v * W, depth / 16, next);
-      ahead(cost(keys / 2, V));
     }
   }
 };

@@ -100,13 +100,22 @@ PA_ONCE void set_lane(const Run *run, const Item &item, const Lanes &rows, int l
   if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
 }
 
+// What a row knows that the row before it, of the same token, does, too.
+PA_INLINE void same_lane(const Run *run, const Lanes &rows, int lane, int head) {
+  rows.near_lo[lane] = rows.near_lo[lane - 1];
+  rows.near_hi[lane] = rows.near_hi[lane - 1];
+  rows.sink_lo[lane] = rows.sink_lo[lane - 1];
+  rows.sink_hi[lane] = rows.sink_hi[lane - 1];
+  rows.position[lane] = rows.position[lane - 1];
+  if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
+}
+
 PA_INLINE float v_scale_of(const Run *run) {
   return run->plan->layer.cache_dtype >= PA_E4M3 ? run->t.v_scale : 1.0f;
 }
 
-// Divides one row by its sum, joins a learned sink, and writes output and LSE. Scales `o` in place.
-PA_ONCE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
-  const pa_layer &layer = run->plan->layer;
+// By what one row's sums are multiplied in the end; joins a learned sink, and writes the LSE.
+PA_ONCE float finish_sum(const Run *run, int seq, int token, int head, float m, float l) {
   const pa_tensors &t = run->t;
   const bool seen = l > 0 || l != l;  // else it has no key, and a learned sink alone is nothing
   float factor = seen ? v_scale_of(run) : 0.0f, weight = l, top = m;
@@ -117,18 +126,29 @@ PA_ONCE void finish_row(const Run *run, int seq, int token, int head, float *o, 
     weight = l * shrink + exp2f(sink - top);
     factor *= shrink;
   }
-  if (seen) factor /= weight;
+  if (t.lse) {
+    int64_t row = run->plan->query_starts[seq] + token;
+    float lse = seen ? (top + log2f(weight)) * LN2 : -INFINITY;
+    t.lse[row * t.lse_token + head * t.lse_head] = lse;
+  }
+  return seen ? factor / weight : factor;
+}
+
+PA_INLINE char *output_row(const Run *run, int seq, int token, int head) {
+  const pa_tensors &t = run->t;
   int64_t row = run->plan->query_starts[seq] + token;
+  return (char *)t.out + (row * t.out_token + head * t.out_head) * itemsize(run->plan->layer.dtype);
+}
+
+// Divides one row by its sum, joins a learned sink, and writes output and LSE. Scales `o` in place.
+PA_ONCE void finish_row(const Run *run, int seq, int token, int head, float *o, float m, float l) {
+  const pa_layer &layer = run->plan->layer;
+  const float factor = finish_sum(run, seq, token, head, m, l);
   int size = layer.v_head_size, i = 0;
   vf by = splat(factor);
   for (; i + W <= size; i += W) write(o + i, loadf(o + i) * by);
   for (; i < size; i++) o[i] *= factor;
-  char *out = (char *)t.out + (row * t.out_token + head * t.out_head) * itemsize(layer.dtype);
-  narrow(o, out, layer.dtype, size);
-  if (t.lse) {
-    float lse = seen ? (top + log2f(weight)) * LN2 : -INFINITY;
-    t.lse[row * t.lse_token + head * t.lse_head] = lse;
-  }
+  narrow(o, output_row(run, seq, token, head), layer.dtype, size);
 }
 
 // A partial result: per KV head and row, v_head_size sums; then all m, then all l.

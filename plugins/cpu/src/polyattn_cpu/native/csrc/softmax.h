@@ -98,7 +98,17 @@ struct Floats {
 };
 
 #if defined(__AVX512BF16__)
+// Lane i is a[i] below b[i], rounded to nearest even.
+PA_INLINE vu bf16_pairs(vf a, vf b) {
+  const __m512i turn = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,
+                                        23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return (vu)_mm512_permutexvar_epi16(turn, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
+}
+#endif
+
+#if defined(PA_BASE)
 struct Pairs {
+#if defined(__AVX512BF16__)
   PA_INLINE vf exp2(vf x) {  // to 8e-5 of it, a fiftieth of bfloat16's rounding
     vf f = (vf)_mm512_reduce_ps((__m512)x, 0x09);
     vf p = splat(7.802452e-2f) * f + splat(2.2606716e-1f);
@@ -106,19 +116,9 @@ struct Pairs {
     p = p * f + splat(9.9992522e-1f);
     return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);
   }
-  PA_INLINE void put(float *, int ld, uint32_t *pairs, int t, vf a, vf b) {
-    const __m512i turn = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-    __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
-    _mm512_storeu_si512(pairs + (int64_t)(t / 2) * ld, _mm512_permutexvar_epi16(turn, both));
-  }
-  PA_INLINE void put_last(float *s, int ld, uint32_t *pairs, int t, vf a) {
-    put(s, ld, pairs, t, a, vf{});
-  }
-};
-#elif defined(PA_BASE)
-struct Pairs {
+#else
   PA_INLINE vf exp2(vf x) { return exp2v(x); }
+#endif
   PA_INLINE void put(float *, int ld, uint32_t *pairs, int t, vf a, vf b) {
     write(pairs + (int64_t)(t / 2) * ld, bf16_pairs(a, b));
   }
@@ -135,45 +135,65 @@ struct Grid {
   int64_t step, pair_step;
 };
 
+// How W rows' scores of a tile become weights: 2^(score * scale - next). `shrink` is by how much what
+// was summed before does.
+struct Weigh {
+  vf scale, next, shrink;
+};
+
+// Are scores weighed as they are, with the scale as a factor? Else logits take their place.
+PA_INLINE bool weighs_scores(const Logits &how, bool masked) {
+  return !how.alibi && how.cap == 0 && !masked && how.scale > 0;
+}
+
+// Brings the rows' maximum up to date. `best` is the largest score where scores are weighed as they are.
+// The maximum follows only where it grows by 2^8: what is summed stays far from overflow, and rescaling
+// is rare.
+PA_INLINE Weigh weigh_by(vf best, float *at, int ld, int keys, int first_key, const Logits &how,
+                         const Lanes &lane, bool masked) {
+  const bool plain = weighs_scores(how, masked);
+  const vf scale = splat(plain ? how.scale : 1.0f);
+  best = plain ? best * scale
+         : how.alibi || how.cap != 0
+             ? to_logits<true>(at, ld, keys, first_key, how, lane, masked)
+             : to_logits<false>(at, ld, keys, first_key, how, lane, masked);
+  vf m = loadf(lane.m);
+  vf next = best > m + splat(8.0f) ? best : m;
+  write(lane.m, next);
+  return {scale, next, exp2v(m - next)};
+}
+
 // One tile of `vectors` * W rows: scores to weights, m and l brought up to date, and `alpha`, by
-// which what was summed before shrinks. Returns whether any alpha isn't 1. The maximum follows only
-// where it grows by 2^8: what is summed stays far from overflow, and rescaling is rare.
+// which what was summed before shrinks. Returns whether any alpha isn't 1.
 template <class Form>
 PA_NOINLINE bool softmax_tile(float *s, const Grid &grid, int vectors, int keys, int first_key,
                             const Logits &how, const Lanes &rows, bool masked, float *alpha,
                             uint32_t *pairs) {
-  const bool extras = how.alibi || how.cap != 0, plain = !extras && !masked && how.scale > 0;
-  const vf scale = splat(plain ? how.scale : 1.0f);
   const int ld = grid.ld;
   bool changed = false;
   for (int v = 0; v < vectors; v++) {
     float *at = s + v * grid.step;
     uint32_t *to = pairs + v * grid.pair_step;
     Lanes lane = lanes_from(rows, v * W);
-    vf best = plain    ? largest(at, ld, keys) * scale
-              : extras ? to_logits<true>(at, ld, keys, first_key, how, lane, masked)
-                       : to_logits<false>(at, ld, keys, first_key, how, lane, masked);
-    vf m = loadf(lane.m);
-    vf next = best > m + splat(8.0f) ? best : m;
-    vf shrink = exp2v(m - next);
-    write(alpha + v * W, shrink);
-    write(lane.m, next);
-    changed |= any(shrink != splat(1.0f));
+    const vf best = weighs_scores(how, masked) ? largest(at, ld, keys) : vf{};
+    const Weigh by = weigh_by(best, at, ld, keys, first_key, how, lane, masked);
+    write(alpha + v * W, by.shrink);
+    changed |= any(by.shrink != splat(1.0f));
     vf sum[2] = {vf{}, vf{}};
     int t = 0;
     for (; t + 2 <= keys; t += 2) {
-      vf a = Form::exp2(loadf(at + (int64_t)t * ld) * scale - next);
-      vf b = Form::exp2(loadf(at + (int64_t)(t + 1) * ld) * scale - next);
+      vf a = Form::exp2(loadf(at + (int64_t)t * ld) * by.scale - by.next);
+      vf b = Form::exp2(loadf(at + (int64_t)(t + 1) * ld) * by.scale - by.next);
       Form::put(at, ld, to, t, a, b);
       sum[0] += a;
       sum[1] += b;
     }
     if (t < keys) {
-      vf a = Form::exp2(loadf(at + (int64_t)t * ld) * scale - next);
+      vf a = Form::exp2(loadf(at + (int64_t)t * ld) * by.scale - by.next);
       Form::put_last(at, ld, to, t, a);
       sum[0] += a;
     }
-    write(lane.l, loadf(lane.l) * shrink + (sum[0] + sum[1]));
+    write(lane.l, loadf(lane.l) * by.shrink + (sum[0] + sum[1]));
   }
   return changed;
 }
