@@ -295,6 +295,10 @@ def main() -> None:
     rows = measure(options)
     if options.table is None:
         return
+    if not options.table.is_file():
+        raise SystemExit(
+            f"--table {options.table}: is no file; too few points were measured for one"
+        )
     chosen(rows, options)
     data = {"device": str(resolve_device(options.device)), "table": options.table.name}
     options.out.write_text(json.dumps(data | {"points": rows, "summary": summary(rows)}) + "\n")
