@@ -100,6 +100,7 @@ class Prompt:
 
 
 def _prefill(tokens: int, size: int) -> Row:
+    from polyattn_cuda.query_rounding import by_torch, rounded_query
     from timing import kernel_us
 
     few = 8 if tokens > 20000 else 15
@@ -111,10 +112,12 @@ def _prefill(tokens: int, size: int) -> Row:
                 f"{name}_faster": times[0] / times[1]}  # fmt: skip
     ours = [kernel_us(prompt.step.attend, few) for prompt in (wide, narrow)]
     row |= {"ours_bf16_us": ours[0], "ours_e4m3_us": ours[1], "ours_faster": ours[0] / ours[1]}
-    shape = (1, SIZES[size][1])
-    row["round_query_us"] = kernel_us(
-        lambda: narrow.backend._quantised(narrow.plan, wide.query, shape), few
-    )
+    given = (wide.query, SIZES[size][1], 1, narrow.plan.seq_of)
+    for way, rounds in (("", rounded_query), ("_by_torch", by_torch)):
+        row[f"round_query{way}_us"] = kernel_us(lambda rounds=rounds: rounds(*given), few)
+    same = zip(rounded_query(*given), by_torch(*given), strict=True)
+    row["rounded_unlike_torch"] = max(float((a.float() - b.float()).abs().max()) for a, b in same)
+    row["floor_us"] = 5 * wide.query.numel() / 4.8e6  # read twice, written once at 4.8 TB/s
     narrow.paged()
     pages = narrow.out.clone()
     narrow.packed()

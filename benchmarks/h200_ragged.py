@@ -1,11 +1,13 @@
 """Steps of uneven lengths on one GPU: TRITON_ATTN and TRITON_MLA beside the libraries.
 
     python benchmarks/h200_ragged.py [--out FILE.json] [--seed N] [--steps TEXT ...] [--beside NAME ...]
+                                     [--seconds N]
 
 Lengths come from traces (`polyattn/data`), uniform and Zipf distributions, and one long sequence
 among short ones; beside them equal lengths. Device times with a cold L2 (see `timing.py`), median
 of ten, of the backends' own calls. Three sequences of each result are checked against a float64
-reference, and that a second run gives the same bits. A table is printed last.
+reference, and that a second run gives the same bits. A table is printed last. Steps that the output
+file holds already are not measured again.
 `h200_ragged_tries.py` times other schedules of ours.
 """
 
@@ -15,6 +17,7 @@ import argparse
 import json
 import random
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
@@ -309,6 +312,22 @@ def table(rows: list[dict[str, Any]]) -> None:
     print("not the same bits twice:", [row["step"] for row in bad] or "none")
 
 
+def kept(out: Path | None, seed: int) -> list[dict[str, Any]]:
+    """Return the rows that an earlier run of the same lengths has left."""
+    if out is None or not out.exists():
+        return []
+    found = json.loads(out.read_text())
+    if found["seed"] != seed:
+        raise SystemExit(f"{out}: its lengths are of seed {found['seed']}; name another --out")
+    rows: list[dict[str, Any]] = found["rows"]
+    return rows
+
+
+def write(out: Path | None, data: dict[str, Any]) -> None:
+    if out is not None:
+        out.write_text(json.dumps(data, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path)
@@ -317,23 +336,28 @@ def main() -> None:
         "--steps", nargs="+", default=[], help="only steps whose name has one of these"
     )
     parser.add_argument("--beside", nargs="+", help="only these libraries; default: all")
+    parser.add_argument("--seconds", type=float, default=600, help="after which no step is begun")
     args = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    end = time.monotonic() + args.seconds
+    rows: list[dict[str, Any]] = kept(args.out, args.seed)
+    done = {row["step"] for row in rows}
     for step in steps(args.seed):
         if args.steps and not any(text in step.name for text in args.steps):
+            continue
+        if step.name in done or time.monotonic() > end:
             continue
         libraries = [n for n in step.libraries if args.beside is None or n in args.beside]
         for name in (step.ours, *libraries):
             rows.append(measured(step, name))
             print(rows[-1], flush=True)
+        write(args.out, {"seed": args.seed, "rows": rows})
     facts = {
         "date": str(date.today()),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "host": host(),
     }
-    if args.out:
-        args.out.write_text(json.dumps(facts | {"seed": args.seed, "rows": rows}, indent=1) + "\n")
+    write(args.out, facts | {"seed": args.seed, "rows": rows})
     table(rows)
     print(facts)
 

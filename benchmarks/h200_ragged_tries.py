@@ -1,6 +1,6 @@
 """Which of TRITON_ATTN's schedules is faster where it is behind: few KV heads, a tail, few tokens?
 
-python benchmarks/h200_ragged_tries.py --seconds 100
+python benchmarks/h200_ragged_tries.py --seconds 100 [--own | --merging]
 """
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ from typing import Any
 
 from h200_ragged import MHA, K, Run, Step, measured, steps
 from polyattn import LayerSpec
+from polyattn_triton import planning, variants
 from polyattn_triton.configs import Pipe
+from polyattn_triton.launch import MOST_AT_ONCE
 from timing import kernel_us
 
 ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
+TWELVE = LayerSpec(num_heads=48, num_kv_heads=4, head_size=128)
+MERGES = variants.merges_itself
 
 
 def stretched(on_one: int, **changes: Any) -> Callable[[Any], None]:
@@ -82,6 +86,33 @@ HIGH = {
 }  # fmt: skip
 
 
+def rounds(cost: float, full: float = 0.8) -> Callable[[Any], None]:
+    """What a round of merging parts is taken to cost, in key tiles; 0: as many programs as fit."""
+
+    def tweak(backend: Any) -> None:
+        backend.chip = replace(backend.chip, round=cost, full=full)
+
+    return tweak
+
+
+def merging_by(itself: Callable[..., bool]) -> None:
+    """Have `itself` say who merges parts, where plans and kernels ask."""
+    for module in (variants, planning):
+        setattr(module, MERGES.__name__, itself)
+
+
+def by_a_kernel(backend: Any) -> None:
+    """Parts are merged by a second kernel, a program for each row, whatever they hold."""
+    merging_by(lambda *_: False)
+    backend.itself, backend.at_once = False, MOST_AT_ONCE
+
+
+MERGING = {
+    "as many as fit": rounds(0.0), "a round is 0.7": rounds(0.7), "a round is 3": rounds(3.0),
+    "a second kernel": by_a_kernel,
+}  # fmt: skip
+
+
 def without_merge(step: Step) -> float:
     """Time what cuts keys without what merges the parts: its results are none."""
     run = Run(step, "TRITON_ATTN", lambda backend: setattr(backend, "_merge", lambda *_: None))
@@ -93,6 +124,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--own", action="store_true", help="Hopper's own prefill in pieces alone")
+    parser.add_argument("--merging", action="store_true", help="merging decodes' parts alone")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     by_name = {step.name: step for step in steps(2)}
@@ -107,24 +139,30 @@ def main() -> None:
         (by_name["16/2 heads: 16 new after 128k"], HIGH),
         (by_name["decode, 12 of mooncake"], FEW_HEADS),
         (Step("16/1 heads: 5 x 20k + 1k", ONE, ((1, 20_000),) * 5 + ((1, K),)), FEW_HEADS),
+        (by_name["16/2 heads: 5 of mooncake"], MERGING),
+        (Step("16/1 heads: 1 x 16k", ONE, ((1, 16_889),)), MERGING),
+        (Step("16/1 heads: 3 x 44k", ONE, ((1, 44_000), (1, 68_000), (1, 21_000))), MERGING),
+        (Step("48/4 heads: 8 of 1k", TWELVE, ((1, 4129),) + ((1, K),) * 7), MERGING),
+        (by_name["decode 1 x 128k + 63 x 1k"], MERGING),
         (Step("16/16 heads: 45 x 2k", MHA, ((1, 2 * K),) * 45), TAIL),
         (Step("16/16 heads: 52 x 2k", MHA, ((1, 2 * K),) * 52), TAIL),
         (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
     ]
     for step, tries in work:
-        if options.own and tries is not OWN:
+        if (options.own and tries is not OWN) or (options.merging and tries is not MERGING):
             continue
         found: dict[str, float | str] = {}
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
                 break
             row = measured(step, "TRITON_ATTN", tweak)
-            found[name] = row.get("us", row.get("cannot"))
+            merging_by(MERGES)
+            found[name] = row.get("us", row.get("cannot", ""))
             if row.get("repeats_bits") is False:
                 found[name] = f"{found[name]}, not the same bits"
         if found:
-            other = measured(step, "FLASH_ATTN_V3").get("us")
-            print(f"{step.name}: FLASH_ATTN_V3 {other}", flush=True)
+            others = {n: measured(step, n).get("us") for n in ("FLASH_ATTN_V3", "FLASHINFER")}
+            print(f"{step.name}: {others}", flush=True)
             numbers = sorted((v, k) for k, v in found.items() if isinstance(v, float))
             print("   ", "; ".join(f"{k} {v:.1f}" for v, k in numbers), flush=True)
             if tries is OWN:

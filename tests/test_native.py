@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,7 @@ import torch
 from polyattn import Batch, LayerSpec, select
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
+from polyattn.errors import SettingsError
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
 from polyattn.registry.discovery import refresh
@@ -264,9 +266,16 @@ def test_store_has_torch_s_bits(isa, stored):
 
 
 @needs_library
-def test_an_unknown_instruction_set_is_named(monkeypatch):
+def test_an_unknown_instruction_set_is_an_error_that_names_those_here(monkeypatch):
     monkeypatch.setenv(library.ISA_VARIABLE, "avx1024")
-    assert "POLYATTN_CPU_ISA='avx1024'" in (library.why_not() or "")
+    says = f"POLYATTN_CPU_ISA='avx1024'.*{', '.join(library.isas())}; name one of these or unset it"
+    refresh()
+    try:
+        with pytest.raises(SettingsError, match=says):
+            select(make_spec())
+        assert any(re.search(says, problem) for problem in doctoring.examine()["problems"])
+    finally:
+        refresh()
 
 
 @needs_library

@@ -8,7 +8,7 @@ from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.reference import forward
-from polyattn.kernel import BatchError, RecurrentSpec
+from polyattn.kernel import AttentionKind, BatchError, RecurrentSpec
 from polyattn_cpu.native import library
 
 pytestmark = pytest.mark.skipif(
@@ -19,6 +19,16 @@ ISAS = library.isas() if library.why_not() is None else ("none",)
 LAYERS = {  # kind, heads, key heads, head size, form
     "convolution": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=4, activation="silu")),
     "width 2": ("short_conv", 64, 1, 1, RecurrentSpec(conv_width=2)),
+    "convolution, drafts": ("short_conv", 100, 1, 1, RecurrentSpec(conv_width=4, draft_tokens=3)),
+    "width 2, drafts": ("short_conv", 33, 1, 1, RecurrentSpec(conv_width=2, draft_tokens=30)),
+    "mamba1, gated": ("mamba1", 130, 1, 1, RecurrentSpec(state_size=16, gated=True)),
+    "mamba2, gated, B and C in float32": (
+        "mamba2",
+        4,
+        2,
+        24,
+        RecurrentSpec(state_size=40, gated=True, bc_in_float32=True),
+    ),
     "mamba1": ("mamba1", 130, 1, 1, RecurrentSpec(state_size=16)),
     "mamba1, odd state": ("mamba1", 40, 1, 1, RecurrentSpec(state_size=7)),
     "mamba2": ("mamba2", 4, 2, 24, RecurrentSpec(state_size=128)),
@@ -85,7 +95,7 @@ def test_every_recurrence_agrees_with_float64(isa, layer, step, dtype):
     assert float((out.double() - want[:-1]).abs().max() / want[:-1].abs().max()) <= allowed
     used = made.slots
     assert float((states.double() - after)[used].abs().max() / after[used].abs().max()) <= (
-        allowed if layer in ("convolution", "width 2") else 1e-5
+        allowed if made.spec.kind is AttentionKind.SHORT_CONV else 1e-5
     )
     assert bool(states[made.unused].isnan().all())
 
@@ -103,6 +113,53 @@ def test_threads_change_no_bit(isa, layer):
         torch.set_num_threads(before)
     assert torch.equal(out, again)
     assert torch.equal(states.nan_to_num(), states_again.nan_to_num())
+
+
+TARGETS = torch.tensor([[7, 8, 9, 10], [11, -1, -1, -1], [1, 12, 13, -1], [-1, -1, -1, -1]])
+"""Where the states of drafts of 4, 1 and 3 tokens go, the third's first to its own slot."""
+
+
+def drafted(layer, dtype, targets=TARGETS):
+    """Return a step whose tokens' states go to slots of their own, and its batch."""
+    made = Step(LAYERS[layer], dtype, [4, 1, 3], [9, 1, 40])
+    slots = torch.tensor([0, 3, 1, -1])
+    wide = made.group.allocate_states(14)
+    wide.data.copy_(recurrent_state(made.spec, tuple(wide.data.shape), torch.Generator()))
+    made.states = wide
+    made.batch = Batch.from_lens(
+        [4, 1, 3, 1], [9, 1, 40, 0], state_slots=slots, state_targets=targets
+    )
+    return made
+
+
+@pytest.mark.parametrize("layer", [name for name in LAYERS if LAYERS[name][4].draft_tokens == 0])
+def test_each_drafts_state_goes_to_its_slot(isa, layer):
+    made = drafted(layer, "float32")
+    assert [call.phase for call in made.group.plan(made.batch).calls] == ["decode"]
+    given = dict(zip(made.layer.form.inputs, made.inputs, strict=True))
+    want, after = forward(made.spec, given, made.layer.params, made.states.data, made.batch)
+    out, states = made.run()
+    assert float((out.double() - want[:-1]).abs().max() / want.abs().max()) <= 2e-5
+    assert float((states.double() - after).abs().max() / after.abs().max()) <= 1e-5
+    kept = [0, 2, 3, 4, 5, 6]
+    assert torch.equal(states[kept], made.states.data[kept])
+
+
+@pytest.mark.parametrize(
+    ("row", "token", "slot", "says"),
+    [
+        (0, 3, 14, "state_targets goes up to 14: there are 14 slots"),
+        (2, 1, -1, r"state_targets\[2, 1\]=-1: each of the sequence's 3 tokens needs a slot"),
+    ],
+)
+def test_a_target_out_of_range_changes_nothing(row, token, slot, says):
+    targets = TARGETS.clone()
+    targets[row, token] = slot
+    made = drafted("delta rule", "float32", targets)
+    before = made.states.data.clone()
+    with pytest.raises(BatchError, match=says):
+        made.layer(*made.inputs, states=made.states, plan=made.group.plan(made.batch))
+    assert torch.equal(before, made.states.data)
 
 
 def test_a_slot_out_of_range_changes_nothing():

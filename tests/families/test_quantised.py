@@ -139,6 +139,25 @@ def test_what_is_written_into_a_tensor_counts_for_the_next_step() -> None:
     torch.testing.assert_close(third, 3 * first)
 
 
+@pytest.mark.parametrize(("scales", "remedy"), [("number", "scales='tensor'"), ("tensor", "write")])
+def test_a_captured_graph_keeps_no_scale_that_was_replaced(
+    scales: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the number, or the tensor's address: replacing either would change nothing, in silence."""
+    from polyattn.families.attention import layer as module
+
+    layer = layer_of(SPEC.replace(scales=scales))
+    monkeypatch.setattr(layer, "_seals", True)  # as of a spec whose steps are captured
+    layer.v_scale = 2.0
+    monkeypatch.setattr(module, "capturing", lambda tensor: True)
+    run(layer, [1], fused(1))
+    with pytest.raises(
+        SpecError, match=f"v_scale is replaced after a graph was captured.*{remedy}"
+    ):
+        layer.v_scale = 4.0
+    assert float(layer.params.v_scale if scales == "number" else layer.params.v_scale[0]) == 2.0
+
+
 def test_a_tensor_of_another_dtype_is_followed_too() -> None:
     scale = torch.tensor(1.0, dtype=torch.float64)
     layer, rows = layer_of(SPEC.replace(scales="tensor"), v_scale=scale), fused(1)

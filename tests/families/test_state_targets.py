@@ -26,7 +26,7 @@ SPECS = {
 
 
 @pytest.mark.parametrize("kind", SPECS)
-@pytest.mark.parametrize("backend", ["TORCH_SCAN", "VANILLA_SCAN"])
+@pytest.mark.parametrize("backend", ["TORCH_SCAN", "NATIVE_SCAN", "VANILLA_SCAN"])
 def test_rejected_drafts_leave_no_trace(kind: str, backend: str) -> None:
     """Two sequences take 4 drafts a step and accept some: as if only those had ever come."""
     spec, dice = SPECS[kind], torch.Generator().manual_seed(0)
@@ -92,7 +92,7 @@ def test_a_wide_convolution_state_forgets_rejected_drafts(backend: str, drafts: 
 def test_who_has_no_wide_states_says_so() -> None:
     spec = SPECS["short_conv"].replace(recurrent=RecurrentSpec(conv_width=4, draft_tokens=3))
     with pytest.raises(SelectionError, match="a convolution's state with room for drafts"):
-        select(spec, "cpu", backend="NATIVE_SCAN")
+        select(spec, "h200", backend="CAUSAL_CONV1D")
     with pytest.raises(SpecError, match=r"draft_tokens=3: only a short convolution's state"):
         SPECS["gdn"].replace(recurrent=RecurrentSpec(state_size=16, draft_tokens=3))
     layer = Recurrent(LayerGroup(select(spec, "cpu")), **recurrent_params(spec, torch.Generator()))
@@ -140,7 +140,8 @@ def test_two_sequences_go_on_from_one_prefix() -> None:
 )
 def test_what_does_not_fit_is_refused(targets: list[int], said: str) -> None:
     spec, dice = SPECS["mamba2"], torch.Generator().manual_seed(2)
-    layer = Recurrent(LayerGroup(select(spec, "cpu")), checks=True, **recurrent_params(spec, dice))
+    group = LayerGroup(select(spec, "cpu", backend="TORCH_SCAN"))
+    layer = Recurrent(group, checks=True, **recurrent_params(spec, dice))
     states = layer.group.allocate_states(8)
     states.data.zero_()
     batch = Batch.from_lens(

@@ -11,6 +11,8 @@ struct Recurrence {
   pa_scan_kind kind;
   int heads, groups, rows, columns;  // rows and columns of a head's state
   bool option;  // softplus of the steps, keys of unit length, or SiLU
+  int drafts = 0;  // inputs that a convolution's state has room for beyond those that a token reads
+  bool targets = false;  // each token's state goes to a slot of its own
 };
 
 // One input of a step, (tokens, heads, size).
@@ -27,10 +29,11 @@ struct Rows {
 
 struct Scan {
   // Sequences of so many tokens, into slots of which one is nobody's; the last is padding.
-  static constexpr int SEQS = 4, SLOTS = 5;
+  static constexpr int SEQS = 4, SLOTS = 5, LONGEST = 35;
   const int32_t starts[SEQS + 1] = {0, 35, 36, 36, 38};
   const int64_t slots[SEQS] = {3, 0, 4, -1};
-  const uint8_t fresh[SEQS] = {1, 0, 0, 0};
+  const int32_t before[SEQS] = {0, 2, 70, 0};
+  std::vector<int64_t> goals;
   const Recurrence &is;
   int dtype;
   std::mt19937 random{11};
@@ -44,14 +47,16 @@ struct Scan {
     switch (is.kind) {
       case PA_SHORT_CONV:
         take({{is.heads, 1}});
-        number({is.heads * (is.columns + 1), is.heads});
+        number({is.heads * (is.columns - is.drafts + 1), is.heads});
         break;
       case PA_MAMBA1:
         take({{is.heads, 1}, {is.heads, 1}, {1, is.columns}, {1, is.columns}});
+        if (is.option) take({{is.heads, 1}});
         number({is.heads * is.columns, is.heads, is.heads});
         break;
       case PA_MAMBA2:
         take({{is.heads, is.rows}, {is.heads, 1}, {is.groups, is.columns}, {is.groups, is.columns}});
+        if (is.targets) take({{is.heads, is.rows}});
         number({is.heads, is.heads, is.heads});
         break;
       case PA_LINEAR:
@@ -82,33 +87,40 @@ struct Scan {
 
   double error(const char *isa) {
     const int each = is.kind == PA_SHORT_CONV || is.kind == PA_MAMBA1 ? 1 : is.rows;
-    const int64_t slot = (int64_t)is.heads * each * is.columns;
+    const int64_t slot = (int64_t)is.heads * each * is.columns, slots_of = SLOTS + (is.targets ? starts[SEQS - 1] : 0);
     const int wide = is.kind <= PA_MAMBA1 ? 1 : is.kind == PA_MAMBA2 ? is.rows : is.columns;
     const int kept = is.kind == PA_SHORT_CONV ? dtype : (int)PA_F32;
-    Stored states(kept, (size_t)SLOTS * slot, random);
+    Stored states(kept, (size_t)slots_of * slot, random);
     state.clear();
-    for (int64_t i = 0; i < SLOTS * slot; i++) state.push_back(states[i]);
+    for (int64_t i = 0; i < slots_of * slot; i++) state.push_back(states[i]);
     Stored got(dtype, (size_t)starts[SEQS] * is.heads * wide, random);
     out.assign((size_t)starts[SEQS] * is.heads * wide, 0);
     pa_scan scan = {};
     scan.kind = is.kind, scan.dtype = dtype, scan.state_dtype = kept;
     scan.num_seqs = SEQS, scan.num_heads = is.heads, scan.num_groups = is.groups;
-    scan.rows = each, scan.columns = is.columns;
-    scan.starts = starts, scan.slots = slots, scan.fresh = fresh;
+    scan.rows = is.kind == PA_SHORT_CONV ? is.columns - is.drafts : each, scan.columns = is.columns;
+    scan.starts = starts, scan.slots = slots, scan.before = before;
+    goals.assign(SEQS * LONGEST, -1);
+    for (int seq = 0, next = SLOTS; seq < SEQS - 1; seq++) {
+      for (int t = starts[seq]; t < starts[seq + 1]; t++) goals[seq * LONGEST + t - starts[seq]] = next++;
+    }
+    if (is.targets) scan.targets = goals.data(), scan.target_row = LONGEST;
     for (size_t i = 0; i < in.size(); i++) scan.inputs[i] = in[i].given(dtype);
     for (size_t i = 0; i < params.size(); i++) scan.params[i] = params[i].data();
     scan.states = states.bytes.data(), scan.out = got.bytes.data();
-    scan.num_slots = SLOTS, scan.state_slot = slot;
+    scan.num_slots = slots_of, scan.state_slot = slot;
     scan.softplus = scan.unit_keys = scan.silu = is.option;
     scan.scale = (float)scale;
     if (pa_scan_step(isa, &scan, 2)) return 1e9;
-    const std::vector<double> before = state;
     for (int seq = 0; seq < SEQS; seq++) {
       if (slots[seq] < 0) continue;
-      double *mine = &state[slots[seq] * slot];
-      if (fresh[seq]) std::fill(mine, mine + slot, 0.0);
+      std::vector<double> mine(&state[slots[seq] * slot], &state[slots[seq] * slot] + slot);
+      if (!before[seq]) std::fill(mine.begin(), mine.end(), 0.0);
       for (int t = starts[seq]; t < starts[seq + 1]; t++) {
-        for (int h = 0; h < is.heads; h++) token(t, h, mine + (int64_t)h * each * is.columns, wide);
+        position = before[seq] + t - starts[seq];
+        for (int h = 0; h < is.heads; h++) token(t, h, &mine[(int64_t)h * each * is.columns], wide);
+        const int64_t to = is.targets ? goals[seq * LONGEST + t - starts[seq]] : slots[seq];
+        std::copy(mine.begin(), mine.end(), &state[to * slot]);
       }
     }
     double worst = 0, largest = 1e-9, worst_state = 0, largest_state = 1e-9;
@@ -125,6 +137,8 @@ struct Scan {
   }
 
  private:
+  int position = 0;  // of the token under way
+
   static double off(double a, double b) { return a - b == a - b ? std::fabs(a - b) : 1e9; }
   static double silu(double x) { return x / (1 + std::exp(-x)); }
 
@@ -168,17 +182,22 @@ struct Scan {
     else keys(t, h, mine, y);
   }
   void convolve(int t, int h, double *mine, double *y) {
-    const float *weight = &params[0][(size_t)h * (is.columns + 1)];
-    double sum = params[1][h] + weight[is.columns] * in[0](t, h);
-    for (int i = 0; i < is.columns; i++) sum += weight[i] * mine[i];
+    const int kept = is.columns - is.drafts;
+    const float *weight = &params[0][(size_t)h * (kept + 1)];
+    double sum = params[1][h] + weight[kept] * in[0](t, h);
+    auto place = [&](int i) {  // of the i-th input that a token reads
+      return is.drafts ? (position - kept + i + is.columns) % is.columns : i;
+    };
+    for (int i = 0; i < kept; i++) sum += weight[i] * mine[place(i)];
     *y = is.option ? silu(sum) : sum;
-    std::copy(mine + 1, mine + is.columns, mine);
-    mine[is.columns - 1] = in[0](t, h);
+    if (!is.drafts) std::copy(mine + 1, mine + is.columns, mine);
+    mine[is.drafts ? position % is.columns : kept - 1] = in[0](t, h);
   }
   void mamba(int t, int h, double *mine, double *y) {
     const bool one = is.kind == PA_MAMBA1;
     const int group = one ? 0 : h / (is.heads / is.groups);
     const double dt = step_size(in[1](t, h), h);
+    const bool gated = in.size() == 5;
     for (int r = 0; r < (one ? 1 : is.rows); r++) {
       const double x = in[0](t, h, r);
       y[r] = params[1][h] * x;
@@ -187,6 +206,7 @@ struct Scan {
         s = std::exp(dt * params[0][one ? h * is.columns + n : h]) * s + dt * in[2](t, group, n) * x;
         y[r] += s * in[3](t, group, n);
       }
+      if (gated) y[r] *= silu(in[4](t, h, r));
     }
   }
   // The key's length where it is made a unit, else 1.
@@ -227,7 +247,12 @@ struct Scan {
 
 static void check_scan(Tally &tally) {
   const Recurrence all[] = {{"convolution", PA_SHORT_CONV, 70, 1, 1, 3, true},
-                            {"Mamba-1", PA_MAMBA1, 70, 1, 1, 16, true},
+                            {"convolution, drafts", PA_SHORT_CONV, 70, 1, 1, 7, true, 4},
+                            {"convolution, targets", PA_SHORT_CONV, 70, 1, 1, 3, true, 0, true},
+                            {"Mamba-1, gated", PA_MAMBA1, 70, 1, 1, 16, true},
+                            {"Mamba-1, targets", PA_MAMBA1, 70, 1, 1, 16, false, 0, true},
+                            {"Mamba-2, gated, targets", PA_MAMBA2, 2, 1, 24, 64, true, 0, true},
+                            {"gated delta rule, targets", PA_GDN, 4, 2, 21, 21, true, 0, true},
                             {"Mamba-1", PA_MAMBA1, 9, 1, 1, 7, false},
                             {"Mamba-2", PA_MAMBA2, 4, 2, 24, 64, true},
                             {"Mamba-2", PA_MAMBA2, 2, 1, 9, 10, true},

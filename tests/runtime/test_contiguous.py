@@ -81,10 +81,16 @@ def test_other_backends_refuse_it_by_name() -> None:
     assert chosen is not None and chosen.layout != "contiguous", "nobody's choice but the engine's"
 
 
+def test_places_may_be_a_tensor() -> None:
+    cache = KVCache.contiguous(torch.zeros(3, 2, 1, 8, 4))
+    assert torch.equal(cache.sequence_table(torch.tensor([2, 0])), cache.sequence_table([2, 0]))
+
+
 def test_bad_input() -> None:
     cache = KVCache.contiguous(torch.zeros(2, 2, 1, 8, 4))
     for places, text in (
         ([2], r"sequences\[0\]=2"),
+        (torch.tensor([0, 2]), r"sequences\[1\]=2"),
         ([0, -1], r"sequences\[1\]=-1"),
         ([True], "True"),
     ):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
 from polyattn import Batch, TensorRTLLMMetadata, VLLMMetadata
@@ -80,3 +83,14 @@ def test_a_padding_row_has_computed_nothing() -> None:
     padded = Batch.from_lens([1, 1], [3, 0])
     assert VLLMMetadata(padded).num_computed_tokens_cpu.tolist() == [2, 0]
     assert TensorRTLLMMetadata(padded).num_cached_tokens_per_seq == [2, 0]
+
+
+@pytest.mark.parametrize("view", [TensorRTLLMMetadata, VLLMMetadata])
+def test_a_name_that_a_batch_has_not_says_whose_it_is(view: Any) -> None:
+    seen = view(STEP)
+    with pytest.raises(AttributeError, match="has no 'kv_cache_manager': a batch doesn't hold"):
+        _ = seen.kv_cache_manager
+    with pytest.raises(AttributeError, match="did you mean"):
+        _ = seen.num_token if view is TensorRTLLMMetadata else seen.seq_len
+    assert not hasattr(seen, "request_ids")
+    assert copy.copy(seen).batch is STEP

@@ -17,6 +17,7 @@ from polyattn.runtime.shared_prefix import (
     SharedRun,
     check_forest,
     check_shared_blocks,
+    most_saved,
     restricted,
     shared_prefixes,
 )
@@ -75,6 +76,24 @@ def test_agrees_with_the_definition(case: tuple[Table, list[int], int]) -> None:
     for level in levels:
         assert list(level) == sorted(level, key=lambda run: run.rows)
         assert all(run.count > 0 and list(run.rows) == sorted(run.rows) for run in level)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(case=tables())
+def test_no_more_is_saved_than_rows_that_begin_alike_hold(
+    case: tuple[Table, list[int], int],
+) -> None:
+    table, lens, size = case
+    saved = sum(run.saved for level in shared_prefixes(table, lens, size) for run in level)
+    assert saved <= most_saved(table, np.array(lens, np.int64), size)
+
+
+def test_what_is_saved_at_most_by_hand() -> None:
+    table = np.array([[7, 1, 2], [3, 4, 5], [7, 1, 9], [7, 1, 2]], np.int32)
+    lens = np.array([12, 12, 8, 4])
+    # Rows 0, 2 and 3 begin alike: all that 2 and 3 hold could be row 0's.
+    assert most_saved(table, lens, 4) == 2 + 1
+    assert most_saved(table[:2], lens[:2], 4) == 0
 
 
 def test_two_levels_by_hand() -> None:
@@ -163,6 +182,21 @@ def test_what_is_given_wrong_is_refused_by_name() -> None:
         BatchError, match="rows 0 and 1 share block 1, where block_table has 1 and 4"
     ):
         check_shared_blocks(((run,),), table)
+
+
+def test_many_pairs_cost_little_more_than_one() -> None:
+    """128 pairs that share a first block are looked at together, in a twentieth of one by one."""
+    one = np.random.default_rng(0).permutation(256 * 128).astype(np.int32).reshape(256, 128)
+    many = one.copy()
+    one[1, 0], many[1::2, 0] = one[0, 0], many[::2, 0]
+    lens, best = [2048] * 256, {1: float("inf"), 128: float("inf")}
+    for _ in range(30):
+        for pairs, table in ((1, one), (128, many)):
+            started = time.perf_counter()
+            ((*runs,),) = shared_prefixes(table, lens, 16)
+            best[pairs] = min(best[pairs], time.perf_counter() - started)
+            assert runs == [SharedRun((2 * i, 2 * i + 1), 0, 1) for i in range(pairs)]
+    assert best[128] < 10 * best[1], best
 
 
 def test_costs_next_to_nothing_where_nothing_is_shared() -> None:

@@ -21,6 +21,7 @@ from polyattn.registry.timings import FORMAT, Timings, read_table, timings
 from polyattn.selection.prediction import Predictor, shape_of_decodes, shape_of_step
 from polyattn.selection.step_choice import ALL, StepChoice
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
+from polyattn.tools.cli.models import bundled
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32")
 
@@ -82,6 +83,16 @@ def test_short_rows_count_whole_tiles_of_queries() -> None:
     wide = SPEC.replace(num_heads=32)
     assert shape_of_step(wide, [5, 2], [100, 50]).pairs == (100 * 128 + 50 * 64) // 16
     assert shape_of_step(SPEC, [17], [17]).pairs == 17 * 18 // 2
+
+
+def test_tiles_are_counted_over_all_kv_heads() -> None:
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=64)
+    assert shape_of_step(spec, [1, 33, 32], [50, 50, 50]).tiles == 8 * (1 + 2 + 1)
+    assert shape_of_step(spec, [1] * 5, [50] * 5).tiles == 40
+    mla = LayerSpec.from_hf_config(bundled("models", "deepseek-v3.json"))[0].replace(num_heads=129)
+    assert (
+        shape_of_decodes(mla, [50] * 5).tiles == shape_of_step(mla, [1] * 5, [50] * 5).tiles == 10
+    )
 
 
 def test_lengths_may_be_arrays() -> None:
@@ -161,7 +172,8 @@ def written(path: Path, models: list[TimingModel], **changes: Any) -> Path:
         "models": [
             {
                 "backend": m.backend, "kind": m.kind, "layer": {"head_size": 32}, "of": ["torch"],
-                "overlap": m.overlap, "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
+                "overlap": m.overlap, "whole": m.whole,
+                "coefficients": dict(zip(TERMS, m.coefficients, strict=True)),
             }
             for m in models
         ],
@@ -286,6 +298,8 @@ BAD_MODELS = {
     "colour": {"layer": {"colour": "red"}},
     "list of packages": {"of": "torch"},
     "overlap='yes'": {"overlap": "yes"},
+    "whole=-1": {"whole": -1},
+    "whole=True": {"whole": True},
 }
 
 

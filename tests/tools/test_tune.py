@@ -73,18 +73,52 @@ def test_a_fit_predicts_what_it_was_not_fitted_to(kind: str, overlap: bool) -> N
 
 
 def test_the_fit_predicts_as_the_choice_does() -> None:
-    shapes = [StepShape(3, 9, 700, 500, 4000), StepShape(1, 1, 90_000, 90_000, 90_000)]
+    shapes = [StepShape(3, 9, 700, 500, 4000, 24), StepShape(1, 1, 90_000, 90_000, 90_000, 8)]
     coefficients = (5.0, 0.3, 2e-6, 4e-5, 1e-8, 3e-6)
     for overlap in (False, True):
-        for spec in HEADS:
-            predictor = Predictor(spec, [TimingModel("A", "short", coefficients, overlap)])
-            among = predictor.among("short", ["A"])
-            table = features([Point(spec, shape, 1.0, 0) for shape in shapes])
-            found = predict(table, np.array(coefficients), overlap)
-            expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
-            np.testing.assert_allclose(found, expected)
-            slower = (("B", tuple(1.01 * w for w in among[0][1]), overlap, 1.0), *among)
-            assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
+        for whole in (0, 24):
+            for spec in HEADS:
+                model = TimingModel("A", "short", coefficients, overlap, whole=whole)
+                predictor = Predictor(spec, [model])
+                among = predictor.among("short", ["A"])
+                table = features([Point(spec, shape, 1.0, 0) for shape in shapes], whole)
+                found = predict(table, np.array(coefficients), overlap)
+                expected = [predictor.evaluate(among, shape)["A"] for shape in shapes]
+                np.testing.assert_allclose(found, expected)
+                terms = [sum(predictor.terms("short", "A", shape).values()) for shape in shapes]
+                np.testing.assert_allclose(terms, expected)
+                slower = (("B", tuple(1.01 * w for w in among[0][1]), overlap, 1.0, whole), *among)
+                assert {predictor.fastest(slower, shape) for shape in shapes} == {"A"}
+                faster = (("B", tuple(0.99 * w for w in among[0][1]), overlap, 1.0, whole), *among)
+                assert {predictor.fastest(faster, shape) for shape in shapes} == {"B"}
+
+
+def test_a_fit_finds_from_how_many_tiles_on_keys_stay_whole() -> None:
+    """A library that cuts keys until its grid is full: the longest row counts from there on."""
+    truth, found = (10.0, 0.0, 3e-7, 2e-5, 0.0, 0.0), []
+    source = random.Random(4)
+    for spec in HEADS:
+        cutting = TimingModel("A", "decode", truth, True, whole=256)
+        predictor = Predictor(spec, [cutting])
+        for step, sample in enumerate(samples(SIZE, 5, TRACE)):
+            if sample.kind == "decode":
+                shape = shape_of_step(spec, sample.queries, sample.lens)
+                us = predictor.evaluate(predictor.among("decode", ["A"]), shape)["A"]
+                found.append(Point(spec, shape, us * source.lognormvariate(0, 0.02), step))
+    made = fit(found)
+    assert made is not None and made.error < 0.03
+    between = sorted({p.shape.tiles for p in found})
+    assert not [n for n in between if min(256, made.whole) <= n < max(256, made.whole)]
+    # Rows enough and one much longer than the rest: as long as that one alone takes.
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=64)
+    predictor = Predictor(spec, [TimingModel("A", "decode", made.coefficients, made.overlap,
+                                             whole=made.whole)])  # fmt: skip
+    among = predictor.among("decode", ["A"])
+    few, many = (
+        predictor.evaluate(among, shape_of_step(spec, [1] * n, [100_000] + [100] * (n - 1)))["A"]
+        for n in (8, 64)
+    )
+    assert many > 2 * few
 
 
 def test_an_outlier_does_not_lead_the_fit_astray() -> None:

@@ -1,7 +1,7 @@
 """All that a plugin's hook module imports. Light: neither torch nor any vendor's library."""
 
 from polyattn.device import Device
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, SettingsError
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
@@ -27,6 +27,7 @@ __all__ = [
     "Priority",
     "Proof",
     "Role",
+    "SettingsError",
     "Sizes",
     "Variant",
     "absorbed",

@@ -18,6 +18,7 @@ from polyattn_triton.schedule import (
     COLUMNS,
     EVEN,
     HEADER,
+    Chip,
     Rates,
     Tiles,
     key_tiles,
@@ -165,6 +166,40 @@ def test_one_long_sequence_among_short_ones_is_cut() -> None:
     found = list(walk(stretches(keys, 99, Rates()).work(tiles), 99))
     assert sum(p.tile == 0 for p in found) in range(64, 68)
     assert max(p.end - p.begin for p in found) <= 32
+
+
+@given(KEYS.filter(any), st.integers(1, 32), st.integers(1, 16), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_fewer_programs_end_no_later_than_as_many_as_fit(
+    keys: list[int], heads: int, at_once: int, least: int
+) -> None:
+    chip, total, longest = Chip(132, heads), sum(keys), max(keys)
+    most = max(1, 3 * 132 // heads)
+    found = chip.programs(most, total, longest, least, at_once)
+    assert 1 <= found <= most
+
+    def us(programs: int) -> float:
+        return chip.duration(total, longest, max(total / programs, least), at_once)
+
+    assert us(found) <= us(most)
+    splits = chip.splits(most, longest, len(keys), at_once)
+    assert 1 <= splits <= most and (splits == most or splits % at_once == 0)
+
+
+def test_programs_are_so_many_that_merging_their_parts_is_worth_it() -> None:
+    """A group of 16 heads merges four parts of 128 columns at once, one of 8 eight (H200)."""
+    # One sequence of 16,889 tokens on one KV head: 128 splits took 48 us, merging 30 of them.
+    assert 16 <= Chip(132, 1).splits(128, 264, 1, 4) <= 40
+    # Where parts are few or small, as many as there are processors.
+    assert Chip(132, 8).splits(16, 264, 1, 16) == 16
+    assert Chip(132, 4).programs(99, 1400, 65, 3, 8) == 99
+    # 9,049 + 2,306 + 23,633 + 15,228 + 15,374 tokens on 2 KV heads: 48 parts of one, or 24.
+    keys = np.array([142, 37, 370, 238, 241])
+    programs = Chip(132, 2).programs(198, int(keys.sum()) + 5, 371, 3, 8)
+    assert programs == 66 and stretches(keys, programs, Rates()).most_parts() <= 24
+    # 128k among 63 of 1k on 4 KV heads: a processor with one program reads a tenth slower
+    # (115.3 us; with two 109.7).
+    assert Chip(132, 4).programs(99, 2048 + 63 * 17, 2049, 3, 8) == 66
 
 
 def test_cutting_can_be_seen_to_fail() -> None:

@@ -67,6 +67,7 @@ VANILLA = _vanilla(
     kinds=frozenset({AttentionKind.ATTENTION}),
     roles=frozenset(Role),
     cached=frozenset({True, False}),
+    padding_rows=True,
     features=frozenset(FEATURES) - RECURRENT,
 )
 VANILLA_MLA = _vanilla(

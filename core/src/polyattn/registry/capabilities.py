@@ -71,6 +71,9 @@ class Capabilities:
       their rows, in its own launch.
     - `state_targets`: of a recurrence, whether its decode takes a step's drafts in one launch, the state
       after each token going where `Batch.state_targets` says; for others core decodes token by token.
+    - `padding_rows`: of attention, whether rows of several query tokens may be padding: length 0, known
+      to the device alone where a step is planned by bounds; output 0, LSE -inf. Of one token they
+      always may; for others such a step is refused.
     - `by_address`: whether its `addressed` takes keys that are given whole by their addresses alone, so
       that a short step costs the host little.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
@@ -108,6 +111,7 @@ class Capabilities:
     decode_query_lens: int = 1
     shared_prefix: bool = False
     state_targets: bool = False
+    padding_rows: bool = False
     by_address: bool = False
     rotates: frozenset[str] = frozenset()
     features: frozenset[str] = frozenset({"causal", "gqa"})

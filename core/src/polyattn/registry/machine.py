@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from polyattn.device import Device
-from polyattn.errors import DeviceError, PluginError, describe, plain, shown
+from polyattn.errors import DeviceError, PluginError, SettingsError, describe, plain, shown
 from polyattn.registry import lookup, typed
 from polyattn.registry.guard import LatePluginError, PluginCall, within
 from polyattn.registry.hooks import Platform
@@ -116,7 +116,10 @@ class Fault(str):
 
 
 def availability(info: BackendInfo, timeout: float) -> str | None:
-    """Return why `info` can't run on this machine, or None. Imports no vendor library."""
+    """Return why `info` can't run on this machine, or None. Imports no vendor library.
+
+    Raises `SettingsError` where a setting of its plugin's own can't be honoured.
+    """
     return availabilities([info], timeout)[0]
 
 
@@ -203,6 +206,8 @@ def _probe_answer(call: PluginCall, timeout: float) -> str | None:
     try:
         answer = call.answer(timeout, "POLYATTN_PROBE_TIMEOUT")
     except PluginError as error:
+        if isinstance(error.__cause__, SettingsError):  # the user's to mend, so never passed over
+            raise SettingsError(plain(str(error.__cause__))) from error
         return Fault(describe(error))
     if answer is None:
         return None

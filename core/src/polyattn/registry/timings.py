@@ -206,10 +206,13 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     values = tuple(float(coefficients[term]) for term in TERMS)
     if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
         raise ValueError(f"coefficients={values} must be finite, not negative, and not all zero")
+    whole = entry.get("whole", 0)
+    if not isinstance(whole, int) or isinstance(whole, bool) or whole < 0:
+        raise ValueError(f"whole={whole!r} must be a whole number of tiles, 0 or more")
     error, margin = float(entry.get("error", 0.0)), float(entry.get("margin", 0.0))
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin={margin} must be finite and not negative")
-    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin)
+    model = TimingModel(backend.upper(), kind, values, overlap, error, source, margin, whole)
     return model, tuple(sorted(layer.items())), of
 
 

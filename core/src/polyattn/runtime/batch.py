@@ -26,6 +26,7 @@ from polyattn.runtime.shared_prefix import (
     check_forest,
     check_own_tokens,
     may_share,
+    most_saved,
     restricted,
     shared_prefixes,
 )
@@ -319,6 +320,13 @@ class Batch(Lengths):
         if table is None or not may_share(table):
             return ()
         return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
+
+    def most_shared(self, block_size: int) -> int:
+        """Return how many block reads `host_block_table` may show to be saved, not looked at closely."""
+        table = self.host_block_table
+        if table is None:
+            return 0
+        return most_saved(table, np.maximum(self.host_lens - 1, 0), block_size)
 
     def with_shared_prefix(self, levels: Levels | None) -> Batch:
         """Return the same batch, told which blocks its rows share."""

@@ -139,23 +139,40 @@ def _as_wide(tensor: torch.Tensor) -> bool:
     return tensor[:0].long().dtype == torch.int32
 
 
-def check_queries(batch: Batch, padding: int | None = 1) -> None:
-    """Check that each length counts its query's tokens.
+def check_queries(batch: Batch) -> int | None:
+    """Check that each length counts its query's tokens, but a padding row's, which is 0.
 
-    A padding row (length 0, of up to `padding` query tokens, None: any) is let through. Raises
-    `BatchError`.
+    Returns the first padding row of several query tokens, None without one. Raises `BatchError`.
     """
     queries, lens = batch.host_query_lens, batch.host_lens
     missing = lens < queries
     if not missing.any():
-        return
+        return None
+    several = None
     for index in missing.nonzero()[0].tolist():
         query, length = batch.query_lens[index], batch.lens[index]
-        if length or query > (query if padding is None else padding):
+        if length:
             raise BatchError(
                 f"seq_lens[{index}]={length} is shorter than its query of {query} tokens; it counts "
                 "cached context plus new tokens"
             )
+        if query > 1 and several is None:
+            several = index
+    return several
+
+
+def check_padding(batch: Batch, unable: Sequence[str]) -> None:
+    """Check the queries of a step. `unable`: who of those that may run it takes padding rows of one query
+    token alone. Raises `BatchError`.
+    """
+    several = check_queries(batch)
+    if several is not None and unable:
+        raise BatchError(
+            f"seq_lens[{several}]=0 is shorter than its query of {batch.query_lens[several]} tokens, and "
+            f"{', '.join(sorted(set(unable)))} takes padding rows (length 0) of one query token alone; "
+            "count cached context plus new tokens, give padding as rows of one token, or choose a "
+            "backend that claims padding_rows"
+        )
 
 
 def check_table_width(batch: Batch, block_size: int) -> None:
@@ -224,10 +241,11 @@ def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
             "needs a slot of its own"
         )
     for index, (query, length) in enumerate(zip(batch.query_lens, batch.lens, strict=True)):
-        if length == 0 and query == 1 and int(slots[batch.starts[index]]) != -1:
+        first = batch.starts[index]
+        if length == 0 and bool((slots[first : first + query] != -1).any()):
             raise BatchError(
-                f"seq_lens[{index}]=0 is shorter than its query of 1 token; a padding row's slot "
-                f"must be -1, not {int(slots[batch.starts[index]])}"
+                f"seq_lens[{index}]=0 is shorter than its query of {query} token{'s' * (query > 1)}; a "
+                f"padding row's slots must be -1, not {slots[first : first + query].tolist()[:4]}"
             )
 
 
@@ -261,12 +279,13 @@ def _check_state_targets(batch: Batch, targets: torch.Tensor, num_slots: int) ->
     sources = {slot: index for index, slot in enumerate(slots) if slot >= 0}
     shared = {slot for slot in slots if slots.count(slot) > 1}
     for index, row in enumerate(targets.view(batch.num_seqs, -1).tolist()):
-        wanted = batch.query_lens[index] if batch.lens[index] else 0
+        wanted = batch.query_lens[index] if slots[index] >= 0 else 0
         if targets.dim() == 1:
             wanted = min(wanted, 1)
         for token, slot in enumerate(row):
             what = f"state_targets[{index}{f', {token}' * (targets.dim() == 2)}]"
-            if not -1 <= slot < num_slots or (slot >= 0) != (token < wanted):
+            missing = slot < 0 and token < wanted and not batch.lens_are_bounds
+            if not -1 <= slot < num_slots or (slot >= 0 and token >= wanted) or missing:
                 raise BatchError(
                     f"{what}={slot}: there are {num_slots} slots; each of a sequence's {wanted} states "
                     "has one, and what lies behind them is -1"

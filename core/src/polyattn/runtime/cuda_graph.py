@@ -42,7 +42,7 @@ class StepGraph:
         """
         tokens, batch = self.buffers.num_tokens, self.buffers.longest()
         self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
-        self.plans = {group: group.plan(batch) for group in self.groups}
+        self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
@@ -62,9 +62,13 @@ class StepGraph:
                 f"{batch} of up to {batch.max_query_len} query tokens and {batch.max_seq_len} keys "
                 f"doesn't fit a graph captured for {buffers.size} and {buffers.max_len} keys"
             )
+        for group in self.groups:
+            problem = group.planner.replay_problem(batch)
+            if problem is not None:
+                raise BatchError(problem)
         filled = buffers.fill(batch)
         for group, plan in self.plans.items():
-            group.plan(filled, reuse=plan)
+            group.plan(group.planner.own(filled), reuse=plan)
         places = buffers.places[:tokens] if isinstance(buffers, MixedBuffers) else None
         for name, tensor in inputs.items():
             if places is None:
@@ -85,6 +89,7 @@ class StepGraphs:
     - `groups`: whose layers the step runs; `step(plans, **inputs)` runs them.
     - `sizes`: a `StepSize` each, or a number of rows of `query_len` tokens; `max_len`: the most keys of
       a row. Rows of several tokens need groups of `graph_capture="uniform"`, sizes with prompts `"any"`.
+      A size of `state_targets` serves steps that have them, each token's or each sequence's.
     - `shared_prefix`: whether layers shall read blocks that rows share once for all, where their backend
       does that in its own launch. That launch is captured then, whatever later steps share.
 
@@ -112,9 +117,10 @@ class StepGraphs:
         wanted = [n if isinstance(n, StepSize) else StepSize(n, query_len) for n in sizes]
         for size in wanted:
             _check(size, groups)
+        pads = all(group.planner.padding_rows for group in groups)
         self.graphs = [
             StepGraph(
-                groups, step, _buffers(size, max_len, block_size, device, axes, shared_prefix)
+                groups, step, _buffers(size, max_len, block_size, device, axes, shared_prefix, pads)
             )
             for size in sorted(wanted, key=lambda n: (n.tokens, n.rows))
         ]
@@ -155,14 +161,21 @@ def _check(size: StepSize, groups: Sequence[LayerGroup]) -> None:
                 f"a captured step of {size} needs backends for it, and {group.spec} was selected with "
                 f"graph_capture={group.spec.graph_capture.name.lower()!r}; say {wanted!r}"
             )
+        problem = group.planner.size_problem(size)
+        if problem is not None:
+            raise BatchError(f"a captured step of {size}: {problem}")
 
 
 def _buffers(
-    size: StepSize, max_len: int, block_size: int | None, device: Any, axes: int, sharing: bool
-) -> StepBuffers:
+    size: StepSize, max_len: int, block_size: int | None, device: Any, axes: int, sharing: bool,
+    pads: bool,
+) -> StepBuffers:  # fmt: skip
     if size.prompts:
         return MixedBuffers(size, max_len, block_size, device, axes)
-    return StepBuffers(size.rows, size.query_len, max_len, block_size, device, axes, sharing)
+    return StepBuffers(
+        size.rows, size.query_len, max_len, block_size, device, axes, sharing, pads,
+        size.state_targets,
+    )  # fmt: skip
 
 
 def _select(source: Tensor, places: Tensor, out: Tensor) -> Tensor:

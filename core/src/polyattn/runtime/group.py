@@ -16,6 +16,7 @@ from polyattn.runtime.batch import Batch
 from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.step_buffers import StepSize
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import windowed
@@ -30,6 +31,23 @@ class StepPlanner(ABC):
     @abstractmethod
     def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         """Return the step's calls and merges. Raises `BatchError`."""
+
+    @property
+    def padding_rows(self) -> bool:
+        """Whether whatever may run a step takes padding rows of several query tokens."""
+        return False
+
+    def own(self, batch: Batch) -> Batch:
+        """Return a captured step, whose groups share one batch, as this group's layers have it."""
+        return batch
+
+    def size_problem(self, size: StepSize) -> str | None:
+        """Why the group's backends can't capture a step of this size, None where they can."""
+        return None
+
+    def replay_problem(self, batch: Batch) -> str | None:
+        """Why a captured graph can't run a step that it has room for, None where it can."""
+        return None
 
 
 class LayerGroup:

@@ -114,10 +114,15 @@ class KVCache:
         form = replace(cache.format, layout="contiguous", interleaved=False)
         return cls(cache.key, cache.value, form)
 
-    def sequence_table(self, sequences: Sequence[int]) -> Tensor:
-        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1)."""
+    def sequence_table(self, sequences: Sequence[int] | Tensor) -> Tensor:
+        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1).
+
+        A tensor of places is copied to the host, to be checked. Raises `CacheError`.
+        """
         if self.layout != "contiguous":
             raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
+        if isinstance(sequences, Tensor):
+            sequences = sequences.tolist()
         for index, place in enumerate(sequences):
             if type(place) is not int or not 0 <= place < self.num_blocks:
                 raise CacheError(

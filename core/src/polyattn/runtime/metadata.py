@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, nearest
 from polyattn.runtime.batch import Batch
+
+
+def _missing(view: object, name: str) -> str:
+    names = [known for known in dir(type(view)) if not known.startswith("_")]
+    return (
+        f"{type(view).__name__} has no {name!r}: a batch doesn't hold its engine's limits, requests and "
+        f"cache manager{nearest(name, names)}"
+    )
 
 
 class TensorRTLLMMetadata:
@@ -50,6 +59,9 @@ class TensorRTLLMMetadata:
             )
         self.batch, self.is_cross = batch, cross
         self._num_contexts, self._prompt_lens = num_contexts, prompt_lens
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_missing(self, name))
 
     @property
     def num_seqs(self) -> int:
@@ -156,6 +168,9 @@ class VLLMMetadata:
 
     def __init__(self, batch: Batch):
         self.batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_missing(self, name))
 
     @property
     def query_start_loc(self) -> Tensor:

@@ -36,6 +36,7 @@ class MixedBuffers(StepBuffers):
             )
         rows, tokens = size.prompts + 1 + size.rows, size.tokens
         self.size, self.sharing = size, False
+        self.padding_len = 0 if size.query_len == 1 else size.query_len
         self._allocate(rows, tokens, max_len, block_size, device, axes)
         self.starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
         each, last = size.query_len, size.rows * size.query_len
@@ -61,6 +62,7 @@ class MixedBuffers(StepBuffers):
         _, prompts = self._kinds(batch)
         tokens = sum(batch.query_lens[i] for i in prompts)
         room = len(prompts) <= self.size.prompts and tokens <= self.size.prompt_tokens
+        room = room and batch.state_targets is None
         return room and batch.max_seq_len <= self.max_len
 
     def fill(self, batch: Batch) -> Batch:

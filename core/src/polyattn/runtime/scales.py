@@ -40,13 +40,16 @@ class LayerScales:
 
     Those of a quantised query, key, value and output; a cache's are the key's and the value's. Of a
     spec whose `scales` are `"number"`s they are floats, else tensors: a tensor that was given is kept
-    by reference. A tensor's values are not looked at: they may change at any time. Raises `SpecError`.
+    by reference. A tensor's values are not looked at: they may change at any time. Once a graph was
+    captured (`captured`) no scale is replaced: the graph has the number, or the tensor's address. Raises
+    `SpecError`.
     """
 
     NAMES = ("q_scale", "k_scale", "v_scale", "out_scale")
 
     def __init__(self, spec: LayerSpec, device: torch.device, given: dict[str, Scale]):
         self.spec, self._device = spec, device
+        self.captured = False
         self.numbers: dict[str, float] = {}
         self.tensors: dict[str, ScaleTensor] = {}
         for name in self.NAMES:
@@ -55,6 +58,12 @@ class LayerScales:
     def set(self, name: str, value: Scale) -> None:
         """Put another number, or another tensor, in a scale's place. Raises `SpecError`."""
         used = name in used_scales(self.spec)
+        if self.captured and used:
+            how = "" if self.spec.scales != "number" else "select with scales='tensor' and "
+            raise SpecError(
+                f"{name} is replaced after a graph was captured, which goes on with the old one; "
+                f"{how}write into the tensor that the layer was given, or capture again with a new layer"
+            )
         if self.spec.scales == "number":
             if isinstance(value, Tensor):
                 raise SpecError(

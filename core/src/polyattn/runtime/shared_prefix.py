@@ -16,8 +16,8 @@ from polyattn.errors import BatchError, shown
 
 Rows = NDArray[np.int64]
 
-FIRST_LOOK = 64
-"""Columns that are compared at first; twice as many each time that all of them agree."""
+FIRST_LOOK = 128
+"""Columns that are compared at first; four times as many each time that all of them agree."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,23 @@ def shared_prefixes(
         return ()
     full = np.minimum(np.asarray(lens, np.int64) // block_size, block_table.shape[1])
     levels: list[tuple[SharedRun, ...]] = []
-    groups = _groups(block_table, full, np.arange(len(full)), 0)
-    while groups:
-        runs = [_run(block_table, full, rows, first) for rows, first in groups]
-        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
-        groups = [
-            group
-            for run in runs
-            for group in _groups(block_table, full, np.array(run.rows), run.first + run.count)
+    rows = np.arange(len(full))
+    group = column = np.zeros(len(full), np.int64)
+    while True:
+        rows, group, column = _together(block_table, full, rows, group, column)
+        if not len(rows):
+            return tuple(levels)
+        begins = np.flatnonzero(np.append(True, group[1:] != group[:-1]))
+        first, stop = column[begins], _stops(block_table, full, rows, begins, column[begins])
+        named, ends = rows.tolist(), [*begins[1:].tolist(), len(rows)]
+        runs = [
+            SharedRun(tuple(named[begin:end]), at, after - at)
+            for begin, end, at, after in zip(
+                begins.tolist(), ends, first.tolist(), stop.tolist(), strict=True
+            )
         ]
-    return tuple(levels)
+        levels.append(tuple(sorted(runs, key=lambda run: run.rows)))
+        column = stop[group]
 
 
 def check_forest(levels: Levels, lens: Sequence[int]) -> None:
@@ -167,31 +174,65 @@ def may_share(block_table: NDArray[np.int32]) -> bool:
     return bool((ordered[1:] == ordered[:-1]).any())
 
 
-def _groups(
-    table: NDArray[np.int32], full: Rows, rows: Rows, column: int
-) -> list[tuple[Rows, int]]:
-    """Return those of `rows` that agree in this column, each group of two or more with it."""
-    rows = rows[full[rows] > column]
-    if len(rows) < 2:
-        return []
+def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> int:
+    """Return how many block reads sharing can save at most, of rows that begin with one block.
+
+    As `shared_prefixes` takes them; all but the longest of them could be alike to their end.
+    """
+    if not may_share(block_table):
+        return 0
+    blocks, full = block_table[:, 0], np.minimum(lens // block_size, block_table.shape[1])
+    order = np.argsort(blocks)
+    begins = np.flatnonzero(np.diff(blocks[order], prepend=blocks[order[0]] - 1))
+    return int(full.sum() - np.maximum.reduceat(full[order], begins).sum())
+
+
+def _together(
+    table: NDArray[np.int32], full: Rows, rows: Rows, group: Rows, column: Rows
+) -> tuple[Rows, Rows, Rows]:
+    """Return those rows of each group that agree with another one in the group's column.
+
+    As (rows, the number of their new group, its column), a group's rows side by side.
+    """
+    some = full[rows] > column
+    rows, group, column = rows[some], group[some], column[some]
     blocks = table[rows, column]
-    order = np.argsort(blocks, kind="stable")
-    blocks, rows = blocks[order], rows[order]
-    ends = np.flatnonzero(np.append(blocks[1:] != blocks[:-1], True)) + 1
-    starts = np.append(0, ends[:-1])
-    several = np.flatnonzero(ends - starts > 1)
-    return [(rows[starts[at] : ends[at]], column) for at in several]
+    order = np.lexsort((blocks, group))
+    rows, group, column, blocks = rows[order], group[order], column[order], blocks[order]
+    several, number = np.zeros(len(rows), bool), np.zeros(len(rows), np.int64)
+    alike = (group[1:] == group[:-1]) & (blocks[1:] == blocks[:-1])
+    several[1:] = alike
+    several[:-1] |= alike
+    np.cumsum(~alike, out=number[1:])
+    rows, column, number = rows[several], column[several], number[several]
+    left = np.zeros(len(rows), np.int64)
+    np.cumsum(number[1:] != number[:-1], out=left[1:])
+    return rows, left, column
 
 
-def _run(table: NDArray[np.int32], full: Rows, rows: Rows, first: int) -> SharedRun:
-    """Return the longest run from `first` in which all of `rows` agree; they do in `first`."""
-    stop, limit, width = first + 1, int(full[rows].min()), FIRST_LOOK
-    while stop < limit:
-        piece = table[rows, stop : min(stop + width, limit)]
-        differs = np.flatnonzero((piece != piece[0]).any(axis=0))
-        if len(differs):
-            stop += int(differs[0])
-            break
-        stop += piece.shape[1]
-        width *= 2
-    return SharedRun(tuple(rows.tolist()), first, stop - first)
+def _stops(table: NDArray[np.int32], full: Rows, rows: Rows, begins: Rows, column: Rows) -> Rows:
+    """Return where each group ceases to agree, of groups that agree in `column`.
+
+    `begins`: where their rows begin among `rows`. Those of one column are looked at together.
+    """
+    counts, mine = np.diff(begins, append=len(rows)), rows
+    limit, stop = np.minimum.reduceat(full[rows], begins), column + 1
+    for at in (np.unique(column) + 1).tolist():
+        left, width = (column + 1 == at) & (limit > at), FIRST_LOOK
+        going, first = np.flatnonzero(left), begins
+        while len(going):
+            if len(going) < len(begins):
+                mine = rows[np.repeat(left, counts)]
+                first = counts[going].cumsum() - counts[going]
+            piece = table[mine, at : min(at + width, int(limit[going].max()))]
+            end = at + piece.shape[1]
+            # A row differs from the one before where not all of a group are alike.
+            differs = piece[1:] != piece[:-1]
+            found = differs.argmax(1)
+            found[~differs[np.arange(len(found)), found]] = piece.shape[1]
+            found[first[1:] - 1] = piece.shape[1]
+            where = np.append(piece.shape[1], found)
+            stop[going] = np.minimum(at + np.minimum.reduceat(where, first), limit[going])
+            left, at, width = left & (stop == end) & (limit > end), end, 4 * width
+            going = np.flatnonzero(left)
+    return stop

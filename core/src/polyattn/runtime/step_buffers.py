@@ -18,13 +18,15 @@ class StepSize:
     """What a captured step has room for: `rows` of `query_len` tokens each, the decodes of an engine.
 
     With `prompts` beside them, rows of any number of tokens, `prompt_tokens` of all together at most.
-    Raises `BatchError`.
+    `state_targets`: for steps whose recurrences' states go where `Batch.state_targets` says, and for
+    none else. Raises `BatchError`.
     """
 
     rows: int
     query_len: int = 1
     prompts: int = 0
     prompt_tokens: int = 0
+    state_targets: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows", "query_len", "prompts", "prompt_tokens"):
@@ -38,6 +40,11 @@ class StepSize:
             )
         if not self.rows and not self.prompts:
             raise BatchError("StepSize.rows=0: give rows or prompts")
+        if self.prompts and self.state_targets:
+            raise BatchError(
+                f"StepSize.state_targets=True beside prompts={self.prompts}: prompts' states stay in "
+                "their slots; capture a size of rows alone"
+            )
 
     @property
     def tokens(self) -> int:
@@ -52,7 +59,7 @@ class StepSize:
         return GraphCapture.SINGLE_TOKEN_DECODE if self.query_len == 1 else GraphCapture.UNIFORM
 
     def __str__(self) -> str:
-        rows = f"{self.rows} rows of {self.query_len}"
+        rows = f"{self.rows} rows of {self.query_len}" + ", state targets" * self.state_targets
         if not self.prompts:
             return rows
         return f"{rows} and {self.prompts} prompts of {self.prompt_tokens} tokens together"
@@ -65,15 +72,18 @@ class StepBuffers:
 
     `sharing`: whether steps are told which blocks their rows share.
 
-    Missing sequences are padding: of one token, rows of length 0; of several, rows whose keys are
-    whatever block 0 holds. Neither stores anything, and nobody reads their output.
+    `padding_rows`: whether all that runs takes rows of several tokens and no key.
+
+    Missing sequences are padding, rows of length 0. Of several tokens, where not all take that, they are
+    rows whose keys are whatever block 0 holds. Neither stores anything, and nobody reads their output.
     """
 
     def __init__(
         self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any,
-        axes: int = 0, sharing: bool = False,
+        axes: int = 0, sharing: bool = False, padding_rows: bool = False, state_targets: bool = False,
     ):  # fmt: skip
-        self.size = StepSize(num_seqs, query_len)
+        self.size = StepSize(num_seqs, query_len, state_targets=state_targets)
+        self.padding_len = 0 if padding_rows or query_len == 1 else query_len
         self.sharing = sharing and block_size is not None
         tokens = num_seqs * query_len
         self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
@@ -99,13 +109,11 @@ class StepBuffers:
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
         self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None
         self.state_slots = ints(num_seqs, dtype=torch.int64) - 1
+        self.state_targets: Tensor | None = None
+        if self.size.state_targets:
+            self.state_targets = ints(num_seqs, self.query_len, dtype=torch.int64) - 1
         places = (axes, tokens) if axes > 1 else (tokens,)
         self.positions = ints(*places, dtype=torch.int64) if axes else None
-
-    @property
-    def padding_len(self) -> int:
-        """The length of a row that stands for no sequence."""
-        return 0 if self.query_len == 1 else self.query_len
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +132,7 @@ class StepBuffers:
             starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
             self.positions,
         )  # fmt: skip
-        batch.state_slots = self.state_slots
+        batch.state_slots, batch.state_targets = self.state_slots, self.state_targets
         return batch.with_shared_prefix(()) if self.sharing else batch
 
     def fits(self, batch: Batch) -> bool:
@@ -134,6 +142,7 @@ class StepBuffers:
             and batch.num_tokens == batch.num_seqs * self.query_len
             and batch.max_query_len <= self.query_len
             and batch.max_seq_len <= self.max_len
+            and (batch.state_targets is not None) == self.size.state_targets
         )
 
     def fill(self, batch: Batch) -> Batch:
@@ -155,8 +164,19 @@ class StepBuffers:
         self.state_slots.fill_(-1)
         if batch.state_slots is not None:
             self.state_slots[:count] = batch.state_slots
+        self._fill_targets(batch.state_targets)
         filled = self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
         return filled
+
+    def _fill_targets(self, targets: Tensor | None) -> None:
+        """Copy in where each token's state goes; -1, nowhere, before a sequence's last one."""
+        if self.state_targets is None or targets is None:
+            return
+        self.state_targets.fill_(-1)
+        if targets.dim() == 1:
+            self.state_targets[: len(targets), -1] = targets
+        else:
+            self.state_targets[: len(targets)] = targets[:, : self.query_len]

@@ -3,8 +3,9 @@
 A time is modelled by six terms, each a cost that one can name: a launch, work items, bytes of
 queries and outputs, and what a chip does at the same time: bytes of keys and values, the longest
 row, products. These three add up, or where a kernel hides them behind one another, the largest
-counts. The coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is
-right, only who runs.
+counts. The longest row counts from so many tiles on: with fewer, a backend cuts its keys. The
+coefficients are fitted to measured times (`polyattn tune`); nothing here changes what is right, only
+who runs.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ LONGEST_SHORT = 16
 """Query tokens up to which rows are looked at as short ones."""
 TILE = 64
 """Rows (token, head of a group) of a tile that short rows are multiplied in, at the least."""
+TALL = 128
+"""And of the tiles that are counted: as many as a Hopper kernel's program takes at a time."""
 
 
 class StepShape(NamedTuple):
     """What a prediction knows of a call: sums over its rows, and its longest one.
 
     `pairs`: of a query token and a key that it sees; where all rows are short ones, of whole tiles.
+    `tiles`: of `TALL` rows of (token, head of a group), over all KV heads.
     """
 
     rows: int
@@ -39,11 +43,13 @@ class StepShape(NamedTuple):
     keys: int
     longest: int
     pairs: int
+    tiles: int
 
 
-def counts(shape: StepShape) -> tuple[int, ...]:
-    """Return what each of `TERMS` counts in a call."""
-    return (1, shape.rows, shape.keys, shape.longest, shape.pairs, shape.queries)
+def counts(shape: StepShape, whole: int = 0) -> tuple[int, ...]:
+    """Return what each of `TERMS` counts in a call. `whole`: as in `TimingModel`."""
+    longest = shape.longest if shape.tiles >= whole else 0
+    return (1, shape.rows, shape.keys, longest, shape.pairs, shape.queries)
 
 
 def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) -> StepShape:
@@ -57,26 +63,33 @@ def shape_of_decodes(spec: LayerSpec, lens: Ints, longest: int | None = None) ->
     if longest > seen:
         lens, longest = np.minimum(lens, seen), seen
     keys = int(lens.sum())
-    return StepShape(rows, rows, keys, longest, keys)
+    group, kv_heads = _heads(spec)
+    return StepShape(rows, rows, keys, longest, keys, rows * kv_heads * -(-group // TALL))
 
 
 def shape_of_step(spec: LayerSpec, queries: Ints, lens: Ints) -> StepShape:
     """Return the shape of a call over rows of so many query tokens and keys."""
     q, n = np.asarray(queries, np.int64), np.asarray(lens, np.int64)
     if not len(q):
-        return StepShape(0, 0, 0, 0, 0)
+        return StepShape(0, 0, 0, 0, 0, 0)
     seen, most = _seen(spec, 0), int(q.max())
     if seen < sys.maxsize:
         n = np.minimum(n, q + seen)
     tokens = int(q.sum())
+    group, kv_heads = _heads(spec)
     if 1 < most <= LONGEST_SHORT:
-        group = spec.num_heads if spec.latent is not None else spec.gqa_ratio
         pairs = int((q * group + TILE - 1) // TILE @ n) * TILE // group
     else:
         pairs = int(q @ n)
         if spec.causal:
             pairs -= (int(q @ q) - tokens) // 2
-    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs)
+    tiles = int((-(-q * group // TALL)).sum()) * kv_heads
+    return StepShape(len(n), tokens, int(n.sum()), int(n.max()), pairs, tiles)
+
+
+def _heads(spec: LayerSpec) -> tuple[int, int]:
+    """Return (query heads of a group, KV heads) as a call has them: latents are absorbed."""
+    return (spec.num_heads, 1) if spec.latent is not None else (spec.gqa_ratio, spec.num_kv_heads)
 
 
 def _seen(spec: LayerSpec, queries: int) -> int:
@@ -87,9 +100,9 @@ def _seen(spec: LayerSpec, queries: int) -> int:
     return queries + window - 1 + spec.sink_tokens
 
 
-Weighed = tuple[str, tuple[float, ...], bool, float]
-"""A backend, what each term weighs for a layer, whether its terms overlap, and what its time is
-multiplied by before it is compared (`TimingModel.margin`)."""
+Weighed = tuple[str, tuple[float, ...], bool, float, int]
+"""A backend, what each term weighs for a layer, whether its terms overlap, what its time is multiplied
+by before it is compared (`TimingModel.margin`), and `TimingModel.whole`."""
 
 
 class Predictor:
@@ -99,7 +112,9 @@ class Predictor:
         self.spec = spec
         self._weights: dict[str, dict[str, Weighed]] = {kind: {} for kind in KINDS}
         for model in models:
-            weighed = (model.backend, model.weights(spec), model.overlap, 1 + model.margin)
+            weighed = (
+                model.backend, model.weights(spec), model.overlap, 1 + model.margin, model.whole,
+            )  # fmt: skip
             self._weights[model.kind][model.backend] = weighed
 
     def among(self, kind: str, names: Iterable[str]) -> list[Weighed]:
@@ -110,10 +125,10 @@ class Predictor:
     @staticmethod
     def evaluate(candidates: Iterable[Weighed], shape: StepShape) -> dict[str, float]:
         """Return each candidate's microseconds for a call of this shape."""
-        rows, queries, keys, longest, pairs = shape
+        rows, queries, keys, longest, pairs, tiles = shape
         found = {}
-        for name, (launch, item, byte, chain, product, token), overlap, _ in candidates:
-            a, b, c = byte * keys, chain * longest, product * pairs
+        for name, (launch, item, byte, chain, product, token), overlap, _, whole in candidates:
+            a, b, c = byte * keys, chain * longest * (tiles >= whole), product * pairs
             busy = max(a, b, c) if overlap else a + b + c
             found[name] = launch + item * rows + token * queries + busy
         return found
@@ -126,10 +141,10 @@ class Predictor:
 
         Each decode of an engine asks.
         """
-        rows, queries, keys, longest, pairs = shape
+        rows, queries, keys, longest, pairs, tiles = shape
         fastest = ""
-        for name, (launch, item, byte, chain, product, token), overlap, factor in candidates:
-            busy, b, c = byte * keys, chain * longest, product * pairs
+        for name, (launch, item, byte, chain, product, token), overlap, factor, whole in candidates:
+            busy, b, c = byte * keys, chain * longest if tiles >= whole else 0.0, product * pairs
             if not overlap:
                 busy += b + c
             else:
@@ -142,10 +157,10 @@ class Predictor:
 
     def terms(self, kind: str, name: str, shape: StepShape) -> dict[str, float]:
         """Return the microseconds of each term of a prediction, by the names of `TERMS`."""
-        _, weights, overlap, _ = self._weights[kind][name]
+        _, weights, overlap, _, whole = self._weights[kind][name]
         found = {
             term: weight * count
-            for term, weight, count in zip(TERMS, weights, counts(shape), strict=True)
+            for term, weight, count in zip(TERMS, weights, counts(shape, whole), strict=True)
         }
         if overlap:
             counted = max(OVERLAPPING, key=found.__getitem__)

@@ -9,8 +9,9 @@ from polyattn.spec.layer import LayerSpec
 
 TERMS = ("launch", "item", "byte", "longest", "product", "token")
 """What a coefficient multiplies, in microseconds: once a call; (row, KV head); byte of all keys and
-values read; byte of one KV head's keys and values in the longest row; multiply-add of a query
-with a key or value (of short rows: of whole tiles of queries); byte of queries and outputs."""
+values read; byte of one KV head's keys and values in the longest row, where no keys are cut;
+multiply-add of a query with a key or value (of short rows: of whole tiles of queries); byte of
+queries and outputs."""
 OVERLAPPING = ("byte", "longest", "product")
 """Terms of what a chip may do at the same time."""
 KINDS = ("decode", "short", "prefill", "chunked", "mixed")
@@ -22,10 +23,12 @@ hand; chunks behind a context; of both sorts in one call."""
 class TimingModel:
     """Measured coefficients of one backend for one kind of step, in the order of `TERMS`.
 
-    `overlap`: reading, the longest row and products hide behind one another, so that the largest of
-    the three counts; else they add up. `error`: the median relative error on points that it was not
-    fitted to. `margin`: by how much it must be predicted to be the faster to be chosen; none for the
-    backend that was the fastest on the whole, so that what predictions are off by changes no choice.
+    `whole`: tiles of query rows, over all KV heads, from which on the longest row counts: with fewer
+    tiles than processors libraries cut the keys. `overlap`: reading, the longest row and products hide
+    behind one another, so that the largest of the three counts; else they add up. `error`: the median
+    relative error on points that it was not fitted to. `margin`: by how much it must be predicted to
+    be the faster to be chosen; none for the backend that was the fastest on the whole, so that what
+    predictions are off by changes no choice.
     """
 
     backend: str
@@ -35,6 +38,7 @@ class TimingModel:
     error: float = 0.0
     source: str = ""
     margin: float = 0.0
+    whole: int = 0
 
     def weights(self, spec: LayerSpec) -> tuple[float, ...]:
         """Return microseconds of (1, rows, keys, longest, pairs, queries) for layers of `spec`."""

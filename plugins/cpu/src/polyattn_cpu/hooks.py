@@ -32,6 +32,7 @@ TORCH_SDPA = BackendInfo(
         kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND", "contiguous"),
+        padding_rows=True,
         features=MASKS
         | {
             "variant",
@@ -85,6 +86,7 @@ NATIVE_ATTN = BackendInfo(
         layouts=("NHD", "HND", "contiguous"),
         phases=frozenset({"prefill", "decode", "mixed"}),
         by_address=True,
+        padding_rows=True,
         features=MASKS
         | {
             "v_head_size",
@@ -160,7 +162,18 @@ NATIVE_SCAN = BackendInfo(
             }
         ),
         dtypes=NATIVE_DTYPES,
-        features=frozenset({"causal", "gqa", "v_head_size", "deterministic"}),
+        state_targets=True,
+        features=frozenset(
+            {
+                "causal",
+                "gqa",
+                "v_head_size",
+                "deterministic",
+                "gated",
+                "bc_in_float32",
+                "wide_conv_states",
+            }
+        ),
     ),
     priorities=(Priority(score=100, why="one call; a state passes through the cache once"),),
     proof=PROOF,

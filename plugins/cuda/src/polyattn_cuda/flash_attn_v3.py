@@ -60,6 +60,12 @@ class FlashAttention3(AttentionBackend):
         self.cap = spec.logit_soft_cap or 0.0
         index = torch.device(str(device.torch_device))
         self.scales: dict[float, Tensor] = {}
+        self.rounded: Any = None
+        if cache is not None and cache.item_bytes == 1:
+            # Imported where it is needed: it brings Triton.
+            from polyattn_cuda.query_rounding import rounded_query
+
+            self.rounded = rounded_query
         self.num_sms = torch.cuda.get_device_properties(index).multi_processor_count
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
@@ -95,7 +101,7 @@ class FlashAttention3(AttentionBackend):
             if query.dtype.itemsize == 1:
                 of_query = self._each(params.q_scale, shape, query.device)
             else:
-                query, of_query = self._quantised(plan, query, shape)
+                query, of_query = self.rounded(query, shape[1], shape[0], plan.seq_of)
             scales = (
                 of_query, self._each(params.k_scale, shape, query.device),
                 self._each(params.v_scale, shape, query.device),
@@ -109,25 +115,6 @@ class FlashAttention3(AttentionBackend):
                 self.scales[scale] = torch.tensor(scale, device=device)
             scale = self.scales[scale]
         return scale.expand(shape)  # type: ignore[no-any-return]
-
-    def _quantised(
-        self, plan: Flash3Plan, query: Tensor, shape: tuple[int, int]
-    ) -> tuple[Tensor, Tensor]:
-        """Round the query to e4m3 by the largest value of its sequence and KV head.
-
-        Returns it with its scales, float32 (num_seqs, num_kv_heads).
-        """
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        groups = query.unflatten(1, (shape[1], -1))
-        found = groups.abs().amax((2, 3)).float()
-        if plan.seq_of is not None:
-            by_seq = found.new_zeros(shape)
-            index = plan.seq_of[:, None].expand_as(found)
-            found = by_seq.scatter_reduce_(0, index, found, "amax")
-        scale = found.clamp_min(1e-12) / largest
-        each = scale if plan.seq_of is None else scale[plan.seq_of]
-        rounded = (groups / each[:, :, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
-        return rounded, scale
 
     @abstractmethod
     def attend(

@@ -60,6 +60,7 @@ TRITON_ATTN = BackendInfo(
         layouts=("NHD", "HND", "contiguous"),
         decode_query_lens=16,
         shared_prefix=True,
+        padding_rows=True,
         features=frozenset(
             {
                 "causal",
@@ -195,7 +196,7 @@ def _scan(
                 | extra
             ),
             state_targets=True,
-            graph_capture=GraphCapture.NONE if INTERPRETED else GraphCapture.SINGLE_TOKEN_DECODE,
+            graph_capture=GraphCapture.UNIFORM,
         ),
         priorities=(
             Priority(score=1, platform="cpu", why="the interpreter: for tests only"),

@@ -43,16 +43,18 @@ def power(size: int) -> int:
 
 MERGED_AT_ONCE = 8192
 """Elements of the parts' outputs that a program merging them keeps in registers."""
+MOST_AT_ONCE = 16
+"""Parts that one merges at once, however small they are."""
 
 
 def parts_at_once(rows: int, width: int) -> int:
     """Return how many parts of `rows` padded rows a program merges at once."""
-    return min(16, max(1, MERGED_AT_ONCE // (rows * power(width))))
+    return min(MOST_AT_ONCE, max(1, MERGED_AT_ONCE // (rows * power(width))))
 
 
 def merge_rows(height: int, width: int) -> int:
     """Return how many rows of a tile one program takes that merges parts by `merged`."""
-    return min(height, max(1, MERGED_AT_ONCE // (16 * power(width))))
+    return min(height, max(1, MERGED_AT_ONCE // (MOST_AT_ONCE * power(width))))
 
 
 FEW_PARTS = 4
@@ -108,8 +110,8 @@ def merge_constants(
     `summed`: parts have no softmax.
     """
     return (
-        group, width, power(width), height, merge.rows(height), FEW_PARTS if merge.few else 16, tiled,
-        by_token, sinks, lse, early, scales, summed,
+        group, width, power(width), height, merge.rows(height),
+        FEW_PARTS if merge.few else MOST_AT_ONCE, tiled, by_token, sinks, lse, early, scales, summed,
     )  # fmt: skip
 
 

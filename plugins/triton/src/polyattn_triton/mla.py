@@ -195,7 +195,7 @@ class Kernels:
             ),
             (v_scale,),
             (out.stride(0), out.stride(1)),
-            (lse_t, plan.grid),
+            (lse_t, plan.grid, int(plan.merging.by_tile)),
             merge_constants(
                 plan.merging, spec.num_heads, self.rank, height, True, not plan.way.few, False,
                 lse is not None, self.early,

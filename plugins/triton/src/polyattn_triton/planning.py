@@ -23,18 +23,21 @@ from torch import Tensor
 from polyattn_triton.configs import Config
 from polyattn_triton.hopper import hopper_prefill
 from polyattn_triton.launch import (
+    MOST_AT_ONCE,
     Kept,
     Merge,
     Workspace,
     fitting,
     launches_early,
     multiprocessors,
+    parts_at_once,
     to_device,
 )
 from polyattn_triton.listing import Lister
 from polyattn_triton.pointwise import Generated
 from polyattn_triton.schedule import (
     EVEN,
+    Chip,
     Ints,
     Rates,
     Tiles,
@@ -53,7 +56,6 @@ from polyattn_triton.variants import (
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
     MOST_FEW_ROWS,
-    MOST_PARTS,
     even_splits,
     leaves_tail,
     merges_itself,
@@ -125,9 +127,11 @@ class PlannedAttention(AttentionBackend):
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
         least = -(-(asked or 0) // self.few_config.block_n)
         self.decode_rates = Rates(RATES.item, max(RATES.least, least))
+        self.chip = Chip(self.num_sms, spec.num_kv_heads)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.itself = merges_itself(spec, arch, self.rows)
+        self.at_once = parts_at_once(self.rows, spec.v_head_size) if self.itself else MOST_AT_ONCE
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self.workspace = Workspace(self.torch_device)
         self.lister = Lister.of(spec, self.torch_device)
@@ -237,7 +241,9 @@ class PlannedAttention(AttentionBackend):
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program on a multiprocessor gains.
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
-        return max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
+        most = max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
+        keys = -(-longest // self.few_config.block_n)
+        return self.chip.splits(most, keys, batch.num_seqs, self.at_once)
 
     def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
         """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
@@ -250,7 +256,8 @@ class PlannedAttention(AttentionBackend):
         plan.way, plan.rows = "few", plan.config.block_m
         plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
         tiles = self._tiles(plan)
-        self._deal(plan, tiles.keys, tiles, before)
+        most = None if plan.merge else (int(tiles.keys.sum()), int(tiles.keys.max(initial=0)))
+        self._deal(plan, tiles.keys, tiles, before, most)
 
     def _plan_prefill(
         self,
@@ -363,10 +370,13 @@ class PlannedAttention(AttentionBackend):
         if not len(keys):
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
-        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
-            programs = self._fewer(programs, *most)
-        plan.grid = (programs, heads, 1)
         rates = self.decode_rates if tiles is None else self.rates
+        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
+            width, item = self.spec.v_head_size, rates.item
+            at_once = self.at_once if tiles is None else parts_at_once(plan.rows, width)
+            total, longest = most[0] + item * len(keys), most[1] + item
+            programs = self.chip.programs(programs, total, longest, item + rates.least, at_once)
+        plan.grid = (programs, heads, 1)
         dealt = stretches(keys, programs, rates, most)
         if plan.merge:
             # A captured graph's grid and order serve later steps, whatever tiles these have.
@@ -376,13 +386,6 @@ class PlannedAttention(AttentionBackend):
         space = len(work) + 3 * max(0, room - len(keys))
         plan.work = to_device(work, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
-
-    def _fewer(self, programs: int, total: int, longest: int) -> int:
-        """Return so many programs that whoever ends last has not too many parts to merge."""
-        each = max(1, self.num_sms // self.spec.num_kv_heads)
-        while programs >= 2 * each and longest * programs > MOST_PARTS * total:
-            programs -= each
-        return programs
 
     def _reserve(self, rows: int, programs: int) -> None:
         """Have the workspace of a full chip at once: a captured graph goes on writing to it."""

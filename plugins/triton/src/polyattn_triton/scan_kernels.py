@@ -40,7 +40,7 @@ def gated(y, Z, at, mask):
 
 @triton.jit
 def draft_place(TARGETS, targets_t, seq, t):
-    """The slot of the state after a sequence's token `t` (`Batch.state_targets`)."""
+    """The slot of the state after a sequence's token `t` (`Batch.state_targets`); -1: it is not kept."""
     return tl.load(TARGETS + seq * targets_t + t)
 
 

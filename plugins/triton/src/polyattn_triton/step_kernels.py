@@ -56,10 +56,10 @@ def conv_drafts_kernel(
         if SILU:
             y = y / (1.0 + tl.exp(-y))
         tl.store(OUT + (start + t).to(tl.int64) * o_t + c, y.to(OUT.dtype.element_ty), mask=c_ok)
-        to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + columns - 1
+        to = draft_place(TARGETS, targets_t, seq, t)
         tl.store(
-            to, window.to(STATE.dtype.element_ty),
-            mask=c_ok[:, None] & (w > 0)[None, :] & (w < WIDTH)[None, :],
+            STATE + to * st_s + columns - 1, window.to(STATE.dtype.element_ty),
+            mask=c_ok[:, None] & (w > 0)[None, :] & (w < WIDTH)[None, :] & (to >= 0),
         )  # fmt: skip
 
 
@@ -116,8 +116,8 @@ def mamba1_kernel(
             y = gated(y, Z, row * z_t + d, d < CHANNELS)
         tl.store(OUT + row * o_t + d, y.to(OUT.dtype.element_ty), mask=d < CHANNELS)
         if DRAFTS:
-            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + inner
-            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+            to = draft_place(TARGETS, targets_t, seq, t)
+            tl.store(STATE + to * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
     if not DRAFTS:
         tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)
 
@@ -203,8 +203,8 @@ def step_kernel(
                 scale, q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, b_t, z_t, z_h, o_t, o_h,
                 EACH, MAMBA, DELTA, SOFTPLUS, HAS_D, HAS_BIAS, NORM, GATED,
             )  # fmt: skip
-            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + inner
-            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+            to = draft_place(TARGETS, targets_t, seq, t)
+            tl.store(STATE + to * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
     else:
         h = _token(
             h, row, head, kk, vv, k_ok, v_ok, Q, K, V, DT, G, BETA, A, D, DT_BIAS, Z, OUT,

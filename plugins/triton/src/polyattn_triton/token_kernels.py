@@ -82,8 +82,8 @@ def channel_kernel(
             y = y * scale
         tl.store(OUT + row * o_t + head * o_h + vv, y.to(OUT.dtype.element_ty), mask=given)
         if DRAFTS:
-            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + inner
-            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+            to = draft_place(TARGETS, targets_t, seq, t)
+            tl.store(STATE + to * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
     if not DRAFTS:
         tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)
 
@@ -122,7 +122,7 @@ def unit_kernel(
         h = tl.exp(log_a) * h + tl.where(first, 1.0, root) * tl.sigmoid(i) * x
         tl.store(OUT + row * o_t + c, h.to(OUT.dtype.element_ty), mask=ok)
         if DRAFTS:
-            to = STATE + draft_place(TARGETS, targets_t, seq, t) * st_s + c
-            tl.store(to, h.to(STATE.dtype.element_ty), mask=ok)
+            to = draft_place(TARGETS, targets_t, seq, t)
+            tl.store(STATE + to * st_s + c, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
     if not DRAFTS:
         tl.store(STATE + slot * st_s + c, h.to(STATE.dtype.element_ty), mask=ok)

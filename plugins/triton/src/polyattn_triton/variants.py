@@ -30,9 +30,6 @@ MAX_MERGED_BY_ONE = 2048
 """Outputs of a group above which one program would be too slow to merge their splits."""
 HIGH_ON_ONE = 2
 """And where its tiles are of more than 16 rows, 128 columns, or of 8-bit keys."""
-MOST_PARTS = 48
-"""Parts of one tile above which fewer programs are faster: eight of them take about a microsecond to
-merge, while one program a multiprocessor reads hardly slower than three (H200)."""
 LEAST_BUSY = 0.8
 """Of the chip, while equal programs run that don't fit on it at once: else they are cut to stretches."""
 MOST_FEW_ROWS = 64

@@ -93,6 +93,15 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "short queries": [(3, block + 3), (1, 5), (2, 2), (4, 3 * block), (37, 50), (8, 3 * block)],
         "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
         "empty": [(0, 0), (0, 7)],
+        "padded rows": [(4, block + 4), (4, 0), (4, 4), (4, 0), (4, 3 * block + 1), (4, 0)],
+        "padded prompts": [
+            (37, 0),
+            (1, 9),
+            (20, 30),
+            (block + 1, 0),
+            (1, 0),
+            (2 * block, 2 * block),
+        ],
         "late padding": [(5, block + 5), (1, 0), (0, 3), (1, 9)],
         "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
         "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
@@ -182,7 +191,9 @@ def _batches_for(caps: Capabilities, base: LayerSpec) -> tuple[str, ...]:
     if not base.cached:
         # Where keys and queries are the same tokens, there are as many of each.
         return GIVEN_BATCHES if base.role in (Role.DECODER, Role.CROSS) else ("given",)
-    short = ("short queries",) if caps.decode_query_lens > 1 else ()
+    short: tuple[str, ...] = ("short queries",) if caps.decode_query_lens > 1 else ()
+    if caps.padding_rows and base.causal and base.role is Role.DECODER:
+        short += ("padded rows", "padded prompts")
     if "decode" not in caps.phases:
         return ("prefill", "chunked", "empty")
     if "prefill" not in caps.phases:
@@ -315,8 +326,8 @@ def _behaviour(
             cases.append(Case("bounds", label, spec, "decode"))
             cases += [
                 Case("bounds", f"{label} {batch}".strip(), spec, batch)
-                for batch in ("in order", "mixed")
-                if "mixed" in names
+                for batch in ("in order", "mixed", "padded rows", "padded prompts")
+                if batch in names
             ]
     if caps.graph_capture and base.cached and "decode" in caps.phases:
         how = "graph" if captures(device) else "reuse"

@@ -9,9 +9,9 @@ from typing import Any
 from polyattn.conformance.case import Case, captures
 from polyattn.conformance.cases.mla import refusals
 from polyattn.device import Device
-from polyattn.registry.capabilities import check
+from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.kinds import DTYPES, AttentionKind, GraphCapture
+from polyattn.spec.kinds import DTYPES, AttentionKind
 from polyattn.spec.layer import LayerSpec, RecurrentSpec
 
 BATCHES = {
@@ -21,6 +21,7 @@ BATCHES = {
     "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
     "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
     "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
+    "three each": [(3, 5), (3, 3), (3, 17), (3, 4000)],
     "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
     "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],
     "padded drafts": [(4, 9), (4, 0), (4, 4), (4, 70), (4, 0), (4, 0)],
@@ -30,6 +31,8 @@ BATCHES = {
 """(query length, sequence length) pairs: longer sequences continue, equal ones start fresh."""
 
 
+EACH, LAST = "each tokens target", "each sequences target"
+"""Inputs of captured steps whose states go elsewhere."""
 MOVED = ("sequences", "tokens", "accepted")
 """Where states go: a sequence's to another slot, each token's to its own, on from an accepted one."""
 
@@ -67,18 +70,15 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         cases += [Case("state_targets", f"{kind.value} {how}", base, "mixed") for how in MOVED]
         for how in ("numbers", "nan", "inf"):
             cases.append(Case("state_isolation", f"{kind.value} {how}", base, "mixed"))
-        if caps.graph_capture:
-            spec = base.replace(graph_capture="single_token_decode")
-            how = "recurrent_graph" if captures(device) else "recurrent_reuse"
-            cases.append(Case(how, kind.value, spec, "tokens"))
+        cases += _captured(base, kind.value, caps, device)
         cases.append(Case("recurrent_search", kind.value, base, "drawn"))
-        cases += _with_drafts(kind, dtype, exact, caps.graph_capture, device)
+        cases += _with_drafts(kind, dtype, exact, caps, device)
         cases += refusals(caps, base, device, "prefill")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device)]
 
 
 def _with_drafts(
-    kind: AttentionKind, dtype: str, exact: str, capture: GraphCapture, device: Device
+    kind: AttentionKind, dtype: str, exact: str, caps: Capabilities, device: Device
 ) -> Iterator[Case]:
     """What a convolution's state with room for drafts is looked at for."""
     for label, spec in specs(kind, dtype):
@@ -92,9 +92,19 @@ def _with_drafts(
         yield Case("rejected_drafts", label, spec, "none")
         yield Case("state_targets", f"{label}, sequences", spec, "mixed")
         yield Case("state_isolation", f"{label}, nan", spec, "mixed")
-        if capture:
-            how = "recurrent_graph" if captures(device) else "recurrent_reuse"
-            yield Case(how, label, spec.replace(graph_capture="single_token_decode"), "tokens")
+        yield from _captured(spec, label, caps, device)
+
+
+def _captured(spec: LayerSpec, label: str, caps: Capabilities, device: Device) -> Iterator[Case]:
+    """Captured steps: of single tokens, of several, and of states that go elsewhere."""
+    how = "recurrent_graph" if captures(device) else "recurrent_reuse"
+    sizes = [("single_token_decode", "tokens"), ("uniform", "three each")]
+    for capture, batch in sizes[: min(caps.graph_capture, len(sizes))]:
+        asked = spec.replace(graph_capture=capture)
+        yield Case(how, label, asked, batch)
+        if caps.state_targets and spec.recurrent is not None and not spec.recurrent.draft_tokens:
+            yield Case(how, label, asked, batch, EACH)
+            yield Case(how, label, asked, batch, LAST)
 
 
 def _precisions(base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:

@@ -138,8 +138,9 @@ def reuse(case: Case, harness: AttentionHarness) -> None:
     rows = len(lengths) + 2
     query_len = max(query for query, _ in lengths)
     buffers = StepBuffers(
-        rows, query_len, 8 * form.block_size, form.block_size, harness.torch_device
-    )
+        rows, query_len, 8 * form.block_size, form.block_size, harness.torch_device,
+        padding_rows=layer.group.planner.padding_rows,
+    )  # fmt: skip
     buffers.seq_lens.fill_(buffers.padding_len)
     captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
@@ -180,6 +181,8 @@ def bounds(case: Case, harness: AttentionHarness) -> None:
     # The same plan, after the device's lengths have changed.
     pairs = zip(batch.query_lens, batch.lens, strict=True)
     lens = [max(length // 2, min(length, query)) for query, length in pairs]
+    if layer.group.planner.padding_rows:
+        lens = [0 if i % 3 == 2 else n for i, n in enumerate(lens)]
     batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
     shorter = Batch(batch.starts, lens, batch.block_table)
     held = replace(given, batch=shorter, key=None, value=None)

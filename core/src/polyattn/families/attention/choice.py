@@ -58,6 +58,9 @@ class Chooser:
                     if loaded is not None:
                         members[other.name] = loaded
             self.chosen[phase] = members[info.name]
+        everyone = [c.info for members in self.phases.values() for c in members.values()]
+        # Who may run a step and takes padding rows of one query token alone.
+        self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
         decode = self.chosen.get("decode")
         self.mixes = decode is not None and _mixes(decode.info, group.spec, group.device)
         self.by_time: StepChoice | None = None

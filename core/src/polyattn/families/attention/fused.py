@@ -26,24 +26,31 @@ def in_heads(
     Raises `BatchError`.
     """
     parts = widths(spec)
-    if key is None and value is None and query.shape[1] == sum(parts):
+    if key is None and value is None and query.shape[-1] == sum(parts) and query.dim() == 2:
         query, key, value = query.split(parts, dim=1)
-    heads = (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-    found: list[Tensor | None] = []
-    for name, rows, count, width in zip(
-        ("query", "key", "value"), (query, key, value), heads, parts, strict=True
-    ):
-        if rows is not None and rows.dim() == 2:
-            if rows.shape[1] != width:
-                fused = f", or the fused {sum(parts)}" if name == "query" else ""
-                raise BatchError(
-                    f"{name} has rows of {rows.shape[1]} elements; {count} heads of {width // count} are "
-                    f"{width}{fused}"
-                )
-            rows = rows.unflatten(1, (count, width // count))
-        found.append(rows)
-    assert found[0] is not None
-    return found[0], found[1], found[2]
+    fused = f", or the fused {sum(parts)}"
+    query = _heads("query", query, spec.num_heads, parts[0], fused)
+    if key is None or value is None:
+        return query, key, value
+    return query, *keys_in_heads(spec, key, value)
+
+
+def keys_in_heads(spec: LayerSpec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values, of which each may come in rows, by head. Raises `BatchError`."""
+    (_, of_key, of_value), heads = widths(spec), spec.num_kv_heads
+    return _heads("key", key, heads, of_key), _heads("value", value, heads, of_value)
+
+
+def _heads(name: str, rows: Tensor, heads: int, width: int, fused: str = "") -> Tensor:
+    if rows.dim() != 2:
+        return rows
+    if rows.shape[1] != width:
+        raise BatchError(
+            f"{name} has rows of {rows.shape[1]} elements; {heads} heads of {width // heads} are "
+            f"{width}{fused}"
+        )
+    found: Tensor = rows.unflatten(1, (heads, width // heads))
+    return found
 
 
 def out_in_heads(spec: LayerSpec, out: Tensor) -> Tensor:

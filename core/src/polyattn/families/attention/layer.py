@@ -10,7 +10,12 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
-from polyattn.families.attention.fused import fused_bias, in_heads, out_in_heads
+from polyattn.families.attention.fused import (
+    fused_bias,
+    in_heads,
+    keys_in_heads,
+    out_in_heads,
+)
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
 from polyattn.runtime import torch_compile
@@ -28,7 +33,7 @@ from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.pointwise import check_step_inputs, layer_inputs
-from polyattn.runtime.scales import LayerScales, Scale, input_dtype
+from polyattn.runtime.scales import LayerScales, Scale, input_dtype, used_scales
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 
@@ -99,6 +104,8 @@ class Attention(Layer):
         }
         # Whether kernels read tensors of the layer's, which may be others at each call.
         self._reads = bool(self._weights or self.inputs or self.scales.tensors)
+        # Whether a captured graph would keep a scale that is replaced later.
+        self._seals = bool(spec.graph_capture and used_scales(spec))
         # Not None, so that the first call looks at what it was given.
         self._known_cache: Any = _Unseen
         self._dtype, self._needs_lse = input_dtype(spec), spec.needs_lse
@@ -159,6 +166,8 @@ class Attention(Layer):
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
         if cache is not self._known_cache or self.checks or self._from_step:
             self._check(step, query, key, value, cache, out)
+        if self._seals and capturing(query):
+            self.scales.captured = True
         params = self.params if self._reads else self._params
         out = step.call(query, key, value, cache, params, out, lse)
         return out if lse is None else (out, lse)
@@ -175,6 +184,8 @@ class Attention(Layer):
     ) -> None:
         """Check what was given and run the step: what a compiled graph calls. Writes `out`, `lse`."""
         self._check(step, query, key, value, cache, out)
+        if self._seals and capturing(query):
+            self.scales.captured = True
         step.call(query, key, value, cache, self.params, out, lse)
 
     def _traced(
@@ -187,8 +198,7 @@ class Attention(Layer):
         out: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What `forward` becomes inside `torch.compile`."""
-        if query.dim() == 2:
-            query, key, value = in_heads(self.spec, query, key, value)
+        query, key, value = in_heads(self.spec, query, key, value)
         if out is None or out.dim() != 2:
             return torch_compile.attention(self, query, key, value, cache, plan, out)
         view = out_in_heads(self.spec, out)
@@ -198,7 +208,7 @@ class Attention(Layer):
     def store(self, key: Tensor, value: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store keys and values without attending: the encoder's, for cross-attention.
 
-        `key`, `value` (any number of tokens, num_kv_heads, size); `slot_mapping`, one each.
+        `key`, `value` (any number of tokens, num_kv_heads, size), or in rows; `slot_mapping`, one each.
         """
         if not self.spec.cached:
             raise BatchError(f"{self.spec} keeps no cache; there is nothing to store into")
@@ -208,6 +218,7 @@ class Attention(Layer):
                 "them to forward, or build a layer with rotate=False and without qkv_bias"
             )
         tokens, spec = slot_mapping.shape[0], self.spec
+        key, value = keys_in_heads(spec, key, value)
         for name, tensor, size in (
             ("key", key, spec.head_size),
             ("value", value, spec.v_head_size),

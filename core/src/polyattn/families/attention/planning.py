@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.choice import Assignment, Chooser
-from polyattn.families.attention.fused import in_heads, out_in_heads
+from polyattn.families.attention.fused import in_heads, keys_in_heads, out_in_heads
 from polyattn.families.attention.rotation import key_rotation_of, rotation_of
 from polyattn.families.attention.sharing import Sharing
 from polyattn.families.attention.text_positions import by_position
@@ -18,7 +18,7 @@ from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_pages, check_queries
+from polyattn.runtime.batch_checks import check_padding, check_pages
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.group import LayerGroup, StepPlanner
@@ -99,6 +99,8 @@ class AttentionStep(StepPlan):
                 return out
             raise bad_input("out", out, self.out_shape, self.out_dtype, query.device)
         if key is not None and value is not None:
+            if key.dim() == 2 or value.dim() == 2:
+                key, value = keys_in_heads(self.group.spec, key, value)
             if self.key_shape is None:
                 self._check_given(key, value)
             else:
@@ -300,6 +302,11 @@ class Planner(StepPlanner):
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
             self.rotated_by = claimed_rotation(group, self.store)
 
+    @property
+    def padding_rows(self) -> bool:
+        """Whether all candidates claim them."""
+        return not self.chooser.without_padding_rows
+
     def plan(self, batch: Batch, reuse: Any = None) -> AttentionStep:
         """Plan one step. Raises `BatchError`."""
         check_step_mask(self.spec, batch)
@@ -379,6 +386,6 @@ class Planner(StepPlanner):
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:
-            check_queries(batch)
+            check_padding(batch, self.chooser.without_padding_rows)
         assert self.group.cache_format is not None
         check_pages(self.spec, batch, self.group.cache_format.block_size)

@@ -87,9 +87,13 @@ class Sharing:
         told = batch if earlier is None else earlier.plan.batch
         if captures and told.shared_prefix is None:
             return None
+        block_bytes = form.block_size * form.bytes_per_token
+        if batch.shared_prefix is None and not captures:
+            most = batch.most_shared(form.block_size) * block_bytes
+            if self._way(1, most) is None:
+                return None
         levels = batch.find_shared_prefix(form.block_size)
-        saved = sum(run.saved for level in levels for run in level)
-        saved *= form.block_size * form.bytes_per_token
+        saved = sum(run.saved for level in levels for run in level) * block_bytes
         way = self.native if captures else self._way(len(levels), saved)
         if way is None:
             return None

@@ -25,7 +25,7 @@ from polyattn.runtime.backend import (
     StoreBackend,
 )
 from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_pages, check_queries
+from polyattn.runtime.batch_checks import check_padding, check_pages
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
@@ -203,7 +203,7 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> LatentStep:
         """Plan one step. Raises `BatchError`."""
-        check_queries(batch)
+        check_padding(batch, list(self.names.values()))
         assert self.group.cache_format is not None
         check_pages(self.spec, batch, self.group.cache_format.block_size)
         if reuse is not None and not (batch.all_decode and reuse.batch.all_decode):

@@ -20,6 +20,7 @@ from polyattn.runtime.batch_checks import check_queries
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.step_buffers import StepSize
 
 
 class RecurrentStep(StepPlan):
@@ -76,16 +77,18 @@ class Planner(StepPlanner):
 
     def plan(self, batch: Batch, reuse: Any = None) -> RecurrentStep:
         """Plan one step. Raises `BatchError`."""
-        check_queries(batch, padding=None)
+        check_queries(batch)
         if batch.state_slots is None and batch.num_seqs:
             raise BatchError(f"{self.spec} keeps a state; the batch has no state_slots")
-        if batch.state_targets is not None:
-            if reuse is not None:
-                raise BatchError(
-                    "a captured step of a recurrence has no state_targets; run such a step eagerly"
-                )
-            return self._moving(batch)
         before = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
+        moves = batch.state_targets is not None
+        if reuse is not None and moves != (reuse.batch.state_targets is not None):
+            raise BatchError(
+                f"the step has {'' if moves else 'no '}state_targets, the captured one "
+                f"{'none' if moves else 'has'}; capture a StepSize of each"
+            )
+        if moves:
+            return self._moving(batch, before)
         calls = self._by_phase(batch, before)
         if reuse is not None and {call.phase for call in calls} - before.keys():
             raise BatchError("the captured step has other phases; capture a graph for each kind")
@@ -99,7 +102,44 @@ class Planner(StepPlanner):
             if part is not None and part.batch.num_tokens
         )
 
-    def _moving(self, batch: Batch) -> RecurrentStep:
+    @property
+    def padding_rows(self) -> bool:
+        """A recurrence has padding rows of any number of tokens."""
+        return True
+
+    def own(self, batch: Batch) -> Batch:
+        """Return a captured step without targets where a state has room for drafts itself."""
+        if batch.state_targets is None or not self._has_room:
+            return batch
+        batch = batch.copy()
+        batch.state_targets = None
+        return batch
+
+    def size_problem(self, size: StepSize) -> str | None:
+        """Targets that the backend doesn't take in its launch are copied as the host plans."""
+        if not size.state_targets or self._has_room or self.takes_drafts:
+            return None
+        return (
+            f"{self.names['decode']}, which runs {self.spec}, takes no state_targets in its launch; run "
+            "such a step eagerly, or choose a backend that claims state_targets"
+        )
+
+    def replay_problem(self, batch: Batch) -> str | None:
+        """A whole state that has room for drafts is moved by no launch."""
+        if batch.state_targets is None or batch.state_targets.dim() == 2 or not self._has_room:
+            return None
+        return (
+            f"state_targets names a slot for each sequence, and {self.spec} keeps drafts in its own "
+            "state, which a captured step doesn't move; run such a step eagerly, or give a slot for each "
+            "token, which moves the other groups' states alone"
+        )
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether a state holds drafts itself, so that the next lengths say how many were accepted."""
+        return self.spec.recurrent is not None and self.spec.recurrent.draft_tokens > 0
+
+    def _moving(self, batch: Batch, before: Mapping[str, Any]) -> RecurrentStep:
         """Plan a step whose states end elsewhere: each sequence's, or each token's."""
         assert batch.state_targets is not None
         if batch.state_targets.dim() == 1:
@@ -109,7 +149,7 @@ class Planner(StepPlanner):
         if self.takes_drafts:
             check_room(batch)
             return RecurrentStep(
-                self.group, batch, (self._call("decode", Part(batch, None), None),)
+                self.group, batch, (self._call("decode", Part(batch, None), before.get("decode")),)
             )
         steps = list(token_by_token(batch))
         calls = tuple(self._call("decode", part, None) for _, part in steps)
@@ -120,7 +160,7 @@ class Planner(StepPlanner):
     def _refuse_two_rooms(self) -> None:
         """Refuse a slot for each token where a state has room for drafts itself. Raises `BatchError`."""
         form = self.spec.recurrent
-        if form is not None and form.draft_tokens:
+        if form is not None and self._has_room:
             raise BatchError(
                 f"state_targets has a slot for each token, and {self.spec} keeps drafts in its own state "
                 f"(recurrent.draft_tokens={form.draft_tokens}); leave them out of this group's batch: "

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from polyattn import __version__
 from polyattn.device import Device
-from polyattn.errors import PluginError, PolyattnError, describe, plain
+from polyattn.errors import PluginError, PolyattnError, SettingsError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import API_VERSION
@@ -66,7 +66,10 @@ def examine() -> dict[str, Any]:
         report["devices"] = [str(device) for device in devices.values()]
         report["plugins"] = plugin_rows(registry)
         problems += registry.problems
-        report["backends"] = _backends(registry, devices, problems)
+        try:
+            report["backends"] = _backends(registry, devices, problems)
+        except SettingsError as error:  # a plugin's own setting
+            problems.append(str(error))
         report["timings"] = _timings(settings, devices, problems)
     report["problems"] = problems
     return report

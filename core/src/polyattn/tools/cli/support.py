@@ -44,6 +44,8 @@ def _row(info: BackendInfo) -> list[str]:
             serves.append(f"decodes of up to {caps.decode_query_lens} tokens")
         if caps.state_targets:
             serves.append("drafts in one launch")
+        if caps.padding_rows:
+            serves.append("padding rows of several tokens")
         if caps.shared_prefix:
             serves.append("shared prefixes in its own launch")
         if caps.by_address:

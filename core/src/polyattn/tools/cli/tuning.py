@@ -123,7 +123,7 @@ def _report(found: dict[tables.Key, Any], tuning: Tuning, points: PointsFile) ->
         "models": [
             {
                 "backend": backend, "kind": kind, "layer": dict(layer), "points": len(members),
-                "error": made.error, "overlap": made.overlap,
+                "error": made.error, "overlap": made.overlap, "whole": made.whole,
             }
             for (layer, kind, backend), (made, members) in sorted(found.items(), key=str)
         ],
@@ -142,10 +142,12 @@ def _print(path: Path | None, device: Device, report: dict[str, Any]) -> None:
     fitted = table("backend", "kind", "layers", ">points", ">error", "form")
     for row in report["models"]:
         layer = row["layer"]
+        form = "overlap" if row["overlap"] else "sum"
         add_row(
             fitted, row["backend"], row["kind"],
             f"{layer['dtype']} over {layer['stored']}, heads of {layer['head_size']}",
-            str(row["points"]), f"{row['error']:.1%}", "overlap" if row["overlap"] else "sum",
+            str(row["points"]), f"{row['error']:.1%}",
+            f"{form}, cut below {row['whole']} tiles" if row["whole"] else form,
         )  # fmt: skip
     console.print(fitted, "")
     chosen = table("kind", ">steps", ">chosen / best", ">p95", ">worst")

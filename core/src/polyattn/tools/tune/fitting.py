@@ -1,9 +1,9 @@
 """Which coefficients explain the measured times? Least squares of relative errors, none negative.
 
-Two forms compete, terms that add up and terms that overlap; the one that predicts better what it was
-not fitted to is kept. Overlap is fitted by turns: which term is largest at each point, then the
-coefficients that follow (as k-plane regression: Magnani and Boyd, "Convex piecewise-linear fitting",
-2009).
+Forms compete: terms that add up and terms that overlap, the longest row from several numbers of
+tiles on (`TimingModel.whole`). The one that predicts best what it was not fitted to is kept. Overlap
+is fitted by turns: which term is largest at each point, then the coefficients that follow (as k-plane
+regression: Magnani and Boyd, "Convex piecewise-linear fitting", 2009).
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ LEAST_LAYERS = 3
 """Layers from which on each is predicted by the others; of fewer, steps are."""
 LEAST_POINTS = 12
 """Twice as many as there are coefficients."""
+WHOLE = (0, 64, 96, 128, 192, 256, 384, 512)
+"""Tiles from which on keys may stay whole: about as finely as chips' numbers of processors tell."""
 _BUSY = [TERMS.index(term) for term in OVERLAPPING]
 
 Array = Any
@@ -46,15 +48,16 @@ class Fit:
 
     coefficients: tuple[float, ...]
     overlap: bool
+    whole: int
     held_out: tuple[float, ...]
     error: float
 
 
-def features(points: Sequence[Point]) -> Array:
+def features(points: Sequence[Point], whole: int = 0) -> Array:
     """Return what each coefficient is multiplied with, (points, terms)."""
     return np.array(
         [
-            [unit * count for unit, count in zip(units(p.spec), counts(p.shape), strict=True)]
+            [u * count for u, count in zip(units(p.spec), counts(p.shape, whole), strict=True)]
             for p in points
         ],
         dtype=np.float64,
@@ -62,24 +65,38 @@ def features(points: Sequence[Point]) -> Array:
 
 
 def fit(points: Sequence[Point]) -> Fit | None:
-    """Return the better form's fit; None where too few points are there to judge one."""
+    """Return the best form's fit; None where too few points are there to judge one."""
     if len(points) < LEAST_POINTS:
         return None
-    table, times = features(points), np.array([p.us for p in points])
-    folds = _folds(points)
-    best: Fit | None = None
-    for overlap in (False, True):
-        held = np.zeros(len(points))
-        for fold in set(folds.tolist()):
-            out = folds == fold
-            if out.any() and not out.all():
-                held[out] = predict(table[out], solve(table[~out], times[~out], overlap), overlap)
-        error = float(np.median(np.abs(held / times - 1)))
-        # Squares of logarithms are what a choice suffers from; the median is what one reads.
-        if best is None or _loss(held, times) < _loss(np.array(best.held_out), times):
-            found = solve(table, times, overlap)
-            best = Fit(tuple(map(float, found)), overlap, tuple(map(float, held)), error)
-    return best
+    times, folds = np.array([p.us for p in points]), _folds(points)
+    forms = [(whole, overlap) for whole in _thresholds(points) for overlap in (False, True)]
+    held = {
+        (whole, overlap): _held_out(features(points, whole), times, folds, overlap)
+        for whole, overlap in forms
+    }
+    # Squares of logarithms are what a choice suffers from; the median is what one reads.
+    whole, overlap = min(forms, key=lambda form: _loss(held[form], times))
+    found = solve(features(points, whole), times, overlap)
+    guessed = held[whole, overlap]
+    error = float(np.median(np.abs(guessed / times - 1)))
+    return Fit(tuple(map(float, found)), overlap, whole, tuple(map(float, guessed)), error)
+
+
+def _thresholds(points: Sequence[Point]) -> list[int]:
+    """Return those of `WHOLE` that tell points apart, each in its own way."""
+    tiles = np.array([p.shape.tiles for p in points])
+    told = {int((tiles >= whole).sum()): whole for whole in reversed(WHOLE)}
+    return sorted(whole for many, whole in told.items() if many or not whole)
+
+
+def _held_out(table: Array, times: Array, folds: Array, overlap: bool) -> Array:
+    """Return each point's prediction by the points of the other folds."""
+    held = np.zeros(len(times))
+    for fold in set(folds.tolist()):
+        out = folds == fold
+        if out.any() and not out.all():
+            held[out] = predict(table[out], solve(table[~out], times[~out], overlap), overlap)
+    return held
 
 
 def _folds(points: Sequence[Point]) -> Array:
@@ -92,7 +109,7 @@ def _folds(points: Sequence[Point]) -> Array:
 
 
 def predict(table: Array, coefficients: Array, overlap: bool) -> Array:
-    """Return the microseconds of each point, as `Predictor.times` does of one."""
+    """Return the microseconds of each point, as `Predictor.evaluate` does of one."""
     parts = table * coefficients
     if not overlap:
         return parts.sum(1)
@@ -130,7 +147,7 @@ def _starts(table: Array, times: Array, summed: Array) -> list[Array]:
     """Return coefficients to begin with: of the sum, and each term as if it alone took the time."""
     with np.errstate(divide="ignore", invalid="ignore"):
         bounds = np.where(table > 0, times[:, None] / table, np.inf)
-    tight = np.nan_to_num(np.quantile(bounds, 0.1, axis=0), posinf=0.0)
+        tight = np.nan_to_num(np.quantile(bounds, 0.1, axis=0), posinf=0.0)
     mixed = summed.copy()
     mixed[_BUSY] = np.maximum(mixed[_BUSY], tight[_BUSY] / 2)
     return [summed * np.where(np.isin(np.arange(len(TERMS)), _BUSY), 1.5, 1.0), mixed, tight / 2]

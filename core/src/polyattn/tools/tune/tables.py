@@ -135,6 +135,7 @@ def table(found: Fits, device: Device, registry: Registry) -> dict[str, Any]:
                 "layer": dict(layer),
                 "of": of[backend],
                 "overlap": made.overlap,
+                "whole": made.whole,
                 "coefficients": {
                     term: float(f"{value:.6g}")
                     for term, value in zip(TERMS, made.coefficients, strict=True)

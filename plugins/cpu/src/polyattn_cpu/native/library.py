@@ -7,7 +7,9 @@ import os
 from functools import cache
 from pathlib import Path
 
-ABI = 3
+from polyattn.plugin import SettingsError
+
+ABI = 4
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -55,7 +57,10 @@ def load() -> ctypes.CDLL:
 
 
 def why_not() -> str | None:
-    """Say why the native kernels can't run here, or None: the backends' probe."""
+    """Say why the native kernels can't run here, or None: the backends' probe.
+
+    Raises `SettingsError` where they can, but not as `POLYATTN_CPU_ISA` wants it.
+    """
     try:
         isa()
     except NativeError as error:
@@ -72,13 +77,14 @@ def isas() -> tuple[str, ...]:
 def isa() -> str:
     """Return the instruction set that runs: `POLYATTN_CPU_ISA`, or the best one.
 
-    Raises `NativeError` where the variable names one that isn't here, and without the library.
+    Raises `SettingsError` where the variable names one that isn't here, and `NativeError` without
+    the library.
     """
     wanted, there = os.environ.get(ISA_VARIABLE), isas()
     if not wanted:
         return there[0]
     if wanted not in there:
-        raise NativeError(
+        raise SettingsError(
             f"environment variable {ISA_VARIABLE}={wanted!r}: this machine and build have "
             f"{', '.join(there)}; name one of these or unset it"
         )

@@ -41,24 +41,30 @@ PARAMS = {
 }
 """Parameters in the order in which `pa_scan` takes them."""
 
-_HEAD = struct.Struct("@3q5q3P")
+_HEAD = struct.Struct("@3q5q4Pq")
 _ROWS = struct.Struct("@P3q")
 _TAIL = struct.Struct("@3P2P2q3if")
 _NO_ROWS = _ROWS.pack(0, 0, 0, 0)
 
 
 class ScanPlan(Plan):
-    """Each sequence's rows, slot and whether it starts fresh, as the kernels read them."""
+    """Each sequence's rows, slot and tokens before the step, and of drafts each token's slot, as the
+    kernels read them. `highest`: the last of those slots. Raises `BatchError`.
+    """
 
-    __slots__ = ("fresh", "slots", "starts")
+    __slots__ = ("before", "highest", "slots", "starts", "targets")
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
         assert batch.state_slots is not None
         self.starts = torch.tensor(batch.starts, dtype=torch.int32)
-        self.slots = batch.state_slots.to(torch.int64).contiguous()
-        fresh = [n == q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
-        self.fresh = torch.tensor(fresh, dtype=torch.uint8)
+        self.slots = batch.state_slots.contiguous()
+        before = [n - q for n, q in zip(batch.lens, batch.query_lens, strict=True)]
+        self.before = torch.tensor(before, dtype=torch.int32)
+        self.targets, self.highest = batch.state_targets, -1
+        if self.targets is not None:
+            self.targets = self.targets.contiguous()
+            self.highest = _highest(batch, self.targets.tolist())
 
 
 class NativeScan(RecurrentBackend):
@@ -90,11 +96,16 @@ class NativeScan(RecurrentBackend):
         pointers = [0 if weight is None else weight.data_ptr() for weight in whole]
         form = spec.recurrent
         assert form is not None
+        if plan.highest >= states.shape[0]:
+            raise BatchError(
+                f"state_targets goes up to {plan.highest}: there are {states.shape[0]} slots"
+            )
         packed = (
             _HEAD.pack(
                 KINDS[spec.kind], DTYPES[spec.dtype], TORCH_DTYPES[states.dtype],
                 len(plan.slots), *_sizes(spec, states),
-                plan.starts.data_ptr(), plan.slots.data_ptr(), plan.fresh.data_ptr(),
+                plan.starts.data_ptr(), plan.slots.data_ptr(), plan.before.data_ptr(),
+                *_goal(plan.targets),
             )
             + rows
             + _TAIL.pack(
@@ -120,8 +131,33 @@ def _rows(tensor: Tensor) -> bytes:
     )
 
 
+def _goal(targets: Tensor | None) -> tuple[int, int]:
+    """Return the address of `Batch.state_targets` and a row's targets; zeros where there are none."""
+    return (0, 0) if targets is None else (targets.data_ptr(), targets.shape[1])
+
+
+def _highest(batch: Batch, targets: list[list[int]]) -> int:
+    """Return the last slot that a token's state goes to, -1 without any. Raises `BatchError`."""
+    assert batch.state_slots is not None
+    highest, slots = -1, batch.state_slots.tolist()
+    for index, (row, slot, count) in enumerate(zip(targets, slots, batch.query_lens, strict=True)):
+        mine = row[:count] if slot >= 0 else []
+        if mine and min(mine) < 0:
+            raise BatchError(
+                f"state_targets[{index}, {mine.index(min(mine))}]={min(mine)}: each of the sequence's "
+                f"{count} tokens needs a slot"
+            )
+        highest = max([highest, *mine])
+    return highest
+
+
 def _sizes(spec: LayerSpec, states: Tensor) -> tuple[int, int, int, int]:
-    """Return heads, groups, and rows and columns of a head's state."""
-    heads, groups = spec.num_heads, spec.num_kv_heads
+    """Return heads, groups, and rows and columns of a head's state; a convolution's rows are the inputs
+    that a token reads.
+    """
+    heads, groups, form = spec.num_heads, spec.num_kv_heads, spec.recurrent
+    assert form is not None
     rows = states.shape[2] if states.dim() == 4 else 1
+    if spec.kind is AttentionKind.SHORT_CONV:
+        rows = form.conv_width - 1
     return heads, groups, rows, states.shape[-1]

@@ -18,7 +18,7 @@
 extern "C" {
 #endif
 
-#define PA_ABI 3  // library.py refuses a library of another number
+#define PA_ABI 4  // library.py refuses a library of another number
 
 enum pa_dtype { PA_F32, PA_BF16, PA_F16, PA_E4M3, PA_E5M2, PA_INT8, PA_DTYPES };
 
@@ -105,14 +105,18 @@ typedef struct {
 
 // A step of a recurrence. A slot of `states`, float32, is (num_heads, rows, columns): key and value size,
 // for Mamba-2 head and state size; for Mamba-1 (num_heads, columns); for a convolution likewise, the
-// last inputs, in `state_dtype`. Inputs as the layer's form orders them, parameters float32:
-// Mamba A, D or NULL, dt_bias or NULL; linear attention decay; a convolution weight, bias or NULL.
+// last inputs, in `state_dtype`: of `rows` that a token reads, the oldest first, or, where columns are
+// more, position p's in column p modulo their number. Inputs as the layer's form orders them, Mamba's
+// gate last (NULL: none), parameters float32: Mamba A, D or NULL, dt_bias or NULL; linear attention
+// decay; a convolution weight, bias or NULL.
 typedef struct {
   int64_t kind, dtype, state_dtype;
   int64_t num_seqs, num_heads, num_groups, rows, columns;
   const int32_t *starts;   // num_seqs + 1
   const int64_t *slots;    // num_seqs; -1: a padding row
-  const uint8_t *fresh;    // num_seqs: it begins from zero
+  const int32_t *before;   // num_seqs: tokens that it had; of none it begins from zero
+  const int64_t *targets;  // NULL, or (num_seqs, target_row): where the state after each token goes
+  int64_t target_row;
   pa_rows inputs[6];
   const float *params[3];
   void *states, *out;      // out: contiguous, of `dtype`

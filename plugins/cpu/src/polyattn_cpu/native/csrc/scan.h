@@ -30,6 +30,12 @@ PA_INLINE vf siluv(vf x) {
   return x / (splat(1.0f) + exp2v(y));
 }
 
+// Neighbouring tokens of a sequence, whose state is in a slot: it had `before` tokens.
+struct Stretch {
+  int64_t first, last, slot;
+  int32_t before;
+};
+
 // A state's part, [rows][ld], in the cache or a copy.
 struct StatePart {
   float *at;
@@ -154,12 +160,12 @@ static void key_terms(const pa_scan &scan, int64_t token, int64_t head, KeyTerms
 }
 
 // One head of one sequence: linear attention, delta rules.
-static void scan_keys(const pa_scan &scan, int64_t seq, int64_t head, Arena arena) {
+static void scan_keys(const pa_scan &scan, const Stretch &seq, int64_t head, Arena arena) {
   const int rows = (int)scan.rows, columns = (int)scan.columns, wide = pa_round_up(columns, W);
-  const int64_t first = scan.starts[seq], last = scan.starts[seq + 1];
-  const bool fresh = scan.fresh[seq], whole = last - first == 1 && columns % W == 0;
+  const int64_t first = seq.first, last = seq.last;
+  const bool fresh = !seq.before, whole = last - first == 1 && columns % W == 0;
   const pa_rows &values = scan.inputs[scan.kind == PA_RWKV7 ? 3 : 2];
-  float *state = (float *)scan.states + scan.slots[seq] * scan.state_slot + head * rows * columns;
+  float *state = (float *)scan.states + seq.slot * scan.state_slot + head * rows * columns;
   KeyTerms terms[SCAN_TOKENS];
   for (KeyTerms &is : terms) {
     float **const all[] = {&is.w, &is.a, &is.b, &is.c, &is.r};
@@ -248,16 +254,22 @@ PA_INLINE float step_size(const pa_scan &scan, float dt, int64_t head) {
   return dt > 20.0f ? dt : log1pf(expf(dt));
 }
 
+// Multiplies a token's outputs by their gates' SiLU; its steps are used up.
+static void gate(const char *z, int64_t dtype, int rows, MambaTerms &is) {
+  widen_any(z, dtype, is.steps, rows);
+  for (int r = 0; r < rows; r += W) write(is.out + r, loadf(is.out + r) * siluv(loadf(is.steps + r)));
+}
+
 // One head of one sequence of Mamba-2, or so many channels of Mamba-1.
-static void scan_mamba(const pa_scan &scan, int64_t seq, int64_t item, Arena arena) {
+static void scan_mamba(const pa_scan &scan, const Stretch &seq, int64_t item, Arena arena) {
   const bool each = scan.kind == PA_MAMBA1;
   const int64_t row0 = each ? item * PA_SCAN_CHANNELS : 0, head = each ? 0 : item;
   const int rows = each ? pa_min(PA_SCAN_CHANNELS, (int)(scan.num_heads - row0)) : (int)scan.rows;
   const int columns = (int)scan.columns, wide = pa_round_up(columns, W), tall = pa_round_up(rows, W);
-  const int64_t first = scan.starts[seq], last = scan.starts[seq + 1], group = head / (each ? 1 : scan.num_heads / scan.num_groups);
+  const int64_t first = seq.first, last = seq.last, group = head / (each ? 1 : scan.num_heads / scan.num_groups);
   const pa_rows *in = scan.inputs;  // x, dt, B, C
   const bool copied = columns % W;
-  float *state = (float *)scan.states + scan.slots[seq] * scan.state_slot +
+  float *state = (float *)scan.states + seq.slot * scan.state_slot +
                  (each ? row0 : head * scan.rows) * columns;
   MambaTerms terms[SCAN_TOKENS];
   for (MambaTerms &is : terms) {
@@ -270,8 +282,8 @@ static void scan_mamba(const pa_scan &scan, int64_t seq, int64_t item, Arena are
   }
   float *copy = arena.take<float>((int64_t)rows * wide), *A = arena.take<float>((int64_t)rows * wide);
   StatePart part = {copied ? copy : state, copied ? wide : columns};
-  if (copied) copy_in(state, columns, rows, columns, scan.fresh[seq], copy, wide);
-  else if (scan.fresh[seq]) __builtin_memset(state, 0, 4L * rows * columns);
+  if (copied) copy_in(state, columns, rows, columns, !seq.before, copy, wide);
+  else if (!seq.before) __builtin_memset(state, 0, 4L * rows * columns);
   if (each) copy_in(scan.params[0] + row0 * columns, columns, rows, columns, false, A, wide);
   for (int64_t start = first; start < last; start += SCAN_TOKENS) {
     const int count = (int)(last - start < SCAN_TOKENS ? last - start : SCAN_TOKENS);
@@ -307,6 +319,7 @@ static void scan_mamba(const pa_scan &scan, int64_t seq, int64_t item, Arena are
       }
     }
     for (int t = 0; t < count; t++) {
+      if (in[4].data) gate(row_at(in[4], start + t, each ? row0 : head), in[4].dtype, rows, terms[t]);
       int64_t to = each ? (start + t) * scan.num_heads + row0 : ((start + t) * scan.num_heads + head) * rows;
       narrow(terms[t].out, (char *)scan.out + to * itemsize(scan.dtype), scan.dtype, rows);
     }
@@ -314,21 +327,22 @@ static void scan_mamba(const pa_scan &scan, int64_t seq, int64_t item, Arena are
   if (copied) copy_out(copy, wide, rows, columns, state, columns);
 }
 
-// A short convolution's channels of some sequences; a state holds the last inputs, [channel][width - 1].
+// A short convolution's channels of some sequences. A state holds the last inputs, [channel][columns]:
+// those that a token reads, the oldest first, or a ring, with room for drafts that are rejected.
 struct Conv {
   const pa_scan &scan;
   int64_t channel;
-  int count, kept;  // channels; inputs that a state holds
+  int count, kept, columns;  // channels; inputs that a token reads, and that a state holds
   float *weight, *bias, *out, *rows, *old;
 
   Conv(const pa_scan &scan, int64_t item, Arena arena)
       : scan(scan), channel(item * LD), count(pa_min(LD, (int)(scan.num_heads - channel))),
-        kept((int)scan.columns) {
+        kept((int)scan.rows), columns((int)scan.columns) {
     weight = arena.take<float>((int64_t)(kept + 1) * LD);
     bias = arena.take<float>(LD);
     out = arena.take<float>(LD);
     rows = arena.take<float>((int64_t)(kept + SCAN_TOKENS) * LD);
-    old = arena.take<float>((int64_t)kept * LD + W);
+    old = arena.take<float>((int64_t)columns * LD + W);
     __builtin_memset(rows, 0, 4L * (kept + SCAN_TOKENS) * LD);
     for (int c = 0; c < LD; c++) {
       bias[c] = c < count && scan.params[1] ? scan.params[1][channel + c] : 0;
@@ -338,39 +352,47 @@ struct Conv {
     }
   }
 
-  PA_NOINLINE void run(int64_t seq) {
-    const int64_t first = scan.starts[seq], last = scan.starts[seq + 1];
-    if (scan.slots[seq] < 0 || first == last) return;
-    const int64_t at = scan.slots[seq] * scan.state_slot + channel * kept;
+  PA_NOINLINE void run(const Stretch &seq) {
+    const int64_t at = seq.slot * scan.state_slot + channel * columns;
     char *state = (char *)scan.states + at * itemsize(scan.state_dtype);
-    take_state(state, scan.fresh[seq]);
-    for (int64_t start = first; start < last; start += SCAN_TOKENS) {
-      const int some = (int)(last - start < SCAN_TOKENS ? last - start : SCAN_TOKENS);
+    take_state(state, seq.before);
+    for (int64_t start = seq.first; start < seq.last; start += SCAN_TOKENS) {
+      const int some = (int)(seq.last - start < SCAN_TOKENS ? seq.last - start : SCAN_TOKENS);
       for (int t = 0; t < some; t++) {
         const char *x = row_at(scan.inputs[0], start + t, channel);
         widen_any(x, scan.inputs[0].dtype, rows + (kept + t) * LD, count);
         put_token(start + t, rows + t * LD);
+        if (ring()) put_input(seq.before + (start - seq.first) + t, rows + (kept + t) * LD);
       }
       __builtin_memmove(rows, rows + some * LD, 4L * kept * LD);
     }
-    for (int c = 0; c < count; c++) {
-      for (int w = 0; w < kept; w++) old[c * kept + w] = rows[w * LD + c];
-    }
-    narrow(old, state, (int)scan.state_dtype, count * kept);
+    for (int w = 0; w < kept && !ring(); w++) put_input(w, rows + w * LD);
+    narrow(old, state, (int)scan.state_dtype, count * columns);
   }
 
  private:
   static constexpr int LD = PA_SCAN_CHANNELS;
 
-  void take_state(const char *state, bool fresh) {
-    if (fresh) {
+  bool ring() const { return columns > kept; }
+  // Position p's column; before a sequence's first token lie those that it has not filled, of zeros.
+  int column(int64_t position) const {
+    return (int)((position % columns + columns) % columns);
+  }
+  void take_state(const char *state, int32_t before) {
+    if (!before) {
       __builtin_memset(rows, 0, 4L * kept * LD);
+      __builtin_memset(old, 0, 4L * columns * LD);
       return;
     }
-    widen_any(state, (int)scan.state_dtype, old, count * kept);
-    for (int c = 0; c < count; c++) {
-      for (int w = 0; w < kept; w++) rows[w * LD + c] = old[c * kept + w];
+    widen_any(state, (int)scan.state_dtype, old, count * columns);
+    for (int w = 0; w < kept; w++) {
+      const int from = ring() ? column((int64_t)before - kept + w) : w;
+      for (int c = 0; c < count; c++) rows[w * LD + c] = old[c * columns + from];
     }
+  }
+  void put_input(int64_t position, const float *x) {
+    const int to = column(position);
+    for (int c = 0; c < count; c++) old[c * columns + to] = x[c];
   }
   void put_token(int64_t token, const float *window) {
     for (int c = 0; c < LD; c += W) {
@@ -386,7 +408,41 @@ struct Conv {
 static int64_t scan_scratch(const pa_scan *scan) {
   const int64_t wide = pa_round_up((int)scan->columns, W), rows = scan->rows + PA_SCAN_CHANNELS + 2 * W;
   const int64_t terms = SCAN_TOKENS * (6 * rows + 4 * (wide + W) + 12 * 16);
-  return 4 * (terms + 2 * rows * (wide + SCAN_COLUMNS) + 4L * PA_SCAN_CHANNELS * (wide + SCAN_TOKENS + 8)) + 64 * 64;
+  const int64_t conv = 4L * PA_SCAN_CHANNELS * (wide + scan->rows + SCAN_TOKENS + 8);
+  return 4 * (terms + 2 * rows * (wide + SCAN_COLUMNS) + conv) + 64 * 64;
+}
+
+// The elements of a slot that an item holds: `count` behind `first`.
+struct Piece {
+  int64_t first, count;
+};
+static Piece piece_of(const pa_scan &scan, int64_t item) {
+  if (scan.kind > PA_MAMBA1) return {item * scan.rows * scan.columns, scan.rows * scan.columns};
+  const int64_t channel = item * PA_SCAN_CHANNELS;
+  const int channels = pa_min(PA_SCAN_CHANNELS, (int)(scan.num_heads - channel));
+  return {channel * scan.columns, channels * scan.columns};
+}
+
+// Runs a sequence's tokens; with targets one after another, each on a copy of the state before.
+template <class Run>
+static void each_stretch(const pa_scan &scan, int64_t seq, int64_t item, Run run) {
+  Stretch is = {scan.starts[seq], scan.starts[seq + 1], scan.slots[seq], scan.before[seq]};
+  if (is.slot < 0 || is.first == is.last) return;
+  if (!scan.targets) {
+    run(is);
+    return;
+  }
+  const Piece piece = piece_of(scan, item);
+  const int64_t bytes = itemsize((int)scan.state_dtype), last = is.last;
+  auto at = [&](int64_t slot) {
+    return (char *)scan.states + (slot * scan.state_slot + piece.first) * bytes;
+  };
+  for (const int64_t *to = scan.targets + seq * scan.target_row; is.first < last; to++) {
+    if (is.before && *to != is.slot) __builtin_memcpy(at(*to), at(is.slot), piece.count * bytes);
+    is.slot = *to, is.last = is.first + 1;
+    run(is);
+    is.first++, is.before++;
+  }
 }
 
 static void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
@@ -394,10 +450,13 @@ static void scan_item(const pa_scan *scan, int64_t index, char *scratch) {
   Arena arena = {scratch};
   if (scan->kind == PA_SHORT_CONV) {
     Conv conv(*scan, item, arena);
-    for (int64_t i = seq * PA_SCAN_SEQS; i < (seq + 1) * PA_SCAN_SEQS && i < scan->num_seqs; i++) conv.run(i);
+    for (int64_t i = seq * PA_SCAN_SEQS; i < (seq + 1) * PA_SCAN_SEQS && i < scan->num_seqs; i++) {
+      each_stretch(*scan, i, item, [&](const Stretch &is) { conv.run(is); });
+    }
     return;
   }
-  if (scan->slots[seq] < 0 || scan->starts[seq] == scan->starts[seq + 1]) return;
-  if (scan->kind <= PA_MAMBA2) scan_mamba(*scan, seq, item, arena);
-  else scan_keys(*scan, seq, item, arena);
+  each_stretch(*scan, seq, item, [&](const Stretch &is) {
+    if (scan->kind <= PA_MAMBA2) scan_mamba(*scan, is, item, arena);
+    else scan_keys(*scan, is, item, arena);
+  });
 }

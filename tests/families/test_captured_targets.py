@@ -1,0 +1,88 @@
+"""Captured steps of recurrences whose states go elsewhere: buffers, refusals, and the interpreted kit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kits import conforms
+from polyattn import Batch, LayerGroup, LayerSpec, StepSize, select
+from polyattn.errors import BatchError
+from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.spec.layer import RecurrentSpec
+
+GDN = LayerSpec(
+    kind="gdn", num_heads=2, num_kv_heads=2, head_size=16, dtype="float32",
+    recurrent=RecurrentSpec(state_size=16),
+)  # fmt: skip
+RING = LayerSpec(
+    kind="short_conv", num_heads=8, head_size=1, dtype="float32",
+    recurrent=RecurrentSpec(conv_width=4, draft_tokens=2),
+)  # fmt: skip
+
+
+def drafted(targets: list[Any]) -> Batch:
+    return Batch.from_lens(
+        [2, 2], [9, 2], state_slots=torch.tensor([5, 6]), state_targets=torch.tensor(targets)
+    )
+
+
+def test_buffers_hold_each_tokens_target_and_nowhere_behind() -> None:
+    buffers = StepBuffers(3, 2, 64, None, "cpu", padding_rows=True, state_targets=True)
+    assert buffers.state_targets is not None
+    filled = buffers.fill(drafted([[0, 1], [2, 6]]))
+    assert filled.state_targets is buffers.state_targets
+    assert buffers.state_targets.tolist() == [[0, 1], [2, 6], [-1, -1]]
+    buffers.fill(drafted([7, 8]))  # each sequence's: after its last token
+    assert buffers.state_targets.tolist() == [[-1, 7], [-1, 8], [-1, -1]]
+    assert filled.lens == [9, 2, 0] and buffers.state_slots.tolist() == [5, 6, -1]
+
+
+def test_a_graph_serves_steps_with_targets_or_without() -> None:
+    plain = Batch.from_lens([2, 2], [9, 2], state_slots=torch.tensor([5, 6]))
+    for with_targets in (True, False):
+        buffers = StepBuffers(3, 2, 64, None, "cpu", state_targets=with_targets)
+        assert buffers.fits(drafted([[0, 1], [2, 6]])) is with_targets
+        assert buffers.fits(plain) is not with_targets
+
+
+def test_who_cannot_says_so() -> None:
+    size = StepSize(4, 2, state_targets=True)
+    slow = LayerGroup(select(GDN, "cpu", backend="TORCH_SCAN")).planner.size_problem(size)
+    assert slow is not None and "TORCH_SCAN" in slow and "takes no state_targets" in slow
+    planner = LayerGroup(select(GDN, "cpu", backend="NATIVE_SCAN")).planner
+    assert planner.size_problem(size) is None and planner.padding_rows
+    assert planner.size_problem(StepSize(4, 2)) is None
+
+
+def test_a_state_with_room_for_drafts_has_no_targets_of_tokens() -> None:
+    """In one graph with layers that have: its own plan goes without, and a moved state is refused."""
+    group = LayerGroup(select(RING, "cpu", backend="TORCH_SCAN"))
+    planner, by_token = group.planner, drafted([[0, 1], [2, 6]])
+    assert planner.size_problem(StepSize(4, 2, state_targets=True)) is None
+    assert planner.own(by_token).state_targets is None and by_token.state_targets is not None
+    assert planner.replay_problem(by_token) is None
+    assert "doesn't move" in str(planner.replay_problem(drafted([7, 8])))
+
+
+def test_a_captured_plan_is_of_its_own_kind() -> None:
+    group = LayerGroup(select(GDN, "cpu", backend="NATIVE_SCAN"))
+    plain = Batch.from_lens([2, 2], [9, 2], state_slots=torch.tensor([5, 6]))
+    with pytest.raises(BatchError, match="the step has state_targets, the captured one none"):
+        group.plan(drafted([[0, 1], [2, 6]]), reuse=group.plan(plain))
+    with pytest.raises(BatchError, match="the step has no state_targets, the captured one has"):
+        group.plan(plain, reuse=group.plan(drafted([[0, 1], [2, 6]])))
+
+
+@pytest.mark.parametrize(
+    ("backend", "chosen", "least"),
+    [
+        ("TRITON_SCAN", "reuse and linear and three and target", 2),
+        ("TRITON_TOKEN_SCAN", "reuse and rg_lru and target", 4),
+        pytest.param("TRITON_SCAN", "reuse", 40, marks=pytest.mark.sweep),
+        pytest.param("TRITON_TOKEN_SCAN", "reuse", 12, marks=pytest.mark.sweep),
+    ],
+)
+def test_captured_plans_are_refilled(backend: str, chosen: str, least: int) -> None:
+    conforms(backend, least, "-k", chosen, TRITON_INTERPRET="1")

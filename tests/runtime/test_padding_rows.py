@@ -1,0 +1,73 @@
+"""Rows of several tokens that stand for no sequence: who takes them, and who says that it doesn't."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepSize, select
+from polyattn.errors import BatchError
+from polyattn.runtime.step_buffers import StepBuffers
+
+SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=8)
+TABLE = torch.arange(9, dtype=torch.int32).view(3, 3)
+
+
+def step(
+    backend: str, queries: list[int], lens: list[int], *, rotate: bool = False
+) -> torch.Tensor:
+    """Return the output of a step over a cache of random numbers."""
+    from polyattn.spec.rope import RopeSpec
+
+    dice = torch.Generator().manual_seed(3)
+    spec = SPEC.replace(rope=RopeSpec(rotary_size=16)) if rotate else SPEC
+    layer = Attention(
+        LayerGroup(select(spec, "cpu", backend=backend)), checks=True, rotate=rotate or None
+    )
+    cache = layer.group.allocate_cache(9)
+    cache.key.copy_(torch.randn(cache.key.shape, generator=dice))
+    cache.value.copy_(torch.randn(cache.value.shape, generator=dice))
+    tokens = sum(queries)
+    drawn = [torch.randn(tokens, heads, 32, generator=dice) for heads in (4, 2, 2)]
+    batch = Batch.from_lens(queries, lens, TABLE[: len(lens)], 8)
+    out = torch.full((tokens, 4, 32), torch.nan)
+    return layer(*drawn, cache, batch, out=out)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "NATIVE_ATTN", "VANILLA"])
+def test_padding_changes_nothing_beside_it(backend: str, rotate: bool) -> None:
+    """The real rows' bits are those of the step without padding, whose output is 0."""
+    found = step(backend, [4, 4, 4], [20, 7, 0], rotate=rotate)
+    assert not found[8:].any()
+    wide = step("VANILLA", [4, 4, 4], [20, 7, 4], rotate=rotate)  # the same draws
+    torch.testing.assert_close(found[:8], wide[:8], atol=1e-4, rtol=1e-4)
+
+
+def test_who_does_not_claim_it_is_named() -> None:
+    with pytest.raises(
+        BatchError, match=r"seq_lens\[1\]=0 .* 4 tokens, and FLEX_ATTENTION takes pad"
+    ):
+        step("FLEX_ATTENTION", [4, 4], [20, 0])
+
+
+def test_a_padding_row_stores_nothing() -> None:
+    group = LayerGroup(select(SPEC, "cpu", backend="TORCH_SDPA"))
+    layer, cache = Attention(group, checks=True), group.allocate_cache(9)
+    slots = torch.tensor([0, 1, 2, 3, 8, -1])
+    batch = Batch([0, 4, 6], [4, 0], TABLE[:2], slots)
+    new = [torch.zeros(6, heads, 32) for heads in (4, 2, 2)]
+    with pytest.raises(BatchError, match=r"slots must be -1, not \[8, -1\]"):
+        layer(*new, cache, batch)
+
+
+@pytest.mark.parametrize(("takes", "length"), [(True, 0), (False, 3)])
+def test_captured_steps_pad_with_what_their_backends_take(takes: bool, length: int) -> None:
+    buffers = StepBuffers(4, 3, 64, 8, "cpu", padding_rows=takes)
+    filled = buffers.fill(Batch.from_lens([3, 3], [9, 5], TABLE[:2], 8))
+    assert filled.lens == [9, 5, length, length] == buffers.seq_lens.tolist()
+    assert filled.slot_mapping is not None and (filled.slot_mapping[6:] == -1).all()
+
+
+def test_prompts_beside_state_targets_are_no_size() -> None:
+    with pytest.raises(BatchError, match="state_targets=True beside prompts=1"):
+        StepSize(4, prompts=1, prompt_tokens=8, state_targets=True)
