@@ -63,6 +63,7 @@ ATTENTION = Capabilities(
             "batch_invariant",
         }
     ),
+    padding_rows=True,
 )
 GRAPHS = replace(
     ATTENTION, roles=frozenset({Role.DECODER}), cached=frozenset({True}),
