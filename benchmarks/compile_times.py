@@ -57,16 +57,16 @@ def measured(function: Any, stage: str) -> Any:
 
 def pretend() -> None:
     """Have Triton and the plugin find an H200, and Triton's stages say what they cost."""
+    plans: Any = planning
+    warms: Any = warm_up
     driver = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     triton.runtime.driver.set_active(driver)
-    planning.multiprocessors = lambda device: MULTIPROCESSORS
-    planning.fitting = lambda device, needed, most: max(
-        1, min(most, SHARED_MEMORY // (needed + 1024))
-    )
+    plans.multiprocessors = lambda device: MULTIPROCESSORS
+    plans.fitting = lambda device, needed, most: max(1, min(most, SHARED_MEMORY // (needed + 1024)))
 
     def own(spec: Any, arch: str, device: Any, generated: Any = None) -> Any:
         config = hopper.hopper_config(spec, arch, generated)
@@ -74,7 +74,7 @@ def pretend() -> None:
             return None
         return hopper.HopperPrefill(spec, config, MULTIPROCESSORS, int(0.7 * L2), generated)
 
-    planning.hopper_prefill = own
+    plans.hopper_prefill = own
     for stage in STAGES:
         function = getattr(CUDABackend, stage)
         wrapped = measured(function, stage)
@@ -92,12 +92,12 @@ def pretend() -> None:
         finally:
             launch._compiling.reset(token)
 
-    warm_up.compiling_only = serial
+    warms.compiling_only = serial
 
 
 def register() -> None:
     with contextlib.suppress(ImportError):
-        from test_variants import VARIANTS
+        from test_variants import VARIANTS  # type: ignore[import-not-found, unused-ignore]
 
         for variant in VARIANTS:
             register_variant(variant)
@@ -117,9 +117,9 @@ def main() -> None:
         block_size=16, num_kv_heads=8, head_size=128, v_head_size=128, dtype="bfloat16"
     )
     began = spent()
-    backend = TritonAttention(spec, form, SimpleNamespace(arch="sm_90", torch_device="cpu"))
+    device: Any = SimpleNamespace(arch="sm_90", torch_device="cpu")
+    backend = TritonAttention(spec, form, device)
     print(f"{args.fields}: the object {spent() - began:.2f} s")
-    asked: list[Any] = []
     launch_site = launch.Site.__call__
 
     def named(site: Any, *given: Any, **words: Any) -> None:
@@ -129,9 +129,8 @@ def main() -> None:
             names = site.kernel.arg_names[-len(site.constants) :]
             told = dict(zip(names, site.constants, strict=True))
             KERNELS[-1]["of"] = told | site.options
-            asked.append(site.kernel)
 
-    launch.Site.__call__ = named
+    launch.Site.__call__ = named  # type: ignore
     began = spent()
     warm_up.warm_up(backend, tuple(args.phases))
     whole = spent() - began
