@@ -17,7 +17,7 @@ import polyattn
 import polyattn_flash_attn.flash_attn_2 as fa
 import polyattn_transformers  # noqa: F401  (registers the name)
 import torch
-from polyattn.families.attention import dense, given
+from polyattn.families.attention.stateless import dense, given
 from polyattn.registry.info import load_object
 from polyattn_diffusers.backend import attention as diffusers_attention
 from polyattn_torch import SdpaMode

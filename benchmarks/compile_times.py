@@ -25,8 +25,10 @@ os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="compile_times_")
 import triton
 from polyattn import LayerSpec, register_variant
 from polyattn.selection.cache_format import CacheFormat
-from polyattn_triton import hopper, launch, planning, warm_up
+from polyattn_triton import launch, planning
 from polyattn_triton.attention import TritonAttention
+from polyattn_triton.compiling import warm_up
+from polyattn_triton.hopper import choice as hopper
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import compiler

@@ -21,7 +21,7 @@ from polyattn import Batch, LatentAttention, LayerGroup, LayerSpec, Recurrent, s
 from polyattn.families.mla.absorption import absorb
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
-from polyattn.runtime.cost import batch_cost
+from polyattn.runtime.step.cost import batch_cost
 from polyattn.tools.cli.benching import measure_limits
 from polyattn.tools.cli.models import bundled
 from timing import kernel_us

@@ -24,7 +24,7 @@ from floor import read_us
 from polyattn import LayerSpec, Role, discover, register, select
 from polyattn.errors import PolyattnError
 from polyattn.plugin import hookimpl
-from polyattn.runtime.cost import batch_cost
+from polyattn.runtime.step.cost import batch_cost
 from polyattn.tools.cli.benching import Step, measure_limits
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import bundled

@@ -83,7 +83,7 @@ class Step:
 
     def run(self) -> None:
         """Launch the kernel."""
-        from polyattn_triton.prefill_hopper import prefill_hopper_kernel
+        from polyattn_triton.hopper.prefill import prefill_hopper_kernel
 
         prefill_hopper_kernel[self.grid](*self.args, num_warps=4)
 
@@ -141,8 +141,8 @@ class Step:
         """Return the kernel's grid and arguments."""
         import numpy as np
         import torch
-        from polyattn_triton.descriptors import described
-        from polyattn_triton.pointwise import NOTHING
+        from polyattn_triton.functions.pointwise import NOTHING
+        from polyattn_triton.hopper.descriptors import described
 
         v = self.variant
         box = min(v.page, v.block_n) if v.page else v.block_n

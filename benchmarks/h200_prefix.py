@@ -32,7 +32,7 @@ from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import sharing
 from polyattn.families.attention.prefix import PrefixDecode
-from polyattn.runtime.shared_prefix import shared_prefixes
+from polyattn.runtime.step.shared_prefix import shared_prefixes
 from timing import graph_us, kernel_us
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16

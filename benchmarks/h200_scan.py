@@ -24,7 +24,7 @@ from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.reference import forward
 from polyattn.kernel import RecurrentSpec
-from polyattn.runtime.cost import batch_cost
+from polyattn.runtime.step.cost import batch_cost
 from rows import Rows
 from timing import kernel_us
 

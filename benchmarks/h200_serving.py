@@ -38,7 +38,7 @@ from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepGraphs, select
 from polyattn.checking.compare import output_error
 from polyattn.errors import PolyattnError
 from polyattn.families.attention import reference
-from polyattn.runtime.scales import input_dtype
+from polyattn.runtime.cache.scales import input_dtype
 from polyattn.tools.cli.benching import Step
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

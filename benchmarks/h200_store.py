@@ -21,7 +21,7 @@ from itertools import accumulate, product
 from pathlib import Path
 from typing import Any
 
-import polyattn_triton.rotated_store as rotated_store
+import polyattn_triton.kernels.rotated_store as rotated_store
 import torch
 import triton
 from polyattn import Batch, Device, LayerSpec

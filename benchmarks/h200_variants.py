@@ -40,7 +40,7 @@ from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.runtime.backend import LayerParams
-from polyattn.runtime.variants import t5_buckets
+from polyattn.runtime.functions.variants import t5_buckets
 from timing import kernel_us
 from torch import Tensor
 

@@ -23,7 +23,7 @@ from polyattn import (
     select,
     variants,
 )
-from polyattn.runtime.variants import t5_buckets
+from polyattn.runtime.functions.variants import t5_buckets
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16)
 LENS = ([5, 1, 20], [21, 33, 20])

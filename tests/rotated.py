@@ -11,9 +11,9 @@ from polyattn.device import Device
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.runtime.backend import LayerParams
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.rotation import NewTokens
+from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LatentSpec, LayerSpec

@@ -48,7 +48,7 @@ def compiled_bytes(
     spec: LayerSpec, arch: str, phases: tuple[str, ...] | None = None
 ) -> dict[str, int]:
     """Compile a layer's phases, of `phases` those that it has; returns the machine code's sizes."""
-    from polyattn_triton.aot import compile_phase, phases_of
+    from polyattn_triton.compiling.aot import compile_phase, phases_of
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     compiled = {
@@ -124,7 +124,7 @@ MANY = {
 @pytest.mark.parametrize("layer", MANY)
 def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path: Path) -> None:
     """One register too many and a fourth program waits: 307 us instead of 250 on an H200."""
-    from polyattn_triton.aot import compile_phase
+    from polyattn_triton.compiling.aot import compile_phase
     from polyattn_triton.variants import FEW_ON_ONE, MANY_ON_ONE, on_one, tile_config
 
     held = {
@@ -146,7 +146,7 @@ def test_a_multiprocessor_holds_as_many_programs_as_planned(layer: str, tmp_path
 @pytest.mark.parametrize("cached", ["bf16", "fp8e4nv"])
 def test_it_holds_as_many_programs_over_shared_prefixes(cached: str, tmp_path: Path) -> None:
     """Of each tile that was measured; nothing of a thread lies in memory."""
-    from polyattn_triton.aot import compile_prefix
+    from polyattn_triton.compiling.aot import compile_prefix
     from polyattn_triton.configs import prefix_configs
 
     configs = prefix_configs("sm_90", 128, 2)
@@ -192,7 +192,7 @@ FAMILY_CASES = [
 @pytest.mark.parametrize(("arch", "model"), FAMILY_CASES)
 def test_families_compile_to_machine_code(arch: str, model: str) -> None:
     from polyattn.tools.cli.models import bundled
-    from polyattn_triton.aot_families import compile_mla, compile_scan
+    from polyattn_triton.compiling.aot_families import compile_mla, compile_scan
 
     kind = "cubin" if arch.startswith("sm_") else "hsaco"
     spec = LayerSpec.from_hf_config(bundled("models", f"{model}.json"))[0]
@@ -213,7 +213,7 @@ def test_families_compile_to_machine_code(arch: str, model: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["kda", "rwkv7", "rg_lru", "phi_linear"])
 def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str) -> None:
-    from polyattn_triton.aot_families import compile_channels, compile_token_scan
+    from polyattn_triton.compiling.aot_families import compile_channels, compile_token_scan
 
     machine = "cubin" if arch.startswith("sm_") else "hsaco"
     sizes = (
@@ -234,7 +234,7 @@ def test_scans_by_channel_and_token_compile_to_machine_code(arch: str, kind: str
 
 def test_compilation_can_fail() -> None:
     """The negative control: a head size that fits no chip's shared memory is not waved through."""
-    from polyattn_triton.aot import compile_phase
+    from polyattn_triton.compiling.aot import compile_phase
 
     with pytest.raises(Exception, match=r"."):
         compile_phase(BASE.replace(head_size=4096), "sm_90", "prefill")
@@ -256,8 +256,8 @@ def test_conforms_in_the_interpreter(chosen: str) -> None:
 
 def test_both_mla_kernels_are_launched_alike() -> None:
     """One call site launches either: their arguments before the constants are the same."""
-    from polyattn_triton.mla_hopper import mla_hopper_kernel
-    from polyattn_triton.mla_kernels import mla_kernel
+    from polyattn_triton.hopper.mla import mla_hopper_kernel
+    from polyattn_triton.kernels.mla import mla_kernel
 
     names = [k.arg_names[: k.arg_names.index("HEADS")] for k in (mla_hopper_kernel, mla_kernel)]
     assert names[0] == names[1] and names[0][-1] == "table_s"
@@ -293,7 +293,7 @@ def test_splits_fill_the_multiprocessors_evenly() -> None:
 
 UNITS = """
 import torch, triton, triton.language as tl
-from polyattn_triton.decode import _power_below
+from polyattn_triton.kernels.decode import _power_below
 
 @triton.jit
 def kernel(X, OUT, N: tl.constexpr):

@@ -21,7 +21,7 @@ def near(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, reach: Tensor) 
 TRITON = """
 import triton
 import triton.language as tl
-from polyattn_triton.pointwise_ops import load
+from polyattn_triton.functions.ops import load
 
 
 @triton.jit

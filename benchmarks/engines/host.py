@@ -130,7 +130,7 @@ def over(calls: Calls) -> Iterator[Row]:
 def backends() -> Iterator[Row]:
     """`polyattn.attention` by each backend: the whole call, the kernel's own part, and core's."""
     import polyattn
-    from polyattn.families.attention import dense
+    from polyattn.families.attention.stateless import dense
     from polyattn.kernel import LayerParams
 
     q, k, v = tensors()

@@ -7,9 +7,9 @@ from typing import Any
 import polyattn
 import pytest
 import torch
-from polyattn.families.attention import dense as dense_module
-from polyattn.families.attention.dense import Asked, dense, group_of, plan_for, run
-from polyattn.families.attention.given import given
+from polyattn.families.attention.stateless import dense as dense_module
+from polyattn.families.attention.stateless.dense import Asked, dense, group_of, plan_for, run
+from polyattn.families.attention.stateless.given import given
 from polyattn.kernel import BatchError
 from torch import Tensor
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from polyattn.errors import CacheError
-from polyattn.families.attention.cached import Cache, New, Turns, cached
-from polyattn.families.attention.dense import Asked
-from polyattn.families.attention.views import joined_pages
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.families.attention.stateless.cached import Cache, New, Turns, cached
+from polyattn.families.attention.stateless.dense import Asked
+from polyattn.families.attention.stateless.views import joined_pages
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.selection.cache_format import CacheFormat
 from torch import Tensor
 

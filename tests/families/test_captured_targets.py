@@ -9,7 +9,7 @@ import torch
 from kits import conforms
 from polyattn import Batch, LayerGroup, LayerSpec, StepSize, select
 from polyattn.errors import BatchError
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.layer import RecurrentSpec
 
 GDN = LayerSpec(

@@ -28,7 +28,7 @@ from polyattn.families.mla import planning as mla_planning
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
 from polyattn.spec.layer import LatentSpec, RecurrentSpec

@@ -35,7 +35,7 @@ from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan
 from polyattn.families.attention.sharing import Sharing, why_not
 from polyattn.kernel import Levels, Plan
 from polyattn.registry.hooks import hookimpl
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.rope import RopeSpec
 from polyattn_cpu.sdpa import TorchSDPA
 

@@ -22,7 +22,7 @@ def test_jax_numpy_s_on_numbers() -> None:
     """The generated source alone, for all places at once; the kernel around it has tests of its own."""
     pytest.importorskip("jax")
     import jax.numpy as jnp
-    from polyattn.runtime.pointwise import Pointwise
+    from polyattn.runtime.functions.pointwise import Pointwise
     from polyattn_tpu.pointwise import Functions
 
     generator = torch.Generator().manual_seed(2)

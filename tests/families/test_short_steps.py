@@ -6,8 +6,8 @@ import pytest
 import torch
 from polyattn import LayerGroup, LayerSpec, select
 from polyattn.families.attention import short_steps
-from polyattn.families.attention.dense import plan_for
 from polyattn.families.attention.short_steps import is_short, server_of
+from polyattn.families.attention.stateless.dense import plan_for
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", cached=False)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec
 from polyattn.errors import BatchError
-from polyattn.families.attention import dense, given
+from polyattn.families.attention.stateless import dense, given
 from polyattn.families.recurrent.function import recurrence
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor

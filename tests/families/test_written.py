@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from polyattn import AttentionVariant
 from polyattn.errors import SpecError
-from polyattn.runtime.pointwise import Pointwise
-from polyattn.runtime.tracing import UntraceableError, trace, untraceable
+from polyattn.runtime.functions.pointwise import Pointwise
+from polyattn.runtime.functions.tracing import UntraceableError, trace, untraceable
 from written_by_hand import HONEST, SOURCES, bent, near
 
 HERE = Path(__file__).parent

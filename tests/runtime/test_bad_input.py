@@ -9,7 +9,7 @@ import pytest
 import torch
 from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import BatchError, CacheError, PluginError, PolyattnError, SpecError
-from polyattn.runtime.kv_cache import quantize
+from polyattn.runtime.cache.kv_cache import quantize
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
 TABLE = torch.tensor([[0, 1, 2], [3, 4, 5]], dtype=torch.int32)

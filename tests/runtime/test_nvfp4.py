@@ -10,7 +10,7 @@ import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.errors import SelectionError, SpecError
 from polyattn.families.attention import reference
-from polyattn.runtime import nvfp4
+from polyattn.runtime.cache import nvfp4
 from torch import Tensor
 
 ml_dtypes = pytest.importorskip("ml_dtypes")

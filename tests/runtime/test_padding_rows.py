@@ -6,7 +6,7 @@ import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepSize, select
 from polyattn.errors import BatchError
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=8)
 TABLE = torch.arange(9, dtype=torch.int32).view(3, 3)

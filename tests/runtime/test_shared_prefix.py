@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from polyattn.errors import BatchError
-from polyattn.runtime.shared_prefix import (
+from polyattn.runtime.step.shared_prefix import (
     Levels,
     SharedRun,
     check_forest,

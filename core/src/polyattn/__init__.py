@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from polyattn.api import select, select_layers
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
-    from polyattn.families.attention.function import attention
     from polyattn.families.attention.layer import Attention
+    from polyattn.families.attention.stateless.function import attention
     from polyattn.families.mla.indexer import choose_tokens
     from polyattn.families.mla.layer import LatentAttention
     from polyattn.families.recurrent.layer import Recurrent
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
     from polyattn.registry.info import BackendInfo
     from polyattn.registry.variants import register_variant, unregister_variant, variants
     from polyattn.runtime.backend import AttentionBackend
-    from polyattn.runtime.batch import Batch
-    from polyattn.runtime.beams import beam_batch
-    from polyattn.runtime.cuda_graph import StepGraphs
+    from polyattn.runtime.cache.kv_cache import KVCache
+    from polyattn.runtime.cache.state_cache import StateCache
+    from polyattn.runtime.graphs.cuda_graph import StepGraphs
+    from polyattn.runtime.graphs.step_buffers import StepSize
     from polyattn.runtime.group import LayerGroup
-    from polyattn.runtime.kv_cache import KVCache
     from polyattn.runtime.merge import AttentionState, merge_states
-    from polyattn.runtime.metadata import TensorRTLLMMetadata, VLLMMetadata
     from polyattn.runtime.plan import StepPlan
-    from polyattn.runtime.shared_prefix import SharedRun, shared_prefixes
-    from polyattn.runtime.state_cache import StateCache
-    from polyattn.runtime.step_buffers import StepSize
-    from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
+    from polyattn.runtime.step.batch import Batch
+    from polyattn.runtime.step.beams import beam_batch
+    from polyattn.runtime.step.metadata import TensorRTLLMMetadata, VLLMMetadata
+    from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
+    from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask
     from polyattn.selection.cache_format import CacheFormat
     from polyattn.selection.decision import Decision
     from polyattn.selection.selection import SelectedLayers, Selection
@@ -60,16 +60,16 @@ _HOME = {
     "AttentionState": "runtime.merge",
     "AttentionVariant": "spec.variant",
     "BackendInfo": "registry.info",
-    "Batch": "runtime.batch",
-    "BlockSparseMask": "runtime.step_mask",
+    "Batch": "runtime.step.batch",
+    "BlockSparseMask": "runtime.step.step_mask",
     "CacheFormat": "selection.cache_format",
     "CacheWindow": "spec.cache_window",
     "Capabilities": "registry.capabilities",
-    "CustomMask": "runtime.step_mask",
+    "CustomMask": "runtime.step.step_mask",
     "Decision": "selection.decision",
     "Device": "device",
     "GraphCapture": "spec.kinds",
-    "KVCache": "runtime.kv_cache",
+    "KVCache": "runtime.cache.kv_cache",
     "LatentAttention": "families.mla.layer",
     "LayerGroup": "runtime.group",
     "LayerSpec": "spec.layer",
@@ -80,15 +80,15 @@ _HOME = {
     "SelectedLayers": "selection.selection",
     "Selection": "selection.selection",
     "Settings": "settings",
-    "SharedRun": "runtime.shared_prefix",
-    "StateCache": "runtime.state_cache",
-    "StepGraphs": "runtime.cuda_graph",
-    "StepSize": "runtime.step_buffers",
+    "SharedRun": "runtime.step.shared_prefix",
+    "StateCache": "runtime.cache.state_cache",
+    "StepGraphs": "runtime.graphs.cuda_graph",
+    "StepSize": "runtime.graphs.step_buffers",
     "StepPlan": "runtime.plan",
-    "TensorRTLLMMetadata": "runtime.metadata",
-    "VLLMMetadata": "runtime.metadata",
-    "beam_batch": "runtime.beams",
-    "attention": "families.attention.function",
+    "TensorRTLLMMetadata": "runtime.step.metadata",
+    "VLLMMetadata": "runtime.step.metadata",
+    "beam_batch": "runtime.step.beams",
+    "attention": "families.attention.stateless.function",
     "choose_tokens": "families.mla.indexer",
     "discover": "registry.discovery",
     "merge_states": "runtime.merge",
@@ -97,7 +97,7 @@ _HOME = {
     "resolve_device": "registry.devices",
     "select": "api",
     "select_layers": "api",
-    "shared_prefixes": "runtime.shared_prefix",
+    "shared_prefixes": "runtime.step.shared_prefix",
     "unregister": "registry.discovery",
     "unregister_variant": "registry.variants",
     "variants": "registry.variants",

@@ -15,8 +15,9 @@ from polyattn.runtime.backend import (
     SparseBackend,
     StoreBackend,
 )
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.chosen_pages import over_chosen_pages
+from polyattn.runtime.cache.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
+from polyattn.runtime.cache.nvfp4 import unpacked
+from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import (
     at_least,
     blank,
@@ -26,18 +27,17 @@ from polyattn.runtime.conventions import (
     store_lse,
     window_sizes,
 )
-from polyattn.runtime.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
+from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.runtime.functions.quotients import reciprocal
+from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.nvfp4 import unpacked
 from polyattn.runtime.plan import Plan, StorePlan
-from polyattn.runtime.pointwise import INPUT_DTYPES, Function, Pointwise
-from polyattn.runtime.quotients import reciprocal
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
-from polyattn.runtime.scales import write_output
-from polyattn.runtime.shared_prefix import Levels, SharedRun
-from polyattn.runtime.step_mask import BlockSparseMask, CustomMask
-from polyattn.runtime.tracing import Trace, UntraceableError, trace, untraceable
-from polyattn.runtime.uniform_rows import UniformRows
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.chosen_pages import over_chosen_pages
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask
+from polyattn.runtime.step.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from polyattn import PolyattnError, settings
-from polyattn.families.attention import cached
+from polyattn.families.attention.stateless import cached
 from polyattn.families.attention import device_lens as core
-from polyattn.runtime import host_copies
+from polyattn.runtime.step import host_copies
 from polyattn_flash_attn import flash_attn_2, flash_attn_3
 from torch import Tensor
 

@@ -21,7 +21,7 @@ from polyattn.checking.compare import lse_error, output_error
 from polyattn.families.attention import reference
 from polyattn.families.attention.trial import fill
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn.runtime.variants import t5_buckets
+from polyattn.runtime.functions.variants import t5_buckets
 from torch import Tensor
 
 pytest.importorskip("triton")

@@ -17,7 +17,7 @@ from polyattn.checking.compare import output_error
 from polyattn.families.recurrent import inputs as samples
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.kernel import AttentionKind, RecurrentBackend
-from polyattn.runtime.state_cache import StateCacheSpec
+from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.spec.layer import RecurrentSpec
 from polyattn.spec.recurrence import form_of
 from test_signatures import bind

@@ -16,7 +16,7 @@ def test_kernels_round_as_torch_does() -> None:
 def test_they_compile_for_hopper(single: bool) -> None:
     """Down to machine code, e4m3 conversions in pairs."""
     from polyattn_cuda.query_rounding import largest_kernel, round_kernel
-    from polyattn_triton.aot import target_of
+    from polyattn_triton.compiling.aot import target_of
     from triton import compile as compiled
     from triton.compiler import ASTSource
 

@@ -18,7 +18,7 @@ from polyattn.errors import SelectionError
 from polyattn.families.mla import reference as mla_reference
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.registry.devices import resolve_device
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
 from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LatentSpec
 from polyattn_hpu import platform, unified

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 import torch
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
-from polyattn.runtime.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.step.batch import Batch
 from polyattn_tpu.bridge import RAW, root, to_torch
 from polyattn_tpu.torchax_env import torchax
 from torch import Tensor

@@ -22,10 +22,10 @@ from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.targets import token_by_token, whole_sequences
 from polyattn.runtime.backend import AttentionBackend
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
 from polyattn_tpu.backends import buckets
 from polyattn_tpu.bridge import to_torch

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("jax")
 
-from polyattn.runtime.pointwise import Pointwise
+from polyattn.runtime.functions.pointwise import Pointwise
 from polyattn_tpu.functions import functions_of
 from polyattn_tpu.pointwise import Functions, variant_problem
 from polyattn_tpu.split import KEY, PAIR, ROW

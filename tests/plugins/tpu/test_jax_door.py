@@ -20,7 +20,7 @@ from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.runtime.backend import LayerParams
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
 from polyattn.spec.recurrence import form_of, shape_of
 

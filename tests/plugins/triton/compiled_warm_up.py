@@ -13,12 +13,12 @@ from typing import Any
 import triton
 from polyattn import LayerSpec
 from polyattn.selection.cache_format import CacheFormat
-from polyattn_triton import side_by_side
 from polyattn_triton.attention import TritonAttention
-from polyattn_triton.decode import decode_kernel
-from polyattn_triton.prefill import prefill_kernel
-from polyattn_triton.tile_lists import list_kernel
-from polyattn_triton.warm_up import warm_up
+from polyattn_triton.compiling import side_by_side
+from polyattn_triton.compiling.warm_up import warm_up
+from polyattn_triton.kernels.decode import decode_kernel
+from polyattn_triton.kernels.prefill import prefill_kernel
+from polyattn_triton.kernels.tile_lists import list_kernel
 from triton.backends.compiler import GPUTarget
 
 DRIVER = SimpleNamespace(

@@ -14,8 +14,8 @@ from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import Batch, KVCache, LayerParams, Levels, SharedRun
-from polyattn.runtime.shared_prefix import check_forest
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers
+from polyattn.runtime.step.shared_prefix import check_forest
 from polyattn.selection.cache_format import format_of
 from polyattn_triton import prefix
 from polyattn_triton.attention import TritonAttention

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.families.attention import reference
-from polyattn.runtime.kv_cache import quantize
-from polyattn.runtime.nvfp4 import unpacked
+from polyattn.runtime.cache.kv_cache import quantize
+from polyattn.runtime.cache.nvfp4 import unpacked
 
 torch.set_num_threads(1)
 SPEC = LayerSpec(

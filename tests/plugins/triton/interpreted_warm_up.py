@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from polyattn import Attention, Batch, BlockSparseMask, CustomMask, LayerGroup, LayerSpec, select
-from polyattn_triton import attention, launch, warm_up
+from polyattn_triton import attention, launch
+from polyattn_triton.compiling import warm_up
 
 SPECS: tuple[dict[str, Any], ...] = (
     {"variant": "flash_sigmoid"},

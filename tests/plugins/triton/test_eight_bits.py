@@ -28,7 +28,7 @@ def test_interpreted(name: str) -> None:
 @pytest.mark.parametrize("rounds", [True, False])
 def test_compiled_for_hopper(rounds: bool) -> None:
     """Both products are of e4m3 numbers, or neither is: then they are made float16."""
-    from polyattn_triton.aot import compile_phase
+    from polyattn_triton.compiling.aot import compile_phase
 
     asm = compile_phase(SPEC.replace(fp8_compute=rounds), "sm_90", "paged").asm["ptx"]
     products = set(re.findall(r"wgmma\.mma_async\.\S+f32\.(\w+)\.", asm))

@@ -17,8 +17,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from polyattn.kernel import Pointwise, trace
-from polyattn_triton.pointwise import Generated, variant_problem
-from polyattn_triton.pointwise_source import source
+from polyattn_triton.functions.pointwise import Generated, variant_problem
+from polyattn_triton.functions.source import source
 
 FAMILIES = Path(__file__).parents[2] / "families"
 BASE = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
@@ -54,11 +54,11 @@ def test_right_in_the_interpreter(tmp_path: Path) -> None:
 
 KEYS = """
 import sys
-from polyattn_triton.decode import decode_kernel
+from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.launch import settle
-from polyattn_triton.mla_kernels import mla_kernel
-from polyattn_triton.prefill import prefill_kernel
-from polyattn_triton.tile_lists import list_kernel
+from polyattn_triton.kernels.mla import mla_kernel
+from polyattn_triton.kernels.prefill import prefill_kernel
+from polyattn_triton.kernels.tile_lists import list_kernel
 kernels = [decode_kernel, list_kernel, mla_kernel, prefill_kernel]
 for kernel in kernels[::int(sys.argv[1])]:
     settle(kernel)
@@ -107,7 +107,7 @@ def test_a_group_compiles_before_its_first_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("phase", ["split", "prefill"])
 def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
-    from polyattn_triton.aot import compile_phase
+    from polyattn_triton.compiling.aot import compile_phase
 
     plain = compile_phase(BASE, "sm_90", phase)
     found = compile_phase(spec, "sm_90", phase)
@@ -130,7 +130,7 @@ def test_compiles_to_machine_code(spec: LayerSpec, phase: str) -> None:
     ids=str,
 )  # fmt: skip
 def test_core_s_own_compile(arch: str, whole: bool, fields: dict[str, str]) -> None:
-    from polyattn_triton.aot import compile_phase, phases_of
+    from polyattn_triton.compiling.aot import compile_phase, phases_of
 
     layer = BASE.replace(**fields)
     kind = "cubin" if arch.startswith("sm_") else "hsaco"

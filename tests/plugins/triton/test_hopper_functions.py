@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 import torch
 from polyattn import AttentionVariant, LayerSpec
-from polyattn.runtime.pointwise import Pointwise
-from polyattn.runtime.tracing import trace
+from polyattn.runtime.functions.pointwise import Pointwise
+from polyattn.runtime.functions.tracing import trace
 
 pytest.importorskip("triton")
 
 from polyattn_triton.configs import HOPPER
-from polyattn_triton.hopper import hopper_config
-from polyattn_triton.pointwise import Generated
-from polyattn_triton.pointwise_source import by_row
+from polyattn_triton.functions.pointwise import Generated
+from polyattn_triton.functions.source import by_row
+from polyattn_triton.hopper.choice import hopper_config
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
 

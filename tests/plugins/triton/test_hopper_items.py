@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("triton")
 import numpy as np
 from polyattn import LayerSpec
-from polyattn_triton import hopper_items, parts, tiles
+from polyattn_triton.hopper import items as hopper_items
+from polyattn_triton.kernels import parts, tiles
 from polyattn_triton.schedule import Rates, Tiles, key_tiles, max_parts, rows_of, stretches
 
 FUNCTIONS = [getattr(hopper_items, name).fn for name in ("begin", "advance", "bounds", "part_of")]

@@ -18,8 +18,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-pytest.importorskip("polyattn_triton.prefill_hopper")
-from polyattn_triton.prefill_hopper import _in_pairs, _of_pairs
+pytest.importorskip("polyattn_triton.hopper.prefill")
+from polyattn_triton.hopper.prefill import _in_pairs, _of_pairs
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn_triton import hopper, planning, prefill_hopper
-from polyattn_triton.aot import compile_hopper
+from polyattn_triton import planning
 from polyattn_triton.attention import TritonAttention
+from polyattn_triton.compiling.aot import compile_hopper
 from polyattn_triton.configs import HOPPER
-from polyattn_triton.descriptors import described
-from polyattn_triton.hopper import HopperPrefill, box_rows, hopper_config
+from polyattn_triton.hopper import choice as hopper
+from polyattn_triton.hopper import prefill as prefill_hopper
+from polyattn_triton.hopper.choice import HopperPrefill, box_rows, hopper_config
+from polyattn_triton.hopper.descriptors import described
 from polyattn_triton.schedule import max_parts
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -13,7 +13,8 @@ from polyattn import LayerSpec
 pytest.importorskip("triton")
 
 import triton
-from polyattn_triton import aot, compile_worker, side_by_side
+from polyattn_triton.compiling import aot, side_by_side
+from polyattn_triton.compiling import worker as compile_worker
 
 TARGET = triton.backends.compiler.GPUTarget("cuda", 90, 32)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from polyattn.spec.variant import AttentionVariant
 
-_HOME = "polyattn.runtime.variants"
+_HOME = "polyattn.runtime.functions.variants"
 
 SHIPPED = (
     AttentionVariant(

@@ -20,8 +20,8 @@ Addressed = Callable[..., None]
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from polyattn.runtime.batch import Batch
-    from polyattn.runtime.kv_cache import KVCache
+    from polyattn.runtime.cache.kv_cache import KVCache
+    from polyattn.runtime.step.batch import Batch
 
     Prepared = tuple[Tensor, Tensor | None, Tensor | None]
     """Query, key and value as attention takes them; None for what lies in the cache alone."""

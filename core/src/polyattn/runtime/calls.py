@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.runtime.block_tables import expand
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.plan import Call
+from polyattn.runtime.step.block_tables import expand
 from polyattn.selection.cache_format import CacheFormat
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import torch
 
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.plan import Rows
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 

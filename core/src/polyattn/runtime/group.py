@@ -12,11 +12,11 @@ from polyattn.errors import BatchError, CacheError, PluginError, SpecError, desc
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.variants import kernel_spec
 from polyattn.runtime.backend import Backend
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.state_cache import StateCache, StateCacheSpec
-from polyattn.runtime.step_buffers import StepSize
+from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import windowed

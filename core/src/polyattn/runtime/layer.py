@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from torch import nn
 
 from polyattn.errors import SpecError
-from polyattn.runtime import torch_compile
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.step.batch import Batch
 
 if TYPE_CHECKING:
+    from polyattn.runtime.cache.kv_cache import KVCache
     from polyattn.runtime.group import LayerGroup
-    from polyattn.runtime.kv_cache import KVCache
 
 Rows = slice | Tensor | None
 """Which of the step's tokens a call is for: all (None), neighbours (a slice), or these (int64)."""

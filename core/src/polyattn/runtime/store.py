@@ -11,7 +11,7 @@ from torch import Tensor
 
 from polyattn.registry.capabilities import rotates
 from polyattn.runtime.backend import LayerParams, StoreBackend
-from polyattn.runtime.kv_cache import KVCache, quantize, raw
+from polyattn.runtime.cache.kv_cache import KVCache, quantize, raw
 from polyattn.runtime.plan import StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 

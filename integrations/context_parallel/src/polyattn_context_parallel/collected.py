@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from polyattn.errors import BatchError
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache, raw
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache, raw
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.cache_window import CacheWindow
 from torch import Tensor
 

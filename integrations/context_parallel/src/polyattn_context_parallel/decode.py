@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache, raw
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache, raw
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from torch import Tensor
 

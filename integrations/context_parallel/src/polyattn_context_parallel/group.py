@@ -8,12 +8,12 @@ from typing import Literal, TypeVar, cast, get_args
 
 import torch
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_pages, check_queries
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Rows
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_pages, check_queries
 from polyattn.spec.kinds import AttentionKind, Role
 from torch import Tensor
 

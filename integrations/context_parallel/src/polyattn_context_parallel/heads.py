@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from polyattn.errors import SpecError
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from torch import Tensor
 

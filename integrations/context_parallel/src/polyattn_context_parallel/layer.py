@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from polyattn.errors import BatchError, SpecError
-from polyattn.runtime.batch_checks import check_on_device
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
-from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.plan import Rows
+from polyattn.runtime.step.batch_checks import check_on_device
 from torch import Tensor, nn
 
 from polyattn_context_parallel.group import ContextGroup, ContextPlan

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.errors import BatchError
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.step.batch import Batch
 from torch import Tensor
 
 from polyattn_context_parallel.merging import Merging

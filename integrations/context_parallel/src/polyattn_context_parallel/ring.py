@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from polyattn.errors import BatchError
 from polyattn.runtime.backend import MergeBackend
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
+from polyattn.runtime.step.batch import Batch
 from torch import Tensor
 
 from polyattn_context_parallel.merging import add_sink

@@ -7,8 +7,8 @@ from itertools import accumulate
 
 import torch
 from polyattn.api import select
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 from torch import Tensor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from polyattn.families.attention.layer import Attention
 from polyattn.families.mla.layer import LatentAttention
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.cache.kv_cache import KVCache
 from torch import Tensor
 
 Layer = Attention | LatentAttention

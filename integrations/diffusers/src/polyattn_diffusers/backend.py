@@ -9,7 +9,7 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from polyattn import PolyattnError
-from polyattn.families.attention.sdpa import sdpa, sdpa_operator
+from polyattn.families.attention.stateless.sdpa import sdpa, sdpa_operator
 from polyattn.runtime.ledger import Ledger
 from torch import Tensor
 

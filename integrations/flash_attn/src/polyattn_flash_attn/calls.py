@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import torch
 from polyattn.errors import CacheError, PolyattnError
-from polyattn.families.attention.cached import Cache, New, Turns, cached
-from polyattn.families.attention.dense import Asked, window
-from polyattn.families.attention.dense import dense as attend_dense
-from polyattn.families.attention.packed import Keys, packed
-from polyattn.families.attention.views import ordered
-from polyattn.runtime.host_copies import lens_between
+from polyattn.families.attention.stateless.cached import Cache, New, Turns, cached
+from polyattn.families.attention.stateless.dense import Asked, window
+from polyattn.families.attention.stateless.dense import dense as attend_dense
+from polyattn.families.attention.stateless.packed import Keys, packed
+from polyattn.families.attention.stateless.views import ordered
+from polyattn.runtime.step.host_copies import lens_between
 from torch import Tensor
 
 Window = tuple[int, int]

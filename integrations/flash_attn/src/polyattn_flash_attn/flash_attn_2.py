@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.families.attention.cached import Cache
-from polyattn.families.attention.packed import Keys
-from polyattn.runtime.host_copies import lens_between
+from polyattn.families.attention.stateless.cached import Cache
+from polyattn.families.attention.stateless.packed import Keys
 from polyattn.runtime.inputs import refuse
+from polyattn.runtime.step.host_copies import lens_between
 from torch import Tensor
 
 from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.cached import Cache
-from polyattn.families.attention.packed import Keys
-from polyattn.runtime.host_copies import lens_between, values_of
+from polyattn.families.attention.stateless.cached import Cache
+from polyattn.families.attention.stateless.packed import Keys
 from polyattn.runtime.inputs import refuse
 from polyattn.runtime.merge import AttentionState, merge_states
+from polyattn.runtime.step.host_copies import lens_between, values_of
 from torch import Tensor
 
 from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache

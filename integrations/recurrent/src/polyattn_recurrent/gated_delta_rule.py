@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.host_copies import lens_between
 from polyattn.runtime.inputs import refuse
+from polyattn.runtime.step.host_copies import lens_between
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 

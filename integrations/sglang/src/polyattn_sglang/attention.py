@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from polyattn import Batch, KVCache, LayerGroup, PolyattnError
-from polyattn.families.attention.dense import Asked, group_of, plan_for, run
+from polyattn.families.attention.stateless.dense import Asked, group_of, plan_for, run
 from polyattn.runtime.inputs import refuse
 from polyattn.runtime.ledger import Ledger
 from torch import Tensor

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.dense import Asked, window
-from polyattn.families.attention.packed import Keys, packed, packed_backward
-from polyattn.families.attention.sdpa import sdpa
-from polyattn.runtime.host_copies import lens_between, values_of
+from polyattn.families.attention.stateless.dense import Asked, window
+from polyattn.families.attention.stateless.packed import Keys, packed, packed_backward
+from polyattn.families.attention.stateless.sdpa import sdpa
+from polyattn.runtime.step.host_copies import lens_between, values_of
 from torch import Tensor
 from torch.library import Library, get_kernel
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import Batch, KVCache, LayerGroup, PolyattnError
-from polyattn.families.attention.dense import plan_for, run
+from polyattn.families.attention.stateless.dense import plan_for, run
 from polyattn.runtime.stateless import group_for
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select, settings
 from polyattn.errors import SelectionError
-from polyattn.families.attention.views import joined_pages
+from polyattn.families.attention.stateless.views import joined_pages
 from polyattn.runtime.inputs import refuse
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig

@@ -20,17 +20,17 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import Config
-from polyattn_triton.decode import decode_kernel
+from polyattn_triton.functions.pointwise import NOTHING, table
+from polyattn_triton.kernels.decode import decode_kernel
+from polyattn_triton.kernels.parts import merge_kernel
+from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, merge_constants, merge_options
-from polyattn_triton.parts import merge_kernel
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
-from polyattn_triton.pointwise import NOTHING, table
-from polyattn_triton.prefill import prefill_kernel
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.turn_table import turns
 from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
-from polyattn_triton.warm_up import warm_up
 
 Strides = tuple[int, ...]
 

@@ -10,10 +10,10 @@ import triton
 from polyattn.kernel import AttentionKind, LayerSpec, at_least
 from torch import Tensor
 
-from polyattn_triton.channel_kernels import chunk_kernel, pair_kernel
 from polyattn_triton.configs import pick_scan
+from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
+from polyattn_triton.kernels.token import channel_kernel
 from polyattn_triton.launch import Launcher, power
-from polyattn_triton.token_kernels import channel_kernel
 
 VALUES = 32
 """Value channels that a program holds which takes a token at a time, each with all keys."""

@@ -80,11 +80,11 @@ HOPPER: dict[int, Config] = {
     128: Config(128, 128, 12, 2),
     256: Config(128, 64, 12, 2),
 }
-"""Of `prefill_hopper`, by head size: each group of four warps computes 64 rows, one copies."""
+"""Of `hopper.prefill`, by head size: each group of four warps computes 64 rows, one copies."""
 
 
 class Pipe(NamedTuple):
-    """How `prefill_hopper` is kept busy.
+    """How `hopper.prefill` is kept busy.
 
     `stages`: tiles of keys and values in shared memory. `queries`: items whose queries lie there.
     `turns`: its groups take turns at the tensor cores.
@@ -174,7 +174,7 @@ def prefix_configs(arch: str, head: int, element_bytes: int) -> tuple[PrefixConf
 class MLAConfig:
     """Tile sizes of the MLA kernel: heads and rows. `apart`: see the kernel's comment.
 
-    `hopper`: the kernel of `mla_hopper`, which has its own pipeline and needs Gluon.
+    `hopper`: the kernel of `hopper.mla`, which has its own pipeline and needs Gluon.
     """
 
     block_h: int

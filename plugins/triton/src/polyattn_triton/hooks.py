@@ -41,7 +41,7 @@ TRITON_ATTN = BackendInfo(
     name="TRITON_ATTN",
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     path="polyattn_triton.attention:TritonAttention",
-    variant_check="polyattn_triton.pointwise:variant_problem",
+    variant_check="polyattn_triton.functions.pointwise:variant_problem",
     probe="polyattn_triton.probes:ready",
     requires=("triton>=3.4",),
     install='pip install "polyattn[triton]"',

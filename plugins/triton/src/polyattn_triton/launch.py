@@ -25,8 +25,8 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
 
-from polyattn_triton.compile_worker import settle
-from polyattn_triton.side_by_side import KNOWN, at_once
+from polyattn_triton.compiling.side_by_side import KNOWN, at_once
+from polyattn_triton.compiling.worker import settle
 
 Key = tuple[Any, ...]
 

@@ -9,9 +9,9 @@ from polyattn.kernel import Batch, CustomMask, LayerSpec, Pointwise
 from torch import Tensor
 
 from polyattn_triton.configs import Config
+from polyattn_triton.functions.pointwise import Generated, table
+from polyattn_triton.kernels.tile_lists import AROUND, list_kernel
 from polyattn_triton.launch import Site
-from polyattn_triton.pointwise import Generated, table
-from polyattn_triton.tile_lists import AROUND, list_kernel
 from polyattn_triton.variants import list_constants
 
 MOST_NUMBERS = 1 << 25

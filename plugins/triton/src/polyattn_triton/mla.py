@@ -23,6 +23,8 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.configs import MLAConfig, pick_mla
+from polyattn_triton.kernels.mla import mla_kernel
+from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.launch import (
     Launcher,
     Merge,
@@ -35,14 +37,12 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
-from polyattn_triton.mla_kernels import mla_kernel
-from polyattn_triton.parts import merge_kernel
 from polyattn_triton.schedule import Rates, Tiles, max_parts, rows_of, stretches, whole
 
 RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
 try:
-    from polyattn_triton.mla_hopper import mla_hopper_kernel as mla_hopper_kernel
+    from polyattn_triton.hopper.mla import mla_hopper_kernel as mla_hopper_kernel
 except ImportError:  # a Triton whose Gluon lacks what the kernel needs: the portable one serves
     mla_hopper_kernel = None
 

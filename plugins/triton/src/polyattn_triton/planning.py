@@ -21,7 +21,8 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.configs import Config
-from polyattn_triton.hopper import hopper_prefill
+from polyattn_triton.functions.pointwise import Generated
+from polyattn_triton.hopper.choice import hopper_prefill
 from polyattn_triton.launch import (
     MOST_AT_ONCE,
     Kept,
@@ -34,7 +35,6 @@ from polyattn_triton.launch import (
     to_device,
 )
 from polyattn_triton.listing import Lister
-from polyattn_triton.pointwise import Generated
 from polyattn_triton.schedule import (
     EVEN,
     Chip,

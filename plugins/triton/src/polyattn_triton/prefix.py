@@ -10,6 +10,7 @@ from polyattn.kernel import Batch, Device, KVCache, LayerParams, LayerSpec, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import PrefixConfig
+from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.launch import (
     Kept,
     Site,
@@ -19,7 +20,6 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
-from polyattn_triton.prefix_kernels import merge_parts_kernel, prefix_kernel
 from polyattn_triton.prefix_schedule import (
     MOST_LEVELS,
     Shape,

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from polyattn_triton.channels import CHUNK, TOKEN_OPTIONS, Channels, by_token, given_inputs
 from polyattn_triton.configs import pick_scan
+from polyattn_triton.kernels.scan import conv_kernel, delta_kernel, gated_kernel
+from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step_kernel
 from polyattn_triton.launch import Launcher, power
-from polyattn_triton.scan_kernels import conv_kernel, delta_kernel, gated_kernel
 from polyattn_triton.selective import (
     Cut,
     Selective,
@@ -30,7 +31,6 @@ from polyattn_triton.selective import (
     selective_constants,
     widest_words,
 )
-from polyattn_triton.step_kernels import conv_drafts_kernel, mamba1_kernel, step_kernel
 
 Tensors = Mapping[str, Tensor]
 CONV_TOKENS, CONV_CHANNELS, DRAFT_CHANNELS = 16, 128, 64

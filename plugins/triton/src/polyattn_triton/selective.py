@@ -12,8 +12,8 @@ from polyattn.kernel import LayerSpec, at_least
 from torch import Tensor
 
 from polyattn_triton.configs import SELECTIVE, SelectiveConfig
+from polyattn_triton.kernels.selective import selective_kernel
 from polyattn_triton.launch import Launcher, multiprocessors
-from polyattn_triton.selective_kernels import selective_kernel
 
 SCHEDULERS = 4
 """Of a multiprocessor, each of which runs programs of one warp."""

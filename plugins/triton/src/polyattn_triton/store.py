@@ -18,10 +18,10 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_triton.four_bit_store import store_four_bits
+from polyattn_triton.kernels.four_bit_store import store_four_bits
+from polyattn_triton.kernels.rotated_store import rotate_and_store
+from polyattn_triton.kernels.rounding import limit_of, rounded, scale_of
 from polyattn_triton.launch import Launcher
-from polyattn_triton.rotated_store import rotate_and_store
-from polyattn_triton.rounding import limit_of, rounded, scale_of
 from polyattn_triton.variants import SCALES
 
 

@@ -19,9 +19,9 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_triton.channels import by_token, channel_constants, given_inputs
+from polyattn_triton.kernels.token import unit_kernel
 from polyattn_triton.launch import Launcher
 from polyattn_triton.scan import ScanPlan, dense
-from polyattn_triton.token_kernels import unit_kernel
 
 Tensors = Mapping[str, Tensor]
 UNITS = 64

@@ -12,8 +12,8 @@ from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 from torch import Tensor
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
+from polyattn_triton.functions.pointwise import NOTHING
 from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
-from polyattn_triton.pointwise import NOTHING
 from polyattn_triton.turn_table import rope_constants
 
 MIN_SPLIT_KEYS = 128

@@ -8,7 +8,7 @@ from typing import Any
 from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
-from polyattn.runtime.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, Role
 from polyattn.spec.layer import LayerSpec
 

@@ -14,11 +14,11 @@ from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import AttentionBackend, Lie
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.block_tables import without_first
+from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.merge import AttentionState
-from polyattn.runtime.scales import used_scales
-from polyattn.runtime.shared_prefix import SharedRun
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.block_tables import without_first
+from polyattn.runtime.step.shared_prefix import SharedRun
 
 
 def numeric(case: Case, harness: AttentionHarness) -> None:

@@ -10,10 +10,10 @@ from torch import Tensor
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.harness.attention import AttentionHarness, Inputs
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.cuda_graph import StepGraphs
-from polyattn.runtime.mixed_buffers import MixedBuffers
-from polyattn.runtime.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.step.batch import Batch
 
 SIZE = StepSize(3, prompts=3, prompt_tokens=40)
 STEPS = (

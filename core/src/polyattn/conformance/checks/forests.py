@@ -12,10 +12,10 @@ from polyattn.conformance.cases.forests import forest as forest_of
 from polyattn.conformance.harness.attention import AttentionHarness, Inputs
 from polyattn.families.attention.layer import Attention
 from polyattn.runtime.backend import AttentionBackend
-from polyattn.runtime.cuda_graph import StepGraphs
+from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.plan import Plan
-from polyattn.runtime.shared_prefix import Levels
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.step.shared_prefix import Levels
 
 
 def forest(case: Case, harness: AttentionHarness) -> None:

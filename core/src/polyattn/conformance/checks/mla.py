@@ -11,8 +11,8 @@ from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.checks.attention import with_stale_tables
 from polyattn.conformance.harness.base import copied, spoil
 from polyattn.conformance.harness.mla import LatentHarness, LatentInputs
-from polyattn.runtime.cuda_graph import StepGraphs
-from polyattn.runtime.step_buffers import StepBuffers
+from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.graphs.step_buffers import StepBuffers
 
 
 def latent(case: Case, harness: LatentHarness) -> None:

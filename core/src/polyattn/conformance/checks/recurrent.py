@@ -14,10 +14,10 @@ from polyattn.conformance.harness.base import Lengths, bits, spoil
 from polyattn.conformance.harness.recurrent import RecurrentHarness, RecurrentInputs
 from polyattn.families.recurrent.inputs import recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.cuda_graph import StepGraphs
-from polyattn.runtime.state_cache import StateCache
-from polyattn.runtime.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.graphs.cuda_graph import StepGraphs
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.step.batch import Batch
 
 
 def recurrence(case: Case, harness: RecurrentHarness) -> None:

@@ -11,7 +11,7 @@ from polyattn.conformance.harness.base import unchanged
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.runtime.backend import MergeBackend
-from polyattn.runtime.kv_cache import quantize
+from polyattn.runtime.cache.kv_cache import quantize
 from polyattn.spec.kinds import LAYOUTS
 
 STATES = 1e-5

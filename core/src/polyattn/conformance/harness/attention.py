@@ -27,13 +27,13 @@ from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.families.attention.trial import example_mask
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.cache.scales import Scale, input_dtype, used_scales
+from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.pointwise import Pointwise, example_inputs
-from polyattn.runtime.scales import Scale, input_dtype, used_scales
-from polyattn.runtime.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 

@@ -14,11 +14,11 @@ from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.case import served_phases
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache, quantize
+from polyattn.runtime.cache.scales import Scale
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache, quantize
-from polyattn.runtime.scales import Scale
-from polyattn.runtime.step_mask import StepMask
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.step_mask import StepMask
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec

@@ -25,10 +25,10 @@ from polyattn.families.mla import reference
 from polyattn.families.mla.inputs import chosen_positions, latent_weights
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.mla.planning import LatentStep
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LayerSpec
 

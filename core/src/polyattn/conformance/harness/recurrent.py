@@ -15,11 +15,11 @@ from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.planning import RecurrentStep
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.state_cache import StateCache
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 GROWTH, FORGETTING = 0.03, 40.0

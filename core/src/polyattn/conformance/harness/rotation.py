@@ -12,12 +12,12 @@ from polyattn.conformance.harness.services import StoreHarness
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.runtime.backend import LayerParams, StoreBackend
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.cache.scales import Scale, of_heads
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.runtime.plan import StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
-from polyattn.runtime.scales import Scale, of_heads
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 FARTHEST = 100_000

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from polyattn.conformance.harness.base import Harness, bits, copied, poison, put, unchanged
 from polyattn.runtime.backend import LayerParams, MergeBackend, StoreBackend
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.cache.scales import input_dtype, of_heads
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.plan import StorePlan
-from polyattn.runtime.scales import input_dtype, of_heads
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 

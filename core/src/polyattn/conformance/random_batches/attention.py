@@ -23,9 +23,9 @@ from polyattn.conformance.random_batches.tally import Job, Tally
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, quantize
-from polyattn.runtime.scales import output_dtype
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.cache.scales import output_dtype
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import Role
 
 

@@ -17,8 +17,8 @@ from polyattn.conformance.random_batches.compose import Requests
 from polyattn.errors import SpecError
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.variants import register_variant, variants
-from polyattn.runtime.pointwise import Pointwise, example_inputs
-from polyattn.runtime.step_mask import BlockSparseMask, CustomMask, StepMask
+from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
+from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask, StepMask
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import AttentionVariant

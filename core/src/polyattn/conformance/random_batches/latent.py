@@ -14,7 +14,7 @@ from polyattn.families.mla import reference
 from polyattn.families.mla.inputs import chosen_positions
 from polyattn.families.mla.layer import LatentAttention
 from polyattn.families.mla.planning import LatentStep
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
 
 
 def latent_round(layer: LatentAttention, harness: LatentHarness, job: Job) -> None:

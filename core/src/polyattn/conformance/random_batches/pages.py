@@ -14,9 +14,9 @@ from polyattn.conformance.harness.base import copied, poison, put
 from polyattn.conformance.random_batches.compose import Composition
 from polyattn.conformance.random_batches.functions import Brought
 from polyattn.conformance.random_batches.tally import Tally
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import KVCache
-from polyattn.runtime.scales import Scale
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import Scale
+from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
 
 

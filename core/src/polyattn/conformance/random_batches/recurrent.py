@@ -20,9 +20,9 @@ from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.inputs import recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.planning import RecurrentStep
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.state_cache import StateCache
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.state_cache import StateCache
+from polyattn.runtime.step.batch import Batch
 
 BLOCK = 16
 """Of what `draw_lengths` draws contexts: a recurrence has no blocks."""

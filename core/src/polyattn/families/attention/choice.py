@@ -12,9 +12,9 @@ from polyattn.device import Device
 from polyattn.errors import PluginError
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.step.batch import Batch
 from polyattn.selection.step_choice import ALL, DECODES, REST, StepChoice
 from polyattn.spec.layer import LayerSpec
 

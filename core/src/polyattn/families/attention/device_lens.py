@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SelectionError
-from polyattn.families.attention.dense import Asked, group_of, parameters
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.attention.views import pages_of
+from polyattn.families.attention.stateless.dense import Asked, group_of, parameters
+from polyattn.families.attention.stateless.views import pages_of
 from polyattn.registry.discovery import generation
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.stateless import place_of
+from polyattn.runtime.step.batch import Batch
 from polyattn.settings import current
 
 

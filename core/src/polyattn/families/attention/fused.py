@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.parameters import Weight
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec

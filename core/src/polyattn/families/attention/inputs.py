@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.runtime.scales import input_dtype
+from polyattn.runtime.cache.scales import input_dtype
 from polyattn.spec.layer import LayerSpec
 
 

@@ -18,22 +18,22 @@ from polyattn.families.attention.fused import (
 )
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.rotation import check_rotate, rotated_here
-from polyattn.runtime import torch_compile
 from polyattn.runtime.backend import LayerParams, StoreBackend
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_on_device
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import LayerScales, Scale, input_dtype, used_scales
+from polyattn.runtime.functions.pointwise import check_step_inputs, layer_inputs
+from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
 )
-from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.pointwise import check_step_inputs, layer_inputs
-from polyattn.runtime.scales import LayerScales, Scale, input_dtype, used_scales
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 

@@ -17,17 +17,17 @@ from polyattn.families.attention.text_positions import by_position
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_padding, check_pages
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, raw
+from polyattn.runtime.cache.scales import dequantized, input_dtype, output_dtype
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
+from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, refuse_gradients
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
-from polyattn.runtime.pointwise import check_step_mask
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
-from polyattn.runtime.scales import dequantized, input_dtype, output_dtype
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import RunRotated, claimed_rotation
 from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec

@@ -16,13 +16,13 @@ from torch import Tensor
 from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, LayerParams, MergeBackend
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.block_tables import without_first
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Plan
-from polyattn.runtime.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.block_tables import without_first
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.decompose import over_context, unrotated
 
 

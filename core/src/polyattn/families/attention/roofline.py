@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.cost import Cost
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.cost import Cost
 from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
 

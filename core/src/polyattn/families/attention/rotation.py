@@ -10,9 +10,9 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rope import axes, inv_freq, query_temperature
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_positions
 from polyattn.runtime.rotation import Rotation
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_positions
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
 

@@ -10,9 +10,9 @@ from polyattn.families.attention.choice import loaded_candidate
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.registry.capabilities import check
 from polyattn.runtime.backend import AttentionBackend
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import Call, Rows
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec

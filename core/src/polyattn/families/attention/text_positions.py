@@ -10,8 +10,8 @@ from __future__ import annotations
 from itertools import accumulate
 
 from polyattn.errors import BatchError
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part, part_of
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 

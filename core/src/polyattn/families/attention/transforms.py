@@ -15,8 +15,8 @@ from torch import Tensor
 
 from polyattn.registry.discovery import generation
 from polyattn.registry.variants import variant_of
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.pointwise import Function, transform_of
+from polyattn.runtime.functions.pointwise import Function, transform_of
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 NAMES = ("query", "key", "value", "output")

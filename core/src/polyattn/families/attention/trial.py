@@ -8,11 +8,11 @@ from torch import Tensor
 from polyattn.families.attention import reference
 from polyattn.families.attention.inputs import attention_inputs
 from polyattn.families.attention.layer import Attention
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import KVCache
-from polyattn.runtime.pointwise import Pointwise, example_inputs
-from polyattn.runtime.step_mask import BlockSparseMask, CustomMask, StepMask
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask, StepMask
 from polyattn.runtime.trial import Outcome
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec

@@ -14,9 +14,9 @@ from torch import Tensor
 from polyattn.device import Device
 from polyattn.families.attention import reference
 from polyattn.runtime.backend import AttentionBackend, LayerParams
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.plan import Plan
-from polyattn.runtime.scales import write_output
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LayerSpec

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polyattn.runtime.backend import LayerParams
-from polyattn.runtime.kv_cache import KVCache, raw
+from polyattn.runtime.cache.kv_cache import KVCache, raw
 
 Weights = tuple[Tensor, Tensor]
 """W_UK (num_heads, nope size, rank) and W_UV (num_heads, rank, v_head_size)."""

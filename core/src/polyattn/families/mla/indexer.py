@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.step.batch import Batch
 
 ROWS = 256
 """Queries whose logits are held at a time."""

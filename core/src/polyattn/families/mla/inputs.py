@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.spec.layer import LayerSpec
 
 

@@ -9,16 +9,16 @@ from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.mla.absorption import Weights
 from polyattn.families.mla.planning import LatentStep
-from polyattn.runtime import torch_compile
 from polyattn.runtime.backend import LayerParams, StoreBackend
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_on_device
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, positive
 from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec

@@ -24,15 +24,15 @@ from polyattn.runtime.backend import (
     SparseBackend,
     StoreBackend,
 )
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_padding, check_pages
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.merge import MergeBuffers
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_padding, check_pages
 from polyattn.runtime.store import claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from polyattn.families.attention import reference
 from polyattn.runtime.backend import LayerParams
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from polyattn.families.attention.roofline import visible_pairs
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.cost import Cost
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.cost import Cost
 from polyattn.spec.layer import LayerSpec
 
 

@@ -8,8 +8,8 @@ from polyattn.families.attention.trial import paged_step
 from polyattn.families.mla import reference
 from polyattn.families.mla.inputs import chosen_positions, latent_weights
 from polyattn.families.mla.layer import LatentAttention
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.trial import Outcome
 
 

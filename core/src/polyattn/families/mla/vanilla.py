@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn.families.attention import reference
 from polyattn.families.mla.absorption import cached_rows
 from polyattn.runtime.backend import LayerParams, SparseBackend
-from polyattn.runtime.kv_cache import KVCache
+from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.plan import Plan
 from polyattn.spec.decompose import absorbed
 

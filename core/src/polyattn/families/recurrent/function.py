@@ -11,10 +11,10 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.recurrent.layer import Recurrent
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.stateless import group_for
+from polyattn.runtime.step.batch import Batch
 
 
 def recurrence(

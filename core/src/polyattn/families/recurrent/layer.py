@@ -10,16 +10,16 @@ from torch import Tensor
 from polyattn.errors import BatchError, SpecError, nearest
 from polyattn.families.recurrent.inputs import input_dtype
 from polyattn.families.recurrent.planning import RecurrentStep
-from polyattn.runtime import torch_compile
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_state_slots
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
 from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_state_slots
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import GATES, form_of, shape_of

@@ -15,12 +15,12 @@ from polyattn.families.recurrent.targets import (
     whole_sequences,
 )
 from polyattn.runtime.backend import RecurrentBackend
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.batch_checks import check_queries
 from polyattn.runtime.decompositions import Part, by_phase
+from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.plan import Call, StepPlan
-from polyattn.runtime.step_buffers import StepSize
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import check_queries
 
 
 class RecurrentStep(StepPlan):

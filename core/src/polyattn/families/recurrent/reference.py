@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import elu, relu, silu, softplus
 
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.cost import Cost
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.state_cache import StateCacheSpec
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.state_cache import StateCacheSpec
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.cost import Cost
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 

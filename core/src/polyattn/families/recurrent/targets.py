@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.decompositions import Part
+from polyattn.runtime.step.batch import Batch
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import torch
 from polyattn.families.recurrent import reference
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.layer import Recurrent
-from polyattn.runtime.batch import Batch
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.trial import Outcome
 
 

@@ -20,10 +20,10 @@ from polyattn.families.attention.layer import Attention
 from polyattn.registry.capabilities import check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
-from polyattn.runtime.batch import Batch
-from polyattn.runtime.cost import Cost, batch_cost
+from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.scales import input_dtype, output_dtype
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.selection.selection import Selection
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.decompose import unrotated

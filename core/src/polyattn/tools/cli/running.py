@@ -15,7 +15,7 @@ from polyattn.errors import SettingsError
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import interpreted
-from polyattn.runtime.state_cache import StateCacheSpec
+from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.decompose import unrotated

@@ -15,7 +15,7 @@ import torch
 from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
 from polyattn.families.attention.sharing import why_not
-from polyattn.runtime.cost import Cost, batch_cost
+from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.spec.huggingface import Config
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker

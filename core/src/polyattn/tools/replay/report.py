@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn.runtime.cost import Cost
+from polyattn.runtime.step.cost import Cost
 from polyattn.tools.replay.usage import Usage
 
 

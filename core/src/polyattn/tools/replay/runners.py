@@ -26,7 +26,7 @@ from polyattn import (
 )
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, raw
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, raw
 from polyattn.tools.replay.check import Checker
 
 

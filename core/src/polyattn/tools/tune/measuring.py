@@ -14,9 +14,9 @@ from polyattn.device import Device
 from polyattn.errors import PolyattnError, describe
 from polyattn.families.attention import reference
 from polyattn.families.attention.layer import Attention
-from polyattn.runtime.batch import Batch
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, raw
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.kv_cache import STORAGE_DTYPES, KVCache, raw
+from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from polyattn import LayerSpec
-from polyattn.runtime.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.tools.replay.model import feed_forward
 from polyattn.tools.replay.model.feed_forward import Linear, RMSNorm
 from polyattn.tools.replay.model.fields import Fields

@@ -1,0 +1,232 @@
+"""Attention over a caller's own cache: new tokens are appended in place and rotated, then all attend.
+
+For callers that keep nothing else between calls. On a GPU few tokens of each sequence leave lengths
+where they are: nothing is copied to the host, and what a graph captures can be replayed over others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import CacheError
+from polyattn.families.attention.device_lens import way_of
+from polyattn.families.attention.stateless.dense import Asked
+from polyattn.families.attention.stateless.packed import Keys, packed
+from polyattn.families.attention.stateless.views import as_pages, keys_as_tokens
+from polyattn.runtime.inputs import capturing
+from polyattn.runtime.rotation import Rotation
+from polyattn.runtime.step.host_copies import values_of
+
+FEW = 16
+"""Tokens of a row that are taken as a decode: drafts that are verified."""
+BY_DEVICE = frozenset({"cuda"})
+"""Devices whose lengths are left where they are; a CPU's cost nothing to read."""
+
+
+class Cache(NamedTuple):
+    """A cache in pages (pages, page size, KV heads, size) with an int32 `block_table`, or dense rows.
+
+    Of dense rows (rows, seqlen, KV heads, size): `rows` says which is a sequence's, None: its own;
+    `starts`, where in it each sequence's first key lies, None: at 0.
+    """
+
+    key: Tensor
+    value: Tensor
+    block_table: Tensor | None = None
+    rows: Tensor | None = None
+    starts: Tensor | None = None
+
+
+class New(NamedTuple):
+    """New keys and values (tokens, KV heads, size), and how many are each sequence's."""
+
+    key: Tensor
+    value: Tensor
+    lens: Sequence[int]
+
+
+class Turns(NamedTuple):
+    """The rotary embedding: cos, sin (positions, rotary size / 2), paired as `Rotation` has it."""
+
+    cos: Tensor
+    sin: Tensor
+    pairing: str
+
+    def applied(self, tokens: Tensor, position: Tensor) -> Tensor:
+        """Return packed tokens (tokens, heads, size) rotated by their positions, int64 (tokens,)."""
+        turns = torch.cat([self.cos[position], self.sin[position]], -1).float()
+        return Rotation(turns, None, self.pairing, turns.shape[1]).applied(tokens).to(tokens.dtype)
+
+
+def cached(
+    query: Tensor,
+    query_lens: Sequence[int],
+    cache: Cache,
+    cache_seqlens: int | Tensor | None,
+    asked: Asked,
+    *,
+    new: New | None = None,
+    turns: Turns | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Append `new` after each sequence's `cache_seqlens` tokens, and attend for packed `query`.
+
+    `cache_seqlens`: int32 or int64 (num_seqs,), one number for all, or None: all of dense rows. Queries
+    that see by position (a causal mask, a window) are rotated from there on, others all by that length.
+    `alibi_slopes` as `packed` takes them. Where lengths stay on the device nobody looks whether a
+    sequence has room, but for POLYATTN_CHECKS=1. Returns the output and, where asked, the LSE (tokens,
+    heads), float32. Raises `CacheError` before anything has changed, and what `packed` raises.
+    """
+    lens = _lens(cache_seqlens, len(query_lens), cache, new)
+    by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
+    step = 1 if by_position else 0
+    way, pages = None, _pages_by_device(query, query_lens, cache, lens, new, turns, alibi_slopes)
+    if pages is not None:
+        assert isinstance(lens, Tensor)
+        way = way_of(query, *pages, lens, asked, alibi_slopes=alibi_slopes)
+    ends: list[int] = []
+    if way is None:
+        host = [lens] * len(query_lens) if isinstance(lens, int) else values_of(lens)
+        ends = _ends(cache, host, new)
+        if turns is not None:
+            last = (n + max(0, count - 1) * step for n, count in zip(host, query_lens, strict=True))
+            _check_turns(turns, max(*last, *(n - 1 for n in ends)))
+    if turns is not None:
+        query = turns.applied(query, _positions(lens, query_lens, query.device, step)[1])
+    if new is not None:
+        _append(cache, new, lens, turns)
+    if way is not None and pages is not None:
+        assert isinstance(lens, Tensor)
+        after = lens if new is None else way.after(lens, new.lens[0])
+        return way(query, *pages, after, alibi_slopes=alibi_slopes)
+    return packed(query, query_lens, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
+
+
+def _lens(given: int | Tensor | None, count: int, cache: Cache, new: New | None) -> int | Tensor:
+    """Return the lengths, their form checked. Raises `CacheError`."""
+    if given is None:
+        if cache.block_table is not None or new is not None:
+            raise CacheError("cache_seqlens is missing; a cache with room needs it")
+        return cache.key.shape[1]
+    if not isinstance(given, int) and (not isinstance(given, Tensor) or given.shape != (count,)):
+        found = tuple(given.shape) if isinstance(given, Tensor) else f"a {type(given).__name__}"
+        raise CacheError(f"cache_seqlens is {found}; it is a number, or a tensor ({count},)")
+    for name, lens in (("rows", cache.rows), ("starts", cache.starts)):
+        if lens is not None and lens.shape != (count,):
+            raise CacheError(f"{name} of the cache is {tuple(lens.shape)}; it must be ({count},)")
+    if new is not None and len(new.lens) != count:
+        raise CacheError(f"new keys are of {len(new.lens)} sequences; the queries are of {count}")
+    return given
+
+
+def _pages_by_device(
+    query: Tensor, query_lens: Sequence[int], cache: Cache, lens: int | Tensor, new: New | None,
+    turns: Turns | None, slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
+    """Return keys, values and block table where lengths needn't be copied to the host, else None.
+
+    They needn't for as many tokens of each row, few unless captured: of many, a plan by exact lengths
+    is worth the wait for them.
+    """
+    if not (
+        isinstance(lens, Tensor)
+        and lens.device.type in BY_DEVICE
+        and lens.dtype == torch.int32
+        and cache.starts is None
+        and (turns is None or turns.cos.shape[0] >= _room(cache))
+        and (slopes is None or slopes.dim() == 1)
+        and _alike(query_lens)
+        and (new is None or _alike(new.lens))
+        and query_lens[0] > 0
+        and (query_lens[0] <= FEW or capturing(query))
+    ):
+        return None
+    if cache.block_table is not None:
+        return cache[:3]  # type: ignore[return-value]
+    return as_pages(cache.key, cache.value, cache.rows, len(query_lens))
+
+
+def _alike(lens: Sequence[int]) -> bool:
+    return len(lens) > 0 and lens.count(lens[0]) == len(lens)
+
+
+def _room(cache: Cache) -> int:
+    """Return how many tokens a sequence may have."""
+    table = cache.block_table
+    return cache.key.shape[1] * (1 if table is None else table.shape[1])
+
+
+def _ends(cache: Cache, lens: list[int], new: New | None) -> list[int]:
+    """Return each sequence's length with its new tokens, for which there is room. Raises `CacheError`."""
+    table, room = cache.block_table, _room(cache)
+    where = "the cache has" if table is None else f"block_table has {table.shape[1]} pages, so"
+    more = [0] * len(lens) if new is None else new.lens
+    for row, (length, count) in enumerate(zip(lens, more, strict=True)):
+        if not 0 <= length <= room - count:
+            raise CacheError(
+                f"cache_seqlens[{row}]={length} and {count} new tokens: {where} room for {room} tokens"
+            )
+    starts = [0] * len(lens) if cache.starts is None else values_of(cache.starts)
+    if table is not None and any(starts):
+        raise CacheError("starts go with dense rows; sequences in pages start at 0")
+    ends = [length + count for length, count in zip(lens, more, strict=True)]
+    for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+        if not 0 <= start <= end:
+            raise CacheError(f"starts[{row}]={start} (left padding) is outside its {end} tokens")
+    for row, place in enumerate([] if cache.rows is None else values_of(cache.rows)):
+        if not 0 <= place < cache.key.shape[0]:
+            raise CacheError(f"rows[{row}]={place}: the cache has {cache.key.shape[0]} rows")
+    return ends
+
+
+def _check_turns(turns: Turns, last: int) -> None:
+    if last >= turns.cos.shape[0]:
+        raise CacheError(
+            f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
+        )
+
+
+def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None) -> None:
+    """Store new tokens where each sequence ends."""
+    key, value, table, rows, _ = cache
+    seq, position = _positions(lens, new.lens, key.device)
+    if table is None:
+        at = seq if rows is None else rows[seq].long(), position
+    else:
+        at = table[seq, position // key.shape[1]].long(), position % key.shape[1]
+    turned = new.key if turns is None else turns.applied(new.key, position)
+    key[at], value[at] = turned.to(key.dtype), new.value.to(value.dtype)
+
+
+def _positions(
+    lens: int | Tensor, counts: Sequence[int], device: torch.device, step: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Return each new token's sequence, and its position: that one's length and by `step` on.
+
+    Both int64 (tokens,). Without the host where sequences have as many: a graph may capture that.
+    """
+    seq = torch.arange(len(counts), device=device)
+    if _alike(counts):
+        seq = seq.repeat_interleave(counts[0])
+        offset = torch.arange(counts[0], device=device).repeat(len(counts))
+    else:
+        seq = seq.repeat_interleave(torch.tensor(counts, device=device))
+        offset = torch.cat([torch.arange(n) for n in counts]).to(device)
+    first = lens if isinstance(lens, int) else lens.to(device)[seq].long()
+    return seq, first + offset * step
+
+
+def _keys(cache: Cache, lens: list[int]) -> Keys:
+    """Return where each sequence's keys lie."""
+    key, value, table, rows, starts = cache
+    if table is not None:
+        return Keys(key, value, lens, None, table)
+    keys, values, apart = keys_as_tokens(key, value)
+    of_rows = range(len(lens)) if rows is None else values_of(rows)
+    skipped = [0] * len(lens) if starts is None else values_of(starts)
+    firsts = [row * apart + skip for row, skip in zip(of_rows, skipped, strict=True)]
+    return Keys(keys, values, [n - skip for n, skip in zip(lens, skipped, strict=True)], firsts)

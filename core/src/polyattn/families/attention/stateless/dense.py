@@ -1,0 +1,351 @@
+"""Attention for callers that keep nothing between calls: dense `(batch, seqlen, heads, size)`.
+
+What such a caller would otherwise pay at each call is paid once for each way of calling: the group that
+serves it, the plan for these lengths, how these strides are viewed as tokens, every check of a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from threading import get_ident
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.alibi import alibi_slopes as default_slopes
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.short_steps import server_of
+from polyattn.families.attention.stateless.views import View, ordered, token_view
+from polyattn.registry.discovery import generation
+from polyattn.runtime.backend import LayerParams, Lie
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.stateless import group_for, place_of
+from polyattn.runtime.step.batch import Batch
+from polyattn.settings import Settings, current
+from polyattn.spec.layer import LayerSpec
+
+Count = Callable[[LayerGroup], None]
+"""What is told of each group that served a call."""
+
+
+class Asked(NamedTuple):
+    """What a call asks for beside its tensors: `LayerSpec`'s fields, and a backend by name."""
+
+    causal: bool = False
+    scale: float | None = None
+    sliding_window: int | None = None
+    window_right: int | None = None
+    logit_soft_cap: float | None = None
+    chunk_size: int | None = None
+    needs_lse: bool = False
+    backend: str | None = None
+    sink_tokens: int = 0
+
+
+UNBOUNDED = 1 << 30
+"""Keys after a query that no window hides."""
+
+
+def window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
+    """Return causal, `sliding_window` and `window_right` for flash-attn's window: -1 is no bound."""
+    causal, after = causal or right == 0, None
+    if not causal and (left >= 0 or right >= 0):
+        after = int(right) if right >= 0 else UNBOUNDED
+    return causal, int(left) + 1 if left >= 0 else None, after
+
+
+def group_of(
+    query: Tensor, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool, **more: Any
+) -> LayerGroup:
+    """Return the group for `query` (…, num_heads, head_size) and what is asked; `more` as `group_for`."""
+    *_, heads, size = query.shape
+    device = query.device
+    return _group_of(
+        current(), generation(), place_of(device), device, query.dtype, heads, size, kv_heads,
+        v_size, asked, sinks, alibi, **more,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _group_of(
+    settings: Settings, plugins: int, place: Any, device: torch.device, dtype: torch.dtype,
+    heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
+    **more: Any,
+) -> LayerGroup:  # fmt: skip
+    if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
+        raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
+    return group_for(
+        device, asked.backend, num_heads=heads, num_kv_heads=kv_heads, head_size=size,
+        v_head_size=v_size, dtype=dtype, causal=asked.causal, scale=asked.scale or 0.0,
+        sliding_window=asked.sliding_window, window_right=asked.window_right,
+        logit_soft_cap=asked.logit_soft_cap, chunk_size=asked.chunk_size,
+        sink_tokens=asked.sink_tokens, needs_lse=asked.needs_lse, learned_sinks=sinks, alibi=alibi,
+        **more,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def plan_for(
+    group: LayerGroup,
+    query_lens: tuple[int, ...],
+    key_lens: tuple[int, ...],
+    apart: int | tuple[int, ...] | None = None,
+    first_positions: tuple[int, ...] | None = None,
+) -> AttentionStep:
+    """Return the plan for these lengths; a plan is a value, so that equal calls share one.
+
+    It is of the group that serves such a step, which is another one where the step is short. `apart`:
+    how far apart sequences' keys start, or where each starts; default: one after another.
+    `first_positions` as `Batch` has them.
+    """
+    starts: Sequence[int] | None = None
+    if isinstance(apart, int):
+        starts = range(0, apart * len(key_lens), apart) if apart else [0] * len(key_lens)
+    elif apart is not None:
+        starts = apart
+    batch = Batch.from_lens(
+        query_lens, key_lens, key_starts=starts, first_positions=first_positions,
+        device=group.torch_device,
+    )  # fmt: skip
+    step = server_of(group, query_lens, key_lens).plan(batch)
+    assert isinstance(step, AttentionStep)
+    return step
+
+
+def run(
+    step: StepPlan,
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    cache: KVCache | None = None,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Run a step with parameters that come with the call. Tensors as `Attention.forward` takes them.
+
+    Returns the output and, where the spec asks for it, the LSE. Raises `BatchError`.
+    """
+    assert isinstance(step, AttentionStep)
+    params = parameters(step.group.spec, query, sinks, alibi_slopes)
+    lse = None
+    if step.group.spec.needs_lse:
+        lse = query.new_empty(step.lse_shape, dtype=torch.float32)
+    return step.call(query, key, value, cache, params, None, lse), lse
+
+
+_PLAIN = LayerParams()
+
+
+def parameters(
+    spec: LayerSpec, query: Tensor, sinks: Tensor | None, alibi_slopes: Tensor | None
+) -> LayerParams:
+    """Return what comes with a call beside its tensors. Raises `BatchError`."""
+    if not spec.learned_sinks and not spec.alibi and sinks is None and alibi_slopes is None:
+        return _PLAIN
+    if spec.alibi and alibi_slopes is None:
+        alibi_slopes = default_slopes(spec.num_heads)
+    return LayerParams(
+        _per_head("sinks", sinks, spec.learned_sinks, query, spec),
+        _per_head("alibi_slopes", alibi_slopes, spec.alibi, query, spec),
+    )
+
+
+def _per_head(
+    name: str, given: Tensor | None, wanted: bool, like: Tensor, spec: LayerSpec
+) -> Tensor | None:
+    if (given is not None) != wanted or (given is not None and given.shape != (spec.num_heads,)):
+        shape = None if given is None else tuple(given.shape)
+        raise BatchError(f"{name} has shape {shape}; {spec} takes one number a query head")
+    return None if given is None else given.detach().to(like.device, torch.float32).contiguous()
+
+
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: Asked,
+    *,
+    heads_first: bool = False,
+    heads_out: bool = False,
+    key_lens: tuple[int, ...] | None = None,
+    first_positions: tuple[int, ...] | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    count: Count | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend for dense rows, (batch, seqlen, heads, size), or `heads_first` (batch, heads, seqlen, size).
+
+    `key_lens`: how many keys of each row count, from its first; default: all. `first_positions` as
+    `Batch` has them. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE
+    (batch, queries, heads), float32; with `heads_out` both as views with the heads second.
+    Raises `BatchError`, and what `select` raises.
+    """
+    place = place_of(query.device) if query.is_cuda else get_ident()
+    key_of_call = (
+        current(), generation(), place, asked, heads_first, heads_out, key_lens, first_positions,
+        sinks is None, alibi_slopes is None, query.device, key.device, value.device, query.dtype,
+        key.dtype, value.dtype, query.shape, query.stride(), key.shape, key.stride(), value.shape,
+        value.stride(),
+    )  # fmt: skip
+    call = _calls.get(key_of_call)
+    if call is None:
+        order, lens = (heads_first, heads_out), (key_lens, first_positions)
+        call = DenseCall(query, key, value, asked, order, lens, sinks, alibi_slopes)
+        if len(_calls) >= KNOWN:
+            _calls.clear()
+        _calls[key_of_call] = call
+    if count is not None:
+        count(call.step.group)
+    return call(query, key, value, sinks, alibi_slopes)
+
+
+class DenseCall:
+    """One way of calling `dense`: everything that these shapes, strides and dtypes decide."""
+
+    __slots__ = (
+        "addressed", "alike", "device_type", "heads_first", "lse_shape", "lse_stride", "needs_lse",
+        "out_shape", "out_stride", "run", "step", "tokens_shape", "views",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        asked: Asked,
+        order: tuple[bool, bool],
+        lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None],
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ):
+        heads_first, heads_out = order
+        seqlen, heads = (2, 1) if heads_first else (1, 2)
+        _check(query, key, value, seqlen, heads)
+        rows, count, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
+        views = [_view(t, heads_first) for t in (query, key, value)]
+        if views[0] is not None and views[0][2] != count:
+            views[0] = None
+        if views[1] is None or views[2] is None or views[1][2] != views[2][2]:
+            views[1] = views[2] = None
+        self.views, self.heads_first = tuple(views), heads_first
+        tokens = query.transpose(1, 2) if heads_first else query
+        group = group_of(
+            tokens, key.shape[heads], value.shape[3], asked, sinks is not None,
+            alibi_slopes is not None, cached=False,
+        )  # fmt: skip
+        apart = keys if views[1] is None else views[1][2]
+        key_lens, first_positions = lens
+        key_lens = _row_lens(rows, keys, key_lens)
+        self.step = plan_for(group, (count,) * rows, key_lens, apart, first_positions)
+        self.device_type, self.needs_lse = group.device_type, asked.needs_lse
+        self.tokens_shape = self.step.out_shape
+        of_heads, size = self.tokens_shape[1:]
+        token = of_heads * size  # results lie by tokens, whatever the order of their sizes
+        self.out_shape = _by_heads((rows, count, of_heads, size), heads_out)
+        self.out_stride = _by_heads((count * token, token, size, 1), heads_out)
+        self.alike = query.shape == self.out_shape and query.stride() == self.out_stride
+        self.lse_shape = _by_heads((rows, count, of_heads), heads_out)
+        self.lse_stride = _by_heads((count * of_heads, of_heads, 1), heads_out)
+        self.run = self.step.run
+        self.addressed = None
+        if len(self.step.calls) == 1:  # of all tokens, there being no cache
+            only = self.step.calls[0]
+            self.run = partial(only.backend.run, only.plan)
+            of_query, of_key, of_value = views
+            if of_key is not None and of_value is not None:
+                size = query.shape[3]
+                packed = (query.shape[heads] * size, size)  # as `ordered` leaves it
+                lie = Lie(
+                    packed if of_query is None else of_query[1][:2], of_key[1][:2], of_value[1][:2],
+                    of_key[0][0],
+                )  # fmt: skip
+                self.addressed = only.backend.addressed(only.plan, lie)
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        alibi_slopes: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend: tensors of exactly the shapes, strides and dtypes that this was made for."""
+        if query.requires_grad or key.requires_grad or value.requires_grad:
+            refuse_gradients(query=query, key=key, value=value)
+        params = _PLAIN
+        if sinks is not None or alibi_slopes is not None:
+            params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
+        if self.addressed is not None:
+            lse = None
+            if self.alike:  # which says less to torch
+                out = torch.empty_like(query)
+            else:
+                out = query.new_empty_strided(self.out_shape, self.out_stride)
+            if self.needs_lse:
+                lse = query.new_empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32)
+            if self.views[0] is None:
+                query = ordered(query, self.heads_first)
+            self.addressed(query, key, value, params, out, lse)
+            return out, lse
+        out, lse = query.new_empty(self.tokens_shape), None
+        if self.needs_lse:
+            lse = query.new_empty(self.step.lse_shape, dtype=torch.float32)
+        of_query, of_key, of_value = self.views
+        first = self.heads_first
+        query = query.as_strided(of_query[0], of_query[1]) if of_query else ordered(query, first)
+        key = key.as_strided(of_key[0], of_key[1]) if of_key else ordered(key, first)
+        value = value.as_strided(of_value[0], of_value[1]) if of_value else ordered(value, first)
+        if torch.is_autocast_enabled(self.device_type):
+            with torch.autocast(self.device_type, enabled=False):
+                self.run(query, key, value, None, params, out, lse)
+        else:
+            self.run(query, key, value, None, params, out, lse)
+        out = out.as_strided(self.out_shape, self.out_stride)
+        return out, None if lse is None else lse.as_strided(self.lse_shape, self.lse_stride)
+
+
+_calls: dict[Any, DenseCall] = {}
+KNOWN = 1024
+"""Ways of calling that are remembered; all are forgotten when there are more."""
+
+
+def _by_heads(sizes: tuple[int, ...], heads_second: bool) -> tuple[int, ...]:
+    """Return sizes or strides that are by rows, tokens and heads, the heads second where asked."""
+    return (sizes[0], sizes[2], sizes[1], *sizes[3:]) if heads_second else sizes
+
+
+def _view(tensor: Tensor, heads_first: bool) -> View | None:
+    return token_view(tensor.shape, tensor.stride(), heads_first)
+
+
+def _check(query: Tensor, key: Tensor, value: Tensor, seqlen: int, heads: int) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise BatchError(
+                f"{name} has shape {tuple(tensor.shape)}; dense tensors have four sizes"
+            )
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            raise bad_input(name, tensor, tuple(tensor.shape), query.dtype, query.device)
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise BatchError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} differ in their rows or head sizes"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise BatchError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in more than their size"
+        )
+
+
+def _row_lens(rows: int, keys: int, lens: Sequence[int] | None) -> tuple[int, ...]:
+    if lens is None:
+        return (keys,) * rows
+    if len(lens) != rows or any(not 0 <= n <= keys for n in lens):
+        raise BatchError(f"key_lens={list(lens[:4])}… must be {rows} lengths of 0 to {keys}")
+    return tuple(lens)

@@ -1,0 +1,96 @@
+"""Attention without a layer, as a function: dense rows or packed sequences, keys given whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.stateless.dense import Asked, dense
+from polyattn.families.attention.stateless.given import given
+from polyattn.families.attention.stateless.masked import masked
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    sliding_window: int | None = None,
+    window_right: int | None = None,
+    chunk_size: int | None = None,
+    sink_tokens: int = 0,
+    logit_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_lens: Sequence[int] | None = None,
+    key_lens: Sequence[int] | None = None,
+    first_positions: Sequence[int] | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attend to keys and values that are given whole. Forward only: gradients are refused.
+
+    - Dense: `query` (batch, queries, num_heads, head_size), `key` and `value` (batch, keys,
+      num_kv_heads, size). `key_lens`: how many keys of each row count, from its first; default: all.
+    - Packed: `query` (tokens, num_heads, head_size) of sequences of `query_lens` one after another,
+      `key` and `value` likewise of `key_lens` (default: `query_lens`).
+    - `causal` is aligned to the bottom right: the last query sees the last key. A query that sees
+      nothing gives 0.
+    - `first_positions`: where each sequence's first given key stands in its text (`Batch`); default: 0.
+    - `mask` (batch or 1, 1, queries or 1, keys), for dense rows instead of `causal` and windows: bool,
+      True to attend, or float, 0 to attend and the dtype's least value not to. Each query's keys must
+      be one interval.
+
+    Other arguments as `LayerSpec`'s fields of that name. Returns the output in the query's shape with
+    the value's size, and where asked the LSE, float32, natural logarithm, (batch, queries, num_heads)
+    or (tokens, num_heads). `backend` names one. Raises `BatchError`, and what `select` raises.
+    """
+    asked = Asked(
+        causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
+        sink_tokens,
+    )  # fmt: skip
+    firsts = None if first_positions is None else tuple(first_positions)
+    if query.dim() == 3:
+        _check_packed(query, key, value)
+        if query_lens is None or mask is not None:
+            raise BatchError("packed sequences need query_lens, and take no mask")
+        lens = tuple(query_lens), tuple(query_lens if key_lens is None else key_lens), None, firsts
+        out, lse = given(query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+    elif query_lens is not None:
+        raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
+    elif mask is not None:
+        _check_alone(asked, key_lens, first_positions)
+        out, lse = masked(query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+    else:
+        out, lse = dense(
+            query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
+            first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+    return out if lse is None else (out, lse)
+
+
+def _check_alone(asked: Asked, *beside: Sequence[int] | None) -> None:
+    limits = asked.sliding_window, asked.window_right, asked.chunk_size, *beside
+    if asked.causal or asked.sink_tokens or any(limit is not None for limit in limits):
+        raise BatchError(
+            "mask says all; causal, key_lens, first_positions, windows, chunk_size and sink_tokens are "
+            "left out beside it"
+        )
+
+
+def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dim() != 3:
+            raise BatchError(
+                f"{name} has shape {tuple(tensor.shape)}; all three are (batch, seqlen, heads, size) or "
+                "packed (tokens, heads, size)"
+            )
+    if key.shape[:-1] != value.shape[:-1]:
+        raise BatchError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in more than their size"
+        )

@@ -1,0 +1,84 @@
+"""Dense attention under a mask: a call for each kind of run that the mask's intervals come down to."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.stateless.dense import Asked, Count, group_of, plan_for, run
+from polyattn.families.attention.stateless.intervals import Part, UnreadableMask, read
+from polyattn.families.attention.stateless.views import as_tokens, keys_as_tokens, ordered
+from polyattn.runtime.group import LayerGroup
+
+
+def masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    asked: Asked,
+    *,
+    heads_first: bool = False,
+    heads_out: bool = False,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    count: Count | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend as `dense` does, to the keys that `mask` (batch or 1, 1, queries or 1, keys) shows.
+
+    What `asked` says of causality and windows is not read: the mask says it. Raises
+    `UnreadableMask` where a query's keys are no interval, `BatchError`, and what `select` raises.
+    """
+    seqlen = 2 if heads_first else 1
+    rows, queries, keys = query.shape[0], query.shape[seqlen], key.shape[seqlen]
+    if mask.dim() != 4 or mask.shape[3] != keys or mask.shape[2] not in (1, queries):
+        raise UnreadableMask(
+            f"a mask of {tuple(mask.shape)} over {queries} queries and {keys} keys"
+        )
+    if mask.shape[0] not in (1, rows):
+        raise UnreadableMask(f"a mask of {mask.shape[0]} rows over {rows}")
+    if alibi_slopes is not None:
+        raise BatchError(
+            "alibi_slopes beside a mask: positions are not known; leave one of them out"
+        )
+    given_keys, given_values, apart = keys_as_tokens(key, value, heads_first)
+    flat, between = as_tokens(query, heads_first)
+    if between != queries:
+        flat = ordered(query, heads_first)
+    heads, v_size = flat.shape[1], value.shape[3]
+    out = flat.new_zeros(rows * queries, heads, v_size)
+    lse = None
+    if asked.needs_lse:
+        lse = flat.new_full((rows * queries, heads), -torch.inf, dtype=torch.float32)
+    for part in read(mask, rows, queries):
+        causal, window, right = part.kind
+        wanted = asked._replace(causal=causal, sliding_window=window, window_right=right)
+        group = group_of(
+            flat, given_keys.shape[1], v_size, wanted, sinks is not None, False, cached=False
+        )
+        step = _plan(group, part, apart)
+        if count is not None:
+            count(step.group)
+        if part.rows is None:
+            out, lse = run(step, flat, given_keys, given_values, sinks=sinks)
+            break
+        at = part.rows.to(flat.device)
+        out[at], part_lse = run(step, flat[at], given_keys, given_values, sinks=sinks)
+        if lse is not None and part_lse is not None:
+            lse[at] = part_lse
+    out = out.view(rows, queries, heads, v_size)
+    lse = None if lse is None else lse.view(rows, queries, heads)
+    if heads_out:
+        return out.transpose(1, 2), None if lse is None else lse.transpose(1, 2)
+    return out, lse
+
+
+def _plan(group: LayerGroup, part: Part, apart: int) -> AttentionStep:
+    found: AttentionStep | None = part.plans.get((group, apart))
+    if found is None:
+        starts = tuple(row * apart + first for row, first in part.firsts)
+        found = plan_for(group, tuple(part.query_lens), tuple(part.key_lens), starts)
+        part.plans[group, apart] = found
+    return found

@@ -1,0 +1,173 @@
+"""Packed sequences whose keys lie anywhere: given whole, with gaps, or in a cache's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.families.attention.stateless.dense import Asked, group_of, run
+from polyattn.families.attention.stateless.given import Lens, given, step_for
+from polyattn.families.attention.stateless.recompute import Recomputed, gradients
+from polyattn.families.attention.stateless.views import pages_of
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.step.batch import Batch
+
+
+class Keys(NamedTuple):
+    """Where keys and values lie. `lens`: how many keys each sequence has.
+
+    Given whole: `key`, `value` (tokens, heads, size), each sequence's from `starts` on; default: one
+    after another. In pages: `key`, `value` (pages, page size, heads, size) and `block_table` int32.
+    """
+
+    key: Tensor
+    value: Tensor
+    lens: Sequence[int]
+    starts: Sequence[int] | None = None
+    block_table: Tensor | None = None
+
+
+def packed(
+    query: Tensor,
+    query_lens: Sequence[int],
+    keys: Keys,
+    asked: Asked,
+    *,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend for `query` (tokens, heads, size), sequences of `query_lens` one after another.
+
+    `alibi_slopes` (heads,), or (num_seqs, heads). Where a tensor asks for a gradient, torch computes it
+    from the formula, one sequence at a time. Returns the output and, where asked, the LSE (tokens,
+    heads), float32. Raises `BatchError`, and what `select` raises.
+    """
+    if alibi_slopes is not None and alibi_slopes.dim() == 2:
+        return _by_sequence(query, query_lens, keys, asked, sinks, alibi_slopes)
+    training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, *keys[:2]))
+    if not training and keys.block_table is None:
+        return given(
+            query, keys.key, keys.value, _lens(query_lens, keys), asked, sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+    if training and not asked.needs_lse:  # whose formula is differentiated
+        return packed(
+            query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
+            alibi_slopes=alibi_slopes,
+        )[0], None  # fmt: skip
+    if keys.block_table is not None and (training or _fewer(asked, query_lens, keys.lens)):
+        keys = _gathered(keys)
+    heads, v_size = keys.key.shape[-2], keys.value.shape[-1]
+    params = sinks is not None, alibi_slopes is not None
+    if keys.block_table is not None:
+        cache = pages_of(keys.key, keys.value)
+        group = group_of(query, heads, v_size, asked, *params, block_size=cache.block_size)
+        group.check_format(cache.format)
+        step = group.plan_for(_batch(group, query_lens, keys))
+        return run(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
+    if not training:  # fewer keys than queries, out of their pages
+        return packed(query, query_lens, keys, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+    step = step_for(query, keys.key, keys.value, _lens(query_lens, keys), asked, *params)
+    if sinks is not None:
+        raise BatchError(
+            "sinks with gradients: nothing serves that; detach the query, key and value"
+        )
+    out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
+        query, *keys[:2], alibi_slopes, step.group.spec, _sequences(query_lens, keys),
+        lambda *given: run(step, *given, alibi_slopes=alibi_slopes),
+    )  # fmt: skip
+    return out, lse
+
+
+def packed_backward(
+    d_out: Tensor,
+    query: Tensor,
+    query_lens: Sequence[int],
+    keys: Keys,
+    asked: Asked,
+    *,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value of `packed`, for keys that are given whole."""
+    group = group_of(
+        query, keys.key.shape[-2], keys.value.shape[-1], asked, False, alibi_slopes is not None,
+        cached=False,
+    )  # fmt: skip
+    sequences = _sequences(query_lens, keys)
+    return gradients(group.spec, query, *keys[:2], d_out, sequences, alibi_slopes)
+
+
+def _lens(query_lens: Sequence[int], keys: Keys) -> Lens:
+    starts = None if keys.starts is None else tuple(keys.starts)
+    return tuple(query_lens), tuple(keys.lens), starts
+
+
+def _batch(group: LayerGroup, query_lens: Sequence[int], keys: Keys) -> Batch:
+    """Return the step as a batch over pages, kept on its block table until that changes.
+
+    A tensor of `torch.inference_mode` counts no changes, so nothing is kept on one.
+    """
+    table = keys.block_table
+    assert table is not None
+    version = None if table.is_inference() else table._version
+    known: tuple[Any, Batch] | None = getattr(table, "_polyattn_batch", None)
+    lengths = version, tuple(query_lens), tuple(keys.lens)
+    if known is not None and version is not None and known[0] == lengths:
+        return known[1]
+    batch = Batch([0, *accumulate(query_lens)], keys.lens, table)
+    if version is not None:
+        # Detached: the tensor itself, or a view of it, were a circle that nothing collects.
+        batch = batch.with_block_table(table.detach())
+        table._polyattn_batch = (lengths, batch)  # type: ignore[attr-defined]
+    return batch
+
+
+def _sequences(query_lens: Sequence[int], keys: Keys) -> list[tuple[int, int, int, int]]:
+    firsts = accumulate(query_lens, initial=0)
+    starts = accumulate(keys.lens, initial=0) if keys.starts is None else keys.starts
+    return list(zip(firsts, query_lens, starts, keys.lens, strict=False))
+
+
+def _fewer(asked: Asked, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
+    """Whether queries under a causal mask see no key at all, which a cache has no form of."""
+    return asked.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
+
+
+def _gathered(keys: Keys) -> Keys:
+    """Return keys out of their pages: what differentiates, or has fewer keys than queries, needs it."""
+    assert keys.block_table is not None
+    pages = keys.block_table.clamp(0, keys.key.shape[0] - 1).long()
+    key, value = (t[pages].flatten(1, 2) for t in (keys.key, keys.value))
+    starts = [row * key.shape[1] for row in range(key.shape[0])]
+    return Keys(key.flatten(0, 1), value.flatten(0, 1), keys.lens, starts)
+
+
+def _by_sequence(
+    query: Tensor,
+    query_lens: Sequence[int],
+    keys: Keys,
+    asked: Asked,
+    sinks: Tensor | None,
+    slopes: Tensor,
+) -> tuple[Tensor, Tensor | None]:
+    """ALiBi slopes of each sequence's own, (num_seqs, heads): a call for each."""
+    starts, table = keys.starts, keys.block_table
+    if starts is None and table is None:
+        starts = list(accumulate(keys.lens, initial=0))
+    outs, lses, at = [], [], 0
+    for row, count in enumerate(query_lens):
+        own = Keys(
+            keys.key, keys.value, [keys.lens[row]], None if starts is None else [starts[row]],
+            None if table is None else table[row : row + 1],
+        )  # fmt: skip
+        tokens = query[at : at + count]
+        out, lse = packed(tokens, [count], own, asked, sinks=sinks, alibi_slopes=slopes[row])
+        outs.append(out)
+        lses.append(lse)
+        at += count
+    return torch.cat(outs), None if lses[0] is None else torch.cat(lses)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""Attention as torch's `scaled_dot_product_attention` is called; one operator where it is compiled."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from polyattn.families.attention.stateless.dense import Asked, Count, dense
+from polyattn.families.attention.stateless.intervals import UnreadableMask
+from polyattn.families.attention.stateless.masked import masked
+from polyattn.runtime.ledger import Ledger
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    logit_soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    needs_lse: bool = False,
+    heads_first: bool = True,
+    heads_out: bool = False,
+    count: Count | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend for `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size).
+
+    Without `heads_first` they are (batch, queries, heads, size) and (batch, keys, KV heads, size).
+    `is_causal` is aligned to the top left, as torch's is: the first query sees the first key alone.
+    `mask` (batch or 1, 1, queries or 1, keys) as `polyattn.attention` takes it, and instead of
+    `is_causal`. Returns the output (batch, queries, heads, v_size) and, where asked, the LSE (batch,
+    queries, heads), float32; with `heads_out` both as views with the heads second.
+    Raises `BatchError`, and what `select` raises.
+    """
+    rows, *between, _ = query.shape
+    seqlen = 2 if heads_first else 1
+    queries, keys = between[seqlen - 1], key.size(seqlen)
+    if mask is None and is_causal and queries > keys:
+        mask = _top_left(queries, keys, query.device)
+    if mask is not None:
+        asked = _asked(False, scale, logit_soft_cap, needs_lse)
+        return masked(
+            query, key, value, mask, asked, heads_first=heads_first, heads_out=heads_out,
+            sinks=sinks, count=count,
+        )  # fmt: skip
+    lens = None
+    causal = is_causal and queries > 1
+    if is_causal and keys != queries:  # keys beyond the queries are seen by none
+        lens = (queries,) * rows
+    asked = _asked(causal, scale, logit_soft_cap, needs_lse)
+    return dense(
+        query, key, value, asked, heads_first=heads_first, heads_out=heads_out, key_lens=lens,
+        sinks=sinks, count=count,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)  # half of what making it costs at each call
+def _asked(causal: bool, scale: float | None, soft_cap: float | None, needs_lse: bool) -> Asked:
+    return Asked(causal, scale, logit_soft_cap=soft_cap, needs_lse=needs_lse)
+
+
+@lru_cache(maxsize=16)
+def _top_left(queries: int, keys: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()[None, None]
+
+
+# Masks are read on the host when it runs: Inductor leaves it out of the graphs that it captures.
+@torch.library.custom_op("polyattn::sdpa", mutates_args=(), tags=[torch.Tag.cudagraph_unsafe])
+def sdpa_operator(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    logit_soft_cap: float | None,
+    host: str,
+) -> Tensor:
+    """`sdpa` as one operator, so that compiled graphs don't break: it plans when it runs.
+
+    `host`: whose ledger counts the call.
+    """
+    try:
+        out, _ = sdpa(
+            query, key, value, mask, is_causal=is_causal, scale=scale,
+            logit_soft_cap=logit_soft_cap, sinks=sinks, count=Ledger.known[host].count,
+        )  # fmt: skip
+    except UnreadableMask as error:
+        raise UnreadableMask(
+            f"a compiled model has {error}, which the host's own attention would have to serve; compile "
+            "it without polyattn's"
+        ) from error
+    return out
+
+
+@sdpa_operator.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None,
+    is_causal: bool, scale: float | None, logit_soft_cap: float | None, host: str,
+) -> Tensor:  # fmt: skip
+    rows, heads, queries, _ = query.shape
+    return query.new_empty(rows, queries, heads, value.shape[3])

@@ -1,0 +1,111 @@
+"""How are dense tensors packed tokens, without a copy? By their strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.selection.cache_format import CacheFormat
+
+View = tuple[tuple[int, int, int], tuple[int, int, int], int]
+"""Sizes and strides of (tokens, heads, size), and how many tokens lie between rows' first ones."""
+
+
+def token_view(shape: Sequence[int], stride: Sequence[int], heads_first: bool) -> View | None:
+    """Return dense (batch, seqlen, heads, size) as tokens; None where their strides allow no view.
+
+    Rows may lie anywhere in memory, at a distance of whole tokens. `heads_first`: (batch, heads,
+    seqlen, size).
+    """
+    rows, count, heads, size = shape
+    row, token, head, element = stride
+    if heads_first:
+        count, heads, token, head = heads, count, head, token
+    if element != 1 or token <= 0 or (rows > 1 and row % token) or 0 in shape:
+        return None
+    apart = count if rows == 1 else row // token
+    return ((rows - 1) * apart + count, heads, size), (token, head, 1), apart
+
+
+def ordered(tensor: Tensor, heads_first: bool) -> Tensor:
+    """Return dense rows as packed tokens, one after another, copied where they don't lie so."""
+    if heads_first:
+        tensor = tensor.transpose(1, 2)
+    rows, count, heads, size = tensor.shape
+    return tensor.reshape(rows * count, heads, size).contiguous()
+
+
+def as_tokens(tensor: Tensor, heads_first: bool = False) -> tuple[Tensor, int]:
+    """View one dense tensor as tokens; a copy only where its strides allow no view."""
+    view = token_view(tensor.shape, tensor.stride(), heads_first)
+    if view is None:
+        return ordered(tensor, heads_first), tensor.shape[2 if heads_first else 1]
+    return tensor.as_strided(view[0], view[1]), view[2]
+
+
+def keys_as_tokens(
+    key: Tensor, value: Tensor, heads_first: bool = False
+) -> tuple[Tensor, Tensor, int]:
+    """View dense keys and values (batch, seqlen, heads, size) as tokens (tokens, heads, size).
+
+    Any order of batch, seqlen and heads in memory is viewed without a copy. Also returns how many
+    tokens lie from one row's first key to the next one's. `heads_first`: they are (batch, heads,
+    seqlen, size).
+    """
+    keys, apart = as_tokens(key, heads_first)
+    values, others = as_tokens(value, heads_first)
+    if apart != others:
+        keys, values = ordered(key, heads_first), ordered(value, heads_first)
+        apart = key.shape[2 if heads_first else 1]
+    return keys, values, apart
+
+
+LEAST_PAGE, MOST_PAGE = 16, 256
+"""Tokens of the pages that dense rows are read in."""
+
+
+def as_pages(
+    key: Tensor, value: Tensor, rows: Tensor | None, count: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """View dense keys and values (rows, seqlen, heads, size) as pages; None where strides allow no view.
+
+    Also returns the block table, int32 (count, pages), of sequences in `rows`; None: the first ones.
+    """
+    seqlen = key.shape[1]
+    page = gcd(seqlen, MOST_PAGE)
+    if page < LEAST_PAGE or any(t.stride(0) != seqlen * t.stride(1) for t in (key, value)):
+        return None
+    each = seqlen // page
+    table = torch.arange(key.shape[0] * each, dtype=torch.int32, device=key.device).view(-1, each)
+    keys, values = (t.unflatten(1, (-1, page)).flatten(0, 1) for t in (key, value))
+    return keys, values, table[:count] if rows is None else table[rows.long()]
+
+
+def pages_of(key: Tensor, value: Tensor) -> KVCache:
+    """Return pages (pages, page size, KV heads, size) as a cache; the same one for the same tensors.
+
+    It is kept on `key`, over detached tensors: those themselves, or views of them, were a circle.
+    """
+    where = (
+        key.data_ptr(), value.data_ptr(), key.shape, value.shape, key.stride(), value.stride(),
+        key.dtype, value.dtype,
+    )  # fmt: skip
+    return _kept(key, where, lambda: KVCache(key.detach(), value.detach()))
+
+
+def joined_pages(storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
+    """Return `KVCache.joined` of these; the same one for the same tensor, on which it is kept."""
+    where = storage.data_ptr(), storage.shape, storage.stride(), form, heads_first
+    return _kept(storage, where, lambda: KVCache.joined(storage.detach(), form, heads_first))
+
+
+def _kept(tensor: Tensor, where: object, made: Callable[[], KVCache]) -> KVCache:
+    known: tuple[object, KVCache] | None = getattr(tensor, "_polyattn_pages", None)
+    if known is None or known[0] != where:
+        known = where, made()
+        tensor._polyattn_pages = known  # type: ignore[attr-defined]
+    return known[1]

@@ -1,0 +1,279 @@
+"""Where do K and V live? `KVCache` is one layer's pages, as its `CacheFormat` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import CacheError, nearest
+from polyattn.runtime.cache import nvfp4
+from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.kinds import LAYOUTS
+
+STORAGE_DTYPES: dict[str, torch.dtype] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int8": torch.int8,
+    "nvfp4": torch.uint8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+
+class KVCache:
+    """One layer's paged keys and values.
+
+    `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
+    logical views; strides say the physical layout. Both may be views into one storage. The last
+    dimension must be contiguous; of 4-bit numbers it is bytes (`runtime.nvfp4`). `form`: where strides
+    don't say it, because the device's tensors have none. Raises `CacheError`.
+    """
+
+    __slots__ = ("__dict__", "key", "value")
+
+    def __init__(self, key: Tensor, value: Tensor, form: CacheFormat | None = None):
+        if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
+            raise CacheError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (num_blocks, "
+                "block_size, num_kv_heads, head size)"
+            )
+        if key.dtype != value.dtype or key.device != value.device:
+            raise CacheError(
+                f"key ({key.dtype}, {key.device}) and value ({value.dtype}, {value.device}) must "
+                "have one dtype and one device"
+            )
+        if key.stride(3) != 1 or value.stride(3) != 1:
+            raise CacheError("the head-size dimension of key and value must be contiguous")
+        self.key, self.value = key, value
+        if form is not None:
+            self.__dict__["format"] = form
+
+    @classmethod
+    def allocate(
+        cls, form: CacheFormat, num_blocks: int, device: torch.device | str = "cpu"
+    ) -> KVCache:
+        """Return an uninitialised cache of `num_blocks` blocks of this form."""
+        if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
+            raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
+        special = ALLOCATORS.get(torch.device(device).type)
+        if special is not None:
+            return special(form, num_blocks)
+        dtype, n, b, h = STORAGE_DTYPES[form.dtype], num_blocks, form.block_size, form.num_kv_heads
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        if form.layout == "contiguous":
+            if form.head_size != form.v_head_size or form.value_in_key:
+                raise CacheError(f"{form} can't be contiguous: K and V differ in size")
+            return cls.contiguous(empty(n, 2, h, b, form.stored_width(form.head_size)))
+        if form.interleaved:
+            if form.head_size != form.v_head_size or form.value_in_key:
+                raise CacheError(f"{form} can't interleave K and V of different sizes")
+            order = (b, h) if form.layout == "NHD" else (h, b)
+            return cls.packed(empty(n, 2, *order, form.stored_width(form.head_size)), form.layout)
+        each = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
+        sizes = tuple(map(form.stored_width, each))
+        if form.layout == "NHD":
+            stored = [empty(n, b, h, size) for size in sizes]
+        else:
+            stored = [empty(n, h, b, size).transpose(1, 2) for size in sizes]
+        value = stored[0][..., : form.v_head_size] if form.value_in_key else stored[1]
+        return cls(stored[0], value)
+
+    @classmethod
+    def packed(cls, storage: Tensor, layout: str = "NHD") -> KVCache:
+        """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
+        if storage.dim() != 5 or storage.shape[1] != 2:
+            raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
+        if layout == "contiguous":
+            return cls.contiguous(storage)
+        if layout not in LAYOUTS:
+            raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
+        if layout == "HND":
+            storage = storage.transpose(2, 3)
+        return cls(storage[:, 0], storage[:, 1])
+
+    @classmethod
+    def joined(cls, storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
+        """Wrap one tensor (num_blocks, block_size, heads, size): K, then V, then room.
+
+        `heads_first`: (num_blocks, heads, block_size, …). Of an MLA latent, whose value is the first part
+        of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`. Raises
+        `CacheError`.
+        """
+        of_key, of_value = map(form.stored_width, (form.head_size, form.v_head_size))
+        width = of_key if form.value_in_key else of_key + of_value
+        if storage.dim() not in (3, 4) or storage.shape[-1] < width:
+            raise CacheError(
+                f"storage {tuple(storage.shape)} must have 3 or 4 sizes, the last at least {width}"
+            )
+        whole = storage.view(STORAGE_DTYPES[form.dtype])
+        if whole.dim() == 3:
+            whole = whole[:, :, None]
+        elif heads_first:
+            whole = whole.transpose(1, 2)
+        key, rest = whole[..., :of_key], whole[..., of_key:]
+        return cls(key, (key if form.value_in_key else rest)[..., :of_value])
+
+    @classmethod
+    def contiguous(cls, storage: Tensor) -> KVCache:
+        """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
+
+        TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
+        place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
+        """
+        cache = cls.packed(storage, "HND")
+        form = replace(cache.format, layout="contiguous", interleaved=False)
+        return cls(cache.key, cache.value, form)
+
+    def sequence_table(self, sequences: Sequence[int] | Tensor) -> Tensor:
+        """Return the block table of sequences at these places of a contiguous cache, int32 (n, 1).
+
+        A tensor of places is copied to the host, to be checked. Raises `CacheError`.
+        """
+        if self.layout != "contiguous":
+            raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
+        if isinstance(sequences, Tensor):
+            sequences = sequences.tolist()
+        for index, place in enumerate(sequences):
+            if type(place) is not int or not 0 <= place < self.num_blocks:
+                raise CacheError(
+                    f"sequences[{index}]={place!r} must be a place from 0 to {self.num_blocks - 1}"
+                )
+        return torch.tensor(list(sequences), dtype=torch.int32, device=self.key.device).view(-1, 1)
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks in the cache."""
+        return self.key.shape[0]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.key.shape[1]
+
+    @cached_property
+    def value_in_key(self) -> bool:
+        """Whether a value is the first part of its key: an MLA latent."""
+        if "format" in self.__dict__:
+            return self.format.value_in_key
+        return self.value.data_ptr() == self.key.data_ptr()
+
+    @cached_property
+    def strides(self) -> tuple[Any, ...]:
+        """What a kernel is specialised on: the strides of key and value, and their dtype."""
+        return (self.key.stride(), self.value.stride(), self.key.dtype)
+
+    @cached_property
+    def format(self) -> CacheFormat:
+        """The form of this cache."""
+        return CacheFormat(
+            block_size=self.block_size,
+            num_kv_heads=self.key.shape[2],
+            head_size=_elements(self.key),
+            v_head_size=_elements(self.value),
+            dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
+            layout=self.layout,
+            value_in_key=self.value_in_key,
+            interleaved=self.key.stride(0) == 2 * self.block_size * self.key.stride(1),
+        )
+
+    @cached_property
+    def layout(self) -> str:
+        """The physical order within a block: NHD or HND (NHD where both fit)."""
+        if "format" in self.__dict__:
+            return self.format.layout
+        token, head = self.key.stride(1), self.key.stride(2)
+        return "NHD" if token >= head or self.key.shape[2] == 1 else "HND"
+
+    @cached_property
+    def _blocks(self) -> dict[int, tuple[KVCache, int]]:
+        return {}
+
+    def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
+        """View the cache in smaller blocks, for a kernel that takes only those.
+
+        Returns the view and the number of its blocks from one block of this cache to the next;
+        block i of this cache is blocks `i * step`, `i * step + 1`, … of the view.
+        """
+        found = self._blocks.get(size)
+        if found is None:
+            key, step = _split_blocks(self.key, size)
+            value, value_step = _split_blocks(self.value, size)
+            if step != value_step:
+                raise CacheError(
+                    f"key and value blocks of {self.block_size} can't both be walked in blocks of "
+                    f"{size}: their strides differ ({self.key.stride()}, {self.value.stride()})"
+                )
+            found = self._blocks[size] = (KVCache(key, value), step)
+        return found
+
+    def __repr__(self) -> str:
+        n, b, h, d = self.key.shape
+        return f"<KVCache: {n} blocks of {b}, {h} KV heads of {d}, {self.key.dtype}, {self.layout}>"
+
+
+ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
+"""Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
+
+
+def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+    """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
+
+    uint8 is NVFP4's rows of bytes. `tensor` (tokens, heads, size); `scale`: a number, or a tensor of
+    one a head.
+    """
+    if tensor.dtype == dtype:
+        return tensor
+    if isinstance(scale, Tensor):
+        divisor = scale[:, None].to(tensor.device)
+    else:
+        # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
+        divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
+    if dtype == torch.uint8:
+        return nvfp4.packed(tensor.float() / divisor)
+    if dtype == torch.int8:
+        return (tensor.float() / divisor).round_().clamp_(-127, 127).to(dtype)
+    if dtype.itemsize == 1:
+        limit = torch.finfo(dtype).max
+        return (tensor.float() / divisor).clamp_(-limit, limit).to(dtype)
+    raise CacheError(
+        f"key or value is {tensor.dtype}, the cache {dtype}; cast one, or set kv_cache_dtype"
+    )
+
+
+def _elements(stored: Tensor) -> int:
+    """Return the head size of a cache's keys or values."""
+    width = stored.shape[3]
+    return nvfp4.head_size(width) if stored.dtype == torch.uint8 else width
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """View a one-byte float as uint8: many indexing kernels know no fp8."""
+    if tensor.dtype.is_floating_point and tensor.dtype.itemsize == 1:
+        return tensor.view(torch.uint8)
+    return tensor
+
+
+def _split_blocks(tensor: Tensor, size: int) -> tuple[Tensor, int]:
+    n, block, heads, width = tensor.shape
+    stride = tensor.stride()
+    if block % size or stride[0] % (size * stride[1]):
+        raise CacheError(
+            f"blocks of {block} with strides {stride} can't be walked in blocks of {size}; "
+            "that needs layout NHD and a block size that is a multiple"
+        )
+    step = stride[0] // (size * stride[1])
+    count = (n - 1) * step + block // size
+    view = tensor.as_strided((count, size, heads, width), (size * stride[1], *stride[1:]))
+    return view, step

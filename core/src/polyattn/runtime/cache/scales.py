@@ -1,0 +1,144 @@
+"""How are 8-bit numbers scaled? Each stands for itself times a scale: a number, or a tensor's.
+
+Scales in tensors are read where the kernels run, so that what an engine writes into one counts for the
+next step, in a captured graph too.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import SpecError
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
+from polyattn.runtime.parameters import Weight, positive
+from polyattn.spec.layer import LayerSpec
+
+Scale = float | Tensor
+"""A number, or float32 (num_kv_heads,) on the device."""
+
+
+class ScaleTensor:
+    """A scale as kernels read it, float32 (num_kv_heads,), of a tensor kept by reference."""
+
+    def __init__(self, name: str, given: Tensor, heads: int, device: torch.device):
+        self.weight = Weight(name, given, device, torch.float32)
+        self._heads = heads
+        self._read: Tensor | None = None
+        self._view: Tensor | None = None
+
+    def current(self) -> Tensor:
+        """Return the scale of each KV head: side by side, or of one number a view of stride 0."""
+        read = self.weight.current()
+        if read is not self._read or self._view is None:
+            self._read, self._view = read, read.reshape(-1).expand(self._heads)
+        return self._view
+
+
+class LayerScales:
+    """A layer's four scales, each of which may be changed.
+
+    Those of a quantised query, key, value and output; a cache's are the key's and the value's. Of a
+    spec whose `scales` are `"number"`s they are floats, else tensors: a tensor that was given is kept
+    by reference. A tensor's values are not looked at: they may change at any time. Once a graph was
+    captured (`captured`) no scale is replaced: the graph has the number, or the tensor's address. Raises
+    `SpecError`.
+    """
+
+    NAMES = ("q_scale", "k_scale", "v_scale", "out_scale")
+
+    def __init__(self, spec: LayerSpec, device: torch.device, given: dict[str, Scale]):
+        self.spec, self._device = spec, device
+        self.captured = False
+        self.numbers: dict[str, float] = {}
+        self.tensors: dict[str, ScaleTensor] = {}
+        for name in self.NAMES:
+            self.set(name, given[name])
+
+    def set(self, name: str, value: Scale) -> None:
+        """Put another number, or another tensor, in a scale's place. Raises `SpecError`."""
+        used = name in used_scales(self.spec)
+        if self.captured and used:
+            how = "" if self.spec.scales != "number" else "select with scales='tensor' and "
+            raise SpecError(
+                f"{name} is replaced after a graph was captured, which goes on with the old one; "
+                f"{how}write into the tensor that the layer was given, or capture again with a new layer"
+            )
+        if self.spec.scales == "number":
+            if isinstance(value, Tensor):
+                raise SpecError(
+                    f"{name} is a tensor, and the spec has scales='number'; select with "
+                    "scales='tensor' or 'head', or give a number"
+                )
+            self.numbers[name] = positive(name, value, used)
+            return
+        heads = self.spec.num_kv_heads
+        many = self.spec.scales == "head" and name != "out_scale"
+        if not isinstance(value, Tensor):
+            value = torch.full((heads,) if many else (), positive(name, value, used))
+        elif not used:
+            raise SpecError(
+                f"{name} was given, and nothing of this layer is scaled by it ({self.spec})"
+            )
+        if value.shape != (heads,) if many else value.numel() != 1:
+            wanted = f"({heads},), one a KV head" if many else "(), one number"
+            raise SpecError(
+                f"{name} has shape {tuple(value.shape)}; with scales={self.spec.scales!r} it must "
+                f"be {wanted}"
+            )
+        if not value.is_floating_point():
+            raise SpecError(f"{name} is {value.dtype}; it must be a floating-point tensor")
+        self.tensors[name] = ScaleTensor(name, value, heads, self._device)
+
+    def get(self, name: str) -> Scale:
+        """Return a scale as kernels take it."""
+        return self.numbers[name] if self.numbers else self.tensors[name].current()
+
+
+def used_scales(spec: LayerSpec) -> frozenset[str]:
+    """Return the names of a layer's scales that scale something."""
+    found: set[str] = set()
+    if spec.stored_dtype != spec.dtype:
+        found |= {"k_scale", "v_scale"}
+    if spec.qkv_dtype != "auto":
+        found |= {"q_scale", "k_scale", "v_scale"}
+    if spec.out_dtype != "auto":
+        found.add("out_scale")
+    return frozenset(found)
+
+
+def input_dtype(spec: LayerSpec) -> torch.dtype:
+    """Return what a layer's queries, keys and values come in."""
+    return STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
+
+
+def output_dtype(spec: LayerSpec) -> torch.dtype:
+    """Return what a layer's output leaves in."""
+    return STORAGE_DTYPES[spec.dtype if spec.out_dtype == "auto" else spec.out_dtype]
+
+
+def of_heads(scale: Scale, heads: int) -> Scale:
+    """Return a scale as it multiplies (…, heads, size): a number, or (heads, 1)."""
+    if not isinstance(scale, Tensor):
+        return scale
+    return scale.repeat_interleave(heads // len(scale))[:, None]
+
+
+def dequantized(tensor: Tensor, scale: Scale, dtype: torch.dtype) -> Tensor:
+    """Return what (tokens, heads, size) stand for, in `dtype`; what isn't quantised as it is."""
+    if tensor.dtype.itemsize > 1:
+        return tensor.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    factor = of_heads(scale, tensor.shape[1])
+    if isinstance(factor, Tensor):
+        factor = factor.to(tensor.device, wide)
+    return (tensor.to(wide) * factor).to(dtype)
+
+
+def write_output(out: Tensor, found: Tensor, scale: Scale) -> None:
+    """Write an output (tokens, heads, size) of wider numbers, quantised where `out` is."""
+    if out.dtype.itemsize > 1:
+        out.copy_(found)
+        return
+    number = scale[:1] if isinstance(scale, Tensor) else scale
+    out.copy_(quantize(found, out.dtype, number))

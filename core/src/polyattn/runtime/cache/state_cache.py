@@ -1,0 +1,90 @@
+"""Where does a recurrent layer's state live? One slot a sequence, in one tensor a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import CacheError
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrence import form_of, shape_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateCacheSpec:
+    """The size of one layer's states. `dtype` is a key of `STORAGE_DTYPES`."""
+
+    num_slots: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.num_slots, int) or self.num_slots <= 0:
+            raise CacheError(
+                f"StateCacheSpec.num_slots={self.num_slots!r} must be a positive integer"
+            )
+
+    @classmethod
+    def for_layer(cls, spec: LayerSpec, num_slots: int) -> StateCacheSpec:
+        """Return the states of a recurrent layer. Raises `CacheError` for another kind."""
+        if not spec.kind.is_recurrent:
+            raise CacheError(f"{spec} keeps no state; its keys are in a KV cache: cache_spec(n)")
+        form = form_of(spec)
+        dtype = spec.dtype
+        assert spec.recurrent is not None
+        if spec.recurrent.state_dtype != "auto":
+            dtype = spec.recurrent.state_dtype
+        elif form.state_in_float32 and dtype != "float64":
+            dtype = "float32"
+        return cls(num_slots=num_slots, shape=shape_of(spec, form.state), dtype=dtype)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one sequence's state in one layer, however long the sequence is."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * STORAGE_DTYPES[self.dtype].itemsize
+
+    def allocate(self, device: torch.device | str = "cpu") -> StateCache:
+        """Return uninitialised states: a sequence that starts fresh reads none."""
+        data = torch.empty(self.num_slots, *self.shape, dtype=STORAGE_DTYPES[self.dtype])
+        return StateCache(data.to(device))
+
+
+class StateCache:
+    """One layer's states, `data` (num_slots, …) as the layer's form says, contiguous."""
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: Tensor):
+        if not data.is_contiguous():
+            raise CacheError(f"states of shape {tuple(data.shape)} must be contiguous")
+        self.data = data
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the cache can hold."""
+        return self.data.shape[0]
+
+    @staticmethod
+    def accepted(targets: Tensor, counts: Tensor) -> Tensor:
+        """Return where sequences go on of whose tokens some were accepted: the next `state_slots`.
+
+        `targets`: the step's `state_targets`, (num_seqs, tokens); `counts` (num_seqs,): how many of each
+        one's tokens count, 1 or more; a padding row's is 1. Never waits for the device.
+        """
+        return targets.gather(1, counts.to(targets)[:, None] - 1)[:, 0]
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one slot to another: a prefix's state, to be reused by a sequence that shares it."""
+        for name, slot in (("source", source), ("target", target)):
+            if not 0 <= slot < self.num_slots:
+                raise CacheError(f"{name}={slot} is out of range: there are {self.num_slots} slots")
+        self.data[target].copy_(self.data[source])
+
+    def __repr__(self) -> str:
+        return f"<StateCache: {self.num_slots} slots of {tuple(self.data.shape[1:])}, {self.data.dtype}>"

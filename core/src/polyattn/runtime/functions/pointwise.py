@@ -1,0 +1,237 @@
+"""What happens to a tile of scores? A layer's variant and its step's mask, as functions to call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, SpecError, describe, shown
+from polyattn.registry.discovery import generation
+from polyattn.registry.info import load_object
+from polyattn.registry.variants import variant_named, variant_of
+from polyattn.runtime.functions import variants as core_variants
+from polyattn.runtime.parameters import Weight
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.variant import AttentionVariant, VariantInput
+
+if TYPE_CHECKING:
+    from polyattn.runtime.step.batch import Batch
+
+INPUT_DTYPES = {
+    "float32": torch.float32, "int32": torch.int32, "int64": torch.int64, "bool": torch.bool,
+}  # fmt: skip
+_COLUMN = VariantInput("int64", ("num_seqs",))
+_BITS = {"mask_bits": VariantInput("bool", ("*",))}
+_STEP_MASKS: dict[str, tuple[Callable[..., Tensor], dict[str, VariantInput]]] = {
+    "custom": (
+        core_variants.step_mask,
+        _BITS | dict.fromkeys(("mask_start", "mask_width", "mask_query", "mask_key"), _COLUMN),
+    ),
+    "block_sparse": (
+        core_variants.block_mask,
+        _BITS
+        | dict.fromkeys(("mask_start", "mask_width", "mask_query"), _COLUMN)
+        | dict.fromkeys(("mask_rows", "mask_columns"), VariantInput("int32")),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function of one pair of query and key, and the inputs that it takes by name.
+
+    `which`: `"score_mod"`, say; `source`: what is written by hand for it, where a language was named.
+    """
+
+    call: Callable[..., Any]
+    names: tuple[str, ...]
+    which: str = ""
+    source: str | None = None
+
+    def __call__(self, *places: Tensor, inputs: Mapping[str, Tensor]) -> Any:
+        return self.call(*places, **{name: inputs[name] for name in self.names})
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """A layer's functions of scores.
+
+    `score_mod` (score, b, h, q_idx, kv_idx), None where scores stay; `mask_mods` (b, h, q_idx, kv_idx),
+    all of which must hold; `softmax`: whether weights are a softmax of scores; `inputs`: all that the
+    functions read, by name.
+    """
+
+    score_mod: Function | None
+    mask_mods: tuple[Function, ...]
+    softmax: bool
+    inputs: dict[str, VariantInput]
+
+    @classmethod
+    def of(cls, spec: LayerSpec, language: str = "") -> Pointwise | None:
+        """Return a layer's functions, or None where it has neither variant nor step's mask.
+
+        `language`: what they will be generated in, if they are. Raises `SpecError` where a function
+        can't be had.
+        """
+        variant = variant_of(spec)
+        if variant is None and spec.mask is None:
+            return None
+        found = None if variant is None else cls.of_variant(variant, language)
+        masks = () if found is None else found.mask_mods
+        inputs = {} if found is None else dict(found.inputs)
+        if spec.mask is not None:
+            call, taken = _STEP_MASKS[spec.mask]
+            masks, inputs = (*masks, Function(call, tuple(taken))), inputs | taken
+        score = None if found is None else found.score_mod
+        return cls(score, masks, found is None or found.softmax, inputs)
+
+    @classmethod
+    def of_variant(cls, variant: AttentionVariant, language: str = "") -> Pointwise:
+        """Return a variant's functions. Raises `SpecError`."""
+        score, mask = (_function(variant, name, language) for name in ("score_mod", "mask_mod"))
+        masks = () if mask is None else (mask,)
+        return cls(score, masks, variant.softmax, variant.parsed)
+
+    @property
+    def mask_inputs(self) -> frozenset[str]:
+        """Names of what the masks read."""
+        return frozenset(name for mask in self.mask_mods for name in mask.names)
+
+    def score(
+        self, score: Tensor, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Return the changed scores; `places` are b, h, q_idx and kv_idx, which broadcast to them."""
+        if self.score_mod is None:
+            return score
+        changed = torch.as_tensor(self.score_mod(score, *places, inputs=inputs))
+        changed = changed.to(score.device, score.dtype)
+        return changed if changed.shape == score.shape else changed.expand_as(score)
+
+    def visible(self, places: tuple[Tensor, ...], inputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Return whether the masks show these pairs, None where there is no mask."""
+        seen = None
+        for mask in self.mask_mods:
+            found = torch.as_tensor(mask(*places, inputs=inputs)).to(places[0].device).bool()
+            seen = found if seen is None else seen & found
+        return seen
+
+
+def transform_of(variant: AttentionVariant, which: str) -> Function | None:
+    """Return a variant's `query_mod`, say, as a function to call, or None. Raises `SpecError`."""
+    return _function(variant, which)
+
+
+def _function(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
+    given = getattr(variant, which)
+    if given is None:
+        return None
+    if isinstance(given, str):
+        try:
+            given = load_object(given)
+        except Exception as error:
+            raise SpecError(
+                f"variant {variant.name!r}: {which}={shown(given)} can't be loaded: {describe(error)}"
+            ) from error
+    return Function(given, variant.names_of(which, given), which, variant.source(language))
+
+
+def layer_inputs(
+    spec: LayerSpec, given: Mapping[str, Any] | None, device: torch.device
+) -> tuple[dict[str, Weight], tuple[str, ...]]:
+    """Return what a layer brings of its variant's inputs, and the names of what its steps must bring.
+
+    Tensors are kept by reference. Raises `SpecError`.
+    """
+    pointwise = Pointwise.of(spec)
+    declared = {} if pointwise is None else pointwise.inputs
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+    found = {}
+    for name, value in (given or {}).items():
+        if name not in declared:
+            raise SpecError(
+                f"inputs has {name!r}, which {spec} takes none of; it takes "
+                f"{', '.join(declared) or 'none'}"
+            )
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+        if not declared[name].fits(tuple(tensor.shape), sizes):
+            raise SpecError(
+                f"inputs[{name!r}] has shape {tuple(tensor.shape)}; it must be {declared[name]}"
+            )
+        found[name] = Weight(name, tensor, device, INPUT_DTYPES[declared[name].dtype])
+    return found, tuple(name for name in declared if name not in found)
+
+
+@lru_cache(maxsize=256)
+def _declared(variant: str | None, mask: str | None, generation: int) -> dict[str, VariantInput]:
+    found = {} if variant is None else variant_named(variant).parsed
+    return found if mask is None else found | _STEP_MASKS[mask][1]
+
+
+def check_step_mask(spec: LayerSpec, batch: Batch) -> None:
+    """Check that a step brings its layer's mask, and no other layer's. Raises `BatchError`.
+
+    Cross-attention has none: a step's mask is of its own tokens' keys.
+    """
+    kind = None if batch.mask is None else batch.mask.kind
+    if spec.mask is None and kind is not None and spec.role is not Role.CROSS:
+        raise BatchError(
+            f"the step brings a mask of kind {kind!r}, and the layer has mask=None and would show every "
+            f"key: select for spec.replace(mask={kind!r}), or plan a batch without it"
+        )
+    if spec.mask is not None and kind != spec.mask:
+        wanted = {"custom": "CustomMask", "block_sparse": "BlockSparseMask"}[spec.mask]
+        raise BatchError(
+            f"mask is {'missing' if kind is None else f'of kind {kind!r}'}, and the layer has "
+            f"mask={spec.mask!r}, which each step brings: Batch(..., mask={wanted}(...))"
+        )
+
+
+def check_step_inputs(spec: LayerSpec, names: tuple[str, ...], batch: Batch) -> None:
+    """Check that a step brings all that its layer doesn't. Raises `BatchError`."""
+    for name in names:
+        declared = _declared(spec.variant, spec.mask, generation())[name]
+        if name not in batch.inputs:
+            raise BatchError(
+                f"input {name!r} ({declared}) is missing: give it to the layer, "
+                f"Attention(group, inputs={{{name!r}: ...}}), or with the step, Batch(..., inputs=...)"
+            )
+        tensor, wanted = batch.inputs[name], INPUT_DTYPES[declared.dtype]
+        sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
+        fits = declared.fits(tuple(tensor.shape), sizes | {"num_seqs": batch.num_seqs})
+        if tensor.dtype is not wanted or not fits:
+            raise BatchError(
+                f"input {name!r} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be "
+                f"{declared}: convert it, or declare in inputs= what it is"
+            )
+
+
+def example_inputs(
+    pointwise: Pointwise, spec: LayerSpec, generator: torch.Generator, num_seqs: int
+) -> dict[str, Tensor]:
+    """Return random tensors for a variant's inputs: floats are normal, integers 0 or 1, bits random.
+
+    What verification and the conformance kit run where nobody gave any.
+    """
+    sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads, "num_seqs": num_seqs}
+    found = {}
+    for name, wanted in pointwise.inputs.items():
+        if name.startswith("mask_") and spec.mask is not None:
+            continue
+        shape = [sizes.get(d, ANY) if isinstance(d, str) else d for d in wanted.dims]
+        if wanted.dtype == "float32":
+            found[name] = torch.randn(shape, generator=generator)
+        else:
+            low = 0 if shape else 1  # a lone integer may be a divisor
+            made = torch.randint(low, 2, shape, generator=generator)
+            found[name] = made.to(INPUT_DTYPES[wanted.dtype])
+    return found
+
+
+ANY = 9
+"""The size of an example's dimension that may be any."""

@@ -1,0 +1,395 @@
+"""What does a function of scores compute? Traced by torch.fx into a few plain operations.
+
+A generator writes each as source in its own language. Whatever isn't among `OPERATIONS` is refused by
+its name, and so is control flow on what is traced.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from polyattn.errors import BatchError, PolyattnError, describe
+from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
+from polyattn.runtime.functions.written import written_problem
+from polyattn.spec.variant import AttentionVariant, VariantInput
+
+PLACES = ("score", "b", "h", "q_idx", "kv_idx")
+FLOAT, INT, BOOL = "float", "int", "bool"
+_KINDS = {"float32": FLOAT, "int32": INT, "int64": INT, "bool": BOOL}
+
+OPERATIONS = {
+    "add": 2, "sub": 2, "mul": 2, "truediv": 2, "floordiv": 2, "mod": 2, "minimum": 2, "maximum": 2,
+    "lt": 2, "le": 2, "gt": 2, "ge": 2, "eq": 2, "ne": 2, "and": 2, "or": 2, "xor": 2, "where": 3,
+    "not": 1, "neg": 1, "abs": 1, "exp": 1, "exp2": 1, "log": 1, "log2": 1, "sqrt": 1, "rsqrt": 1,
+    "sin": 1, "cos": 1, "tanh": 1, "sigmoid": 1, "floor": 1, "ceil": 1, "to_float": 1, "to_int": 1,
+    "to_bool": 1,
+}  # fmt: skip
+"""What a generator must know, with the numbers of operands; beside these: places, constants, `load`
+(an input at indices), `size` (of an input's dimension) and `written` (a call of a source by hand)."""
+_TO_BOOL = frozenset({"lt", "le", "gt", "ge", "eq", "ne", "to_bool"})
+_LOGIC = frozenset({"and", "or", "xor", "not"})
+_TO_FLOAT = frozenset(
+    {"truediv", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "tanh", "sigmoid",
+     "to_float"}
+)  # fmt: skip
+
+
+def _kind_of(place: str) -> str:
+    return FLOAT if place == "score" else INT
+
+
+class UntraceableError(PolyattnError):
+    """A function that can't be generated: the message names the operation."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation: its name, its operands' numbers in the trace, and its result's kind.
+
+    `what`: a constant's value, a place's or an input's name, a size's (name, dimension), a call's
+    (function, names of inputs).
+    """
+
+    op: str
+    args: tuple[int, ...] = ()
+    kind: str = FLOAT
+    what: Any = None
+
+
+@dataclass
+class Trace:
+    """Functions as operations, each after its operands.
+
+    `score` and `mask`: the numbers of the results, None where there is none. `inputs`: what is loaded,
+    by name; `constants`: the values of those that a function has captured; `written`: the source that
+    calls are of.
+    """
+
+    nodes: list[Node] = field(default_factory=list)
+    inputs: dict[str, VariantInput] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
+    score: int | None = None
+    mask: int | None = None
+    written: str | None = None
+    _known: dict[Any, int] = field(default_factory=dict)
+
+    def add(self, op: str, args: tuple[int, ...] = (), what: Any = None, kind: str = "") -> int:
+        """Return the number of an operation's result; equal operations are one."""
+        kind = kind or self._kind(op, args)
+        key = (op, args, type(what), what, kind)
+        if key not in self._known:
+            self._known[key] = len(self.nodes)
+            self.nodes.append(Node(op, args, kind, what))
+        return self._known[key]
+
+    def _kind(self, op: str, args: tuple[int, ...]) -> str:
+        if op in _TO_BOOL:
+            return BOOL
+        if op in _TO_FLOAT:
+            return FLOAT
+        kinds = {self.nodes[a].kind for a in (args[1:] if op == "where" else args)}
+        found = next(kind for kind in (FLOAT, INT, BOOL) if kind in kinds)
+        if op in _LOGIC:
+            if found == FLOAT:
+                raise UntraceableError(f"operation {op!r} of floats")
+            return found
+        if op in ("floor", "ceil", "to_int"):
+            return INT if op == "to_int" or found != FLOAT else FLOAT
+        return INT if found == BOOL and op not in ("where", "minimum", "maximum") else found
+
+    def addresses(self, given: Mapping[str, Tensor]) -> list[int]:
+        """Return where inputs lie: of each its address, then the size and stride of each dimension.
+
+        Raises `BatchError`.
+        """
+        rows = []
+        for name, declared in self.inputs.items():
+            tensor = given[name]
+            if not tensor.numel():
+                raise BatchError(
+                    f"input {name!r} ({declared}) is empty; it must have an element at least"
+                )
+            rows.append(tensor.data_ptr())
+            for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+                rows += [size, stride]
+        return rows
+
+    def captured(self, device: torch.device) -> dict[str, Tensor]:
+        """Return the tensors of the functions' own surroundings, as their inputs are declared."""
+        return {
+            name: tensor.detach().to(device, INPUT_DTYPES[self.inputs[name].dtype]).contiguous()
+            for name, tensor in self.constants.items()
+        }
+
+    def function(self, function: Function, inputs: dict[str, VariantInput], places: int) -> int:
+        """Add a function, the last `places` of `PLACES` being its arguments; return its result."""
+        wanted = PLACES[len(PLACES) - places :]
+        if function.source is None:
+            return _Reader(self, inputs).read(function, wanted)
+        self.written = function.source
+        self.inputs |= {name: inputs[name] for name in function.names}
+        args = tuple(self.add("place", what=name, kind=_kind_of(name)) for name in wanted)
+        kind = FLOAT if function.which == "score_mod" else BOOL
+        return self.add("written", args, (function.which, function.names), kind)
+
+
+def trace(
+    score_mod: Function | None, mask_mods: tuple[Function, ...], inputs: dict[str, VariantInput]
+) -> Trace:
+    """Trace a layer's functions together. Raises `UntraceableError`."""
+    found = Trace()
+    if score_mod is not None:
+        result = found.function(score_mod, inputs, 5)
+        found.score = found.add("to_float", (result,))
+    for function in mask_mods:
+        mask = found.add("to_bool", (found.function(function, inputs, 4),))
+        found.mask = mask if found.mask is None else found.add("and", (found.mask, mask))
+    return found
+
+
+class _Reader:
+    """Reads one function's torch.fx graph into a trace."""
+
+    def __init__(self, trace: Trace, inputs: dict[str, VariantInput]):
+        self.trace, self.declared = trace, inputs
+        self.values: dict[fx.Node, Any] = {}
+
+    def read(self, function: Function, places: tuple[str, ...]) -> int:
+        tracer = fx.Tracer()
+        tracer.root, tracer.tensor_attrs = nn.Module(), {}
+        tracer.graph = fx.Graph(tracer_cls=fx.Tracer)
+
+        def proxy(name: str) -> fx.Proxy:
+            return tracer.create_proxy("placeholder", name, (), {})
+
+        try:
+            given = [proxy(name) for name in places]
+            result = function.call(*given, **{name: proxy(name) for name in function.names})
+            tracer.graph.output(tracer.create_arg(result))
+        except PolyattnError:
+            raise
+        except Exception as error:
+            name = getattr(function.call, "__name__", "the function")
+            raise UntraceableError(
+                f"{name} can't be traced by torch.fx: {describe(error)}"
+            ) from error
+        for node in tracer.graph.nodes:
+            if node.op == "output":
+                return self.number(node.args[0])
+            self.values[node] = self._value(node, tracer.root)
+        raise AssertionError("a graph ends with its output")
+
+    def _value(self, node: fx.Node, root: nn.Module) -> Any:
+        if node.op == "placeholder":
+            name = str(node.target)
+            if name in PLACES and name not in self.declared:
+                return self.trace.add("place", what=name, kind=_kind_of(name))
+            return _Input(name, self.declared[name])
+        if node.op == "get_attr":
+            return self._captured(getattr(root, str(node.target)))
+        target = node.target
+        if node.op == "call_method":
+            target = _METHODS.get(str(target), target)
+        known = _TARGETS.get(target)
+        name = getattr(target, "__name__", str(target))
+        if known is None:
+            raise UntraceableError(f"operation {name!r}")
+        args = tuple(self._operand(a) for a in node.args)
+        kwargs = {k: self._operand(v) for k, v in node.kwargs.items()}
+        if known in OPERATIONS and (kwargs or len(args) != OPERATIONS[known]):
+            raise UntraceableError(f"operation {name!r} with {len(args)} operands and {kwargs}")
+        if known in OPERATIONS:
+            return self.trace.add(known, tuple(map(self.number, args)))
+        return getattr(self, f"_{known}")(*args, **kwargs)
+
+    def _operand(self, value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return self.values[value]
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._operand, value))
+        return _Number(value) if isinstance(value, (bool, int, float)) else value
+
+    def number(self, value: Any) -> int:
+        """Return the number of an operand's node."""
+        if isinstance(value, fx.Node):
+            value = self.values[value]
+        if isinstance(value, int):
+            return value
+        if isinstance(value, (_Number, bool, float)):
+            plain = value.value if isinstance(value, _Number) else value
+            kind = {bool: BOOL, int: INT, float: FLOAT}[type(plain)]
+            return self.trace.add("constant", what=plain, kind=kind)
+        if isinstance(value, _Input):
+            return int(self._getitem(value, ()))
+        raise UntraceableError(f"a value of type {type(value).__name__}")
+
+    def _captured(self, tensor: Tensor) -> Any:
+        """A tensor of the function's surroundings is an input whose value is known."""
+        for name, known in self.trace.constants.items():
+            if known is tensor:
+                return _Input(name, self.trace.inputs[name])
+        kind = "float32" if tensor.is_floating_point() else "bool"
+        if not tensor.is_floating_point() and tensor.dtype is not torch.bool:
+            kind = "int64"
+        declared = VariantInput(kind, tuple(tensor.shape))
+        name = f"captured_{len(self.trace.constants)}"
+        self.trace.constants[name], self.trace.inputs[name] = tensor, declared
+        return _Input(name, declared)
+
+    def _getitem(self, source: Any, index: Any) -> Any:
+        if isinstance(source, tuple):  # a shape
+            return source[index.value]
+        if not isinstance(source, _Input):
+            raise UntraceableError("operation 'getitem' of what is no input")
+        indices = index if isinstance(index, tuple) else (index,)
+        dims = source.declared.dims
+        if len(indices) != len(dims):
+            raise UntraceableError(
+                f"input {source.name!r} ({source.declared}) with {len(indices)} indices, not one a "
+                "dimension"
+            )
+        args = tuple(map(self.number, indices))
+        for at in args:
+            if self.trace.nodes[at].kind != INT:
+                raise UntraceableError(
+                    f"input {source.name!r} indexed by a {self.trace.nodes[at].kind}"
+                )
+        self.trace.inputs[source.name] = source.declared
+        return self.trace.add("load", args, source.name, _KINDS[source.declared.dtype])
+
+    def _getattr(self, source: Any, name: str) -> Any:
+        if not isinstance(source, _Input) or name != "shape":
+            raise UntraceableError(f"attribute {name!r}")
+        self.trace.inputs[source.name] = source.declared
+        return tuple(
+            self.trace.add("size", what=(source.name, d), kind=INT)
+            for d in range(len(source.declared.dims))
+        )
+
+    def _size(self, source: Any, dim: _Number | None = None) -> Any:
+        shape = self._getattr(source, "shape")
+        return shape if dim is None else shape[dim.value]
+
+    def _clamp(self, value: Any, min: Any = None, max: Any = None) -> int:
+        found = self.number(value)
+        for op, bound in (("maximum", min), ("minimum", max)):
+            if bound is not None:
+                found = self.trace.add(op, (found, self.number(bound)))
+        return found
+
+    def _relu(self, value: Any) -> int:
+        return self._clamp(value, min=_Number(0))
+
+    def _square(self, value: Any) -> int:
+        return self.trace.add("mul", (self.number(value),) * 2)
+
+    def _pow(self, value: Any, exponent: Any) -> int:
+        power = exponent.value if isinstance(exponent, _Number) else None
+        base = self.number(value)
+        if power == 0.5:
+            return self.trace.add("sqrt", (base,))
+        if type(power) is not int or not 1 <= power <= 8:
+            raise UntraceableError("operation 'pow' whose exponent is no number of 1 to 8, nor 0.5")
+        found = base
+        for _ in range(power - 1):
+            found = self.trace.add("mul", (found, base))
+        return found
+
+    def _reciprocal(self, value: Any) -> int:
+        return self.trace.add("truediv", (self.number(_Number(1.0)), self.number(value)))
+
+    def _div(self, a: Any, b: Any, rounding_mode: str | None = None) -> int:
+        op = {None: "truediv", "floor": "floordiv"}.get(rounding_mode)
+        if op is None:
+            raise UntraceableError(f"operation 'div' with rounding_mode={rounding_mode!r}")
+        return self.trace.add(op, (self.number(a), self.number(b)))
+
+    def _to(self, value: Any, dtype: Any) -> int:
+        if not isinstance(dtype, torch.dtype):
+            raise UntraceableError(f"operation 'to' of {type(dtype).__name__}")
+        op = "to_float" if dtype.is_floating_point else "to_int"
+        return self.trace.add("to_bool" if dtype is torch.bool else op, (self.number(value),))
+
+    def _same(self, value: Any, **_: Any) -> int:
+        return self.number(value)
+
+    def _full_like(self, value: Any, filled: Any, **_: Any) -> int:
+        return self.number(filled)
+
+
+@dataclass(frozen=True)
+class _Number:
+    """A number of Python's, apart from the number of a node."""
+
+    value: bool | int | float
+
+
+@dataclass(frozen=True)
+class _Input:
+    name: str
+    declared: VariantInput
+
+
+def _targets() -> dict[Any, str]:
+    found: dict[Any, str] = {}
+    pairs: dict[str, tuple[Any, ...]] = {
+        "add": (operator.add, torch.add), "sub": (operator.sub, torch.sub),
+        "mul": (operator.mul, torch.mul), "truediv": (operator.truediv, torch.true_divide),
+        "div": (torch.div,), "floordiv": (operator.floordiv, torch.floor_divide),
+        "mod": (operator.mod, torch.remainder), "minimum": (torch.minimum,),
+        "maximum": (torch.maximum,), "lt": (operator.lt, torch.lt), "le": (operator.le, torch.le),
+        "gt": (operator.gt, torch.gt), "ge": (operator.ge, torch.ge), "eq": (operator.eq, torch.eq),
+        "ne": (operator.ne, torch.ne), "where": (torch.where,), "neg": (operator.neg, torch.neg),
+        "and": (operator.and_, torch.logical_and, torch.bitwise_and),
+        "or": (operator.or_, torch.logical_or, torch.bitwise_or),
+        "xor": (operator.xor, torch.logical_xor, torch.bitwise_xor),
+        "not": (operator.invert, torch.logical_not, torch.bitwise_not),
+        "abs": (operator.abs, torch.abs, abs), "pow": (operator.pow, torch.pow),
+        "getitem": (operator.getitem,), "getattr": (getattr,), "clamp": (torch.clamp,),
+        "relu": (torch.relu, nn.functional.relu), "square": (torch.square,),
+        "sigmoid": (torch.sigmoid, nn.functional.sigmoid), "tanh": (torch.tanh,),
+        "reciprocal": (torch.reciprocal,), "full_like": (torch.full_like,),
+        "to_bool": (), "same": (),
+    }  # fmt: skip
+    plain = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "floor", "ceil")
+    for name in plain:
+        pairs[name] = (getattr(torch, name),)
+    for name, targets in pairs.items():
+        found.update(dict.fromkeys(targets, name))
+    return found
+
+
+_TARGETS: dict[Any, str] = _targets()
+_NAMED = (
+    "add", "sub", "mul", "true_divide", "div", "remainder", "lt", "le", "gt", "ge", "eq", "ne",
+    "neg", "abs", "pow", "clamp", "relu", "square", "sigmoid", "tanh", "exp", "exp2", "log", "log2",
+    "sqrt", "rsqrt", "sin", "cos", "floor", "ceil", "logical_and", "logical_or", "logical_not",
+    "logical_xor", "bitwise_and", "bitwise_or", "bitwise_not", "minimum", "maximum", "reciprocal",
+    "floor_divide",
+)  # fmt: skip
+_METHODS: dict[str, Any] = {name: getattr(torch, name) for name in _NAMED} | {
+    "__getitem__": operator.getitem, "size": "size", "to": "to", "float": "to_float",
+    "int": "to_int", "long": "to_int", "bool": "to_bool", "contiguous": "same",
+}  # fmt: skip
+_TARGETS |= {name: name for name in ("size", "to", "to_float", "to_int", "to_bool", "same")}
+
+
+def untraceable(variant: AttentionVariant, target: str, language: str = "") -> str | None:
+    """Say why a variant's functions can't be generated for `target`, in words for people, or None.
+
+    `language`: one of `LANGUAGES`, whose source written by hand needs no tracing.
+    """
+    if (problem := written_problem(variant, language)) is not None:
+        return problem
+    pointwise = Pointwise.of_variant(variant, language)
+    try:
+        trace(pointwise.score_mod, pointwise.mask_mods, pointwise.inputs)
+    except UntraceableError as error:
+        return f"{error}, which isn't generated for {target}"
+    return None

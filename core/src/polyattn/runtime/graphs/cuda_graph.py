@@ -1,0 +1,195 @@
+"""CUDA graphs of whole steps: any number of layers and groups in one capture, one graph a step's size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.cache.kv_cache import raw
+from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
+
+Step = Callable[..., Any]
+"""`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""
+
+
+class StepGraph:
+    """One captured step of up to so many rows, tokens and keys as its buffers have room for.
+
+    The graph holds a plan of its own for each group, which `replay` plans anew into the same buffers.
+    """
+
+    def __init__(self, groups: Sequence[LayerGroup], step: Step, buffers: StepBuffers):
+        self.groups, self.step, self.buffers = groups, step, buffers
+        self.plans: dict[LayerGroup, StepPlan] = {}
+        self.inputs: dict[str, Tensor] = {}
+        self.graph = torch.cuda.CUDAGraph()
+        # What the graph writes, by its own order of tokens; where a step's order differs, in that.
+        self.result: Any = None
+        self.taken: Any = None
+
+    def capture(self, inputs: Mapping[str, Tensor], pool: Any = None) -> None:
+        """Record the step. `inputs` (tokens, …) say dtype and trailing shape; values don't matter.
+
+        The longest lengths are planned, so that no later step needs more.
+        """
+        tokens, batch = self.buffers.num_tokens, self.buffers.longest()
+        self.inputs = {n: t.new_zeros(tokens, *t.shape[1:]) for n, t in inputs.items()}
+        self.plans = {group: group.plan(group.planner.own(batch)) for group in self.groups}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side), torch.no_grad():  # kernels compile outside the capture
+            for _ in range(2):
+                self.step(self.plans, **self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        with torch.cuda.graph(self.graph, pool=pool), torch.no_grad():
+            self.result = self.step(self.plans, **self.inputs)
+        if isinstance(self.buffers, MixedBuffers):
+            self.taken = _map(self.result, torch.empty_like)
+
+    def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
+        """Run one step; returns views of what the step returned, valid until the next replay."""
+        buffers, tokens = self.buffers, batch.num_tokens
+        if not buffers.fits(batch):
+            raise BatchError(
+                f"{batch} of up to {batch.max_query_len} query tokens and {batch.max_seq_len} keys "
+                f"doesn't fit a graph captured for {buffers.size} and {buffers.max_len} keys"
+            )
+        for group in self.groups:
+            problem = group.planner.replay_problem(batch)
+            if problem is not None:
+                raise BatchError(problem)
+        filled = buffers.fill(batch)
+        for group, plan in self.plans.items():
+            group.plan(group.planner.own(filled), reuse=plan)
+        places = buffers.places[:tokens] if isinstance(buffers, MixedBuffers) else None
+        for name, tensor in inputs.items():
+            if places is None:
+                self.inputs[name][:tokens] = tensor
+            else:
+                raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
+        self.graph.replay()
+        if places is None:
+            return _map(self.result, lambda found: found[:tokens])
+        return _map(
+            self.result, lambda found, out: _select(found, places, out[:tokens]), self.taken
+        )
+
+
+class StepGraphs:
+    """The captured steps of a model, one for each size; a step runs in the smallest that fits.
+
+    - `groups`: whose layers the step runs; `step(plans, **inputs)` runs them.
+    - `sizes`: a `StepSize` each, or a number of rows of `query_len` tokens; `max_len`: the most keys of
+      a row. Rows of several tokens need groups of `graph_capture="uniform"`, sizes with prompts `"any"`.
+      A size of `state_targets` serves steps that have them, each token's or each sequence's.
+    - `shared_prefix`: whether layers shall read blocks that rows share once for all, where their backend
+      does that in its own launch. That launch is captured then, whatever later steps share.
+
+    The graphs share one pool of memory: their results are valid until the next replay of any.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        step: Step,
+        sizes: Sequence[int | StepSize],
+        max_len: int,
+        query_len: int = 1,
+        shared_prefix: bool = False,
+    ):
+        blocks = {g.cache_format.block_size for g in groups if g.cache_format is not None}
+        if not groups or len(blocks) > 1:
+            raise BatchError(
+                f"a captured step has one block table; its groups walk blocks of {sorted(blocks)}"
+                if groups
+                else "a captured step needs the groups of its layers"
+            )
+        device, block_size = groups[0].torch_device, next(iter(blocks), None)
+        axes = max(_axes(group) for group in groups)
+        wanted = [n if isinstance(n, StepSize) else StepSize(n, query_len) for n in sizes]
+        for size in wanted:
+            _check(size, groups)
+        pads = all(group.planner.padding_rows for group in groups)
+        self.graphs = [
+            StepGraph(
+                groups, step, _buffers(size, max_len, block_size, device, axes, shared_prefix, pads)
+            )
+            for size in sorted(wanted, key=lambda n: (n.tokens, n.rows))
+        ]
+
+    def capture(self, inputs: Mapping[str, Tensor]) -> None:
+        """Record every size, the largest first, so that the smaller ones fit into its memory."""
+        pool = torch.cuda.graph_pool_handle()
+        for graph in reversed(self.graphs):
+            graph.capture(inputs, pool)
+
+    def find(self, batch: Batch) -> StepGraph | None:
+        """Return the smallest graph that the step fits, None where it must run eagerly."""
+        return next((graph for graph in self.graphs if graph.buffers.fits(batch)), None)
+
+    def replay(self, batch: Batch, inputs: Mapping[str, Tensor]) -> Any:
+        """Run a step in the graph for its size. Raises `BatchError` where there is none."""
+        graph = self.find(batch)
+        if graph is None:
+            sizes = "; ".join(str(g.buffers.size) for g in self.graphs)
+            raise BatchError(f"{batch} fits none of the captured sizes ({sizes}); run it eagerly")
+        return graph.replay(batch, inputs)
+
+
+def _axes(group: LayerGroup) -> int:
+    """Return the axes of the positions that a group's layers rotate by, 0 where none does."""
+    rope = group.spec.rope
+    if rope is None or rope.positions == "cache":
+        return 0
+    return 1 if rope.sections is None else len(rope.sections)
+
+
+def _check(size: StepSize, groups: Sequence[LayerGroup]) -> None:
+    """Refuse a size that a group's backends weren't chosen for. Raises `BatchError`."""
+    for group in groups:
+        if group.spec.graph_capture < size.capture:
+            wanted = size.capture.name.lower()
+            raise BatchError(
+                f"a captured step of {size} needs backends for it, and {group.spec} was selected with "
+                f"graph_capture={group.spec.graph_capture.name.lower()!r}; say {wanted!r}"
+            )
+        problem = group.planner.size_problem(size)
+        if problem is not None:
+            raise BatchError(f"a captured step of {size}: {problem}")
+
+
+def _buffers(
+    size: StepSize, max_len: int, block_size: int | None, device: Any, axes: int, sharing: bool,
+    pads: bool,
+) -> StepBuffers:  # fmt: skip
+    if size.prompts:
+        return MixedBuffers(size, max_len, block_size, device, axes)
+    return StepBuffers(
+        size.rows, size.query_len, max_len, block_size, device, axes, sharing, pads,
+        size.state_targets,
+    )  # fmt: skip
+
+
+def _select(source: Tensor, places: Tensor, out: Tensor) -> Tensor:
+    torch.index_select(raw(source), 0, places, out=raw(out))
+    return out
+
+
+def _map(result: Any, change: Callable[..., Tensor], *others: Any) -> Any:
+    """Return the same tuples and lists of tensors, each changed."""
+    if isinstance(result, Tensor):
+        return change(result, *others)
+    return type(result)(_map(*parts) for parts in _zipped(result, change, others))
+
+
+def _zipped(result: Any, change: Callable[..., Tensor], others: tuple[Any, ...]) -> Any:
+    for part, *beside in zip(result, *others, strict=True):
+        yield (part, change, *beside)

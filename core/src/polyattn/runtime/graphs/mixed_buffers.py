@@ -1,0 +1,135 @@
+"""What does a captured step of prompts beside decodes read? Buffers of its metadata, prompts first.
+
+A launch's grid is the capture's, so each kind of row has room of its own: prompts' tokens lie at the
+front, decodes behind them. What prompts leave of their room is one more row, whose keys are whatever
+block 0 holds: it stores nothing, and nobody reads its output.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.step.batch import Batch
+
+
+class MixedBuffers(StepBuffers):
+    """The metadata of `size.prompts` prompts, one row for the rest of their room, then `size.rows`.
+
+    A step's rows of `query_len` tokens are taken for decodes while there is room, others for prompts,
+    wherever they stand: `places` says where its tokens went. Raises `BatchError`.
+    """
+
+    def __init__(
+        self, size: StepSize, max_len: int, block_size: int | None, device: Any, axes: int = 0
+    ):
+        if size.prompt_tokens > max_len:
+            raise BatchError(
+                f"StepSize.prompt_tokens={size.prompt_tokens} is more than a row's keys, "
+                f"max_len={max_len}; capture fewer, or a longer max_len"
+            )
+        rows, tokens = size.prompts + 1 + size.rows, size.tokens
+        self.size, self.sharing = size, False
+        self.padding_len = 0 if size.query_len == 1 else size.query_len
+        self._allocate(rows, tokens, max_len, block_size, device, axes)
+        self.starts = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        each, last = size.query_len, size.rows * size.query_len
+        self.row_starts = torch.arange(0, last + 1, each, dtype=torch.int32, device=device)
+        self.order = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.places = torch.zeros(tokens, dtype=torch.int64, device=device)
+
+    def longest(self) -> Batch:
+        """Return the step that a graph is captured with: one prompt has all prompts' tokens."""
+        size = self.size
+        rest = size.prompts
+        queries = [size.prompt_tokens] + [0] * rest + [size.query_len] * size.rows
+        held = [size.prompt_tokens] + [0] * rest + [self.padding_len] * size.rows
+        self._put(self.seq_lens, held)
+        most = [self.max_len] + [0] * rest + [self.max_len] * size.rows
+        return self._over(queries, most)
+
+    def batch(self, lens: list[int]) -> Batch:
+        raise BatchError("mixed steps have no fixed queries; fill() or longest() makes their batch")
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether there is room for the step's prompts, and for its other rows."""
+        _, prompts = self._kinds(batch)
+        tokens = sum(batch.query_lens[i] for i in prompts)
+        room = len(prompts) <= self.size.prompts and tokens <= self.size.prompt_tokens
+        room = room and batch.state_targets is None
+        return room and batch.max_seq_len <= self.max_len
+
+    def fill(self, batch: Batch) -> Batch:
+        """Copy a step's metadata in; returns the step as the graph sees it."""
+        size, queries = self.size, batch.query_lens
+        decodes, prompts = self._kinds(batch)
+        counts = [queries[i] for i in prompts] + [0] * (size.prompts - len(prompts))
+        left, missing = size.prompt_tokens - sum(counts), size.rows - len(decodes)
+        filled = [*counts, left] + [size.query_len] * size.rows
+        lens = [batch.lens[i] for i in prompts] + [0] * (size.prompts - len(prompts)) + [left]
+        lens += [batch.lens[i] for i in decodes] + [self.padding_len] * missing
+        self._put(self.seq_lens, lens)
+        self._put(self.order, prompts + decodes)
+        self._place(batch, prompts, decodes)
+        places = self.places[: batch.num_tokens]
+        self._fill_table(batch, len(prompts), len(decodes))
+        if self.slot_mapping is not None:
+            self.slot_mapping.fill_(-1)
+            if batch.slot_mapping is not None:
+                self.slot_mapping.index_copy_(0, places, batch.slot_mapping)
+        if self.positions is not None:
+            self.positions.zero_()
+            self.positions.index_copy_(-1, places, batch.token_positions)
+        return self._over(filled, lens)
+
+    def _kinds(self, batch: Batch) -> tuple[list[int], list[int]]:
+        """Return the rows that go to the decodes' room, and all others."""
+        each = self.size.query_len
+        decodes = [i for i, n in enumerate(batch.query_lens) if n == each][: self.size.rows]
+        taken = set(decodes)
+        return decodes, [i for i in range(batch.num_seqs) if i not in taken]
+
+    def _place(self, batch: Batch, prompts: list[int], decodes: list[int]) -> None:
+        """Find where each of the step's tokens goes, in the step's order."""
+        queries, starts = batch.host_query_lens, batch.host_starts
+        places = np.empty(batch.num_tokens, np.int64)
+        for seqs, at in ((prompts, 0), (decodes, self.size.prompt_tokens)):
+            for i in seqs:
+                places[starts[i] : starts[i + 1]] = np.arange(at, at + queries[i])
+                at += int(queries[i])
+        self._put(self.places, places)
+
+    def _fill_table(self, batch: Batch, prompts: int, decodes: int) -> None:
+        if self.block_table is None or batch.block_table is None:
+            return
+        width = min(batch.block_table.shape[1], self.block_table.shape[1])
+        table, behind = batch.block_table[:, :width], self.size.prompts + 1
+        self.block_table.zero_()
+        for at, first, count in ((0, 0, prompts), (behind, prompts, decodes)):
+            goal = self.block_table[at : at + count, :width]
+            torch.index_select(table, 0, self.order[first : first + count], out=goal)
+
+    def _over(self, queries: list[int], lens: list[int]) -> Batch:
+        """Return a batch over these buffers, of rows of so many tokens."""
+        starts = [0, *accumulate(queries)]
+        self._put(self.starts, starts)
+        batch = Batch.on_buffers(
+            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
+            self.positions,
+        )  # fmt: skip
+        batch.state_slots, batch.num_contexts = self.state_slots, self.size.prompts + 1
+        batch.decode_start_loc = self.row_starts
+        return batch
+
+    def _put(self, buffer: Tensor, values: Any) -> None:
+        """Copy from the host without waiting for the device."""
+        host = torch.tensor(values, dtype=buffer.dtype)
+        if buffer.is_cuda:
+            host = host.pin_memory()
+        buffer[: len(host)].copy_(host, non_blocking=True)

@@ -1,0 +1,182 @@
+"""What does a captured step read? Buffers of its metadata, which each step is copied into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.kinds import GraphCapture
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """What a captured step has room for: `rows` of `query_len` tokens each, the decodes of an engine.
+
+    With `prompts` beside them, rows of any number of tokens, `prompt_tokens` of all together at most.
+    `state_targets`: for steps whose recurrences' states go where `Batch.state_targets` says, and for
+    none else. Raises `BatchError`.
+    """
+
+    rows: int
+    query_len: int = 1
+    prompts: int = 0
+    prompt_tokens: int = 0
+    state_targets: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "query_len", "prompts", "prompt_tokens"):
+            value, least = getattr(self, name), int(name == "query_len")
+            if type(value) is not int or value < least:
+                raise BatchError(f"StepSize.{name}={value!r} must be an integer, {least} or more")
+        if (self.prompts > 0) != (self.prompt_tokens > 0):
+            raise BatchError(
+                f"StepSize.prompts={self.prompts} and prompt_tokens={self.prompt_tokens} are both "
+                "positive, or both 0"
+            )
+        if not self.rows and not self.prompts:
+            raise BatchError("StepSize.rows=0: give rows or prompts")
+        if self.prompts and self.state_targets:
+            raise BatchError(
+                f"StepSize.state_targets=True beside prompts={self.prompts}: prompts' states stay in "
+                "their slots; capture a size of rows alone"
+            )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.rows * self.query_len + self.prompt_tokens
+
+    @property
+    def capture(self) -> GraphCapture:
+        """What backends have to claim for it."""
+        if self.prompts:
+            return GraphCapture.ANY
+        return GraphCapture.SINGLE_TOKEN_DECODE if self.query_len == 1 else GraphCapture.UNIFORM
+
+    def __str__(self) -> str:
+        rows = f"{self.rows} rows of {self.query_len}" + ", state targets" * self.state_targets
+        if not self.prompts:
+            return rows
+        return f"{rows} and {self.prompts} prompts of {self.prompt_tokens} tokens together"
+
+
+class StepBuffers:
+    """The metadata that a captured graph reads: `num_seqs` rows of `query_len` tokens.
+
+    `axes`: those of the tokens' positions, 0 where no layer rotates.
+
+    `sharing`: whether steps are told which blocks their rows share.
+
+    `padding_rows`: whether all that runs takes rows of several tokens and no key.
+
+    Missing sequences are padding, rows of length 0. Of several tokens, where not all take that, they are
+    rows whose keys are whatever block 0 holds. Neither stores anything, and nobody reads their output.
+    """
+
+    def __init__(
+        self, num_seqs: int, query_len: int, max_len: int, block_size: int | None, device: Any,
+        axes: int = 0, sharing: bool = False, padding_rows: bool = False, state_targets: bool = False,
+    ):  # fmt: skip
+        self.size = StepSize(num_seqs, query_len, state_targets=state_targets)
+        self.padding_len = 0 if padding_rows or query_len == 1 else query_len
+        self.sharing = sharing and block_size is not None
+        tokens = num_seqs * query_len
+        self.starts = torch.arange(0, tokens + 1, query_len, dtype=torch.int32, device=device)
+        self._allocate(num_seqs, tokens, max_len, block_size, device, axes)
+
+    def _allocate(
+        self,
+        num_seqs: int,
+        tokens: int,
+        max_len: int,
+        block_size: int | None,
+        device: Any,
+        axes: int,
+    ) -> None:
+        """Make what has an element for each row, or for each token."""
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.query_len = self.size.query_len
+        self.num_seqs, self.max_len, self.block_size = num_seqs, max_len, block_size
+        self.seq_lens = ints(num_seqs)
+        self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
+        self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None
+        self.state_slots = ints(num_seqs, dtype=torch.int64) - 1
+        self.state_targets: Tensor | None = None
+        if self.size.state_targets:
+            self.state_targets = ints(num_seqs, self.query_len, dtype=torch.int64) - 1
+        places = (axes, tokens) if axes > 1 else (tokens,)
+        self.positions = ints(*places, dtype=torch.int64) if axes else None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a graph over these buffers computes, whatever the step has."""
+        return self.size.tokens
+
+    def longest(self) -> Batch:
+        """Return the step that a graph is captured with: planned for the most keys, few on the device."""
+        self.seq_lens.fill_(self.padding_len)
+        return self.batch([self.max_len] * self.num_seqs)
+
+    def batch(self, lens: list[int]) -> Batch:
+        """Return a batch over these buffers; `lens` is what `seq_lens` holds, or will at most."""
+        starts = list(range(0, self.num_seqs * self.query_len + 1, self.query_len))
+        batch = Batch.on_buffers(
+            starts, lens, self.starts, self.seq_lens, self.block_table, self.slot_mapping,
+            self.positions,
+        )  # fmt: skip
+        batch.state_slots, batch.state_targets = self.state_slots, self.state_targets
+        return batch.with_shared_prefix(()) if self.sharing else batch
+
+    def fits(self, batch: Batch) -> bool:
+        """Whether a step is of this shape, or smaller."""
+        return (
+            batch.num_seqs <= self.num_seqs
+            and batch.num_tokens == batch.num_seqs * self.query_len
+            and batch.max_query_len <= self.query_len
+            and batch.max_seq_len <= self.max_len
+            and (batch.state_targets is not None) == self.size.state_targets
+        )
+
+    def fill(self, batch: Batch) -> Batch:
+        """Copy a step's metadata in; returns the step as the graph sees it."""
+        count, tokens = batch.num_seqs, batch.num_tokens
+        self.seq_lens.fill_(self.padding_len)
+        self.seq_lens[:count] = batch.seq_lens
+        if self.block_table is not None and batch.block_table is not None:
+            width = min(batch.block_table.shape[1], self.block_table.shape[1])
+            self.block_table[:count, :width] = batch.block_table[:, :width]
+            self.block_table[count:] = 0
+        if self.slot_mapping is not None:
+            self.slot_mapping.fill_(-1)
+            if batch.slot_mapping is not None:
+                self.slot_mapping[:tokens] = batch.slot_mapping
+        if self.positions is not None:
+            self.positions.zero_()
+            self.positions[..., :tokens] = batch.token_positions
+        self.state_slots.fill_(-1)
+        if batch.state_slots is not None:
+            self.state_slots[:count] = batch.state_slots
+        self._fill_targets(batch.state_targets)
+        filled = self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
+        if self.sharing:  # padding comes last, so rows keep their numbers
+            assert self.block_size is not None
+            filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
+        return filled
+
+    def _fill_targets(self, targets: Tensor | None) -> None:
+        """Copy in where each token's state goes; -1, nowhere, before a sequence's last one."""
+        if self.state_targets is None or targets is None:
+            return
+        self.state_targets.fill_(-1)
+        if targets.dim() == 1:
+            self.state_targets[: len(targets), -1] = targets
+        else:
+            self.state_targets[: len(targets)] = targets[:, : self.query_len]

@@ -1,0 +1,380 @@
+"""What runs in this step? `Batch`: packed sequences, their lengths, and where their tokens live."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, describe, shown
+from polyattn.runtime.step.batch_checks import (
+    LARGEST,
+    check_lengths,
+    check_table_width,
+    check_tensors,
+    integers,
+    on_host,
+)
+from polyattn.runtime.step.lengths import Lengths
+from polyattn.runtime.step.shared_prefix import (
+    Levels,
+    check_forest,
+    check_own_tokens,
+    may_share,
+    most_saved,
+    restricted,
+    shared_prefixes,
+)
+from polyattn.runtime.step.step_mask import StepMask, step_inputs
+
+Ints = Sequence[int] | Tensor
+
+
+class Batch(Lengths):
+    """One step's sequences, packed one after another without padding. A value: it never changes.
+
+    - `query_start_loc` (num_seqs + 1,): where each sequence's query tokens start; ends with their
+      total.
+    - `seq_lens` (num_seqs,): cached context plus new tokens of each sequence. For layers that are
+      not cached: the number of its keys.
+    - `block_table` int32 (num_seqs, max_blocks): each sequence's cache blocks; entries past its
+      length are never read. None where there is no cache.
+    - `slot_mapping` int64 or int32 (num_tokens,): where each new token is stored,
+      `block * block_size + offset`; -1 skips. None stores nothing. Kernels read 64 bits.
+    - `state_slots` int64 (num_seqs,): each sequence's slot in the state caches of recurrent layers;
+      -1 for a padding row. A sequence whose length is its query's starts with a fresh state.
+    - `state_targets` int64 (num_seqs,): where each sequence's state goes instead, its `state_slots`
+      being left as they are; or (num_seqs, tokens): where the state after each of its tokens goes, so
+      that of several drafts any number can be accepted (`StateCache.accepted`). A padding row's, and
+      what lies behind a sequence's last token, is -1. Several sequences may start from one slot then.
+    - `key_starts` (num_seqs,): for layers that are not cached, where each sequence's keys start in
+      `key` and `value`; default: packed one after another. Gaps are left alone.
+    - `first_positions` (num_seqs,): for layers that are not cached, the position in its text of each
+      sequence's first key: what came before is not given. Default: 0, where texts begin. `chunk_size`
+      and `sink_tokens` count from there, and so do rotations; windows and ALiBi go by distances.
+    - `positions` int64 or int32 (num_tokens,): each query token's position in its text, for layers
+      that rotate; (axes, num_tokens) where `rope.sections` has several axes. None: a sequence's last
+      tokens stand at its end. A padding row's is 0, or whatever is given.
+    - `host_block_table` int32 (num_seqs, max_blocks), NumPy: the same table on the host, from which
+      blocks that sequences share are read without waiting for the device. On the CPU it follows.
+    - `shared_prefix`: the runs of blocks that rows share, outermost level first, as `shared_prefixes`
+      returns them; for engines that know them. None: they are read off `host_block_table`. It is what
+      rows have in common, never what they attend to: `block_table` and `seq_lens` say that.
+    - `mask`: for layers whose spec has a `mask`, a `CustomMask` or a `BlockSparseMask`.
+    - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
+
+    Sequences of one query token are served as decodes, wherever they stand. A padding row has one
+    query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
+    What TensorRT-LLM and vLLM call all this: `TensorRTLLMMetadata(batch)`, `VLLMMetadata(batch)`.
+    Raises `BatchError`.
+    """
+
+    causal: bool = True
+    """False where all keys lie before all queries, so that a causal mask hides none (`over_context`)."""
+    num_contexts: int | None = None
+    """In a captured step's buffers: how many sequences, the first ones, are prompts however short."""
+    decode_start_loc: Tensor | None = None
+    """There, where the others' query tokens start, counted from the first of them."""
+    block_size: int | None = None
+    """What `from_lens` was told, of which `slot_mapping` is made: the cache's must be the same."""
+
+    def __init__(
+        self,
+        query_start_loc: Ints,
+        seq_lens: Ints,
+        block_table: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
+        *,
+        state_slots: Tensor | None = None,
+        state_targets: Tensor | None = None,
+        key_starts: Sequence[int] | None = None,
+        first_positions: Sequence[int] | None = None,
+        host_block_table: np.ndarray[Any, Any] | None = None,
+        positions: Tensor | None = None,
+        mask: StepMask | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        shared_prefix: Levels | None = None,
+        device: torch.device | str | None = None,
+    ):
+        self.starts = integers("query_start_loc", query_start_loc)
+        self.lens = integers("seq_lens", seq_lens)
+        self.lens_are_bounds = False  # of rows that a captured graph may leave to padding
+        self.__dict__["host_starts"] = on_host("query_start_loc", self.starts)
+        self.__dict__["host_lens"] = on_host("seq_lens", self.lens)
+        check_lengths(self.host_starts, self.host_lens)
+        if device is None:
+            given = (block_table, slot_mapping, state_slots, positions)
+            device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
+        self.device = _device(device)
+        if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
+            slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
+        self.block_table, self.slot_mapping = block_table, slot_mapping
+        self.state_slots, self.positions = state_slots, positions
+        self.state_targets = state_targets
+        check_tensors(self)
+        if key_starts is not None:
+            self.__dict__["key_starts"] = _one_each("key_starts", key_starts, self.lens)
+        if first_positions is not None:
+            self.first_positions = _one_each("first_positions", first_positions, self.lens)
+        self.mask = mask
+        self.inputs = step_inputs(self, inputs)
+        if host_block_table is not None:
+            shape = None if block_table is None else tuple(block_table.shape)
+            theirs = getattr(host_block_table, "shape", None)
+            if not isinstance(host_block_table, np.ndarray) or theirs != shape:
+                raise BatchError(
+                    f"host_block_table is {type(host_block_table).__name__} of shape {theirs}; it must "
+                    f"be an ndarray of block_table's, {shape}"
+                )
+            self.__dict__["host_block_table"] = host_block_table
+        if shared_prefix is not None:
+            check_forest(shared_prefix, self.lens)
+        self.shared_prefix = shared_prefix
+        if isinstance(query_start_loc, Tensor) and query_start_loc.dtype == torch.int32:
+            self.__dict__["query_start_loc"] = query_start_loc.to(self.device)
+        if isinstance(seq_lens, Tensor) and seq_lens.dtype == torch.int32:
+            self.__dict__["seq_lens"] = seq_lens.to(self.device)
+
+    @classmethod
+    def from_lens(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: Tensor | None = None,
+        block_size: int | None = None,
+        *,
+        state_slots: Tensor | None = None,
+        state_targets: Tensor | None = None,
+        key_starts: Sequence[int] | None = None,
+        first_positions: Sequence[int] | None = None,
+        positions: Tensor | None = None,
+        mask: StepMask | None = None,
+        inputs: Mapping[str, Any] | None = None,
+        host_block_table: np.ndarray[Any, Any] | None = None,
+        shared_prefix: Levels | None = None,
+        device: torch.device | str | None = None,
+    ) -> Batch:
+        """Build a batch whose new tokens are stored at the end of their sequences.
+
+        `slot_mapping` follows from `block_table` and `block_size`, the cache's; without them nothing is
+        stored.
+        """
+        query_lens = integers("query_lens", query_lens)
+        for index, length in enumerate(query_lens):
+            if length < 0:
+                raise BatchError(f"query_lens[{index}]={length!r} must be 0 or a positive integer")
+        batch = cls(
+            [0, *accumulate(query_lens)], seq_lens, block_table, state_slots=state_slots,
+            state_targets=state_targets, key_starts=key_starts, first_positions=first_positions,
+            positions=positions, mask=mask, inputs=inputs, shared_prefix=shared_prefix,
+            host_block_table=host_block_table, device=device,
+        )  # fmt: skip
+        if block_table is not None:
+            if block_size is None:
+                raise BatchError("block_table without block_size; give the cache's block size")
+            if type(block_size) is not int or not 0 < block_size <= LARGEST:
+                raise BatchError(f"block_size={shown(block_size)} must be a positive integer")
+            batch.slot_mapping = batch.tail_slots(block_size)
+            batch.block_size = block_size
+        return batch
+
+    @classmethod
+    def on_buffers(
+        cls,
+        starts: list[int],
+        lens: list[int],
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor | None,
+        slot_mapping: Tensor | None,
+        positions: Tensor | None = None,
+    ) -> Batch:
+        """A batch over device buffers that a captured graph reads; copies nothing.
+
+        `starts` and `lens` say on the host what `query_start_loc` and `seq_lens` hold, or the most
+        that they will ever hold. Raises `BatchError` where `slot_mapping` would be copied (int32).
+        """
+        device = query_start_loc.device
+        batch = cls(starts, lens, block_table, slot_mapping, positions=positions, device=device)
+        if slot_mapping is not None and batch.slot_mapping is not slot_mapping:
+            raise BatchError(
+                f"slot_mapping is {slot_mapping.dtype}: what a captured graph reads is int64, in place"
+            )
+        batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
+        batch.lens_are_bounds = True
+        return batch
+
+    @cached_property
+    def token_positions(self) -> Tensor:
+        """int64 on the device: `positions`, or what follows from the lengths (num_tokens,)."""
+        if self.positions is not None:
+            return self.positions.long()
+        return torch.from_numpy(self.host_positions).to(self.device)
+
+    @cached_property
+    def host_block_table(self) -> np.ndarray[Any, Any] | None:
+        """The block table on the host, None where only the device has it."""
+        if self.block_table is None or self.device.type != "cpu":
+            return None
+        return self.block_table.numpy()
+
+    @cached_property
+    def plans(self) -> dict[Any, Any]:
+        """The plans of this step that layers made for themselves, by their group."""
+        return {}
+
+    @cached_property
+    def seq_ids(self) -> list[int]:
+        """The numbers of the sequences in the step that this batch is a part of, on the host."""
+        return list(range(self.num_seqs))
+
+    @cached_property
+    def step_query_lens(self) -> list[int]:
+        """Query tokens of each sequence of that step, in which `mask` counts its rows."""
+        return self.query_lens
+
+    @cached_property
+    def seq_index(self) -> Tensor:
+        """int32 (num_seqs,) on the device: `seq_ids`, by which `inputs` are read."""
+        return torch.tensor(self.seq_ids, dtype=torch.int32, device=self.device)
+
+    def part(self, seqs: slice | list[int]) -> Batch:
+        """Return some of the sequences as a batch of their own, without what they store and rotate.
+
+        A slice gives views, so that a captured graph goes on reading the same buffers.
+        """
+        whole = range(self.num_seqs)
+        chosen = whole[seqs] if isinstance(seqs, slice) else seqs
+        if isinstance(chosen, range) and chosen == whole:
+            return self
+        queries = self.query_lens
+        batch = object.__new__(Batch)
+        batch.starts = [0, *accumulate(queries[i] for i in chosen)]
+        batch.lens = [self.lens[i] for i in chosen]
+        batch.device, batch.slot_mapping, batch.positions = self.device, None, None
+        batch.mask, batch.inputs = self.mask, self.inputs
+        batch.shared_prefix = None
+        if self.shared_prefix is not None:
+            batch.shared_prefix = restricted(self.shared_prefix, chosen)
+        batch.__dict__["seq_ids"] = [self.seq_ids[i] for i in chosen]
+        batch.__dict__["step_query_lens"] = self.step_query_lens
+        batch.causal, batch.lens_are_bounds = self.causal, self.lens_are_bounds
+        index: Any = seqs
+        if not isinstance(seqs, slice):
+            index = torch.tensor(seqs, device=self.device)
+        batch.block_table = None if self.block_table is None else self.block_table[index]
+        batch.state_slots = None if self.state_slots is None else self.state_slots[index]
+        batch.state_targets = None if self.state_targets is None else self.state_targets[index]
+        if "seq_lens" in self.__dict__:
+            batch.__dict__["seq_lens"] = self.seq_lens[index]
+        if "host_block_table" in self.__dict__ and self.host_block_table is not None:
+            batch.__dict__["host_block_table"] = self.host_block_table[seqs]
+        if "key_starts" in self.__dict__ or self.first_positions is not None:
+            batch.__dict__["key_starts"] = [self.key_starts[i] for i in chosen]
+        if self.first_positions is not None:
+            batch.first_positions = [self.first_positions[i] for i in chosen]
+        if "query_start_loc" in self.__dict__ and isinstance(seqs, slice) and not chosen.start:  # type: ignore[union-attr]
+            batch.__dict__["query_start_loc"] = self.query_start_loc[: len(batch.starts)]
+        return batch
+
+    def copy(self) -> Batch:
+        """Return the same batch, without the plans that layers made of it."""
+        batch = object.__new__(Batch)
+        batch.__dict__.update(self.__dict__)
+        for name in ("plans", "host_block_table"):
+            batch.__dict__.pop(name, None)
+        return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copied or pickled batch has: no plans, which hold kernels' own memory."""
+        return {name: value for name, value in self.__dict__.items() if name != "plans"}
+
+    def measured(self) -> Batch:
+        """Return the same batch by the lengths that its device holds now, copied to the host."""
+        batch = self.copy()
+        batch.lens = self.seq_lens.tolist()
+        for name in ("max_seq_len", "host_lens"):
+            batch.__dict__.pop(name, None)
+        return batch
+
+    def with_block_table(self, block_table: Tensor) -> Batch:
+        """Return the same batch over another block table."""
+        batch = self.copy()
+        batch.block_table = block_table
+        return batch
+
+    def find_shared_prefix(self, block_size: int) -> Levels:
+        """Return `shared_prefix`, or what `host_block_table` shows; () where neither is known.
+
+        A row's last token is its own: something is left that it alone attends to. Raises `BatchError`.
+        """
+        if self.shared_prefix is not None:
+            check_own_tokens(self.shared_prefix, self.lens, block_size)
+            return self.shared_prefix
+        table = self.host_block_table
+        if table is None or not may_share(table):
+            return ()
+        return shared_prefixes(table, [max(n - 1, 0) for n in self.lens], block_size)
+
+    def most_shared(self, block_size: int) -> int:
+        """Return how many block reads `host_block_table` may show to be saved, not looked at closely."""
+        table = self.host_block_table
+        if table is None:
+            return 0
+        return most_saved(table, np.maximum(self.host_lens - 1, 0), block_size)
+
+    def with_shared_prefix(self, levels: Levels | None) -> Batch:
+        """Return the same batch, told which blocks its rows share."""
+        batch = self.copy()
+        batch.shared_prefix = levels
+        return batch
+
+    def over_context(self) -> Batch:
+        """Return the same batch as one whose keys all lie before its queries, for a call that is a part.
+
+        A backend that claims `causal` and `non_causal` serves both kinds of call of a causal layer.
+        """
+        batch = self.copy()
+        batch.causal = False
+        return batch
+
+    def tail_slots(self, block_size: int) -> Tensor:
+        """Return the slots of each sequence's last tokens, as many as its query has.
+
+        Raises `BatchError` where a sequence is longer than its row of the block table.
+        """
+        assert self.block_table is not None
+        check_table_width(self, block_size)
+        seq = np.repeat(np.arange(self.num_seqs), self.host_query_lens)
+        position = np.arange(self.num_tokens) + (self.host_lens - self.host_starts[1:])[seq]
+        # A padding row has no position; its slot is whatever its engine says, -1 here.
+        at = np.stack([seq, np.maximum(position, 0) // block_size, position % block_size, position])
+        seqs, blocks, offsets, positions = torch.from_numpy(at.astype(np.int64)).to(self.device)
+        if not self.block_table.shape[1]:
+            return torch.full_like(seqs, -1)
+        slots: Tensor = self.block_table[seqs, blocks].long() * block_size + offsets
+        return slots if not (position < 0).any() else slots.masked_fill_(positions < 0, -1)
+
+    def __repr__(self) -> str:
+        return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
+
+
+def _device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise BatchError(f"device={shown(given)} is no torch device: {describe(error)}") from error
+
+
+def _one_each(name: str, given: Sequence[int], lens: list[int]) -> list[int]:
+    places = integers(name, given)
+    if len(places) != len(lens) or any(place < 0 for place in places):
+        raise BatchError(
+            f"{name}={places[:4]}… must name one place, 0 or more, for each of {len(lens)} sequences"
+        )
+    return places

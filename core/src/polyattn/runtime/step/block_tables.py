@@ -1,0 +1,40 @@
+"""How is a block table read otherwise? In smaller blocks, or from a later block on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.step.batch import Batch
+from polyattn.selection.cache_format import CacheFormat
+
+
+def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = None) -> Batch:
+    """Return the batch with a block table of blocks of `size` tokens.
+
+    `into` is an earlier such table, filled anew where a captured graph reads it. Where K's and V's
+    blocks lie in turn, K's next block is twice as far.
+    """
+    ratio = cache.block_size // size
+    if ratio == 1 or batch.block_table is None:
+        return batch
+    table = batch.block_table
+    if into is None:
+        into = table.new_empty(table.shape[0], table.shape[1] * ratio)
+    step = ratio * (2 if cache.interleaved else 1)
+    for offset in range(ratio):
+        into[:, offset::ratio] = table * step + offset
+    return batch.with_block_table(into)
+
+
+def without_first(table: Tensor, counts: Sequence[int]) -> Tensor:
+    """Return a block table (num_seqs, max_blocks) whose row i begins after its first `counts[i]` blocks.
+
+    What is behind a row's end then is its last entry again.
+    """
+    width = table.shape[1]
+    skipped = torch.tensor(counts, dtype=torch.int64, device=table.device)[:, None]
+    columns = torch.arange(width, device=table.device) + skipped
+    return table.gather(1, columns.clamp_(max=width - 1))

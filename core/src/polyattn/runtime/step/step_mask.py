@@ -1,0 +1,236 @@
+"""Which keys does this step's mask show? Packed booleans or rows of blocks, each sequence its own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import BatchError, shown
+from polyattn.runtime.step.batch_checks import integers
+
+if TYPE_CHECKING:
+    from polyattn.runtime.step.batch import Batch
+
+
+class StepMask(ABC):
+    """What a batch says of who sees what, beside the layer's own mask.
+
+    `kind`: the `LayerSpec.mask` that it is for.
+    """
+
+    kind: str
+
+    @abstractmethod
+    def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
+        """Return the tensors that `functions.variants` reads of it. Raises `BatchError`."""
+
+
+class CustomMask(StepMask):
+    """Packed boolean masks: for each sequence a row for each of its queries, True where it sees a key.
+
+    - `bits` bool (total,): the sequences' masks one after another, each row by row.
+    - `over`: `"new"`, a mask is (query_len, query_len) over the step's own tokens, and every key before
+      them is seen (trees of drafted tokens); `"all"`, it is (query_len, seq_len).
+    """
+
+    kind = "custom"
+
+    def __init__(self, bits: Tensor, over: str = "new"):
+        if over not in ("new", "all"):
+            raise BatchError(f"over={shown(over)} must be 'new' (the step's tokens) or 'all' keys")
+        if not isinstance(bits, Tensor) or bits.dtype is not torch.bool or bits.dim() != 1:
+            raise BatchError("bits must be a bool tensor of one dimension, the masks row by row")
+        self.bits, self.over = bits, over
+
+    @classmethod
+    def pack(cls, masks: Sequence[Tensor], over: str = "new") -> CustomMask:
+        """Pack a mask (query_len, keys) of each sequence."""
+        rows = [mask.flatten() for mask in masks]
+        return cls(torch.cat(rows) if rows else torch.zeros(0, dtype=torch.bool), over)
+
+    @classmethod
+    def tree(cls, parents: Sequence[Sequence[int]]) -> CustomMask:
+        """Return the mask of trees of drafted tokens: a token sees its ancestors, itself and the context.
+
+        `parents`: for each sequence its tokens' parents, as places among them; -1 for those that follow
+        the context itself. A parent stands before its children. Raises `BatchError`.
+        """
+        masks = []
+        for index, family in enumerate(parents):
+            mask = torch.eye(len(family), dtype=torch.bool)
+            for token, parent in enumerate(integers(f"parents[{index}]", family)):
+                if not -1 <= parent < token:
+                    raise BatchError(
+                        f"parents[{index}][{token}]={parent} must be a token before it, or -1"
+                    )
+                if parent >= 0:
+                    mask[token] |= mask[parent]
+            masks.append(mask)
+        return cls.pack(masks)
+
+    @classmethod
+    def prefix_lm(
+        cls, prefixes: Sequence[int], query_lens: Sequence[int], seq_lens: Sequence[int]
+    ) -> CustomMask:
+        """Return the mask of a prefix-LM: a prefix is seen by all, what follows it is causal.
+
+        For layers with `causal=False`. `prefixes`: tokens of each sequence's prefix.
+        """
+        masks = []
+        for prefix, queries, keys in zip(prefixes, query_lens, seq_lens, strict=True):
+            query = torch.arange(keys - queries, keys)[:, None]
+            key = torch.arange(keys)
+            masks.append((key < prefix) | (key <= query))
+        return cls.pack(masks, "all")
+
+    @classmethod
+    def documents(cls, documents: Sequence[Sequence[int]], query_lens: Sequence[int]) -> CustomMask:
+        """Return the mask of documents packed into sequences: a token sees those of its own.
+
+        `documents`: for each sequence every key's document, any numbers.
+        """
+        masks = []
+        for ids, queries in zip(documents, query_lens, strict=True):
+            keys = torch.tensor(list(ids), dtype=torch.int64)
+            masks.append(keys[len(keys) - queries :, None] == keys)
+        return cls.pack(masks, "all")
+
+    def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
+        """`step_mask`'s tensors."""
+        pairs = list(zip(query_lens, lens, strict=True))
+        if self.over == "new":
+            # A padding row has a query token and no key.
+            pairs = [(q, min(q, n)) for q, n in pairs]
+        sizes = [q * k for q, k in pairs]
+        if sum(sizes) != len(self.bits):
+            raise BatchError(
+                f"mask has {len(self.bits)} bits; masks over {self.over} keys of queries "
+                f"{query_lens[:4]}… and lengths {lens[:4]}… have {sum(sizes)}"
+            )
+        before = [n - k for (_, k), n in zip(pairs, lens, strict=True)]
+        context = [n - q for q, n in zip(query_lens, lens, strict=True)]
+        starts = [0, *accumulate(sizes)][:-1]
+        return {"mask_bits": _ended(self.bits.to(device))} | _columns(
+            device, mask_start=starts, mask_width=[k for _, k in pairs],
+            mask_query=context, mask_key=before,
+        )  # fmt: skip
+
+
+class BlockSparseMask(StepMask):
+    """Rows of blocks (block-sparse rows, BSR): for each row of queries the blocks of keys that it sees.
+
+    - `block` (Br, Bc): Br neighbouring queries, counted from the step's first of a sequence, share a row;
+      a block is Bc neighbouring keys, counted from the sequence's first. Both may be 1.
+    - `indptr` (rows + 1,), `indices` (blocks,): the rows of all sequences one after another,
+      ceil(query_len / Br) each; row r sees blocks `indices[indptr[r] : indptr[r + 1]]`.
+
+    Raises `BatchError`.
+    """
+
+    kind = "block_sparse"
+
+    def __init__(self, indptr: Sequence[int] | Tensor, indices: Sequence[int] | Tensor,
+                 block: tuple[int, int]):  # fmt: skip
+        self.indptr, self.indices = integers("indptr", indptr), integers("indices", indices)
+        if len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
+            raise BatchError(f"block={shown(block)} must be (query rows, keys), 1 or more each")
+        self.block = block
+        steps = zip(self.indptr, self.indptr[1:], strict=False)
+        if self.indptr[:1] != [0] or any(b < a for a, b in steps):
+            raise BatchError(f"indptr={self.indptr[:4]}… must start with 0 and never decrease")
+        if self.indptr[-1] != len(self.indices):
+            raise BatchError(
+                f"indptr ends with {self.indptr[-1]}, and indices has {len(self.indices)} entries"
+            )
+
+    @classmethod
+    def of(
+        cls, mask: CustomMask, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
+    ) -> BlockSparseMask:
+        """Return the blocks that hold whatever a mask over all keys shows.
+
+        Exactly that mask where its borders are blocks' borders (always, for blocks of 1 x 1).
+        """
+        if mask.over != "all":
+            raise BatchError("over='new': blocks count all keys; pack the mask with over='all'")
+        indptr, indices, at = [0], list[int](), 0
+        for queries, keys in zip(query_lens, seq_lens, strict=True):
+            bits = mask.bits[at : at + queries * keys].view(queries, keys)
+            at += queries * keys
+            for first in range(0, queries, block[0]):
+                seen = bits[first : first + block[0]].any(0).nonzero()[:, 0] // block[1]
+                indices += seen.unique().tolist()
+                indptr.append(len(indices))
+        return cls(indptr, indices, block)
+
+    @classmethod
+    def of_pages(cls, pages: Sequence[Sequence[int]], page_size: int) -> BlockSparseMask:
+        """Return the mask of decodes that each read some of their sequence's pages (Quest).
+
+        `pages`: for each sequence the numbers of its pages, counted from its first key.
+        """
+        indptr = [0, *accumulate(len(row) for row in pages)]
+        return cls(indptr, [page for row in pages for page in row], (1, page_size))
+
+    def inputs(self, query_lens: list[int], lens: list[int], device: Any) -> dict[str, Tensor]:
+        """`block_mask`'s tensors."""
+        height, width = self.block
+        rows = [-(-q // height) for q in query_lens]
+        if sum(rows) != len(self.indptr) - 1:
+            raise BatchError(
+                f"indptr has {len(self.indptr) - 1} rows; queries {query_lens[:4]}… in rows of {height} "
+                f"have {sum(rows)}"
+            )
+        widths = [-(-n // width) for n in lens]
+        starts = [0, *accumulate(r * w for r, w in zip(rows, widths, strict=True))]
+        bits = torch.zeros(starts[-1], dtype=torch.bool)
+        row = 0
+        for count, blocks, start in zip(rows, widths, starts, strict=False):
+            for local in range(count):
+                mine = self.indices[self.indptr[row] : self.indptr[row + 1]]
+                if any(not 0 <= block < blocks for block in mine):
+                    raise BatchError(
+                        f"row {row} of the mask names block {max(mine, key=abs)}; its sequence has "
+                        f"{blocks} blocks of {width} keys"
+                    )
+                bits[torch.tensor(mine, dtype=torch.int64) + start + local * blocks] = True
+                row += 1
+        context = [n - q for q, n in zip(query_lens, lens, strict=True)]
+        sizes = {"mask_rows": height, "mask_columns": width}
+        return (
+            {"mask_bits": _ended(bits.to(device))}
+            | _columns(device, mask_start=starts[:-1], mask_width=widths, mask_query=context)
+            | {n: torch.tensor(v, dtype=torch.int32, device=device) for n, v in sizes.items()}
+        )
+
+
+def _ended(bits: Tensor) -> Tensor:
+    """Return the bits and one more: functions are evaluated for padding rows, too, which have none."""
+    return torch.cat([bits, bits.new_zeros(1)])
+
+
+def _columns(device: Any, **columns: list[int]) -> dict[str, Tensor]:
+    return {
+        name: torch.tensor(values, dtype=torch.int64, device=device)
+        for name, values in columns.items()
+    }
+
+
+def step_inputs(batch: Batch, given: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Return what a batch brings by name, on its device, its mask's tensors too. Raises `BatchError`."""
+    found = {}
+    for name, value in (given or {}).items():
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+        if name.startswith("mask_") and batch.mask is not None:
+            raise BatchError(f"inputs[{name!r}]: that name is the step's mask's; rename it")
+        found[name] = tensor.to(batch.device)
+    if batch.mask is None:
+        return found
+    if not isinstance(batch.mask, StepMask):
+        raise BatchError(f"mask={shown(batch.mask)} must be a CustomMask or a BlockSparseMask")
+    return found | batch.mask.inputs(batch.query_lens, batch.lens, batch.device)

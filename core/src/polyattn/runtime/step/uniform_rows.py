@@ -1,0 +1,46 @@
+"""What takes a kernel that knows no packed queries? Rows of one number of tokens each."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from polyattn.runtime.step.batch import Batch
+
+
+class UniformRows:
+    """A batch's tokens as (num_seqs, longest query). Where all are as long, both ways are views.
+
+    A shorter row is filled up at its front with its own first token: a mask that is aligned to the
+    bottom right leaves the others where they belong.
+    """
+
+    def __init__(self, batch: Batch):
+        count, width = batch.num_seqs, batch.max_query_len
+        self.shape = (count, width)
+        self.take: Tensor | None = None
+        self.give: Tensor | None = None
+        if batch.num_tokens == count * width:
+            return
+        lens, starts = np.asarray(batch.query_lens), np.asarray(batch.starts[:-1])
+        column = np.arange(width) - (width - lens)[:, None]
+        take = np.minimum(starts[:, None] + np.maximum(column, 0), max(batch.num_tokens - 1, 0))
+        give = np.flatnonzero(column.ravel() >= 0)
+        self.take = torch.from_numpy(take.ravel()).to(batch.device)
+        self.give = torch.from_numpy(give).to(batch.device)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all rows are as long, so that nothing is copied."""
+        return self.take is None
+
+    def spread(self, packed: Tensor) -> Tensor:
+        """Return (tokens, ...) as (num_seqs, longest query, ...)."""
+        taken = packed if self.take is None else packed[self.take]
+        return taken.view(*self.shape, *packed.shape[1:])
+
+    def collect(self, rows: Tensor) -> Tensor:
+        """Return (num_seqs, longest query, ...) as (tokens, ...)."""
+        flat = rows.flatten(0, 1)
+        return flat if self.give is None else flat.index_select(0, self.give)

@@ -1,0 +1,372 @@
+"""The decode kernel: a query token a sequence, or a few, over its pages; and what merges parts.
+
+Split-KV as in Flash-Decoding (Dao et al., 2023). The rows of a tile are (query token, head of one
+group). Written for latency: one loop, whose step reads nothing that it must wait for. Sequences of
+even lengths are split alike; others are dealt out as `schedule` says.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from polyattn_triton.kernels.cache_rope import (
+    frequencies,
+    load_pairs,
+    load_rest,
+    pair_block,
+    places_in_tile,
+    rest_block,
+    turn_by,
+    turned,
+    turned_queries,
+)
+from polyattn_triton.kernels.parts import merged, store_part
+from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_scale
+from polyattn_triton.kernels.tiles import (
+    blocks_in_table,
+    keys_seen,
+    load_cached_rows,
+    load_held_rows,
+    my_stretch,
+    next_tile,
+    part_at,
+    piece_of,
+    row_places,
+    tile_at,
+)
+
+
+@triton.jit
+def _power_below(x):
+    """The largest power of two that is no larger than a float32 x; 1 for zero."""
+    power = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power == 0.0, 1.0, power)
+
+
+@triton.jit
+def _split_pairs(pairs, LIKE, q):
+    """Return the even and the odd columns, as q's type, of 8-bit values that were loaded in pairs.
+
+    Values of 16 bits turn on their way from shared memory; those of 8 would come one by one.
+    """
+    if LIKE.dtype.element_ty.is_fp8():
+        even = (pairs & 0xFF).to(tl.uint8).to(LIKE.dtype.element_ty, bitcast=True)
+        odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(LIKE.dtype.element_ty, bitcast=True)
+    else:
+        even = (pairs << 8) >> 8
+        odd = pairs >> 8
+    return even.to(q.dtype), odd.to(q.dtype)
+
+
+@triton.jit
+def _attend(
+    Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+    seq, kv_head, token0, query_len, seq_len, start, begin, end, step,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
+    TURNS_AT: tl.constexpr,
+):  # fmt: skip
+    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l."""
+    offs_n = tl.arange(0, BLOCK_N)
+    offs_d = tl.arange(0, BLOCK_D)
+    PAIRS: tl.constexpr = PAIRED and WAY < 2
+    offs_dv = tl.arange(0, BLOCK_DV // 2 if PAIRS else BLOCK_DV)
+    rows = tl.arange(0, BLOCK_M)
+    if FEW:
+        in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
+        row_ok = in_query < query_len
+        q_row = (token0 + in_query).to(tl.int64) * q_t + head * q_h
+        row_pos = seq_len - query_len + in_query
+        first_pos = seq_len - query_len + start // G
+        last_row = tl.minimum(start + BLOCK_M, query_len * G) - 1
+        last_pos = seq_len - query_len + last_row // G
+    else:
+        head = kv_head * G + rows
+        row_ok = rows < G
+        q_row = token0.to(tl.int64) * q_t + head * q_h
+        row_pos = seq_len - 1 + rows * 0
+        first_pos = seq_len - 1
+        last_pos = first_pos
+    q = tl.load(
+        Q + q_row[:, None] + offs_d[None, :],
+        mask=row_ok[:, None] & (offs_d < D)[None, :],
+        other=0.0,
+    )
+    # A float of 8 or 4 bits becomes float16 in one instruction and bfloat16 in several. Powers of two
+    # keep queries and weights inside of float16's range: the weights' is not undone, since it is in
+    # their sum too (without a softmax there is none).
+    FOUR: tl.constexpr = K.dtype.element_ty == tl.uint8
+    SMALL: tl.constexpr = (
+        (K.dtype.element_ty.is_fp8() or FOUR) and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
+    )
+    BY_HALF: tl.constexpr = SMALL and WAY < 2
+    RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
+    if Q.dtype.element_ty.is_fp8():
+        q = q.to(tl.float16)  # exact
+    row_scale = scale
+    if BY_HALF:
+        unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
+        q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
+        row_scale = scale * unit[:, None]
+    slope = tl.zeros([BLOCK_M], tl.float32)
+    if ALIBI:
+        slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
+    changed = 0
+    if WAY > 0:
+        changed = ROWS_OF(INPUTS, seq, head, row_pos)
+
+    # Which keys: [low, high), in tiles [first, last).
+    low, high = keys_seen(first_pos, last_pos, seq_len, CAUSAL and FEW, WINDOW, CHUNK)
+    first = low // BLOCK_N
+    last = tl.cdiv(high, BLOCK_N)
+    skip_from = 0
+    skip_by = 0
+    if SINK_TOKENS > 0:
+        # The first tiles, then those of the window: one range with a gap.
+        skip_from = tl.minimum((SINK_TOKENS + BLOCK_N - 1) // BLOCK_N, first)
+        if ROPE > 0:  # the window's tiles once more, where they are the first ones
+            skip_from = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
+        skip_by = first - skip_from
+        low = 0
+        first = 0
+        last -= skip_by
+    last = tl.minimum(last, first + end)
+    first += begin
+
+    if ROPE > 0:
+        TURNS = tl.load(INPUTS + TURNS_AT).to(tl.pointer_type(tl.float32))
+        BLOCK_H: tl.constexpr = pair_block(SPAN)
+        turn_high, turn_low = frequencies(TURNS, BLOCK_H)
+        place_cos, place_sin = places_in_tile(TURNS, BLOCK_N, BLOCK_H)
+        own, own_second, kept, kept_second, rest = turned_queries(
+            Q, TURNS, q_row, row_ok, row_pos, last_pos, q,
+            D, SPAN, BLOCK_H, ROPE, CAUSAL, WINDOW, SINK_TOKENS,
+        )  # fmt: skip
+    K += kv_head * k_h
+    V += kv_head * v_h
+    if PAIRS:
+        V = V.to(tl.pointer_type(tl.int16))
+        v_b = v_b // 2
+        v_t = v_t // 2
+    BT += seq.to(tl.int64) * bt_s
+    WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+    acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    odd = acc
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # added up across once, after the loop
+    tile = tile_at(first, skip_from, skip_by, SINK_TOKENS)
+    block = blocks_in_table(BT, tile * BLOCK_N + offs_n, bt_end, BLOCK_SIZE)
+    for i in range(first, last, step):
+        key_pos = tile * BLOCK_N + offs_n
+        offset = key_pos % BLOCK_SIZE
+        row = block.to(tl.int64)
+        k_row = row * k_b + offset * k_t
+        v_row = k_row
+        if PAIRS or not ALIKE:
+            v_row = row * v_b + offset * v_t
+        tile_pos = tile * BLOCK_N
+        tile = tile_at(i + step, skip_from, skip_by, SINK_TOKENS)
+        # The next tile's blocks, a step ahead: keys that wait for a load of their own step are not
+        # put in flight early (Triton 3.6).
+        block = blocks_in_table(BT, tile * BLOCK_N + offs_n, bt_end, BLOCK_SIZE)
+        held = key_pos < seq_len
+        if WINDOW > 0 or CHUNK > 0:
+            held = held & (key_pos >= low)
+        if ROPE > 0:
+            k, k_second = load_pairs(K, k_row, held, SPAN, BLOCK_H, ROPE)
+            if SPAN < D:
+                k_rest = load_rest(K, k_row, held, D, SPAN, rest_block(D, SPAN))
+        else:
+            k = load_cached_rows(K, k_row, held, offs_d, BLOCK_N, D, BLOCK_D)
+        if PAIRS:
+            both = load_held_rows(
+                V + v_row[:, None] + offs_dv[None, :], held, offs_dv, DV // 2, WIDTH
+            )
+            v, v_odd = _split_pairs(both, K, q)
+        else:
+            v = load_cached_rows(V, v_row, held, offs_dv, BLOCK_N, DV, BLOCK_DV)
+        if ROPE > 0:
+            at = last_pos - tile_pos
+            a = own
+            b = own_second
+            if SINK_TOKENS > 0:
+                of_kept = i < skip_from
+                at = tl.where(of_kept, -tile_pos, at)
+                a = tl.where(of_kept, kept, a)
+                b = tl.where(of_kept, kept_second, b)
+            cos, sin = turn_by(at, turn_high, turn_low)
+            a, b = turned(a, b, cos[None, :], sin[None, :])
+            k, k_second = turned(
+                k.to(tl.float32), k_second.to(tl.float32), place_cos, place_sin
+            )  # fmt: skip
+            s = tl.dot(a.to(q.dtype), tl.trans(k.to(q.dtype)), input_precision="ieee")
+            s = tl.dot(b.to(q.dtype), tl.trans(k_second.to(q.dtype)), s, input_precision="ieee")
+            if SPAN < D:
+                s = tl.dot(rest, tl.trans(k_rest.to(q.dtype)), s, input_precision="ieee")
+        else:
+            s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee")
+        s = logits(
+            s, row_pos, key_pos, seq_len, slope, row_scale, soft_cap, changed,
+            True, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, CHANGE, WAY,
+        )  # fmt: skip
+        if ROPE > 0 and SINK_TOKENS > 0:  # each key in the tile that was turned for it
+            own_tile = (key_pos < SINK_TOKENS) == of_kept
+            s = tl.where(own_tile[None, :], s, 0.0 if WAY == 2 else float("-inf"))
+        if WAY == 2:  # the weights themselves
+            acc = tl.dot(s.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
+        else:
+            m_new = tl.maximum(m, tl.max(s, 1))
+            base = m_new
+            # The first tiles may lie outside of the chunk, or behind a row: it sees nothing there.
+            if SINK_TOKENS > 0 or FEW or WAY > 0:
+                base = tl.where(m_new == float("-inf"), 0.0, m_new)
+            alpha = tl.exp2(m - base)
+            p = tl.exp2(s - (base - RAISED)[:, None])
+            sums = sums * alpha[:, None] + p
+            acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc * alpha[:, None], input_precision="ieee")
+            if PAIRS:
+                odd = tl.dot(p.to(q.dtype), v_odd, odd * alpha[:, None], input_precision="ieee")
+            m = m_new
+    if PAIRS:
+        acc = tl.join(acc, odd).reshape([BLOCK_M, BLOCK_DV])
+    total = tl.sum(sums, 1)
+    if WAY == 2:  # nothing is to be divided by
+        m = tl.zeros([BLOCK_M], tl.float32)
+        total = tl.full([BLOCK_M], 1.0, tl.float32)
+    return acc, m - RAISED, total
+
+
+@triton.jit(do_not_specialize=["lse_t", "bt_s", "bt_end", "splits"])
+def decode_kernel(
+    Q, K, V, OUT, LSE, SINKS, SLOPES, INPUTS, Q_SCALE, K_SCALE, V_SCALE, OUT_SCALE,
+    PARTS, PART_LSE, DONE, BT, SEQ_LENS, STARTS, WORK,
+    scale, v_scale, soft_cap,
+    q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, o_t, o_h, lse_t, bt_s, bt_end, splits,
+    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr,
+    SPLIT: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr, EARLY: tl.constexpr,
+    ALIKE: tl.constexpr, PAIRED: tl.constexpr, LISTED: tl.constexpr, FEW: tl.constexpr,
+    SCALES: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr,
+):  # fmt: skip
+    """Tiles of the rows of one KV head, over all their keys or some of them.
+
+    Grid, `LISTED`: (programs, KV heads), whose stretches WORK holds; else (sequences, KV heads,
+    splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
+    `AT_ONCE` the program that ends last merges a tile's parts, so many at once; without,
+    `merge_kernel` does. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit
+    values are loaded two at a time. `bt_end`: a block table's last column. `ROPE`: keys are rotated
+    as they are loaded (`cache_rope`).
+    """
+    if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
+        tl.extra.cuda.gdc_launch_dependents()
+    kv_head = tl.program_id(1)
+    kv_heads = tl.num_programs(1)
+    rows = tl.arange(0, BLOCK_M)
+    group = tl.arange(0, ROWS)
+    scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
+    v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
+    if LISTED:
+        at, stop, tile, low, high, seq, start = my_stretch(WORK, FEW)
+        while at < stop:
+            begin, end, part, first, last = piece_of(WORK, at, stop, low, high)
+            seq_len = tl.load(SEQ_LENS + seq)
+            token0 = seq
+            query_len = 1
+            if FEW:
+                token0 = tl.load(STARTS + seq)
+                query_len = tl.load(STARTS + seq + 1) - token0
+            acc, m, l = _attend(
+                Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
+                q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+                seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
+                G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
+                SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
+                ROPE, SPAN, TURNS_AT,
+            )  # fmt: skip
+            row_ok = start + rows < query_len * G
+            if last > first:
+                part_row = part_at(part, kv_head, tl.num_programs(0)) * ROWS
+                store_part(
+                    acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
+                )  # fmt: skip
+                if AT_ONCE > 0:
+                    tl.debug_barrier()  # all of this program's part is stored before it is counted
+                    counter = DONE + last * kv_heads + kv_head
+                    if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
+                        tl.store(counter, 0)
+                        ok = start + group < query_len * G
+                        total, top, weight = merged(
+                            PARTS, PART_LSE,
+                            part_at(2 * first, kv_head, tl.num_programs(0)) * ROWS + group,
+                            last - first + 1, ok, ROWS, True,
+                            ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
+                        )  # fmt: skip
+                        finish(
+                            total, top, weight, OUT, LSE, SINKS, v_scale,
+                            (token0 + (start + group) // G).to(tl.int64),
+                            kv_head * G + (start + group) % G, ok,
+                            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                        )  # fmt: skip
+            else:
+                finish(
+                    acc, m, l, OUT, LSE, SINKS, v_scale,
+                    (token0 + (start + rows) // G).to(tl.int64),
+                    kv_head * G + (start + rows) % G, row_ok,
+                    o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip
+            at = high
+            low = high
+            tile, high, seq, start = next_tile(WORK, tile, FEW)
+    else:
+        seq = tl.program_id(0)
+        split = tl.program_id(2)
+        seq_len = tl.load(SEQ_LENS + seq)
+        # The splits take the tiles in turn: which one is a split's first depends on no length
+        # (without a window), so its blocks are asked for together with the length.
+        begin = 0
+        step = 1
+        if SPLIT:
+            begin = split
+            step = splits
+        acc, m, l = _attend(
+            Q, K, V, SLOPES, INPUTS, BT, scale, soft_cap,
+            q_t, q_h, k_b, k_t, k_h, v_b, v_t, v_h, bt_s, bt_end,
+            seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
+            G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
+            SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
+            ROPE, SPAN, TURNS_AT,
+        )  # fmt: skip
+        token = seq.to(tl.int64)
+        head = kv_head * G + rows
+        row_ok = rows < G
+        if SPLIT:
+            first_row = (seq * kv_heads + kv_head) * splits * ROWS
+            part_row = first_row + split * ROWS + rows
+            store_part(acc, m, l, PARTS, PART_LSE, part_row, row_ok, DV, BLOCK_DV)
+            tl.debug_barrier()  # all of this program's part is stored before it is counted
+            counter = DONE + seq * kv_heads + kv_head
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                total, top, weight = merged(
+                    PARTS, PART_LSE, first_row + group, splits, group < G, ROWS, False,
+                    ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
+                )  # fmt: skip
+                finish(
+                    total, top, weight, OUT, LSE, SINKS, v_scale, token, kv_head * G + group,
+                    group < G, o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                )  # fmt: skip
+        else:
+            finish(
+                acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,
+                DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+            )  # fmt: skip

@@ -1,0 +1,302 @@
+"""The recurrent kernels: convolution, the gated scan of Mamba-2 and linear attention, and the gated
+delta rule. By the token: `kernels.step`.
+
+A program owns a sequence's part of the state from its first token to its last, in registers: one
+launch, each input read once, no state written between chunks. Chunks as in Dao and Gu (2024) and
+Yang et al. (2024). States are float32 here, whatever they are kept in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _softplus(x):
+    """max(x, 0) + log(1 + u) of u = exp(-|x|), which is u times a polynomial to 2e-7 of itself.
+
+    Fitted at the Chebyshev nodes of [0, 1]: half the instructions of a logarithm, and right where u is
+    lost beside 1.
+    """
+    u = tl.exp2(tl.abs(x) * -1.4426950408889634)
+    p = u * 0.005253457797148085 - 0.02958850739317554
+    p = p * u + 0.07836166801885099
+    p = p * u - 0.13674769705510198
+    p = p * u + 0.19111431080553018
+    p = p * u - 0.24844369892454324
+    p = p * u + 0.33319271342497936
+    p = p * u - 0.49999501516786776
+    p = p * u + 0.999999970540657
+    return tl.maximum(x, 0.0) + p * u
+
+
+@triton.jit
+def gated(y, Z, at, mask):
+    """Return y silu(z), z from `Z` + `at`."""
+    z = tl.load(Z + at, mask=mask, other=0.0).to(tl.float32)
+    return y * z / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def draft_place(TARGETS, targets_t, seq, t):
+    """The slot of the state after a sequence's token `t` (`Batch.state_targets`); -1: it is not kept."""
+    return tl.load(TARGETS + seq * targets_t + t)
+
+
+@triton.jit
+def conv_kernel(
+    X, OUT, STATE, WEIGHT, BIAS, STARTS, SEQ_LENS, STATE_SLOTS, TILE_SEQ, TILE_START,
+    x_t, o_t, st_s,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, DECODE: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """A tile of a sequence's tokens and channels; the first tile also makes the new state.
+
+    Grid: (tiles, channel blocks). State (slots, CHANNELS, WIDTH - 1); where `RING` isn't 0, (slots,
+    CHANNELS, RING): position p's input in column p % RING.
+    """
+    if DECODE:
+        seq = tl.program_id(0)
+        first = 0
+        start = seq
+        count = 1
+    else:
+        seq = tl.load(TILE_SEQ + tl.program_id(0))
+        first = tl.load(TILE_START + tl.program_id(0))
+        start = tl.load(STARTS + seq)
+        count = tl.load(STARTS + seq + 1) - start
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    before = tl.load(SEQ_LENS + seq) - count
+    begun = before > 0
+    LENGTH: tl.constexpr = RING if RING else WIDTH - 1
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    c_ok = c < CHANNELS
+    t = first + tl.arange(0, BLOCK_T)
+    x_row = X + start.to(tl.int64) * x_t
+    state = STATE + slot * st_s + c * LENGTH
+    acc = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if HAS_BIAS:
+        acc += tl.load(BIAS + c, mask=c_ok, other=0.0)[None, :]
+    for w in tl.static_range(WIDTH):
+        at = t - (WIDTH - 1) + w
+        new = tl.load(
+            x_row + at[:, None] * x_t + c[None, :],
+            mask=((at >= 0) & (at < count))[:, None] & c_ok[None, :], other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if WIDTH > 1:
+            column = at + WIDTH - 1
+            if RING:  # before the sequence's first position: what its start left there, 0
+                column = (before + at + RING) % RING
+            new += tl.load(
+                state[None, :] + column[:, None],
+                mask=((at < 0) & begun)[:, None] & c_ok[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+        acc += new * tl.load(WEIGHT + c * WIDTH + w, mask=c_ok, other=0.0)[None, :]
+    if SILU:
+        acc = acc / (1.0 + tl.exp(-acc))
+    tl.store(
+        OUT + (start + t).to(tl.int64)[:, None] * o_t + c[None, :], acc.to(OUT.dtype.element_ty),
+        mask=(t < count)[:, None] & c_ok[None, :],
+    )  # fmt: skip
+    if RING:
+        if first == 0:
+            tl.debug_barrier()  # every thread has read what another may overwrite
+            for w in tl.static_range(RING):
+                source = count - RING + w
+                given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)
+                tl.store(
+                    state + (before + source + RING) % RING, given.to(STATE.dtype.element_ty),
+                    mask=c_ok & ((source >= 0) | (begun == 0)),
+                )  # fmt: skip
+    elif first == 0:
+        # In the order of the state, so that what is read is never yet overwritten.
+        for w in tl.static_range(WIDTH - 1):
+            source = count - (WIDTH - 1) + w
+            given = tl.load(x_row + source * x_t + c, mask=c_ok & (source >= 0), other=0.0)
+            held = tl.load(state + source + WIDTH - 1, mask=c_ok & (source < 0) & begun, other=0.0)
+            kept = tl.where(source >= 0, given.to(tl.float32), held.to(tl.float32))
+            tl.debug_barrier()
+            tl.store(state + w, kept.to(STATE.dtype.element_ty), mask=c_ok)
+
+
+@triton.jit
+def _at_end(total, at, first, count, CHUNK: tl.constexpr):
+    """The running sum at a chunk's last token: a sum taken apart from it is rounded otherwise.
+
+    The last token's own share is the exponential of their difference, which must be 1; where a
+    token forgets by exp(-40), eleven of them make sums whose last place is 3e-5.
+    """
+    return tl.sum(tl.where(at == tl.minimum(first + CHUNK, count) - 1, total, 0.0), 0)
+
+
+@triton.jit
+def gated_kernel(
+    Q, K, V, DT, G, A, D, DT_BIAS, Z, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, dt_t, g_t, z_t, z_h, o_t, o_h, st_s, st_h, st_k, st_v,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, MAMBA: tl.constexpr, SOFTPLUS: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Mamba-2 (q = C, k = B, v = dt x, g = dt A) and linear attention (g constant), in chunks.
+
+    Grid: (sequences, heads, value blocks).
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    place = STATE + slot * st_s + head * st_h + kk[:, None] * st_k + vv[None, :] * st_v
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0).to(tl.float32)
+    rate = tl.load(A + head)
+    if HAS_D:
+        skip = tl.load(D + head)
+    if HAS_BIAS:
+        bias = tl.load(DT_BIAS + head)
+    group = head // EACH
+    rows = tl.arange(0, CHUNK)
+    past = rows[:, None] >= rows[None, :]
+    for first in range(0, count, CHUNK):
+        at = first + rows
+        ok = at < count
+        row = (start + at).to(tl.int64)
+        q = tl.load(
+            Q + row[:, None] * q_t + group * q_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        k = tl.load(
+            K + row[:, None] * k_t + group * k_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        x = tl.load(
+            V + row[:, None] * v_t + head * v_h + vv[None, :],
+            mask=ok[:, None] & v_ok[None, :], other=0.0,
+        )  # fmt: skip
+        v = x
+        if MAMBA:
+            dt = tl.load(DT + row * dt_t + head, mask=ok, other=0.0).to(tl.float32)
+            if HAS_BIAS:
+                dt += bias
+            if SOFTPLUS:
+                dt = _softplus(dt)
+            dt = tl.where(ok, dt, 0.0)
+            g = dt * rate
+            v = (x.to(tl.float32) * dt[:, None]).to(k.dtype)  # float32 where B and C are
+        else:
+            g = tl.where(ok, rate, 0.0)
+        total = tl.cumsum(g, 0)
+        last = _at_end(total, at, first, count, CHUNK)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        s = s * tl.exp(tl.where(past, total[:, None] - total[None, :], float("-inf")))
+        y = tl.dot(q, h.to(q.dtype), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(s.to(v.dtype), v, y, input_precision="ieee")
+        kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(k.dtype)
+        h = tl.dot(tl.trans(kept), v, h * tl.exp(last), input_precision="ieee")
+        y = y * scale
+        if HAS_D:
+            y += skip * x.to(tl.float32)
+        if GATED:
+            at_z = row[:, None] * z_t + head * z_h + vv[None, :]
+            y = gated(y, Z, at_z, ok[:, None] & v_ok[None, :])
+        tl.store(
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            mask=ok[:, None] & v_ok[None, :],
+        )  # fmt: skip
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])
+
+
+@triton.jit
+def _unit(x):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def delta_kernel(
+    Q, K, V, G, BETA, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, g_t, b_t, o_t, o_h, st_s, st_h,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """The gated delta rule in chunks; a chunk's triangular system is solved row by row.
+
+    Grid: (sequences, heads, value blocks).
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    place = STATE + slot * st_s + head * st_h + kk[:, None] * VS + vv[None, :]
+    h = tl.load(place, mask=k_ok[:, None] & v_ok[None, :] & begun, other=0.0).to(tl.float32)
+    group = head // EACH
+    rows = tl.arange(0, CHUNK)
+    for first in range(0, count, CHUNK):
+        at = first + rows
+        ok = at < count
+        row = (start + at).to(tl.int64)
+        q = tl.load(
+            Q + row[:, None] * q_t + group * q_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        k = tl.load(
+            K + row[:, None] * k_t + group * k_g + kk[None, :],
+            mask=ok[:, None] & k_ok[None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            V + row[:, None] * v_t + head * v_h + vv[None, :],
+            mask=ok[:, None] & v_ok[None, :], other=0.0,
+        )  # fmt: skip
+        kind = v.dtype
+        g = tl.load(G + row * g_t + head, mask=ok, other=0.0).to(tl.float32)
+        beta = tl.load(BETA + row * b_t + head, mask=ok, other=0.0).to(tl.float32)
+        if NORM:
+            q = _unit(q.to(tl.float32)).to(kind)
+            k = _unit(k.to(tl.float32)).to(kind)
+        total = tl.cumsum(g, 0)
+        last = _at_end(total, at, first, count, CHUNK)
+        decay = tl.exp(
+            tl.where(rows[:, None] >= rows[None, :], total[:, None] - total[None, :], float("-inf"))
+        )
+        low = tl.dot(k, tl.trans(k), input_precision="ieee") * decay * beta[:, None]
+        low = tl.where(rows[:, None] > rows[None, :], low, 0.0)
+        # (I + low)^-1 by forward substitution: row i is e_i - sum_j low[i, j] row j.
+        inverse = tl.where(rows[:, None] == rows[None, :], 1.0, 0.0)
+        for i in range(1, CHUNK):
+            mine = tl.sum(tl.where(rows[:, None] == i, low, 0.0), 0)
+            done = tl.sum(mine[:, None] * inverse, 0)
+            inverse = tl.where(rows[:, None] == i, inverse - done[None, :], inverse)
+        right = v.to(tl.float32) * beta[:, None]
+        carried = tl.dot(k, h.to(kind), input_precision="ieee")
+        right -= carried * (beta * tl.exp(total))[:, None]
+        fresh = tl.dot(inverse, right, input_precision="ieee").to(kind)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * decay
+        y = tl.dot(q, h.to(kind), input_precision="ieee") * tl.exp(total)[:, None]
+        y = tl.dot(s.to(kind), fresh, y, input_precision="ieee") * scale
+        kept = (k.to(tl.float32) * tl.exp(last - total)[:, None]).to(kind)
+        h = tl.dot(tl.trans(kept), fresh, h * tl.exp(last), input_precision="ieee")
+        tl.store(
+            OUT + row[:, None] * o_t + head * o_h + vv[None, :], y.to(OUT.dtype.element_ty),
+            mask=ok[:, None] & v_ok[None, :],
+        )  # fmt: skip
+    tl.store(place, h.to(STATE.dtype.element_ty), mask=k_ok[:, None] & v_ok[None, :])

@@ -1,0 +1,196 @@
+"""What the kernels share about tiles: which rows and keys are whose, and how rows are loaded."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_at(i, skip_from, skip_by, SINK_TOKENS: tl.constexpr):
+    """The `i`-th tile: with sink tokens those from `skip_from` on lie `skip_by` further."""
+    tile = i
+    if SINK_TOKENS > 0:
+        tile = tl.where(i >= skip_from, i + skip_by, i)
+    return tile
+
+
+@triton.jit
+def blocks_of(BT, key_pos, seq_len, BLOCK_SIZE: tl.constexpr):
+    """The blocks that hold the keys at these positions; past the length block 0."""
+    return tl.load(BT + key_pos // BLOCK_SIZE, mask=key_pos < seq_len, other=0)
+
+
+@triton.jit
+def blocks_in_table(BT, key_pos, bt_end, BLOCK_SIZE: tl.constexpr):
+    """What the table has at these positions, whatever the length; past its last column that one."""
+    return tl.load(BT + tl.minimum(key_pos // BLOCK_SIZE, bt_end))
+
+
+@triton.jit
+def load_rows(pointers, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load whole rows of `SIZE` elements; what the tile's `BLOCK` columns have beyond is zero."""
+    if SIZE == BLOCK:
+        rows = tl.load(pointers)
+    else:
+        rows = tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def load_held_rows(pointers, held, columns, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load the rows that are `held`; others are zero: their slots may hold NaN."""
+    mask = held[:, None]
+    if SIZE != BLOCK:
+        mask = mask & (columns < SIZE)[None, :]
+    return tl.load(pointers, mask=mask, other=0.0)
+
+
+@triton.jit
+def _four_bits(codes):
+    """What e2m1's codes stand for, over 2^14, float16: its exponent and mantissa in float16's places."""
+    codes = codes.to(tl.uint16)
+    return (((codes & 7) << 9) | ((codes & 8) << 12)).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def load_four_bit_rows(ROWS, held, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Load rows of e2m1 numbers and their block scales (`cache.nvfp4`) as float16, exact.
+
+    `ROWS`: where each row begins. Rows that aren't `held` and columns beyond `SIZE` are zero. A scale's
+    e4m3 is float16's exponent and mantissa over 2^8, which no type of the device has to know.
+    """
+    pair = tl.arange(0, BLOCK // 2)
+    block = tl.arange(0, BLOCK // 16)
+    codes = tl.load(
+        ROWS[:, None] + pair[None, :], mask=held[:, None] & (pair < SIZE // 2)[None, :], other=0
+    )
+    units = tl.load(
+        ROWS[:, None] + (SIZE // 2 + block)[None, :],
+        mask=held[:, None] & (block < SIZE // 16)[None, :], other=0,
+    ).to(tl.uint16)  # fmt: skip
+    scale = (((units & 127) << 7) | ((units & 128) << 8)).to(tl.float16, bitcast=True) * 256.0
+    scale = tl.where((units & 127) == 127, float("nan"), scale)
+    each = tl.broadcast_to(scale[:, :, None], (N, BLOCK // 16, 8)).reshape((N, BLOCK // 2))
+    low = _four_bits(codes & 15) * 16384.0 * each
+    high = _four_bits(codes >> 4) * 16384.0 * each
+    return tl.join(low, high).reshape((N, BLOCK))
+
+
+@triton.jit
+def load_cached_rows(
+    BASE, row, held, columns, N: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Load the `held` rows of a cache, whatever it holds; those of four bits become float16."""
+    if BASE.dtype.element_ty == tl.uint8:
+        rows = load_four_bit_rows(BASE + row, held, N, SIZE, BLOCK)
+    else:
+        rows = load_held_rows(BASE + row[:, None] + columns[None, :], held, columns, SIZE, BLOCK)
+    return rows
+
+
+@triton.jit
+def row_places(start, rows, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The query tokens (within their sequence) and the heads of a tile's rows, from `start` on.
+
+    Where a tile holds whole tokens, what a row adds is known before `start` is: fewer registers
+    live through the loop over keys, whose loads ptxas then keeps out of the softmax's way.
+    """
+    if BLOCK_M % G == 0:
+        token = start // G + rows // G
+        head = kv_head * G + rows % G
+    else:
+        token = (start + rows) // G
+        head = kv_head * G + (start + rows) % G
+    return token, head
+
+
+@triton.jit
+def keys_seen(
+    first_pos, last_pos, seq_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr
+):
+    """The keys [low, high) that queries at these positions see; sink tokens beside."""
+    low = 0
+    high = seq_len
+    if CAUSAL:
+        high = tl.minimum(high, last_pos + 1)
+    if WINDOW > 0:
+        low = tl.maximum(low, first_pos - WINDOW + 1)
+        if not CAUSAL:
+            high = tl.minimum(high, last_pos + WINDOW)
+    if CHUNK > 0:
+        low = tl.maximum(low, first_pos // CHUNK * CHUNK)
+        high = tl.minimum(high, (last_pos // CHUNK + 1) * CHUNK)
+    return low, high
+
+
+@triton.jit
+def my_stretch(WORK, TILED: tl.constexpr):
+    """A program's stretch of the line of tiles, and the tile that it begins in (`schedule`).
+
+    Returns where it begins and ends, the tile, where that begins and ends, its sequence and row.
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    share = tl.load(WORK)
+    COLUMN = WORK + 4 + program
+    tile = tl.load(COLUMN)
+    low = tl.load(COLUMN + programs)
+    high = tl.load(COLUMN + 2 * programs)
+    seq = tile
+    row = 0
+    if TILED:
+        seq = tl.load(COLUMN + 3 * programs)
+        row = tl.load(COLUMN + 4 * programs)
+    at = program * share
+    stop = tl.minimum(at + share, tl.load(WORK + 1))
+    return at, stop, tile, low, high, seq, row
+
+
+@triton.jit
+def next_tile(WORK, tile, TILED: tl.constexpr):
+    """The tile after this one (past the last: that one): itself, its end, its sequence and row."""
+    count = tl.load(WORK + 3)
+    LINE = WORK + 4 + (5 if TILED else 3) * tl.num_programs(0)
+    tile = tl.minimum(tile + 1, count - 1)
+    seq = tile
+    row = 0
+    if TILED:
+        seq = tl.load(LINE + count + 1 + tile)
+        row = tl.load(LINE + 2 * count + 1 + tile)
+    return tile, tl.load(LINE + tile + 1), seq, row
+
+
+@triton.jit
+def tile_of(WORK, tile, programs, TILED: tl.constexpr):
+    """A tile by its number: where it begins and ends, its sequence and row."""
+    LINE = WORK + 4 + (5 if TILED else 3) * programs
+    seq = tile
+    row = 0
+    if TILED:
+        count = tl.load(WORK + 3)
+        seq = tl.load(LINE + count + 1 + tile)
+        row = tl.load(LINE + 2 * count + 1 + tile)
+    return tl.load(LINE + tile), tl.load(LINE + tile + 1), seq, row
+
+
+@triton.jit
+def piece_of(WORK, at, stop, low, high):
+    """The piece of a tile that a program has: its key tiles [begin, end), its part, who else has any.
+
+    Returns begin, end, part, and the first and last program with a piece: the same if uncut.
+    """
+    share = tl.load(WORK)
+    keys_at = low + tl.load(WORK + 2)
+    begin = tl.maximum(at - keys_at, 0)
+    end = tl.minimum(stop, high) - keys_at
+    first = low // share
+    last = (high - 1) // share
+    program = tl.program_id(0)
+    return begin, end, 2 * program + (first == program).to(tl.int32), first, last
+
+
+@triton.jit
+def part_at(part, kv_head, programs):
+    """Where a part's rows lie in the workspace, in tiles: a KV head's parts follow one another."""
+    return kv_head * 2 * programs + part

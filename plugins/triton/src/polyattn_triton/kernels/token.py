@@ -1,0 +1,128 @@
+"""Recurrences a token at a time: linear attention with a normaliser, RG-LRU, decodes of KDA and RWKV-7.
+
+A program keeps its part of a sequence's state in registers from the first token of the step to the
+last.
+"""
+
+import triton
+import triton.language as tl
+
+from polyattn_triton.kernels.scan import _softplus, draft_place
+
+
+@triton.jit
+def _phi(x, RELU: tl.constexpr):
+    if RELU:
+        return tl.maximum(x, 0.0)
+    return tl.where(x > 0.0, x + 1.0, tl.exp(tl.minimum(x, 0.0)))
+
+
+@triton.jit
+def channel_kernel(
+    Q, K, V, G, BETA, A, B, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS, scale,
+    q_t, q_g, k_t, k_g, v_t, v_h, g_t, g_h, a_t, a_h, b_t, b_h, beta_t, o_t, o_h, st_s, st_h, targets_t,
+    EACH: tl.constexpr, KS: tl.constexpr, VS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, DELTA: tl.constexpr, PHI: tl.constexpr, RELU: tl.constexpr,
+    NORM: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """KDA where `DELTA`, linear attention with a normaliser where `PHI`, else RWKV-7.
+
+    Grid: (sequences, heads, value blocks). `VS` counts a normaliser's column, which is one block with
+    the values. `DRAFTS`: the state after each token goes to its own slot of TARGETS.
+    """
+    seq = tl.program_id(0)
+    head = tl.program_id(1)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    group = head // EACH
+    kk = tl.arange(0, BLOCK_K)
+    vv = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    k_ok = kk < KS
+    v_ok = vv < VS
+    given = v_ok
+    if PHI:
+        given = vv < VS - 1
+    inner = head * st_h + kk[:, None] * VS + vv[None, :]
+    ok = k_ok[:, None] & v_ok[None, :]
+    h = tl.load(STATE + slot * st_s + inner, mask=ok & begun, other=0.0).to(tl.float32)
+    for t in range(count):
+        row = (start + t).to(tl.int64)
+        q = tl.load(Q + row * q_t + group * q_g + kk, mask=k_ok, other=0.0).to(tl.float32)
+        k = tl.load(K + row * k_t + group * k_g + kk, mask=k_ok, other=0.0).to(tl.float32)
+        v = tl.load(V + row * v_t + head * v_h + vv, mask=given, other=0.0).to(tl.float32)
+        if PHI:
+            q = tl.where(k_ok, _phi(q, RELU), 0.0)
+            k = tl.where(k_ok, _phi(k, RELU), 0.0)
+            v = tl.where(vv == VS - 1, 1.0, v)
+        else:
+            g = tl.load(G + row * g_t + head * g_h + kk, mask=k_ok, other=0.0).to(tl.float32)
+            if DELTA:
+                if NORM:
+                    q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+                    k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+                h = h * tl.exp(g)[:, None]
+                beta = tl.load(BETA + row * beta_t + head).to(tl.float32)
+                v = beta * (v - tl.sum(h * k[:, None], 0))
+            else:
+                a = tl.load(A + row * a_t + head * a_h + kk, mask=k_ok, other=0.0).to(tl.float32)
+                b = tl.load(B + row * b_t + head * b_h + kk, mask=k_ok, other=0.0).to(tl.float32)
+                read = tl.sum(h * a[:, None], 0)
+                h = h * tl.exp(g)[:, None] + b[:, None] * read[None, :]
+        h += k[:, None] * v[None, :]
+        y = tl.sum(h * q[:, None], 0)
+        if PHI:
+            y = y / (tl.sum(tl.where(vv == VS - 1, y, 0.0), 0) + 1e-6)
+        else:
+            y = y * scale
+        tl.store(OUT + row * o_t + head * o_h + vv, y.to(OUT.dtype.element_ty), mask=given)
+        if DRAFTS:
+            to = draft_place(TARGETS, targets_t, seq, t)
+            tl.store(STATE + to * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
+    if not DRAFTS:
+        tl.store(STATE + slot * st_s + inner, h.to(STATE.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def unit_kernel(
+    X, INPUT_GATE, RECURRENT_GATE, LAMBDA, OUT, STATE, STARTS, SEQ_LENS, STATE_SLOTS, TARGETS,
+    x_t, i_t, r_t, o_t, st_s, targets_t,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr, DRAFTS: tl.constexpr,
+):  # fmt: skip
+    """RG-LRU. Grid: (sequences, blocks of channels). `DRAFTS` as above."""
+    seq = tl.program_id(0)
+    slot = tl.load(STATE_SLOTS + seq)
+    if slot < 0:
+        return
+    start = tl.load(STARTS + seq)
+    count = tl.load(STARTS + seq + 1) - start
+    if count == 0:
+        return
+    begun = tl.load(SEQ_LENS + seq) > count
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = c < CHANNELS
+    rate = -8.0 * _softplus(tl.load(LAMBDA + c, mask=ok, other=0.0))
+    h = tl.load(STATE + slot * st_s + c, mask=ok & begun, other=0.0).to(tl.float32)
+    for t in range(count):
+        row = (start + t).to(tl.int64)
+        x = tl.load(X + row * x_t + c, mask=ok, other=0.0).to(tl.float32)
+        i = tl.load(INPUT_GATE + row * i_t + c, mask=ok, other=0.0).to(tl.float32)
+        r = tl.load(RECURRENT_GATE + row * r_t + c, mask=ok, other=0.0).to(tl.float32)
+        log_a = rate * tl.sigmoid(r)
+        # 1 - exp(2 log a) loses its digits where a is near 1: there its series serves.
+        twice = 2.0 * log_a
+        series = -twice * (1.0 + twice * (0.5 + twice * (1.0 / 6.0 + twice / 24.0)))
+        root = tl.sqrt(tl.where(twice > -0.05, series, 1.0 - tl.exp(twice)))
+        first = (t == 0) & (begun == 0)
+        h = tl.exp(log_a) * h + tl.where(first, 1.0, root) * tl.sigmoid(i) * x
+        tl.store(OUT + row * o_t + c, h.to(OUT.dtype.element_ty), mask=ok)
+        if DRAFTS:
+            to = draft_place(TARGETS, targets_t, seq, t)
+            tl.store(STATE + to * st_s + c, h.to(STATE.dtype.element_ty), mask=ok & (to >= 0))
+    if not DRAFTS:
+        tl.store(STATE + slot * st_s + c, h.to(STATE.dtype.element_ty), mask=ok)
