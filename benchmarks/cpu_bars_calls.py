@@ -78,7 +78,7 @@ class CallBars:
                  us=best["native"] / 20 * 1e6, torch_us=best["torch"] / 20 * 1e6)  # fmt: skip
 
     def overhead(self) -> None:
-        """A call with one key: the backend's, and a whole layer's beside one that does nothing."""
+        """A call with one key, or of a padding row, over a layer whose backends do nothing."""
         from polyattn import Attention, Batch, LayerSpec, select
         from polyattn.kernel import KVCache
         from polyattn_cpu.native.backends import NativeAttention, NativeStore
@@ -87,17 +87,18 @@ class CallBars:
         small = self.native.Case({"num_heads": 4, "num_kv_heads": 2, "head_size": 32}, [1], [1])
         query, key, value = (torch.randn(1, h, 32).bfloat16() for h in (4, 2, 2))
 
-        def layer() -> Callable[[], object]:
+        def layer(keys: int) -> Callable[[], object]:
             made = Attention(select(spec, "cpu"))
             cache = KVCache(*torch.zeros(2, 4, 16, 2, 32, dtype=torch.bfloat16))
-            batch = Batch([0, 1], [1], torch.zeros(1, 1, dtype=torch.int32),
-                          slot_mapping=torch.zeros(1, dtype=torch.int64))  # fmt: skip
+            batch = Batch([0, 1], [keys], torch.zeros(1, 1, dtype=torch.int32),
+                          slot_mapping=torch.full((1,), keys - 1))  # fmt: skip
             plan, out = made.plan(batch), torch.empty(1, 4, 32, dtype=torch.bfloat16)
             return lambda: made(query, key, value, cache, plan, out=out)
 
         def nothing(self: object, *rest: object) -> None: ...
 
-        call, attend, store = layer(), NativeAttention.run, NativeStore.run
+        call, padding = layer(1), layer(0)
+        attend, store = NativeAttention.run, NativeStore.run
 
         def with_runs(
             attends: Any, stores: Any, call: Callable[[], object]
@@ -115,11 +116,16 @@ class CallBars:
             "whole": with_runs(attend, store, call),
             "without attending": with_runs(nothing, store, call),
             "its own": with_runs(nothing, nothing, call),
+            "padding": with_runs(attend, store, padding),
+            "padding, without attending": with_runs(nothing, store, padding),
         }
         best = {n: t / 100 * 1e6 for n, t in least(calls, self.seconds, time.thread_time).items()}
         self.row("one key, the backend's call", best["backend"], "us", -5.0)
+        self.row("a layer's call with nothing to do, attending's part",
+                 best["padding"] - best["padding, without attending"], "us", -3.0,
+                 whole=best["padding"])  # fmt: skip
         self.row("a layer's call of one key, attending's part", best["whole"] - best["without attending"],
-                 "us", -3.0, whole=best["whole"])  # fmt: skip
+                 "us", whole=best["whole"])  # fmt: skip
         self.row("a layer's call of one key, storing's part",
                  best["without attending"] - best["its own"], "us", own=best["its own"])  # fmt: skip
 

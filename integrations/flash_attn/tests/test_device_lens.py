@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from polyattn import PolyattnError, settings
-from polyattn.families.attention.stateless import cached
 from polyattn.families.attention import device_lens as core
+from polyattn.families.attention.stateless import cached
 from polyattn.runtime.step import host_copies
 from polyattn_flash_attn import flash_attn_2, flash_attn_3
 from torch import Tensor

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes, packed_strides
 from polyattn_cpu.native.library import isa
-from polyattn_cpu.native.store import Part, store
+from polyattn_cpu.native.store import Part, plain, store
 
 
 class NativePlan(Plan):
@@ -102,14 +102,12 @@ class NativeStore(StoreBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.by = isa()
+        self.scatter = plain(self.by)
 
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        parts = [Part(key, cache.key, params.k_scale)]
-        if not cache.value_in_key:
-            parts.append(Part(value, cache.value, params.v_scale))
-        store(parts, plan.slots, by=self.by)
+        self.scatter(key, value, cache, params.k_scale, params.v_scale, plan.slots)
 
     def run_rotated(
         self,

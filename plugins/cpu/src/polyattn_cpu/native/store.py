@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from polyattn.kernel import BatchError
+from polyattn.kernel import BatchError, KVCache
 from torch import Tensor
 
 from polyattn_cpu.native.attention import TORCH_DTYPES
@@ -70,9 +70,51 @@ def store(
     number = torch.get_num_threads() if threads is None else threads
     bad = load().pa_store((by or isa()).encode(), packed, len(parts), number)
     if bad:
-        at = bad - 1
         cache = next(part.cache for part in parts if part.cache is not None)
-        raise BatchError(
-            f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has "
-            f"{cache.shape[0] * cache.shape[1]} slots, and -1 skips"
-        )
+        raise _outside(slots, bad - 1, cache.shape[0] * cache.shape[1])
+
+
+def _outside(slots: Tensor, at: int, count: int) -> BatchError:
+    return BatchError(
+        f"slot_mapping[{at}]={int(slots[at])} is out of range: the cache has {count} slots, and -1 skips"
+    )
+
+
+def plain(by: str) -> Callable[[Tensor, Tensor, KVCache, float, float, Tensor], None]:
+    """Return `store` of keys and values that aren't turned, by an instruction set.
+
+    Called with key, value (num_tokens, num_kv_heads, size), their cache and scales, and the slots. Paid
+    once a layer: what the cache knows isn't asked for again.
+    """
+    run, pack, isa_bytes, threads = (
+        load().pa_store,
+        _SCATTER.pack,
+        by.encode(),
+        torch.get_num_threads,
+    )
+
+    def scatter(
+        key: Tensor, value: Tensor, cache: KVCache, k_scale: float, v_scale: float, slots: Tensor
+    ) -> None:
+        (kb, kt, kh, _), (vb, vt, vh, _), stored = cache.strides
+        tokens, heads, size = key.shape
+        st, sh, _ = key.stride()
+        block_size, at, dtype = cache.block_size, slots.data_ptr(), TORCH_DTYPES[stored]
+        count = cache.num_blocks * block_size
+        packed, parts = pack(
+            key.data_ptr(), cache.key.data_ptr(), 0, at, 0, 0, 0, tokens, heads, size, block_size, count,
+            st, sh, kb, kt, kh, TORCH_DTYPES[key.dtype], dtype, 0, 0, False, k_scale,
+        ), 1  # fmt: skip
+        if not cache.value_in_key:
+            st, sh, _ = value.stride()
+            packed += pack(
+                value.data_ptr(), cache.value.data_ptr(), 0, at, 0, 0, 0, tokens, heads,
+                value.shape[2], block_size, count, st, sh, vb, vt, vh, TORCH_DTYPES[value.dtype], dtype,
+                0, 0, False, v_scale,
+            )  # fmt: skip
+            parts = 2
+        bad = run(isa_bytes, packed, parts, threads())
+        if bad:
+            raise _outside(slots, bad - 1, count)
+
+    return scatter
