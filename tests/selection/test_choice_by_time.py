@@ -10,7 +10,6 @@ import pytest
 import torch
 from fakes import H100, backend
 from polyattn import Attention, Batch, Device, LayerGroup, LayerSpec, select, settings
-from polyattn.errors import SettingsError
 from polyattn.families.attention import reference
 from polyattn.plugin import hookimpl
 from polyattn.registry.capabilities import Capabilities
@@ -283,13 +282,6 @@ def test_a_broken_table_is_named_and_ignored(table: Any, tmp_path: Path) -> None
     assert any("can't be read" in note and str(path) in note for note in selection.decision.notes)
 
 
-def test_a_file_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("POLYATTN_TIMINGS", "/nowhere/timings.json")
-    with pytest.raises(SettingsError, match="POLYATTN_TIMINGS='/nowhere/timings.json'"):
-        settings.reload()
-    monkeypatch.delenv("POLYATTN_TIMINGS")
-
-
 BAD_MODELS = {
     "kind='sideways'": {"kind": "sideways"},
     "must be finite": {"coefficients": dict.fromkeys(TERMS, -1)},
@@ -312,14 +304,6 @@ def test_a_bad_model_is_named_and_the_rest_counts(said: str, tmp_path: Path) -> 
     found = read_table(path)
     assert [e.model.backend for e in found.entries] == ["HPU_ATTN", "NATIVE_ATTN"]
     assert len(found.problems) == 1 and said in found.problems[0]
-
-
-@pytest.mark.parametrize("text", ["[]", '{"format": 99}', '{"format": 1}', "[" * 100_000, "\0"])
-def test_what_is_no_table_is_an_error(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    path.write_text(text)
-    with pytest.raises(SettingsError, match=str(path)):
-        read_table(path)
 
 
 def test_a_profile_has_what_was_measured_on_such_a_device(tmp_path: Path) -> None:
@@ -368,15 +352,6 @@ def test_a_plugin_that_answers_nonsense_is_broken(answer: Any) -> None:
         assert record.status == "broken" and "polyattn_timings()" in record.problem
     finally:
         unregister("tables")
-
-
-def test_nobodys_home_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nobody() -> Path:
-        raise RuntimeError("no home directory")
-
-    monkeypatch.setattr(Path, "home", nobody)
-    refresh()
-    assert all(Path(t.path).name != "timings.json" for t in timings(settings.current()).tables)
 
 
 class Slow:

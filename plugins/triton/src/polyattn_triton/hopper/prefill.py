@@ -229,21 +229,8 @@ def _consume(
         mbarrier.arrive(k_empty.index(n % STAGES))
         m = gl.full([64], float("-inf"), gl.float32, ROW)
         weights, m, _alpha = _softmax(
-            s,
-            m,
-            key,
-            bound,
-            row_pos,
-            by,
-            scale,
-            rows,
-            True,
-            True,
-            WINDOW,
-            BLOCK_N,
-            CHANGE,
-            FUNCTIONS,
-        )
+            s, m, key, bound, row_pos, by, scale, rows, True, True, WINDOW, BLOCK_N, CHANGE, FUNCTIONS,
+        )  # fmt: skip
         l = _sums(weights)
         pairs = _in_pairs(weights, DTYPE)
         acc = gl.zeros([64, D], gl.float32, OUTPUT)
