@@ -94,7 +94,7 @@ def cached(
         ends = _ends(cache, host, new)
         if turns is not None:
             last = (n + max(0, count - 1) * step for n, count in zip(host, query_lens, strict=True))
-            _check_turns(turns, max(*last, *(n - 1 for n in ends)))
+            _check_turns(turns, max([*last, *(n - 1 for n in ends)], default=-1))
     if turns is not None:
         query = turns.applied(query, _positions(lens, query_lens, query.device, step)[1])
     if new is not None:
