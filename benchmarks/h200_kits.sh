@@ -14,10 +14,11 @@ mkdir -p "$out"
 # Seconds that each kit may take with eight workers, about twice what it took (MLA, SCAN, FLA, SDPA, XFORMERS: not timed
 # alone). The longest one first, beside which the others run.
 [ $# -gt 0 ] || set -- TRITON_ATTN=450 TORCH_MLA=60 XFORMERS=120 TORCH_SCAN=150 FLA=150 TORCH_SDPA=150 FLEX_ATTENTION=180 FLASH_ATTN_V4=260 FLASHINFER=300 FLASH_ATTN=420
-gpus=$(nvidia-smi -L 2>/dev/null | wc -l)
-[ "$gpus" -gt 0 ] || gpus=1
+# Which GPUs (GPUS="1"), and how many kits at a time on each (EACH).
+read -r -a gpus <<< "${GPUS:-$(seq -s ' ' 0 $(($(nvidia-smi -L 2>/dev/null | grep -c . || true) - 1)))}"
+[ ${#gpus[@]} -gt 0 ] || gpus=(0)
 cores=$(nproc)
-side=$((2 * gpus)) # kits at a time
+side=$((${EACH:-2} * ${#gpus[@]})) # kits at a time
 workers=${WORKERS:-$((cores / side > 0 ? cores / side : 1))}
 export OMP_NUM_THREADS=1 CUDA_CACHE_MAXSIZE=4294967296 CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-/tmp/cuda_cache} CUDA_MODULE_LOADING=LAZY
 left() { echo $((end - SECONDS)); }
@@ -33,7 +34,7 @@ fa2() { # puts the library in its place, and has its kernels assembled
     mkdir -p "$(dirname "$place")"
     $python -c "import lzma, shutil, sys; shutil.copyfileobj(lzma.open(sys.argv[1]), open(sys.argv[2], 'wb'))" "$packed" "$place.part" && mv "$place.part" "$place"
   fi
-  CUDA_VISIBLE_DEVICES=0 $python "$root/benchmarks/h200_fa2_warm.py" --seconds $(($(left) / 2)) --processes "$workers" --dtypes bfloat16 float16 > "$out/fa2_warm.out" 2>&1
+  CUDA_VISIBLE_DEVICES=${gpus[0]} $python "$root/benchmarks/h200_fa2_warm.py" --seconds $(($(left) / 2)) --processes "$workers" --dtypes bfloat16 float16 > "$out/fa2_warm.out" 2>&1
 }
 
 fa4() { # installs it apart from the rest
@@ -67,11 +68,11 @@ printf '%s\n' "$@" > "$queue"
 for ((slot = 0; slot < side; slot++)); do
   while next=$(flock "$queue.lock" sh -c 'head -1 "$0"; sed -i 1d "$0"' "$queue") && [ -n "$next" ]; do
     seconds=${next#*=}
-    kit "${next%%=*}" "$([ "$seconds" = "$next" ] && echo 300 || echo "$seconds")" $((slot % gpus))
+    kit "${next%%=*}" "$([ "$seconds" = "$next" ] && echo 300 || echo "$seconds")" "${gpus[slot % ${#gpus[@]}]}"
   done &
 done
 wait
-echo "$gpus GPUs, $cores cores, $workers workers a kit"
+echo "${#gpus[@]} GPUs, $cores cores, $workers workers a kit"
 while read -r backend seconds; do
   said=$(grep -aE "conformance of|ERROR: |not begun" "$out/$backend.log" | tail -1 | cut -c1-130)
   [ -n "$said" ] || said="interrupted, passed (.) and failed (F): $(grep -aE '^[.FEsx]+( |$)' "$out/$backend.log" | grep -aoE '[.FE]' | sort | uniq -c | tr -s ' \n' ' ')"
