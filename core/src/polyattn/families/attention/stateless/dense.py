@@ -250,7 +250,10 @@ class DenseCall:
         token = of_heads * size  # results lie by tokens, whatever the order of their sizes
         self.out_shape = _by_heads((rows, count, of_heads, size), heads_out)
         self.out_stride = _by_heads((count * token, token, size, 1), heads_out)
-        self.alike = query.shape == self.out_shape and query.stride() == self.out_stride
+        given = (
+            query if views[0] is not None else torch.empty_like(tokens, device="meta").contiguous()
+        )
+        self.alike = given.shape == self.out_shape and given.stride() == self.out_stride
         self.lse_shape = _by_heads((rows, count, of_heads), heads_out)
         self.lse_stride = _by_heads((count * of_heads, of_heads, 1), heads_out)
         self.run = self.step.run
@@ -284,14 +287,14 @@ class DenseCall:
             params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
         if self.addressed is not None:
             lse = None
+            if self.views[0] is None:
+                query = (query.transpose(1, 2) if self.heads_first else query).contiguous()
             if self.alike:  # which says less to torch
                 out = torch.empty_like(query)
             else:
                 out = query.new_empty_strided(self.out_shape, self.out_stride)
             if self.needs_lse:
                 lse = query.new_empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32)
-            if self.views[0] is None:
-                query = ordered(query, self.heads_first)
             self.addressed(query, key, value, params, out, lse)
             return out, lse
         out, lse = query.new_empty(self.tokens_shape), None
