@@ -172,7 +172,14 @@ class Way:
         if plans is None:
             plans = lens.__dict__["_polyattn_plans"] = {}
         plan = plans.get(where)
+        # Steps of several tokens each have arrays of their own, copied from the host.
+        recorded = self.tokens > 1 and capturing(lens)
         if plan is None:
+            if recorded:
+                raise BatchError(
+                    "a graph is being captured, and the lengths or the block table aren't the tensors of "
+                    "the call before it; give the same ones, not new views of them"
+                )
             # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
             batch = Batch.on_buffers(
                 [self.tokens * i for i in range(len(self.bounds) + 1)], self.bounds, self.starts,
@@ -184,6 +191,8 @@ class Way:
             found = self.group.plan(batch)
             assert isinstance(found, AttentionStep)
             plan = plans[where] = Planned(found, self._addressed(found))
+        if recorded and plan not in self._captured:  # which a graph reads as long as it lives
+            self._captured.append(plan)
         return plan
 
     def _addressed(self, step: AttentionStep) -> Addressed | None:

@@ -89,6 +89,11 @@ def cached(
             assert isinstance(cache_seqlens, Tensor)
             return known(query, *cache[:3], cache_seqlens, alibi_slopes=alibi_slopes)  # type: ignore[arg-type]
     lens_of = [query.shape[1]] * query.shape[0] if query_lens is None else query_lens
+    if cache.key.dtype != query.dtype:
+        raise CacheError(
+            f"the cache is {cache.key.dtype}, the query {query.dtype}; convert one of them, or read a "
+            "quantised cache by a layer (polyattn.Attention), which has its scales"
+        )
     lens = _lens(cache_seqlens, len(lens_of), cache, new)
     by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
     step = 1 if by_position else 0
@@ -108,7 +113,7 @@ def cached(
         tokens = turns.applied(tokens, _positions(lens, lens_of, query.device, step)[1])
         query = tokens.view(query.shape)
     if new is not None:
-        _append(cache, new, lens, turns)
+        _append(cache, new, lens, turns, checked=way is None)
     if way is not None and pages is not None:
         assert isinstance(lens, Tensor)
         after = lens if new is None else way.after(lens, new.lens[0])
@@ -221,16 +226,28 @@ def _check_turns(turns: Turns, last: int) -> None:
         )
 
 
-def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None) -> None:
-    """Store new tokens where each sequence ends."""
+def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None, checked: bool) -> None:
+    """Store new tokens where each sequence ends. `checked`: whether their pages are looked at first."""
     key, value, table, rows, _ = cache
     seq, position = _positions(lens, new.lens, key.device)
     if table is None:
         at = seq if rows is None else rows[seq].long(), position
     else:
         at = table[seq, position // key.shape[1]].long(), position % key.shape[1]
+        if checked and len(at[0]):
+            _check_pages(at[0], seq, key.shape[0])
     turned = new.key if turns is None else turns.applied(new.key, position)
     key[at], value[at] = turned.to(key.dtype), new.value.to(value.dtype)
+
+
+def _check_pages(pages: Tensor, seq: Tensor, count: int) -> None:
+    outside = ((pages < 0) | (pages >= count)).nonzero()
+    if len(outside):
+        first = outside[0]
+        raise CacheError(
+            f"block_table[{int(seq[first])}] gives a new token page {int(pages[first])}; the cache has "
+            f"{count} pages, and each sequence needs its own for what it appends"
+        )
 
 
 def _positions(

@@ -28,6 +28,7 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import Settings, current
+from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
 
 Count = Callable[[LayerGroup], None]
@@ -78,6 +79,11 @@ def _group_of(
     heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
     **more: Any,
 ) -> LayerGroup:  # fmt: skip
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise BatchError(
+            f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or give "
+            "8-bit queries with their scales to an Attention whose spec has qkv_dtype"
+        )
     if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
         raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
     return group_for(
