@@ -240,7 +240,14 @@ def compared(turn: int, ours: Side, theirs: Side) -> dict[str, Any]:
 
 
 def _free() -> None:
-    """Give the device the memory of earlier engines back: nano-vllm sizes its cache by what is left."""
+    """Give the device the memory of earlier engines back: nano-vllm sizes its cache by what is left.
+
+    One that died in its making left its process group and torch's defaults as well.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_device("cpu")
+    torch.set_default_dtype(torch.float32)
     gc.collect()
     torch.cuda.empty_cache()
 
