@@ -70,10 +70,10 @@ class StepGraph:
         for group, plan in self.plans.items():
             group.plan(group.planner.own(filled), reuse=plan)
         places = buffers.places[:tokens] if isinstance(buffers, MixedBuffers) else None
-        for name, tensor in inputs.items():
-            if places is None:
-                self.inputs[name][:tokens] = tensor
-            else:
+        if places is None:
+            _copy_in(self.inputs, inputs, tokens)
+        else:
+            for name, tensor in inputs.items():
                 raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
         self.graph.replay()
         if places is None:
@@ -176,6 +176,17 @@ def _buffers(
         size.rows, size.query_len, max_len, block_size, device, axes, sharing, pads,
         size.state_targets,
     )  # fmt: skip
+
+
+def _copy_in(buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], tokens: int) -> None:
+    """Copy the inputs to the front of their buffers, those of one dtype in one launch."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for name, tensor in inputs.items():
+        goals, sources = kinds.setdefault(tensor.dtype, ([], []))
+        goals.append(raw(buffers[name])[:tokens])
+        sources.append(raw(tensor))
+    for goals, sources in kinds.values():
+        torch._foreach_copy_(goals, sources)
 
 
 def _select(source: Tensor, places: Tensor, out: Tensor) -> Tensor:
