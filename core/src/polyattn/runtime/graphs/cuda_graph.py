@@ -11,7 +11,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
-from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
@@ -71,7 +71,7 @@ class StepGraph:
             group.plan(group.planner.own(filled), reuse=plan)
         places = buffers.places[:tokens] if isinstance(buffers, MixedBuffers) else None
         if places is None:
-            _copy_in(self.inputs, inputs, tokens)
+            copy_together((self.inputs[n][:tokens], t) for n, t in inputs.items())
         else:
             for name, tensor in inputs.items():
                 raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
@@ -176,17 +176,6 @@ def _buffers(
         size.rows, size.query_len, max_len, block_size, device, axes, sharing, pads,
         size.state_targets,
     )  # fmt: skip
-
-
-def _copy_in(buffers: Mapping[str, Tensor], inputs: Mapping[str, Tensor], tokens: int) -> None:
-    """Copy the inputs to the front of their buffers, those of one dtype in one launch."""
-    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for name, tensor in inputs.items():
-        goals, sources = kinds.setdefault(tensor.dtype, ([], []))
-        goals.append(raw(buffers[name])[:tokens])
-        sources.append(raw(tensor))
-    for goals, sources in kinds.values():
-        torch._foreach_copy_(goals, sources)
 
 
 def _select(source: Tensor, places: Tensor, out: Tensor) -> Tensor:

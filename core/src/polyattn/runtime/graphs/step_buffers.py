@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import GraphCapture
 
@@ -158,33 +160,36 @@ class StepBuffers:
             self.seq_lens[:count] = batch.seq_lens
         else:
             self._put(self.seq_lens, lens)
+        self.slots.fill_(-1)
+        given: list[tuple[Tensor, Tensor]] = []
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
-            self.block_table[:count, :width] = batch.block_table[:, :width]
+            given.append((self.block_table[:count, :width], batch.block_table[:, :width]))
             self.block_table[count:] = 0
         if self.positions is not None:
             self.positions.zero_()
-            self.positions[..., :tokens] = batch.token_positions
-        self.slots.fill_(-1)
+            given.append((self.positions[..., :tokens], batch.token_positions))
         if self.slot_mapping is not None and batch.slot_mapping is not None:
-            self.slot_mapping[:tokens] = batch.slot_mapping
+            given.append((self.slot_mapping[:tokens], batch.slot_mapping))
         if batch.state_slots is not None:
-            self.state_slots[:count] = batch.state_slots
-        self._fill_targets(batch.state_targets)
+            given.append((self.state_slots[:count], batch.state_slots))
+        copy_together(given + self._targets(batch.state_targets))
         filled = self.batch(lens)
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
         return filled
 
-    def _fill_targets(self, targets: Tensor | None) -> None:
-        """Copy in where each token's state goes; -1, nowhere, before a sequence's last one."""
+    def _targets(self, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return where each token's state goes, and what that is copied to.
+
+        Before a sequence's last token its state goes nowhere, -1, where each sequence has one target.
+        """
         if self.state_targets is None or targets is None:
-            return
+            return []
         if targets.dim() == 1:
-            self.state_targets[: len(targets), -1] = targets
-        else:
-            self.state_targets[: len(targets)] = targets[:, : self.query_len]
+            return [(self.state_targets[: len(targets), -1], targets)]
+        return [(self.state_targets[: len(targets)], targets[:, : self.query_len])]
 
     def _put(self, buffer: Tensor, values: Any) -> None:
         """Copy from the host without waiting for the device, which allocates nothing."""
@@ -192,3 +197,14 @@ class StepBuffers:
         if buffer.is_cuda:
             host = host.pin_memory()
         buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each pair the second, of one shape, those of one dtype in one launch."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for goal, source in pairs:
+        goals, sources = kinds.setdefault(source.dtype, ([], []))
+        goals.append(raw(goal))
+        sources.append(raw(source))
+    for goals, sources in kinds.values():
+        torch._foreach_copy_(goals, sources)
