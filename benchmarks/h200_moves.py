@@ -138,7 +138,8 @@ def moves(seconds: float, most: int = 200) -> Row:
     graphs.capture(model.inputs(1))
     (graph,) = graphs.graphs
     different, allocated, states_off, replays = [0, 0, 0], 0, 0.0, 0
-    padded, unpadded, times, end = 0, [0.0] * 3, {}, time.monotonic() + seconds
+    padded, unpadded, end = 0, [0.0] * 3, time.monotonic() + seconds
+    times: Row = {}
     while replays < most and time.monotonic() < end:
         batch = model.drawn()
         inputs, before = model.inputs(batch.num_tokens), [s.data.clone() for s in model.states]
