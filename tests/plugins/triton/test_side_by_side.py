@@ -46,9 +46,9 @@ def compiled_here(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> boo
 def test_a_process_compiles_what_is_then_loaded(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers = side_by_side.Workers()
-    workers.compile(asked)
-    workers.end()
+    compilers = side_by_side.Compilers()
+    compilers.compile(asked)
+    compilers.end()
     assert not caplog.records
     assert not compiled_here(asked, monkeypatch)
 
@@ -64,10 +64,10 @@ def test_what_fails_is_said_and_compiled_here(
     else:
         asked["env_vars"] = None
         monkeypatch.setattr(asked["src"], "signature", {"PARTS": "*no_such_type"})
-    workers = side_by_side.Workers()
+    compilers = side_by_side.Compilers()
     with caplog.at_level(logging.WARNING, "polyattn"):
-        workers.compile(asked)
-    workers.end()
+        compilers.compile(asked)
+    compilers.end()
     assert "TRITON_ATTN compiles merge_kernel in this process" in caplog.text
     if fault != "it can't":
         assert compiled_here(asked, monkeypatch)
