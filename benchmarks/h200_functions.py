@@ -258,9 +258,9 @@ def main() -> None:
         for name, (fields, given) in functions().items():
             for step, pairs in STEPS.items():
                 if name in ("FlashSigmoid", "ALiBi") or not label:
-                    row = f"{name} {step} {label}".strip()
-                    layer_of[row] = f"{name}, {label}"
-                    jobs.append((row, lambda f=fields | more, g=given, p=pairs: check(f, g, p)))  # type: ignore[misc]
+                    title = f"{name} {step} {label}".strip()
+                    layer_of[title] = f"{name}, {label}"
+                    jobs.append((title, lambda f=fields | more, g=given, p=pairs: check(f, g, p)))  # type: ignore[misc]
     for name, (fields, given) in hidden().items():
         jobs.append((f"hidden {name}", lambda f=fields, g=given: left_out(f, g)))  # type: ignore[misc]
     if not REHEARSAL:

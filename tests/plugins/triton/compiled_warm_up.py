@@ -33,7 +33,7 @@ def main() -> None:
     listener: Any = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)  # noqa: E731
     triton.knobs.compilation.listener = listener
     send = side_by_side.Compilers._sent
-    side_by_side.Compilers._sent = lambda self, job: (sent.append(1), send(self, job))[1]  # type: ignore
+    side_by_side.Compilers._sent = lambda self, job: (sent.append(1), send(self, job))[1]
     triton.runtime.driver.set_active(DRIVER)  # type: ignore[arg-type]
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, block_size=16)
     spec = spec.replace(**json.loads(sys.argv[1]))
