@@ -32,8 +32,13 @@ def main() -> None:
     compiled, sent = [], []
     listener: Any = lambda *, cache_hit, **_: None if cache_hit else compiled.append(1)  # noqa: E731
     triton.knobs.compilation.listener = listener
-    send = side_by_side.Compilers._sent
-    side_by_side.Compilers._sent = lambda self, job: (sent.append(1), send(self, job))[1]
+    compile_elsewhere = side_by_side.Compilers.compile
+
+    def compile_and_count(self: side_by_side.Compilers, asked: Any) -> None:
+        sent.append(1)
+        compile_elsewhere(self, asked)
+
+    side_by_side.Compilers.compile = compile_and_count  # type: ignore[method-assign]
     triton.runtime.driver.set_active(DRIVER)  # type: ignore[arg-type]
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=64, block_size=16)
     spec = spec.replace(**json.loads(sys.argv[1]))

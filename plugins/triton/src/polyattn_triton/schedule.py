@@ -194,13 +194,16 @@ def _alike(
 def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
     """Return the order, longest first, in which tiles are dealt out uncut, if they end together.
 
-    `slots`: how many run at a time. None: the fullest slot would have more than `EVEN` of the mean.
+    `slots`: how many run at a time. None: the fullest slot would have more than `EVEN` of the mean,
+    and keys are worth a cut.
     """
-    count = len(keys)
-    most = EVEN * (int(keys.sum()) + rates.item * count) / slots + 1
-    if int(keys.max()) + rates.item > most:
-        return None
+    count, longest = len(keys), int(keys.max())
     order = np.argsort(-keys, kind="stable")
+    if count <= slots and longest <= rates.least:
+        return order
+    most = EVEN * (int(keys.sum()) + rates.item * count) / slots + 1
+    if longest + rates.item > most:
+        return None
     rounds = -(-count // slots)
     dealt = np.zeros(rounds * slots, np.int64)
     dealt[:count] = keys[order] + rates.item

@@ -72,13 +72,17 @@ def is_cached(key: str, name: str) -> bool:
 class Compilers:
     """A process that forks one for each kernel: they share what it has imported."""
 
-    def __init__(self) -> None:
+    def __init__(self, soon: bool = False) -> None:
+        """`soon`: kernels will be asked for, and it imports meanwhile what they need."""
         self._starting, self._sending = Lock(), Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection
         self._answers: Thread
         self._forgotten: weakref.finalize[Any, Any]
         self._waiting: dict[int, Future[str | None]] = {}
+        if soon and BY_PROCESSES:
+            with suppress(OSError):  # told where a kernel is asked for
+                self.start()
 
     def start(self) -> None:
         """Have it import what it needs, if it doesn't yet. Raises `OSError`."""
