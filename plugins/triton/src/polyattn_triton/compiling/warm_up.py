@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from polyattn.kernel import (
@@ -33,8 +33,8 @@ SEQUENCES = 128
 """Enough for a full chip, whose tiles stay whole."""
 
 
-def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
-    """Compile what `phases` may run, side by side."""
+def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> list[Any]:
+    """Compile what `phases` may run, side by side, and return it."""
     spec, device = backend.spec, backend.torch_device
     cache = None if backend.cache is None else KVCache.allocate(backend.cache, 1, device)
     kind = STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
@@ -56,7 +56,7 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
     masks = frozenset[str]() if pointwise is None else pointwise.mask_inputs
     # What masks read may come with the step, when key tiles are listed, or of the layer.
     later = {name for name in masks if not name.startswith("mask_")}
-    with compiling_only():
+    with compiling_only(backend.compilers) as compiled:
         for batch in _steps_of(spec, phases, device, paged=cache is not None):
             for of_layer in (set[str](), later) if later else (later,):
                 params.inputs = {name: batch.inputs[name] for name in of_layer}
@@ -69,6 +69,7 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
                 for merging in plan.merging.of_each_variant():
                     plan.merging = merging
                     backend.merge(plan, params, out, lse, quantized)
+    return compiled
 
 
 def _steps_of(
