@@ -78,7 +78,7 @@ class Capabilities:
       that a short step costs the host little.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
       and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
-    - `features`: names of `polyattn.spec.layer.FEATURES`.
+    - `features`: names of `polyattn.spec.features.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`,
       `"captured"` (graph capture is asked for) or a size (`"head_size 192"`): `{"alibi", "decode"}`.
