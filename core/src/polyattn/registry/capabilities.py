@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from polyattn.device import Device, arch_matches
+from polyattn.errors import nearest
 from polyattn.registry import typed
 from polyattn.registry.claims import claim_problems
 from polyattn.registry.sizes import ANY_SIZE, Sizes
@@ -131,7 +132,8 @@ class Capabilities:
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
-                raise ValueError(f"Capabilities.{name}: unknown {unknown}; valid: {sorted(valid)}")
+                close = nearest(unknown[0], valid)
+                raise ValueError(f"Capabilities.{name}: unknown {unknown}{close}")
             if not given:
                 raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
         if not self.cached or not self.cached <= {True, False}:

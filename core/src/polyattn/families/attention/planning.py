@@ -100,30 +100,12 @@ class AttentionStep(StepPlan):
                     return out
                 raise bad_input("out", out, self.out_shape, self.out_dtype)
         if key is not None and value is not None:
-            if key.__class__ is not Tensor or key.device != device:
-                check_tensor("key", key, device)
-            if value.__class__ is not Tensor or value.device != device:
-                check_tensor("value", value, device)
-            if key.dim() == 2 or value.dim() == 2:
-                key, value = keys_in_heads(self.group.spec, key, value)
-            if self.key_shape is None:
-                self._check_given(key, value)
-            else:
-                if key.shape != self.key_shape or key.dtype is not dtype:
-                    raise bad_input("key", key, self.key_shape, dtype)
-                if value.shape != self.value_shape or value.dtype is not dtype:
-                    raise bad_input("value", value, self.value_shape or (), dtype)
+            key, value = self._checked(key, value)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache, params)
         # Kernels step by tokens and heads; what has gaps within a head is copied.
         if query.stride()[2] != 1:  # quicker than stride(2)
             query = query.contiguous()
-        if (
-            key is not None
-            and value is not None
-            and (key.stride()[2] != 1 or value.stride()[2] != 1)
-        ):
-            key, value = key.contiguous(), value.contiguous()
         if out.stride()[2] != 1:
             raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
         if torch.is_grad_enabled():
@@ -134,6 +116,24 @@ class AttentionStep(StepPlan):
         else:
             self.run(query, key, value, cache, params, out, lse)
         return out
+
+    def _checked(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as kernels take them. Raises `BatchError`."""
+        if key.__class__ is not Tensor or key.device != self.device:
+            check_tensor("key", key, self.device)
+        if value.__class__ is not Tensor or value.device != self.device:
+            check_tensor("value", value, self.device)
+        if key.dim() == 2 or value.dim() == 2:
+            key, value = keys_in_heads(self.group.spec, key, value)
+        if self.key_shape is None:
+            self._check_given(key, value)
+        elif key.shape != self.key_shape or key.dtype is not self.dtype:
+            raise bad_input("key", key, self.key_shape, self.dtype)
+        elif value.shape != self.value_shape or value.dtype is not self.dtype:
+            raise bad_input("value", value, self.value_shape or (), self.dtype)
+        if key.stride()[2] != 1 or value.stride()[2] != 1:
+            return key.contiguous(), value.contiguous()
+        return key, value
 
     def _prepare(
         self,
