@@ -9,7 +9,6 @@ import torch
 import triton
 from polyattn.device import arch_matches
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
-from torch import Tensor
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
@@ -108,8 +107,10 @@ def prefill_constants(
     )
 
 
-EIGHT_BITS = ("sm_89+", "gfx950", "x86_64", "aarch64")
-"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts)."""
+EIGHT_BITS = ("sm_89", "sm_100+", "gfx950", "x86_64", "aarch64")
+"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts), but for Hopper's.
+
+There values would have to be turned in shared memory: made float16 they are faster (H200)."""
 
 
 def multiplies_eight_bits(spec: LayerSpec, arch: str) -> bool:
@@ -159,10 +160,10 @@ def decode_constants(
     )  # fmt: skip
 
 
-def in_pairs(value: Tensor) -> bool:
+def in_pairs(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
     """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
-    eight = value.element_size() == 1 and value.dtype != torch.uint8  # which is rows of 4 bits
-    return eight and all(stride % 2 == 0 for stride in value.stride()[:3])
+    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of 4 bits
+    return eight and all(stride % 2 == 0 for stride in strides[:3])
 
 
 def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
