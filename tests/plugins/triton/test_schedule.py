@@ -153,11 +153,15 @@ def test_whole_tiles_end_together_or_are_cut(keys: list[int], slots: int, rates:
         heapq.heappush(loads, heapq.heappop(loads) + keys[tile] + rates.item)
     mean = (sum(keys) + rates.item * len(keys)) / slots
     stretch = max(-(-mean // 1), rates.item + rates.least)
-    assert max(loads) <= max(
-        EVEN * mean + 1, (stretch + min(stretch, rates.merge)) * bool(rates.merge)
-    )
+    assert max(loads) <= max(EVEN * mean + 1, stretch + min(stretch, rates.merge))
     device = fullest(np.array([keys[tile] + rates.item for tile in order]), 1, 1, slots)
     assert device == max(loads)
+
+
+def test_a_short_prompt_is_not_cut() -> None:
+    """What is worth one program isn't merged from two: 100 tokens are a key tile a tile of rows."""
+    assert whole(np.array([1, 1, 1, 1, 2, 2]), 33, Rates()) is not None
+    assert whole(np.array([3]), 33, Rates()) is None
 
 
 def test_equal_tiles_are_cut_alike_or_not_at_all() -> None:

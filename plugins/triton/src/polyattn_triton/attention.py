@@ -15,6 +15,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Lie,
+    PagesLie,
     Plan,
     RopeSpec,
 )
@@ -204,10 +205,39 @@ class TritonAttention(PlannedAttention):
             if which not in self._sites:
                 self._sites[which] = self._prefill_site(plan, strides, 1, True, lse, self._none)
             sites.append(self._sites[which])
-        plain, with_lse = sites
+        return self._by_address(plan, sites, (plan.table[0],))
+
+    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
+        """Return the decode's one launch over pages that lie so."""
+        spec = self.spec
+        assert isinstance(plan, AttentionPlan)
+        decodes = plan.way not in ("prefill", "pieces") and plan.grid[0] and not plan.merge
+        if not decodes or self.generated or spec.rope or self.by_tensors:
+            return None
+        if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
+            return None
+        strides = (
+            (*lie.query, 1), (*lie.key, 1), (*lie.value, 1),
+            (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
+        )  # fmt: skip
+        dtype = STORAGE_DTYPES[spec.dtype]
+        sites = [
+            self._decode_site(plan, strides, (dtype, dtype), lse, self._none)
+            for lse in (False, True)
+        ]
+        return self._by_address(plan, sites, (*plan.table, plan.splits))
+
+    def _by_address(
+        self, plan: AttentionPlan, sites: list[Site], rest: tuple[int, ...]
+    ) -> Addressed:
+        """Return a launch of tensors as they are, by the site without an LSE or the one with it.
+
+        `rest`: the free integers after the LSE's stride.
+        """
+        (plain, with_lse), spec = sites, self.spec
         none, scales, grid, kept = self._none, self._no_scales, plan.grid, plan.kept
         factors = spec.scale, 1.0, spec.logit_soft_cap or 1.0
-        free, free_lse = (0, plan.table[0]), (spec.num_heads, plan.table[0])
+        free, free_lse = (0, *rest), (spec.num_heads, *rest)
 
         def run(
             query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
@@ -235,19 +265,9 @@ class TritonAttention(PlannedAttention):
         lse: Tensor | None,
     ) -> None:
         none, inputs = self._none, self._inputs(plan, params)
-        which = (
-            plan.variant, query.stride(), query.dtype, out.stride(), cache.strides, lse is None
-        )  # fmt: skip
-        site = self._sites.get(which)
-        if site is None:
-            key, value = cache.key, cache.value
-            constants = decode_constants(
-                self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(), in_pairs(value),
-                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
-            )  # fmt: skip
-            strides = query.stride(), key.stride(), value.stride(), out.stride()
-            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
+        strides = query.stride(), *cache.strides[:2], out.stride()
+        dtypes = query.dtype, cache.key.dtype
+        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs)
         site(
             plan.grid,
             (
@@ -260,6 +280,31 @@ class TritonAttention(PlannedAttention):
             (0 if lse is None else lse.stride(0), *plan.table, plan.splits),
             plan.kept,
         )  # fmt: skip
+
+    def _decode_site(
+        self,
+        plan: AttentionPlan,
+        strides: tuple[Strides, ...],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        lse: bool,
+        inputs: Tensor,
+    ) -> Site:
+        """Specialise the kernel for query, key, value and output of these strides, once.
+
+        `dtypes`: of queries and of the cache.
+        """
+        which = plan.variant, strides, dtypes, lse
+        site = self._sites.get(which)
+        if site is None:
+            _, of_key, of_value, _ = strides
+            assert self.cache is not None
+            constants = decode_constants(
+                self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
+                self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
+                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
+            )  # fmt: skip
+            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
+        return site
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, then the table that turns keys, as addresses.

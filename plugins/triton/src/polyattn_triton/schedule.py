@@ -203,9 +203,7 @@ def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
     count = len(keys)
     mean = (int(keys.sum()) + rates.item * count) / slots
     share = max(math.ceil(mean), rates.item + rates.least)
-    most = EVEN * mean + 1
-    if rates.merge:
-        most = max(most, share + min(share, rates.merge))
+    most = max(EVEN * mean + 1, share + min(share, rates.merge))
     if int(keys.max()) + rates.item > most:
         return None
     order = np.argsort(-keys, kind="stable")

@@ -9,7 +9,6 @@ import torch
 import triton
 from polyattn.device import arch_matches
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
-from torch import Tensor
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
@@ -159,10 +158,10 @@ def decode_constants(
     )  # fmt: skip
 
 
-def in_pairs(value: Tensor) -> bool:
+def in_pairs(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
     """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
-    eight = value.element_size() == 1 and value.dtype != torch.uint8  # which is rows of 4 bits
-    return eight and all(stride % 2 == 0 for stride in value.stride()[:3])
+    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of 4 bits
+    return eight and all(stride % 2 == 0 for stride in strides[:3])
 
 
 def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
