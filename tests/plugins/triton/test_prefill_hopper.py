@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn_triton import planning
+from polyattn_triton import attention, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.compiling.aot import compile_hopper
+from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper import prefill as prefill_hopper
@@ -136,6 +137,9 @@ def pretended(
                 launched.append(named | {"grid": grid, "options": options})
 
             return launch
+
+        def warmup(self, *given: Any, grid: Any, **options: Any) -> None:
+            self[grid](*given, **options)
 
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
     monkeypatch.setattr(
@@ -267,8 +271,6 @@ def test_what_cannot_be_described_goes_to_the_portable_kernel(
 
 def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made once, with its own tiles, where a step's tensors can't be described."""
-    from polyattn_triton import attention
-
     backend, launched = pretended(monkeypatch, PLAIN.replace(head_size=64))
     ran: list[tuple[Any, ...]] = []
 
@@ -332,6 +334,22 @@ def test_prompts_that_take_no_longer_than_a_merge_stay_whole(
     table = torch.zeros(len(queries), 72, dtype=torch.int32)
     plan = backend.plan_rows(Batch.from_lens(queries, queries, table, 16))
     assert plan.way == way and plan.merge is (way == "pieces")
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (64, 8)])
+def test_warming_up_compiles_whole_tiles_and_pieces(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+) -> None:
+    """Of prompts and of chunks, though plans for such heads hardly ever cut a prompt."""
+    backend, launched = pretended(
+        monkeypatch, PLAIN.replace(num_heads=heads[0], num_kv_heads=heads[1])
+    )
+    monkeypatch.setattr(backend, "merge", lambda *_: None)
+    monkeypatch.setattr(attention, "_site", lambda *_: lambda *_: None)  # the other kernels
+    warm_up(backend, ("prefill",))
+    assert {(named["SPLIT"], named["PAGED"]) for named in launched} == {
+        (split, paged) for split in (False, True) for paged in (False, True)
+    }
 
 
 CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -142,11 +142,17 @@ class PlannedAttention(AttentionBackend):
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan_rows(
-        self, batch: Batch, reuse: Plan | None = None, portable: bool = False, uncut: bool = False
+        self,
+        batch: Batch,
+        reuse: Plan | None = None,
+        portable: bool = False,
+        uncut: bool = False,
+        cut: bool = False,
     ) -> AttentionPlan:
         """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill.
 
-        `uncut`: each of a prefill's tiles to a program of its own, of the portable kernel.
+        `uncut`: each of a prefill's tiles to a program of its own, of the portable kernel. `cut`: none
+        of them, though it be the slower.
         """
         chosen = self._over_chosen(batch)
         batch = chosen or batch
@@ -167,7 +173,7 @@ class PlannedAttention(AttentionBackend):
         elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
             self._plan_captured(plan, before)
         else:
-            self._plan_prefill(plan, before, lister, portable, uncut)
+            self._plan_prefill(plan, before, lister, portable, uncut, cut)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
@@ -269,6 +275,7 @@ class PlannedAttention(AttentionBackend):
         lister: Lister | None,
         portable: bool,
         uncut: bool,
+        cut: bool,
     ) -> None:
         batch, bounded = plan.batch, self.spec.length_bounds
         exact = not bounded and batch.lens == batch.query_lens
@@ -282,7 +289,7 @@ class PlannedAttention(AttentionBackend):
             tiles = self._tiles(plan)
             self._one_each(plan, tiles, np.argsort(-tiles.keys, kind="stable"), before)
             return
-        self._plan_tiles(plan, before, lister)
+        self._plan_tiles(plan, before, lister, cut)
 
     def _plan_captured(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """Stretches over pages, as many as a full chip's programs, whatever rows and lengths come."""
