@@ -107,8 +107,10 @@ def prefill_constants(
     )
 
 
-EIGHT_BITS = ("sm_89+", "gfx950", "x86_64", "aarch64")
-"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts)."""
+EIGHT_BITS = ("sm_89", "sm_100+", "gfx950", "x86_64", "aarch64")
+"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts), but for Hopper's.
+
+There values would have to be turned in shared memory: made float16 they are faster (H200)."""
 
 
 def multiplies_eight_bits(spec: LayerSpec, arch: str) -> bool:
