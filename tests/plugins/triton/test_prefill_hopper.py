@@ -333,7 +333,7 @@ def test_prompts_that_take_no_longer_than_a_merge_stay_whole(
     backend, _ = pretended(monkeypatch, PLAIN.replace(num_heads=8, num_kv_heads=2))
     table = torch.zeros(len(queries), 72, dtype=torch.int32)
     plan = backend.plan_rows(Batch.from_lens(queries, queries, table, 16))
-    assert plan.way == way and plan.merge is (way == "pieces")
+    assert plan.way == way and (plan.merging is not None) is (way == "pieces")
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (32, 8), (64, 8)])
