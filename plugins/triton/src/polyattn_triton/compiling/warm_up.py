@@ -60,7 +60,8 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> list[Any]:
         for batch in _steps_of(spec, phases, device, paged=cache is not None):
             for of_layer in (set[str](), later) if later else (later,):
                 params.inputs = {name: batch.inputs[name] for name in of_layer}
-                plan = backend.plan_rows(_without(batch, of_layer))
+                # A lone prompt stands for what is cut, which only some heads make worth it.
+                plan = backend.plan_rows(_without(batch, of_layer), cut=batch.num_seqs == 1)
                 backend.run(plan, query, key, value, cache, params, out, lse)
                 if cache is not None and plan.fresh:
                     backend.run(plan, query, None, None, cache, params, out, lse)
