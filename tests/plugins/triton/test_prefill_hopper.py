@@ -195,8 +195,8 @@ def test_what_it_is_launched_with(
     assert (named["PAGED"], named["HAS_LSE"], named["WINDOW"]) == (not fresh, True, 0)
     assert named["bt_s"] == table.stride(0) and named["v_scale"] == 1.0
     assert named["CAUSAL"] is causal
-    assert named["SPLIT"] is plan.merge is (plan.way == "pieces") is (len(lens) < 4)
-    if plan.merge:
+    assert named["SPLIT"] is (plan.merging is not None) is (plan.way == "pieces") is (len(lens) < 4)
+    if plan.merging is not None:
         assert named["grid"] == (132 // 8, 8, 1) and merged == [plan]
         rows = max_parts(132 // 8) * 8 * 128
         assert named["PART_LSE"].numel() >= rows and named["PARTS"].numel() >= rows * 128
@@ -236,10 +236,11 @@ def test_which_steps_are_planned_for_it(
     plan, portable = backend.plan_rows(batch), backend.plan_rows(batch, portable=True)
     assert (plan.at_once > 0) is bool(way) and portable.at_once == 0
     if way:
-        assert (plan.way, plan.config, plan.merge) == (way, HOPPER[size], way == "pieces")
+        assert (plan.way, plan.config) == (way, HOPPER[size])
+        assert (plan.merging is not None) is (way == "pieces")
     else:
         assert plan.variant == portable.variant and plan.grid == portable.grid
-        assert torch.equal(plan.work, portable.work) and plan.merge == portable.merge
+        assert torch.equal(plan.work, portable.work) and plan.merging == portable.merging
 
 
 def test_what_cannot_be_described_goes_to_the_portable_kernel(
@@ -291,7 +292,7 @@ def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPat
     portable = plan.portable
     assert portable is not None and not launched
     assert portable.config == backend.paged_config and not portable.at_once
-    merges = [("merge", portable.grid)] * portable.merge
+    merges = [("merge", portable.grid)] * (portable.merging is not None)
     assert ran == [(attention.prefill_kernel, portable.grid), *merges] * 2
 
 

@@ -103,7 +103,7 @@ class TritonAttention(PlannedAttention):
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
-        if plan.merge:
+        if plan.merging is not None:
             kept = cache.key if cache is not None else key
             assert kept is not None
             self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
@@ -196,7 +196,7 @@ class TritonAttention(PlannedAttention):
             return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
-        if plan.merge or plan.at_once:
+        if plan.way == "pieces" or plan.at_once:
             if plan.batch.max_seq_len > UNCUT_KEYS:
                 return None
             plan = self.plan_rows(plan.batch, uncut=True)
@@ -381,10 +381,11 @@ class TritonAttention(PlannedAttention):
         key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
+            by_token = plan.way in ("listed", "many")
             constants = merge_constants(
-                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
-                plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
-                SCALES[spec.scales], self._functions[-1] == 2,
+                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, not by_token, by_token,
+                spec.learned_sinks, lse is not None, self.early, SCALES[spec.scales],
+                self._functions[-1] == 2, plan.way != "many",
             )  # fmt: skip
             options = merge_options(spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, out.stride()[:2], constants, options)
@@ -396,7 +397,10 @@ class TritonAttention(PlannedAttention):
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
-            (0 if lse is None else lse.stride(0), plan.grid[0], int(merging.by_tile)),
+            (
+                0 if lse is None else lse.stride(0),
+                plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile),
+            ),
         )  # fmt: skip
 
 

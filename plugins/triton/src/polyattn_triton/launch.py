@@ -106,15 +106,16 @@ def merge_options(width: int, early: bool) -> dict[str, Any]:
 
 def merge_constants(
     merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
-    lse: bool, early: bool, scales: int = 0, summed: bool = False,
+    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax.
+    `summed`: parts have no softmax. `listed`: not of even splits.
     """
     return (
         group, width, power(width), height, merge.rows(height),
-        FEW_PARTS if merge.few else MOST_AT_ONCE, tiled, by_token, sinks, lse, early, scales, summed,
+        FEW_PARTS if merge.few else MOST_AT_ONCE, listed, tiled, by_token, sinks, lse, early, scales,
+        summed,
     )  # fmt: skip
 
 
@@ -135,22 +136,29 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
     return max(1, min(most, held // (needed + 1024)))
 
 
-def to_device(
-    array: NDArray[np.int32], device: torch.device, into: Tensor | None, room: int = 0
-) -> Tensor:
+def staged(size: int, device: torch.device) -> Tensor:
+    """Return a place on the host, int32 (size,), for what is planned: `sent` doesn't wait for it."""
+    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0) -> Tensor:
     """Copy what was planned to the device without waiting for it, into a buffer that is there.
 
     A new buffer has `room` elements at least, for what later steps plan into it.
     """
-    host = torch.from_numpy(array)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    if into is None and room > len(array):
+    if into is None and room > len(host):
         into = torch.zeros(room, dtype=torch.int32, device=device)
     if into is None:
         return host.to(device, non_blocking=True)
-    into[: len(array)].copy_(host, non_blocking=True)
+    into[: len(host)].copy_(host, non_blocking=True)
     return into
+
+
+def to_device(array: NDArray[np.int32], device: torch.device, into: Tensor | None) -> Tensor:
+    """Copy what was planned elsewhere, likewise."""
+    host = staged(len(array), device)
+    host.numpy()[:] = array
+    return sent(host, device, into)
 
 
 class Workspace:
@@ -163,9 +171,14 @@ class Workspace:
         self.parts = self.part_lse = torch.empty(0, device=device)
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
+        self._room = (0, 0, 0)
 
     def reserve(self, rows: int, width: int, counters: int) -> None:
         """Have room for so many rows of parts, and so many tiles that are in parts."""
+        asked = (rows, width, counters)
+        if asked == self._room:  # nearly always
+            return
+        self._room = asked
         self.parts = at_least(self.parts, rows * width, self._outgrown)
         self.part_lse = at_least(self.part_lse, rows, self._outgrown)
         if self.done.numel() < counters:  # whoever merges sets a counter back to zero

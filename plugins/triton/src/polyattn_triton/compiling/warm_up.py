@@ -92,7 +92,8 @@ def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Ite
     lens: tuple[tuple[list[int], list[int]], ...]
     if phase == "decode":
         lens = (
-            ([1], [16]), ([1], [4096]), ([1, 1], [16, 8192]), ([1] * 8 * SEQUENCES, [16] * 8 * SEQUENCES),
+            ([1], [16]), ([1], [4096]), ([1], [1 << 17]), ([1, 1], [16, 8192]),
+            ([1] * 8 * SEQUENCES, [16] * 8 * SEQUENCES),
         )  # fmt: skip
     else:
         lens = (([600], [600]), ([512] * SEQUENCES, [512] * SEQUENCES))
@@ -104,7 +105,7 @@ def steps(spec: LayerSpec, phase: str, device: torch.device, paged: bool) -> Ite
         starts = [0, *accumulate(query_lens)]
         table = None
         if paged:
-            table = torch.zeros(len(seq_lens), 1024, dtype=torch.int32, device=device)
+            table = torch.zeros(len(seq_lens), max(seq_lens), dtype=torch.int32, device=device)
         inputs = blank_inputs(spec, len(seq_lens), device)
         yield Batch(starts, seq_lens, table, device=device, inputs=inputs)
         if spec.mask is not None and max(query_lens) == 1:  # masks that leave none to ask
