@@ -10,7 +10,8 @@ by side. FOLDER holds nano-vllm's sources (commit bb823b3: `nanovllm/`).
   FlashAttention-3 (vLLM's build, where it is there).
 - `decode`: the attention of one such step in a captured graph, beside FlashAttention-3.
 - `prefill`: the attention of one of its prefill steps, planning included, beside FlashAttention-3.
-- `host`: host time of a call on tiny tensors, by way, by backend and by what it is made up of.
+- `ways`: host time of a call on tiny tensors, by way in.
+- `host`: the same by backend and by what it is made up of, and profiles.
 - `nano32`: nano-vllm in float32 with its CUDA graphs: all greedy tokens equal transformers'.
 - `flash32`, `flash16`, `flashbf16`: flash-attn's functions beside the formula in float64.
 - `graphs`: captured decodes, replayed unplanned.
@@ -37,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 230, "decode": 40, "prefill": 40, "host": 100}
+TIMED = {"nano": 120, "decode": 40, "prefill": 40, "ways": 60, "host": 100}
 COMPARED = {
     "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
     "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220, "bounds": 200,
@@ -99,28 +100,35 @@ def nano32(rows: Any, nano: str) -> None:
 def nano16(rows: Any, nano: str) -> None:
     from engines import nano as engine
 
-    for row in engine.throughput(nano):
-        rows.add(f"nano-vllm, bf16: {row.pop('what')}", lambda r=row: r)
+    for row in engine.throughput(nano, rows.end - time.monotonic()):
+        rows.note(f"nano-vllm, bf16: {row.pop('what')}", row)
 
 
 def decode(rows: Any, nano: str) -> None:
-    from engines import nano as engine
+    from engines import steps
 
-    for row in engine.decode_times():
+    for row in steps.decode_times():
         rows.add(f"decodes of a step, {row.pop('what')}", lambda r=row: r)
 
 
 def prefill(rows: Any, nano: str) -> None:
-    from engines import nano as engine
+    from engines import steps
 
-    for row in engine.prefill_times():
+    for row in steps.prefill_times():
         rows.add(f"prefills of a step, {row.pop('what')}", lambda r=row: r)
+
+
+def ways(rows: Any, nano: str) -> None:
+    from engines import host as measured
+
+    for row in measured.ways():
+        rows.add(f"host: {row.pop('what')}", lambda r=row: r)
 
 
 def host(rows: Any, nano: str) -> None:
     from engines import host as measured
 
-    for part in (measured.ways, measured.backends, measured.stages):
+    for part in (measured.backends, measured.stages):
         for row in part():
             rows.add(f"host: {row.pop('what')}", lambda r=row: r)
     measured.profiled()
@@ -154,7 +162,8 @@ SECTIONS: dict[str, Section] = {
     "flash32": flash("float32"), "flash16": flash("float16"), "flashbf16": flash("bfloat16"),
     "graphs": graphs, "vllm": vllm, "nano32": nano32, "nano": nano16, "decode": decode,
     "prefill": prefill,
-    "host": host, "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
+    "ways": ways, "host": host,
+    "hf-logits": hf_logits, "hf-tokens": hf_tokens, "hf-batching": hf_batching,
 }  # fmt: skip
 
 
@@ -163,8 +172,8 @@ def run_section(name: str, nano: str, seconds: float, out: Path) -> int:
     from rows import Rows
 
     class Written(Rows):
-        def add(self, what: str, measure: Callable[[], dict[str, Any]]) -> None:
-            super().add(what, measure)
+        def note(self, what: str, row: Row) -> None:
+            super().note(what, row)
             out.write_text(json.dumps(self.rows))
 
     rows = Written(seconds)
@@ -181,7 +190,7 @@ def environment(section: str) -> dict[str, str]:
     found["PYTHONPATH"] = ":".join([*paths, os.environ.get("PYTHONPATH", "")])
     if section == "nano32":
         found["TORCHDYNAMO_DISABLE"] = "1"
-    if section in ("host", "hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():
+    if section in ("ways", "hf-logits", "hf-tokens", "hf-batching") and CARRIED.is_dir():
         found["PYTHONPATH"] = f"{CARRIED}:{found['PYTHONPATH']}"
     return found
 

@@ -4,11 +4,13 @@
 
 - `moves`: an attention layer, a gated delta rule whose states go to a slot for each token, and a short
   convolution with room for drafts, in one graph for rows of 4 tokens, up to 64; each replay of rows drawn
-  at random, beside the same step run eagerly: bits of outputs, how far states are, allocations, and the
-  replay's device time beside the eager step's.
+  at random, beside the same step run eagerly as it is padded: bits of outputs, how far states are,
+  allocations. Beside the step as it is, whose keys attention may cut at other places: how far outputs
+  are. Device times of a replay with its copies, of its graph alone, of the eager step planned before;
+  host times of a replay, and of an eager step with its plan.
 - `kit`: captured cases of TRITON_SCAN and TRITON_TOKEN_SCAN (rows of one token and of three, states to
-  each token's slot, to each sequence's), padding rows and captures of TRITON_ATTN, e4m3 caches of
-  FLASH_ATTN_V3, whose queries its own kernels round.
+  each token's slot, to each sequence's), padding rows and captures of TRITON_ATTN, e4m3 caches and drawn
+  steps of FLASH_ATTN_V3, whose queries its own kernels round.
 
 Without a GPU the sections say that they need one.
 """
@@ -31,6 +33,7 @@ from polyattn import (
     StepSize,
     select,
 )
+from polyattn.checking.compare import output_error
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import RecurrentSpec
 
@@ -40,7 +43,7 @@ KITS = {
     "TRITON_SCAN": "recurrent_graph or drafts",
     "TRITON_TOKEN_SCAN": "recurrent_graph",
     "TRITON_ATTN": "padded or (graph and not mixed)",
-    "FLASH_ATTN_V3": "fp8_e4m3 and not pair",
+    "FLASH_ATTN_V3": "search or (fp8_e4m3 and not pair)",
 }
 
 
@@ -88,6 +91,16 @@ class Hybrid:
             self.ring(rest[5], states=self.states[1], plan=plans[self.groups[2]]),
         ]
 
+    def planned(self, batch: Batch) -> dict[LayerGroup, Any]:
+        """Return each group's plan of a step."""
+        return {group: group.plan(group.planner.own(batch)) for group in self.groups}
+
+    def eagerly(self, batch: Batch, inputs: Any, states: list[torch.Tensor]) -> list[Any]:
+        """Run a step without a graph, its states as they were."""
+        for held, was in zip(self.states, states, strict=True):
+            held.data.copy_(was)
+        return self.step(self.planned(batch), **inputs)
+
     def inputs(self, tokens: int) -> dict[str, Any]:
         """Return random inputs of so many tokens."""
         spec, found = self.specs[0], {}
@@ -118,15 +131,15 @@ def moves_section(seconds: float) -> list[Row]:
 
 def moves(seconds: float, most: int = 200) -> Row:
     """Capture, replay and compare; what a step writes is put back before it is run eagerly."""
-    from timing import kernel_us
-
     model = Hybrid()
     graphs = StepGraphs(
         model.groups, model.step, [StepSize(ROWS, EACH, state_targets=True)], LONGEST
     )
     graphs.capture(model.inputs(1))
+    (graph,) = graphs.graphs
     different, allocated, states_off, replays = [0, 0, 0], 0, 0.0, 0
-    padded, times, end = 0, [], time.monotonic() + seconds
+    padded, unpadded, end = 0, [0.0] * 3, time.monotonic() + seconds
+    times: Row = {}
     while replays < most and time.monotonic() < end:
         batch = model.drawn()
         inputs, before = model.inputs(batch.num_tokens), [s.data.clone() for s in model.states]
@@ -134,24 +147,36 @@ def moves(seconds: float, most: int = 200) -> Row:
         found = graphs.replay(batch, inputs)
         allocated += _allocations() - made
         found, after = [x.clone() for x in found], [s.data.clone() for s in model.states]
-        for states, was in zip(model.states, before, strict=True):
-            states.data.copy_(was)
-        plans = {group: group.plan(group.planner.own(batch)) for group in model.groups}
-        eager = model.step(plans, **inputs)
-        for i, (a, b) in enumerate(zip(found, eager, strict=True)):
-            different[i] += not torch.equal(a, b)
+        alone = model.eagerly(batch, inputs, before)
+        eager = model.eagerly(graph.buffers.fill(batch), graph.inputs, before)
+        for i, (a, b, c) in enumerate(zip(found, eager, alone, strict=True)):
+            different[i] += not torch.equal(a, b[: batch.num_tokens])
+            unpadded[i] = max(unpadded[i], output_error(c, a))
         off = [(s.data - was).abs().max() for s, was in zip(model.states, after, strict=True)]
         states_off = max(states_off, *map(float, off))
         padded += ROWS - batch.num_seqs
         replays += 1
         if not times and batch.num_seqs > ROWS // 2:
-            captured = kernel_us(lambda b=batch, i=inputs: graphs.replay(b, i))
-            times = [captured, kernel_us(lambda p=plans, i=inputs: model.step(p, **i))]
+            times = timed(model, graphs, batch, inputs)
     return {
         "replays": replays, "padding rows": padded, "different (attention, delta, ring)": different,
-        "states off": states_off, "allocations": allocated, "replay, eager us": times,
-        "padding length": graphs.graphs[0].buffers.padding_len,
+        "states off": states_off, "allocations": allocated, **times,
+        "unpadded step off by": unpadded, "padding length": graph.buffers.padding_len,
     }  # fmt: skip
+
+
+def timed(model: Hybrid, graphs: StepGraphs, batch: Batch, inputs: Any) -> Row:
+    """Time one step, replayed and eager."""
+    from timing import host_us, kernel_us
+
+    plans = model.planned(batch)
+    return {
+        "replay us": kernel_us(lambda: graphs.replay(batch, inputs)),
+        "graph alone us": kernel_us(graphs.graphs[0].graph.replay),
+        "eager, planned before, us": kernel_us(lambda: model.step(plans, **inputs)),
+        "replay's host us": host_us(lambda: graphs.replay(batch, inputs), 30, 5),
+        "eager's host us": host_us(lambda: model.step(model.planned(batch), **inputs), 30, 5),
+    }
 
 
 def _allocations() -> int:

@@ -26,6 +26,10 @@ class Rows:
             except Exception as error:
                 traceback.print_exc(limit=3)
                 row = {"failed": f"{type(error).__name__}: {error}"[:200]}
+        self.note(what, row)
+
+    def note(self, what: str, row: dict[str, Any]) -> None:
+        """Print a row that was measured already, whatever the time."""
         self.rows.append({"what": what} | row)
         shown = "  ".join(
             f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items()

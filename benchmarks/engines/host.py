@@ -75,7 +75,7 @@ def ways() -> Iterator[Row]:
         "flash_attn_with_kvcache": lambda: fa.flash_attn_with_kvcache(
             one, *cache, cache_seqlens=lens, block_table=table, causal=True
         ),
-    } | bridges(first)  # fmt: skip
+    } | bridges(first, q.transpose(1, 2))  # fmt: skip
     try:
         from engines import fa3
 
@@ -92,15 +92,22 @@ def ways() -> Iterator[Row]:
     yield from over(calls)
 
 
-def bridges(first: list[Tensor]) -> Calls:
-    """Return the ways in of the integrations whose hosts are here, for (rows, heads, tokens, size)."""
+def bridges(first: list[Tensor], turned: Tensor) -> Calls:
+    """Return the ways in of the integrations whose hosts are here, for (rows, heads, tokens, size).
+
+    `first`: by heads in memory, as GLM, Phi-3 and gpt-oss give their queries to transformers; `turned`:
+    a query by tokens, as Llama, Qwen3, Mistral and Gemma-2 do.
+    """
     found: Calls = {}
     try:
         import polyattn_transformers  # noqa: F401  (registers the name)
         from transformers import AttentionInterface
 
         attend, module = AttentionInterface()["polyattn"], torch.nn.Module().eval()
-        found["transformers"] = lambda: attend(module, *first, None, is_causal=True)
+        found["transformers, as Llama's"] = lambda: attend(
+            module, turned, *first[1:], None, is_causal=True
+        )
+        found["transformers, by heads"] = lambda: attend(module, *first, None, is_causal=True)
     except ImportError as error:
         print(f"no transformers here: {error}", flush=True)
     try:

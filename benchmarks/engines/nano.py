@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
 import tempfile
 import time
-from itertools import accumulate
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -117,217 +120,167 @@ def equal_tokens(checkout: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _round(
-    llm: Any, prompts: list[Any], outs: list[int]
-) -> tuple[float, list[Any], tuple[float, float]]:
-    """Return tokens a second, the tokens, and what prefills and decodes took."""
-    from nanovllm import SamplingParams
+class Side:
+    """One of the two: its functions, and of each round the rate, phases' seconds and tokens."""
 
-    def wanted(n: int) -> Any:
-        return SamplingParams(temperature=1e-9, max_tokens=n, ignore_eos=True)
+    def __init__(self, functions: Any):
+        self.functions = functions
+        self.rates: list[float] = []
+        self.phases: list[dict[bool, float]] = []
+        self.tokens: list[Any] = []
 
-    llm.generate(prompts[:8], wanted(8), use_tqdm=False)
-    spent = _timed_phases(llm.model_runner)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    found = llm.generate(prompts, [wanted(n) for n in outs], use_tqdm=False)
-    rate = sum(outs) / (time.perf_counter() - start)
-    return rate, [o["token_ids"] for o in found], (spent[True], spent[False])
+    def measured(self, folder: Path, load: Load) -> str:
+        """Add a round by an engine of its own; returns what to print of it."""
+        begun = time.perf_counter()
+        llm = engine(
+            folder, self.functions, max_model_len=4096, max_num_seqs=256, gpu_memory_utilization=0.6
+        )
+        try:
+            llm.generate(load.others, load.wanted(4), use_tqdm=False)  # compiles, for all sizes
+            ready, compiled = time.perf_counter(), _compiled()
+            with _timed_phases() as spent:
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                found = llm.generate(load.prompts, load.wanted(), use_tqdm=False)
+                rate = sum(load.outs) / (time.perf_counter() - start)
+        finally:
+            atexit.unregister(llm.exit)
+            llm.exit()
+        self.rates.append(rate)
+        self.phases.append(spent)
+        self.tokens = [o["token_ids"] for o in found]
+        return (
+            f"{rate:.0f} tokens/s, prefills {spent[True]:.3f} s, decodes {spent[False]:.3f} s, "
+            f"{_compiled() - compiled} graphs compiled meanwhile; ready after {ready - begun:.1f} s"
+        )
+
+    def row(self, who: str) -> dict[str, Any]:
+        """Return the rates of all rounds, and the best of those that count: all but the first."""
+        counted = self.phases[1:]
+        row: dict[str, Any] = {"what": who, "tokens/s": [round(x) for x in self.rates]}
+        if counted:
+            row |= {
+                "best": max(self.rates[1:]), "prefills s": min(p[True] for p in counted),
+                "decodes s": min(p[False] for p in counted),
+            }  # fmt: skip
+        return row
 
 
-def throughput(checkout: str, rounds: int = 4) -> list[dict[str, Any]]:
+class Load:
+    """The requests, as nano-vllm's own benchmark draws them, and others to compile with."""
+
+    def __init__(self, count: int = 256):
+        draw = torch.Generator().manual_seed(2)
+        lens, self.outs = (
+            torch.randint(100, 1025, (count,), generator=draw).tolist() for _ in range(2)
+        )
+        both = prompts_of(lens + lens, 10000)
+        self.prompts, self.others = both[:count], both[count:]
+
+    def wanted(self, tokens: int | None = None) -> list[Any]:
+        """Return what is asked of each: `tokens`, or as many as were drawn."""
+        from nanovllm import SamplingParams
+
+        return [
+            SamplingParams(temperature=1e-9, max_tokens=tokens or n, ignore_eos=True)
+            for n in self.outs
+        ]
+
+
+def throughput(checkout: str, seconds: float, rounds: int = 3) -> Iterator[dict[str, Any]]:
     """bf16, Qwen3-0.6B's shape, nano-vllm's own benchmark's lengths: tokens a second, sides in turn.
 
-    The first round of each compiles, and counts for nothing.
+    The first round of each compiles, and counts for nothing. No engine is begun that would not end
+    within `seconds`; a round that fails is a row, and those before it count.
     """
-    ours = _install(checkout)
-    sides = {"polyattn": ours}
+    end, took = time.monotonic() + seconds, 0.0
+    sides = {"polyattn": Side(_install(checkout))}
     try:
-        sides["FlashAttention-3"] = fa3.load()
+        sides["FlashAttention-3"] = Side(fa3.load())
     except Exception as error:
         print(f"no FlashAttention-3 here: {error}", flush=True)
     with tempfile.TemporaryDirectory() as path:
-        folder = Path(path)
+        folder, load = Path(path), Load()
         save_model(folder, QWEN3_06B, "bfloat16")
-        torch.cuda.empty_cache()
-        draw = torch.Generator().manual_seed(2)
-        lens = torch.randint(100, 1025, (256,), generator=draw).tolist()
-        outs = torch.randint(100, 1025, (256,), generator=draw).tolist()
-        prompts = prompts_of(lens, 10000)
-        rows: dict[str, list[float]] = {who: [] for who in sides}
-        phases: dict[str, list[tuple[float, float]]] = {who: [] for who in sides}
-        tokens: dict[str, Any] = {}
         for turn in range(rounds):
-            for who, functions in list(sides.items())[:: -1 if turn % 2 else 1]:
-                llm = engine(
-                    folder, functions, max_model_len=4096, max_num_seqs=256,
-                    gpu_memory_utilization=0.6,
-                )  # fmt: skip
-                rate, tokens[who], spent = _round(llm, prompts, outs)
-                rows[who].append(rate)
-                phases[who].append(spent)
-                print(
-                    f"  {who}: {rate:.0f} tokens/s, prefills {spent[0]:.3f} s, decodes {spent[1]:.3f} s",
-                    flush=True,
-                )
-                atexit.unregister(llm.exit)
-                llm.exit()
-                del llm
-                torch.cuda.empty_cache()
-    found_rows: list[dict[str, Any]] = [
-        {
-            "what": who, "tokens/s": [round(x) for x in r], "best": max(r[1:]),
-            "prefills s": min(p for p, _ in phases[who][1:]),
-            "decodes s": min(d for _, d in phases[who][1:]),
-        }
-        for who, r in rows.items()
-    ]  # fmt: skip
-    if len(sides) == 2:
-        mine, theirs = tokens["polyattn"], tokens["FlashAttention-3"]
-        agree = [_agreed(a, b) for a, b in zip(mine, theirs, strict=True)]
-        found_rows.append({
-            "what": "polyattn over FlashAttention-3",
-            "ratio": max(rows["polyattn"][1:]) / max(rows["FlashAttention-3"][1:]),
-            "ratio of medians": median(rows["polyattn"][1:]) / median(rows["FlashAttention-3"][1:]),
-            "first tokens equal, mean of a sequence": sum(agree) / len(agree),
-            "first token equal": sum(n > 0 for n in agree) / len(agree),
-        })  # fmt: skip
-    return found_rows
+            for who, side in list(sides.items())[:: -1 if turn % 2 else 1]:
+                begun = time.monotonic()
+                if begun + took > end:
+                    print(f"  no time for round {turn} of {who}", flush=True)
+                    continue
+                try:
+                    _free()
+                    print(f"  {who}: {side.measured(folder, load)}", flush=True)
+                except Exception as error:
+                    traceback.print_exc()
+                    said = f"{type(error).__name__}: {error}"[:200]
+                    yield {"what": f"round {turn} of {who}", "failed": said}
+                took = time.monotonic() - begun
+            if len(sides) == 2:
+                yield compared(turn, *sides.values())
+    for who, side in sides.items():
+        yield side.row(who)
 
 
-@torch.inference_mode()
-def decode_times(layers: int = 28) -> list[dict[str, Any]]:
-    """What the decodes of one step take in a captured graph, Qwen3-0.6B's heads, lengths near 800.
-
-    Each side's 28 calls over caches of their own, pages of 256, tables as wide as nano-vllm's.
-    """
-    from polyattn_flash_attn import flash_attn_2
-
-    from engines import Captured
-
-    sides = {"polyattn": flash_attn_2, "FlashAttention-3": fa3.load()}
-    heads, kv_heads, size, width, found = 16, 8, 128, 16, []
-    for rows in (1, 8, 64, 256):
-        lens = torch.randint(400, 1200, (rows,), dtype=torch.int32, device="cuda")
-        table = torch.randperm(rows * 5, device="cuda").int().view(rows, 5)
-        table = torch.nn.functional.pad(table, (0, width - 5))
-        caches = torch.randn(
-            2, layers if rows < 256 else 7, rows * 5, 256, kv_heads, size, device="cuda",
-            dtype=torch.bfloat16,
-        )  # fmt: skip
-        query = torch.randn(rows, 1, heads, size, device="cuda", dtype=torch.bfloat16)
-        row: dict[str, Any] = {"what": f"{rows} rows"}
-        for who, functions in sides.items():
-
-            def step(functions: Any = functions) -> torch.Tensor:
-                for layer in range(layers):
-                    at = layer % caches.shape[1]  # noqa: B023
-                    out: torch.Tensor = functions.flash_attn_with_kvcache(
-                        query, caches[0, at], caches[1, at], cache_seqlens=lens,  # noqa: B023
-                        block_table=table, causal=True,  # noqa: B023
-                    )  # fmt: skip
-                return out
-
-            graph = Captured(step)
-            row[f"{who} us a layer"] = min(_graph_us(graph) for _ in range(5)) / layers
-        found.append(
-            row | {"ratio": row["FlashAttention-3 us a layer"] / row["polyattn us a layer"]}
-        )
-    return found
-
-
-@torch.inference_mode()
-def prefill_times(layers: int = 28, steps: int = 6, tokens: int = 16384) -> list[dict[str, Any]]:
-    """What a prefill step's attention takes, host and device together, each step of other lengths.
-
-    Of whole prompts, and of prompts whose first 256 tokens the cache holds (over pages, as nano-vllm
-    goes on with a prompt); `of known lengths`: each step again, so that nothing is planned.
-    """
-    from polyattn_flash_attn import flash_attn_2
-
-    sides = {"polyattn": flash_attn_2}
-    if torch.cuda.is_available():
-        sides["FlashAttention-3"] = fa3.load()
-    heads, kv_heads, size, found = 16, 8, 128, []
-    for paged in (False, True):
-        row: dict[str, Any] = {"what": "pages" if paged else "whole prompts"}
-        for who, functions in sides.items():
-            given = [
-                _prefill_step(seed, tokens, paged, heads, kv_heads, size) for seed in range(steps)
-            ]
-            for turn in ("compiling", "", " of known lengths"):
-                spent = []
-                for call in (
-                    given if turn else [_prefill_step(99, tokens, paged, heads, kv_heads, size)]
-                ):
-                    _wait()
-                    start = time.perf_counter()
-                    for _ in range(layers):
-                        functions.flash_attn_varlen_func(**call)
-                    _wait()
-                    spent.append(time.perf_counter() - start)
-                row[f"{who} ms a step{turn}"] = median(spent) * 1e3
-            del row[f"{who} ms a stepcompiling"]
-        if len(sides) == 2:
-            row["ratio"] = row["FlashAttention-3 ms a step"] / row["polyattn ms a step"]
-        found.append(row)
-    return found
-
-
-def _prefill_step(
-    seed: int, tokens: int, paged: bool, heads: int, kv_heads: int, size: int
-) -> dict[str, Any]:
-    """Return what nano-vllm calls `flash_attn_varlen_func` with, prompts of 100 to 1,024 tokens."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    draw, lens = torch.Generator().manual_seed(seed), list[int]()
-    while sum(lens) < tokens:
-        lens.append(min(int(torch.randint(100, 1025, (), generator=draw)), tokens - sum(lens)))
-    held = 256 if paged else 0
-    starts = [0, *accumulate(lens)]
-    with torch.inference_mode(False):  # as nano-vllm makes them, outside of its model's run
-        cu = torch.tensor(starts, dtype=torch.int32).to(device)
-        cu_k = torch.tensor([at + held * i for i, at in enumerate(starts)], dtype=torch.int32)
-        cu_k = cu_k.to(device)
-        table = torch.arange(len(lens) * 5, dtype=torch.int32, device=device).view(-1, 5)
-
-    def filled(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, size, device=device, dtype=torch.bfloat16)
-
-    where = (len(lens) * 5, 256, kv_heads) if paged else (tokens, kv_heads)
+def compared(turn: int, ours: Side, theirs: Side) -> dict[str, Any]:
+    """Return the ratio of the rounds that count; of none, the first round's, so named."""
+    what = f"polyattn over FlashAttention-3, rounds to {turn}"
+    counted = [side.rates[1:] for side in (ours, theirs)]
+    if not all(counted):
+        if not (ours.rates and theirs.rates):
+            return {"what": what, "failed": "a side has no round"}
+        return {"what": what, "ratio, compiling": ours.rates[0] / theirs.rates[0]}
+    agree = [_agreed(a, b) for a, b in zip(ours.tokens, theirs.tokens, strict=True)]
     return {
-        "q": filled(tokens, heads), "k": filled(*where), "v": filled(*where), "cu_seqlens_q": cu,
-        "cu_seqlens_k": cu_k, "max_seqlen_q": max(lens), "max_seqlen_k": max(lens) + held,
-        "softmax_scale": size**-0.5, "causal": True, "block_table": table if paged else None,
+        "what": what, "ratio": max(counted[0]) / max(counted[1]),
+        "ratio of medians": median(counted[0]) / median(counted[1]),
+        "first tokens equal, mean of a sequence": sum(agree) / len(agree),
+        "first token equal": sum(n > 0 for n in agree) / len(agree),
     }  # fmt: skip
 
 
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _free() -> None:
+    """Give the device the memory of earlier engines back: nano-vllm sizes its cache by what is left.
+
+    One that died in its making left its process group and torch's defaults as well.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_device("cpu")
+    torch.set_default_dtype(torch.float32)
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
-def _graph_us(graph: Any, replays: int = 10) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(replays):
-        graph.replay()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / replays * 1e3
+def _compiled() -> int:
+    """Return how many graphs torch.compile has made in this process."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
-def _timed_phases(runner: Any) -> dict[bool, float]:
-    """Have a runner's steps timed: seconds of prefills (True) and of decodes; each ends with a copy."""
-    spent, run = {True: 0.0, False: 0.0}, runner.run
+@contextmanager
+def _timed_phases() -> Iterator[dict[bool, float]]:
+    """Have steps timed: seconds of prefills (True) and of decodes; each ends with a copy.
 
-    def timed(seqs: Any, is_prefill: bool) -> Any:
+    The class is patched, not a runner: one that held its own method were a circle, whose cache waited
+    for the collector while the next engine looked for memory.
+    """
+    from nanovllm.engine.model_runner import ModelRunner
+
+    spent, run = {True: 0.0, False: 0.0}, ModelRunner.run
+
+    def timed(runner: Any, seqs: Any, is_prefill: bool) -> Any:
         start = time.perf_counter()
-        found = run(seqs, is_prefill)
+        found = run(runner, seqs, is_prefill)
         spent[is_prefill] += time.perf_counter() - start
         return found
 
-    runner.run = timed
-    return spent
+    ModelRunner.run = timed
+    try:
+        yield spent
+    finally:
+        ModelRunner.run = run
 
 
 def _agreed(a: list[int], b: list[int]) -> int:

@@ -58,6 +58,21 @@ def test_dense_rows(order: str, heads_first: bool, backend: str) -> None:
         assert found.is_contiguous() and lse is not None and lse.is_contiguous()
 
 
+@pytest.mark.parametrize("heads_out", [False, True])
+@pytest.mark.parametrize("heads_first", [False, True])
+def test_results_lie_by_tokens_where_sizes_say_nothing(heads_first: bool, heads_out: bool) -> None:
+    """As many heads as tokens: only strides tell a query that was copied from its result."""
+    q, k, v = (torch.randn(2, 4, 4, 32) for _ in range(3))
+    wide = torch.randn(2, 4, 4, 40)[..., :32].copy_(q)
+    asked = Asked(backend="NATIVE_ATTN")
+    order = {"heads_first": heads_first, "heads_out": heads_out}
+    wanted = dense(q, k, v, asked._replace(backend="VANILLA"), **order)[0]
+    for query in (q, wide, wide.transpose(1, 2).contiguous().transpose(1, 2)):
+        found = dense(query, k, v, asked, **order)[0]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert (found.transpose(1, 2) if heads_out else found).is_contiguous()
+
+
 def test_parameters_come_along() -> None:
     q, k, v = (torch.randn(2, n, 4, 32) for n in (3, 9, 9))
     sinks, slopes = torch.randn(4), torch.rand(4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn.errors import CacheError
+from polyattn.errors import CacheError, PolyattnError
 from polyattn.families.attention.stateless.cached import Cache, New, Turns, cached
 from polyattn.families.attention.stateless.dense import Asked
 from polyattn.families.attention.stateless.views import joined_pages
@@ -107,6 +107,32 @@ def test_what_is_wrong_changes_nothing(lens: Any, more: dict[str, Any], match: s
     with pytest.raises(CacheError, match=match):
         cached(torch.randn(4, HEADS, SIZE), [2, 2], Cache(*caches, **more), lens, Asked(), new=new)
     assert torch.equal(caches, before)
+
+
+@pytest.mark.parametrize("page", [-1, 7])
+def test_a_new_token_s_page_is_one_of_the_cache_s(page: int) -> None:
+    caches, query = torch.randn(2, 4, 16, 2, SIZE), torch.randn(2, HEADS, SIZE)
+    before, new = caches.clone(), New(torch.randn(2, 2, SIZE), torch.randn(2, 2, SIZE), [1, 1])
+    table = torch.tensor([[0, page], [2, page]], dtype=torch.int32)
+    lens = torch.tensor([3, 16], dtype=torch.int32)
+    with pytest.raises(
+        CacheError, match=rf"block_table\[1\] gives a new token page {page}; .* 4 pages"
+    ):
+        cached(query, [1, 1], Cache(*caches, table), lens, Asked(True), new=new)
+    assert torch.equal(caches, before)
+    lens[1] = 15
+    cached(query, [1, 1], Cache(*caches, table), lens, Asked(True), new=new)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float8_e4m3fn,) * 2])
+def test_dtypes_that_a_call_doesn_t_take(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    of_cache, of_query = dtypes
+    cache = Cache(*torch.randn(2, 2, 32, 2, SIZE).to(of_cache))
+    query = torch.randn(2, HEADS, SIZE).to(of_query)
+    with pytest.raises(
+        PolyattnError, match="the cache is torch.float16, the query|query is torch.float8"
+    ):
+        cached(query, [1, 1], cache, 3, Asked(True))
 
 
 def test_what_new_tokens_and_turns_lack() -> None:

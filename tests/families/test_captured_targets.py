@@ -86,3 +86,22 @@ def test_a_captured_plan_is_of_its_own_kind() -> None:
 )
 def test_captured_plans_are_refilled(backend: str, chosen: str, least: int) -> None:
     conforms(backend, least, "-k", chosen, TRITON_INTERPRET="1")
+
+
+def test_a_captured_plan_s_tiles_are_read_again() -> None:
+    """Rows of several tokens without targets: a replay lists no tiles that its graph wouldn't read."""
+    pytest.importorskip("triton")
+    from polyattn import Device
+    from polyattn_triton.scan import TritonScan
+
+    backend = TritonScan(RING, None, Device(platform="cuda", arch="sm_90", torch_device="cpu"))
+    slots = torch.tensor([5, 6])
+    first, second, longer = (
+        Batch.from_lens(queries, lens, state_slots=slots)
+        for queries, lens in (([2, 2], [9, 2]), ([2, 2], [30, 0]), ([3, 2], [9, 9]))
+    )
+    captured = backend.plan(first)
+    again = backend.plan(second, captured)
+    assert again.tile_seq is captured.tile_seq and again.tile_start is captured.tile_start
+    assert again.seq_lens.tolist() == [30, 0]
+    assert backend.plan(longer, captured).tile_seq is not captured.tile_seq

@@ -71,3 +71,34 @@ def test_captured_steps_pad_with_what_their_backends_take(takes: bool, length: i
 def test_prompts_beside_state_targets_are_no_size() -> None:
     with pytest.raises(BatchError, match="state_targets=True beside prompts=1"):
         StepSize(4, prompts=1, prompt_tokens=8, state_targets=True)
+
+
+def test_a_filled_step_is_read_from_the_host() -> None:
+    """What a step brings on the device is copied; lengths that aren't there yet don't go there first."""
+    buffers = StepBuffers(4, 3, 64, 8, "cpu", padding_rows=True)
+    known = buffers.seq_lens.data_ptr(), buffers.state_slots.data_ptr()
+    for queries, lens in (([3, 3, 3], [9, 5, 24]), ([3], [7])):
+        batch = Batch.from_lens(
+            queries, lens, TABLE[: len(lens)], 8, state_slots=torch.arange(len(lens))
+        )
+        filled = buffers.fill(batch)
+        assert "seq_lens" not in batch.__dict__
+        missing = 4 - len(lens)
+        assert buffers.seq_lens.tolist() == lens + [0] * missing == filled.lens
+        assert buffers.state_slots.tolist() == [*range(len(lens)), *[-1] * missing]
+        assert filled.slot_mapping is not None and batch.slot_mapping is not None
+        slots = batch.slot_mapping.tolist()
+        assert filled.slot_mapping.tolist() == slots + [-1] * (3 * missing)
+        assert filled.block_table is not None
+        assert (
+            filled.block_table[:, :3].tolist() == TABLE[: len(lens)].tolist() + [[0] * 3] * missing
+        )
+    assert known == (buffers.seq_lens.data_ptr(), buffers.state_slots.data_ptr())
+
+
+def test_lengths_that_the_device_counts_are_copied_there() -> None:
+    """A batch over buffers knows on the host the most that they may hold."""
+    inner, outer = (StepBuffers(2, 1, 64, 8, "cpu") for _ in range(2))
+    inner.fill(Batch.from_lens([1, 1], [9, 5], TABLE[:2], 8))
+    bounds = inner.batch([64, 64])
+    assert outer.fill(bounds).lens == [64, 64] and outer.seq_lens.tolist() == [9, 5]

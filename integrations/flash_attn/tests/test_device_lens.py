@@ -173,6 +173,20 @@ def test_what_a_graph_can_t_hold_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         function(*given, **extra)
 
 
+def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of drafts are planned on the device: before a capture, and kept for it."""
+    function, given, extra = case(tokens=3)
+    wanted = function(*given, **extra)[0]
+    monkeypatch.setattr(core, "capturing", lambda _: True)
+    for _ in range(2):
+        assert torch.equal(function(*given, **extra)[0], wanted)
+    (way,) = (way for way in core._ways.values() if way is not None)
+    (kept,) = way._captured
+    assert kept in extra["cache_seqlens"].__dict__["_polyattn_plans"].values()
+    with pytest.raises(PolyattnError, match="not new views of them"):
+        function(*given, **extra | {"cache_seqlens": extra["cache_seqlens"].view(-1)})
+
+
 def test_nothing_that_is_kept_on_a_tensor_keeps_the_tensor() -> None:
     function, (q, k_cache, v_cache), extra = case()
     function(q, k_cache, v_cache, **extra)

@@ -212,6 +212,9 @@ def test_what_is_refused() -> None:
     q, k, v, g, beta = delta_inputs(1, 3)
     with pytest.raises(PolyattnError, match="gradients are asked for"):
         gated_delta_rule.chunk_gated_delta_rule(q.requires_grad_(), k, v, g, beta)
+    for name, gates in (("g", (None, beta)), ("beta", (g, None))):
+        with pytest.raises(PolyattnError, match=rf"{name}=None: it must be \(1, 3, 4\)"):
+            gated_delta_rule.chunk_gated_delta_rule(q, k, v, *gates)
     with torch.no_grad(), pytest.raises(PolyattnError, match="seq_idx is given"):
         causal_conv1d.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 4))
 

@@ -9,7 +9,7 @@ from adapters import FAKES
 from kits import conforms
 from polyattn import Device, LayerSpec, discover
 from polyattn.api import select
-from polyattn.checking.tolerance import FP8_COMPUTE, TOLERANCES, tolerance_of
+from polyattn.checking.tolerance import TOLERANCES, tolerance_of
 from polyattn.errors import SelectionError, SpecError
 from polyattn.registry.capabilities import check
 
@@ -42,7 +42,7 @@ def test_fp8_products_are_asked_for() -> None:
         SPEC.replace(fp8_compute=True)
     assert "fp8_compute" not in str(select(QUANTISED.replace(fp8_compute=True), "h100-sxm"))
     assert tolerance_of(QUANTISED) is TOLERANCES["bfloat16"]
-    assert tolerance_of(QUANTISED.replace(fp8_compute=True)) is FP8_COMPUTE
+    assert tolerance_of(QUANTISED.replace(fp8_compute=True)).output > 0.1
 
 
 def test_bf16_begins_with_ampere() -> None:

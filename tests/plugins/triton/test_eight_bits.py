@@ -25,14 +25,17 @@ def test_interpreted(name: str) -> None:
     assert f"{name}: off by" in interpreted(SCRIPT, name, PYTHONPATH=str(Path(__file__).parents[2]))
 
 
-@pytest.mark.parametrize("rounds", [True, False])
-def test_compiled_for_hopper(rounds: bool) -> None:
+@pytest.mark.parametrize(
+    ("arch", "rounds", "wanted"),
+    [("sm_89", True, "e4m3"), ("sm_89", False, "f16"), ("sm_90", True, "f16")],
+)
+def test_compiled(arch: str, rounds: bool, wanted: str) -> None:
     """Both products are of e4m3 numbers, or neither is: then they are made float16."""
     from polyattn_triton.compiling.aot import compile_phase
 
-    asm = compile_phase(SPEC.replace(fp8_compute=rounds), "sm_90", "paged").asm["ptx"]
-    products = set(re.findall(r"wgmma\.mma_async\.\S+f32\.(\w+)\.", asm))
-    assert products == ({"e4m3"} if rounds else {"f16"})
+    asm = compile_phase(SPEC.replace(fp8_compute=rounds), arch, "paged").asm["ptx"]
+    products = re.findall(r"mma(?:\.sync|_async)\.\S+?f32\.(\w+)\.(\w+)", asm)
+    assert products and {kind for pair in products for kind in pair if kind != "f32"} == {wanted}
 
 
 def test_which_chips_multiply_them() -> None:
@@ -41,6 +44,6 @@ def test_which_chips_multiply_them() -> None:
     spec = SPEC.replace(fp8_compute=True)
     chips = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx90a", "gfx942", "gfx950")
     found = [chip for chip in chips if multiplies_eight_bits(spec, chip)]
-    assert found == ["sm_89", "sm_90", "sm_100", "sm_120", "gfx950"]
+    assert found == ["sm_89", "sm_100", "sm_120", "gfx950"]
     for other in ({"qkv_dtype": "auto"}, {"fp8_compute": False}):
-        assert not multiplies_eight_bits(spec.replace(**other), "sm_90")
+        assert not multiplies_eight_bits(spec.replace(**other), "sm_89")

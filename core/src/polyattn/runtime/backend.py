@@ -62,6 +62,14 @@ class Lie(NamedTuple):
     keys: int
 
 
+class PagesLie(NamedTuple):
+    """The same of a cache: keys and values (pages, page size, heads, size), all three strides of each."""
+
+    query: tuple[int, int]
+    key: tuple[int, int, int]
+    value: tuple[int, int, int]
+
+
 class Backend:
     """A kernel for one spec over one cache format. It holds compiled code and workspaces.
 
@@ -136,6 +144,14 @@ class AttentionBackend(Backend, ABC):
         size), which cost the host as much as a tiny kernel. What is returned takes (query, key, value,
         params, out, lse), tensors of any shape whose elements lie as `lie` says; `out` and `lse` are
         contiguous.
+        """
+        return None
+
+    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
+        """Return `addressed` of a plan by bounds over a cache; None: tensors must be viewed.
+
+        What is returned takes keys and values as pages, which `lie` describes; the parameters that come
+        with them have no scales.
         """
         return None
 

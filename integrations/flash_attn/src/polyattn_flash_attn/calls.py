@@ -78,7 +78,7 @@ def with_kvcache(
 
     `rotary`: cos, sin, interleaved. Raises `RuntimeError`, as flash-attn does, where there is no room.
     """
-    tokens, query_lens = _tokens(query, starts[0])
+    query_lens = None if starts[0] is None else lens_between(starts[0])
     new = turns = None
     cos, sin, interleaved = rotary
     if (key is None) != (value is None) or (cos is None) != (sin is None):
@@ -89,13 +89,11 @@ def with_kvcache(
         turns = Turns(cos, sin, "gptj" if interleaved else "neox")
     try:
         out, lse = cached(
-            tokens, query_lens, cache, lens, asked, new=new, turns=turns, alibi_slopes=slopes
+            query, query_lens, cache, lens, asked, new=new, turns=turns, alibi_slopes=slopes
         )
     except CacheError as error:
         raise RuntimeError(str(error)) from error
-    if starts[0] is None:
-        return _in_rows(out, lse, *query.shape[:2])
-    return out, None if lse is None else lse.T
+    return out, None if lse is None else lse.transpose(-1, -2)
 
 
 def _tokens(given: Tensor, starts: Tensor | None) -> tuple[Tensor, Sequence[int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import AttentionKind
+from polyattn import AttentionKind, PolyattnError
 from polyattn.families.recurrent.function import recurrence
 from polyattn.runtime.inputs import refuse
 from polyattn.runtime.step.host_copies import lens_between
@@ -18,8 +18,8 @@ __all__ = ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]
 
 
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
@@ -31,6 +31,7 @@ def chunk_gated_delta_rule(
     output and the final state, None unless asked.
     """
     refuse(cp_context=cp_context, state_v_first=state_v_first)
+    g, beta = _needed("g", g, v), _needed("beta", beta, v)
     beta = _beta(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval)
     lens = _lens(q, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     out, state = _run(q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, lens)
@@ -61,6 +62,15 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, _lens(q, cu_seqlens)
     )
     return out, state if output_final_state else None
+
+
+def _needed(name: str, gate: Tensor | None, v: Tensor) -> Tensor:
+    if gate is None:
+        raise PolyattnError(
+            f"{name}=None: it must be {tuple(v.shape[:3])}, a number for each token and head; "
+            "fused_recurrent_gated_delta_rule goes without"
+        )
+    return gate
 
 
 def _beta(beta: Tensor, sigmoid: bool, negative: bool) -> Tensor:

@@ -38,7 +38,8 @@ def attention(
     `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size). Returns the
     output (batch, queries, heads, size) and, where the model's own attention had to serve, its weights.
     """
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     sinks = kwargs.get("s_aux")
@@ -46,9 +47,9 @@ def attention(
         sinks = module._parameters["sinks"]
     # A single query is a decode: it sees all keys, wherever they are aligned.
     causal = is_causal and query.shape[2] > 1
-    own = _own_attention(type(module).__module__)
-    why = _refused(module, own, (query, key, value, sinks), dropout, kwargs)
-    if isinstance(kwargs.get("cache"), PagedAttentionCache):
+    own, others = _own_attention(type(module).__module__)
+    why = _refused(module, others, (query, key, value, sinks), dropout, kwargs)
+    if "cache" in kwargs and isinstance(kwargs["cache"], PagedAttentionCache):
         if why is not None:
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
@@ -83,13 +84,6 @@ def attention(
     )
 
 
-@lru_cache(maxsize=256)
-def _own_attention(module: str) -> Callable[..., Any]:
-    """Return the eager attention of a model's file."""
-    found = getattr(sys.modules.get(module), "eager_attention_forward", None)
-    return sdpa_attention_forward if found is None else found
-
-
 SERVED = {
     "module", "query", "key", "value", "attention_mask", "scaling", "dropout", "softcap", "s_aux",
     "sinks", "is_causal", "sliding_window", "cache", "kwargs",
@@ -98,13 +92,15 @@ SERVED = {
 
 
 @lru_cache(maxsize=256)
-def _other_arguments(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters) - SERVED
+def _own_attention(module: str) -> tuple[Callable[..., Any], frozenset[str]]:
+    """Return the eager attention of a model's file, and those of its arguments that aren't served."""
+    found = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
+    return found, frozenset(inspect.signature(found).parameters) - SERVED
 
 
 def _refused(
     module: nn.Module,
-    own: Callable[..., Any],
+    others: frozenset[str],
     tensors: tuple[Tensor | None, ...],
     dropout: float,
     kwargs: dict[str, Any],
@@ -116,7 +112,7 @@ def _refused(
         return f"dropout={dropout}"
     if kwargs.get("output_attentions"):
         return "output_attentions=True"
-    for name in _other_arguments(own):
+    for name in others:
         if kwargs.get(name) is not None:
             return f"the argument {name}"
     return None

@@ -142,7 +142,9 @@ def by_torch(
     if seq_of is not None:
         by_seq = found.new_zeros(num_seqs, kv_heads)
         found = by_seq.scatter_reduce_(0, seq_of[:, None].expand_as(found), found, "amax")
-    scale = found.clamp_min(LEAST) / LARGEST
+    # By a tensor: by a number torch's operator on a GPU multiplies by the reciprocal. For half of the
+    # largest values that scale is an ulp off, and another e4m3 number comes of a quotient that is a tie.
+    scale = found.clamp_min(LEAST) / found.new_full((), LARGEST)
     each = scale if seq_of is None else scale[seq_of]
     rounded = (groups / each[:, :, None, None]).to(torch.float8_e4m3fn).flatten(1, 2)
     return rounded, scale

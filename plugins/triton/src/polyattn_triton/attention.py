@@ -15,18 +15,20 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Lie,
+    PagesLie,
     Plan,
     RopeSpec,
 )
 from torch import Tensor
 
+from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, merge_constants, merge_options
+from polyattn_triton.launch import Site, load, merge_constants, merge_options
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.turn_table import turns
@@ -56,6 +58,8 @@ class TritonAttention(PlannedAttention):
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
         self.prefixes: PrefixLauncher | None = None
+        new = self.generated is not None and self.generated.new
+        self.compilers = Compilers(soon=new and self.torch_device.type == "cuda")
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
@@ -71,7 +75,8 @@ class TritonAttention(PlannedAttention):
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
-            warm_up(self, phases)
+            with torch.cuda.device(self.torch_device):
+                load(warm_up(self, phases))
 
     def run(
         self,
@@ -98,7 +103,7 @@ class TritonAttention(PlannedAttention):
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
-        if plan.merge:
+        if plan.merging is not None:
             kept = cache.key if cache is not None else key
             assert kept is not None
             self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
@@ -191,7 +196,7 @@ class TritonAttention(PlannedAttention):
             return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
-        if plan.merge or plan.at_once:
+        if plan.way == "pieces" or plan.at_once:
             if plan.batch.max_seq_len > UNCUT_KEYS:
                 return None
             plan = self.plan_rows(plan.batch, uncut=True)
@@ -204,10 +209,39 @@ class TritonAttention(PlannedAttention):
             if which not in self._sites:
                 self._sites[which] = self._prefill_site(plan, strides, 1, True, lse, self._none)
             sites.append(self._sites[which])
-        plain, with_lse = sites
+        return self._by_address(plan, sites, (plan.table[0],))
+
+    def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
+        """Return the decode's one launch over pages that lie so."""
+        spec = self.spec
+        assert isinstance(plan, AttentionPlan)
+        decodes = plan.way not in ("prefill", "pieces") and plan.grid[0] and plan.merging is None
+        if not decodes or self.generated or spec.rope or self.by_tensors:
+            return None
+        if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
+            return None
+        strides = (
+            (*lie.query, 1), (*lie.key, 1), (*lie.value, 1),
+            (spec.num_heads * spec.v_head_size, spec.v_head_size, 1),
+        )  # fmt: skip
+        dtype = STORAGE_DTYPES[spec.dtype]
+        sites = [
+            self._decode_site(plan, strides, (dtype, dtype), lse, self._none)
+            for lse in (False, True)
+        ]
+        return self._by_address(plan, sites, (*plan.table, plan.splits))
+
+    def _by_address(
+        self, plan: AttentionPlan, sites: list[Site], rest: tuple[int, ...]
+    ) -> Addressed:
+        """Return a launch of tensors as they are, by the site without an LSE or the one with it.
+
+        `rest`: the free integers after the LSE's stride.
+        """
+        (plain, with_lse), spec = sites, self.spec
         none, scales, grid, kept = self._none, self._no_scales, plan.grid, plan.kept
         factors = spec.scale, 1.0, spec.logit_soft_cap or 1.0
-        free, free_lse = (0, plan.table[0]), (spec.num_heads, plan.table[0])
+        free, free_lse = (0, *rest), (spec.num_heads, *rest)
 
         def run(
             query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
@@ -235,19 +269,9 @@ class TritonAttention(PlannedAttention):
         lse: Tensor | None,
     ) -> None:
         none, inputs = self._none, self._inputs(plan, params)
-        which = (
-            plan.variant, query.stride(), query.dtype, out.stride(), cache.strides, lse is None
-        )  # fmt: skip
-        site = self._sites.get(which)
-        if site is None:
-            key, value = cache.key, cache.value
-            constants = decode_constants(
-                self.spec_of(plan.batch), plan.config, cache.block_size, plan.way, lse is not None,
-                self.device.arch, key.stride() == value.stride(), in_pairs(value),
-                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
-            )  # fmt: skip
-            strides = query.stride(), key.stride(), value.stride(), out.stride()
-            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
+        strides = query.stride(), *cache.strides[:2], out.stride()
+        dtypes = query.dtype, cache.key.dtype
+        site = self._decode_site(plan, strides, dtypes, lse is not None, inputs)
         site(
             plan.grid,
             (
@@ -260,6 +284,31 @@ class TritonAttention(PlannedAttention):
             (0 if lse is None else lse.stride(0), *plan.table, plan.splits),
             plan.kept,
         )  # fmt: skip
+
+    def _decode_site(
+        self,
+        plan: AttentionPlan,
+        strides: tuple[Strides, ...],
+        dtypes: tuple[torch.dtype, torch.dtype],
+        lse: bool,
+        inputs: Tensor,
+    ) -> Site:
+        """Specialise the kernel for query, key, value and output of these strides, once.
+
+        `dtypes`: of queries and of the cache.
+        """
+        which = plan.variant, strides, dtypes, lse
+        site = self._sites.get(which)
+        if site is None:
+            _, of_key, of_value, _ = strides
+            assert self.cache is not None
+            constants = decode_constants(
+                self.spec_of(plan.batch), plan.config, self.cache.block_size, plan.way, lse,
+                self.device.arch, of_key == of_value, in_pairs(dtypes[1], of_value),
+                NOTHING if plan.chosen else self._functions, inputs.numel() - 1,
+            )  # fmt: skip
+            site = self._sites[which] = _site(decode_kernel, strides, constants, plan.config, False)
+        return site
 
     def _inputs(self, plan: AttentionPlan, params: LayerParams) -> Tensor:
         """Return where the functions' inputs lie, then the table that turns keys, as addresses.
@@ -332,10 +381,11 @@ class TritonAttention(PlannedAttention):
         key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
+            by_token = plan.way in ("listed", "many")
             constants = merge_constants(
-                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
-                plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
-                SCALES[spec.scales], self._functions[-1] == 2,
+                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, not by_token, by_token,
+                spec.learned_sinks, lse is not None, self.early, SCALES[spec.scales],
+                self._functions[-1] == 2, plan.way != "many",
             )  # fmt: skip
             options = merge_options(spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, out.stride()[:2], constants, options)
@@ -347,7 +397,10 @@ class TritonAttention(PlannedAttention):
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
-            (0 if lse is None else lse.stride(0), plan.grid[0], int(merging.by_tile)),
+            (
+                0 if lse is None else lse.stride(0),
+                plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile),
+            ),
         )  # fmt: skip
 
 

@@ -108,6 +108,8 @@ class ScanPlan(Plan):
         "cut", "phase", "seq_lens", "slots", "starts", "targets", "tile_seq", "tile_start",
     )  # fmt: skip
     cut: Cut | None
+    tile_seq: Tensor
+    tile_start: Tensor
 
     def __init__(self, batch: Batch):
         super().__init__(batch)
@@ -155,10 +157,18 @@ class TritonScan(RecurrentBackend):
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> ScanPlan:
         plan = ScanPlan(batch)
-        if plan.phase == "prefill" and self.spec.kind in TILES:
+        if plan.phase != "prefill":
+            return plan
+        # A captured graph, whose rows are always as long, reads the tiles that it was captured with.
+        known = (
+            reuse if isinstance(reuse, ScanPlan) and reuse.batch.starts == batch.starts else None
+        )
+        if self.spec.kind in TILES and known is not None:
+            plan.tile_seq, plan.tile_start = known.tile_seq, known.tile_start
+        elif self.spec.kind in TILES:
             plan.list_tiles(TILES[self.spec.kind], self.torch_device)
-        if self._selective is not None and plan.phase == "prefill":
-            plan.cut = self._selective.cut(batch.query_lens)
+        if self._selective is not None:
+            plan.cut = self._selective.cut(batch.query_lens) if known is None else known.cut
         return plan
 
     def run(

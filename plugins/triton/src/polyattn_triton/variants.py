@@ -9,7 +9,6 @@ import torch
 import triton
 from polyattn.device import arch_matches
 from polyattn.kernel import STORAGE_DTYPES, LayerSpec
-from torch import Tensor
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
@@ -108,8 +107,10 @@ def prefill_constants(
     )
 
 
-EIGHT_BITS = ("sm_89+", "gfx950", "x86_64", "aarch64")
-"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts)."""
+EIGHT_BITS = ("sm_89", "sm_100+", "gfx950", "x86_64", "aarch64")
+"""Chips that multiply OCP's e4m3 numbers (and the interpreter's hosts), but for Hopper's.
+
+There values would have to be turned in shared memory: made float16 they are faster (H200)."""
 
 
 def multiplies_eight_bits(spec: LayerSpec, arch: str) -> bool:
@@ -148,9 +149,8 @@ def decode_constants(
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = part_rows(spec, config, way == "few")
-    itself = merges_itself(spec, arch, rows)
-    at_once = parts_at_once(rows, spec.v_head_size) if split and itself else 0
-    early = split and not itself and launches_early(arch)
+    at_once = most_merged_by_one(spec, arch) if way == "split" else 0
+    early = split and not at_once and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
@@ -159,10 +159,10 @@ def decode_constants(
     )  # fmt: skip
 
 
-def in_pairs(value: Tensor) -> bool:
+def in_pairs(dtype: torch.dtype, strides: tuple[int, ...]) -> bool:
     """Whether a cache's values are of 8 bits, and every row of them begins at an even address."""
-    eight = value.element_size() == 1 and value.dtype != torch.uint8  # which is rows of 4 bits
-    return eight and all(stride % 2 == 0 for stride in value.stride()[:3])
+    eight = dtype.itemsize == 1 and dtype != torch.uint8  # which is rows of 4 bits
+    return eight and all(stride % 2 == 0 for stride in strides[:3])
 
 
 def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
@@ -170,13 +170,16 @@ def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
     return config.block_m if few else triton.next_power_of_2(spec.gqa_ratio)
 
 
-def merges_itself(spec: LayerSpec, arch: str, rows: int) -> bool:
-    """Whether the program that ends last merges a tile's parts, instead of a second kernel.
+def most_merged_by_one(spec: LayerSpec, arch: str) -> int:
+    """Return how many even splits the program that ends last merges, all at once; 0: a kernel does.
 
     Not on AMD, where the order of memory between programs was never seen to hold.
     """
+    rows = triton.next_power_of_2(spec.gqa_ratio)
     outputs = rows * triton.next_power_of_2(spec.v_head_size)
-    return not arch.startswith("gfx") and outputs <= MAX_MERGED_BY_ONE
+    if arch.startswith("gfx") or outputs > MAX_MERGED_BY_ONE:
+        return 0
+    return parts_at_once(rows, spec.v_head_size)
 
 
 def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config:
@@ -196,15 +199,14 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
 
 
-WAYS = ("decode", "split", "listed", "few", "prefill", "pieces")
-"""What runs: decode of whole sequences, of even splits, of stretches, of stretches with a few query
-tokens a sequence; prefill of whole tiles, of stretches."""
+WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
+"""What runs: decode of whole sequences, of even splits, of more than the one that ends last merges, of
+stretches, of stretches with a few query tokens a sequence; prefill of whole tiles, of stretches."""
 
 
 def ways_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
-    """Return the ways there are: even splits are merged by the program that ends last, or not made."""
-    itself = merges_itself(spec, arch, part_rows(spec, tile_config(spec, arch, "few"), False))
-    return tuple(way for way in WAYS if itself or way != "split")
+    """Return the ways there are: where a program merges no splits, a kernel merges few of them too."""
+    return tuple(way for way in WAYS if way != "split" or most_merged_by_one(spec, arch))
 
 
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:

@@ -10,9 +10,13 @@ from torch import Tensor
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.harness.attention import AttentionHarness, Inputs
+from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.planning import AttentionStep
+from polyattn.runtime.backend import PagesLie
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 
 SIZE = StepSize(3, prompts=3, prompt_tokens=40)
@@ -187,6 +191,26 @@ def bounds(case: Case, harness: AttentionHarness) -> None:
     shorter = Batch(batch.starts, lens, batch.block_table)
     held = replace(given, batch=shorter, key=None, value=None)
     harness.check(layer, held, "shorter ones by the same plan: ", plan)
+    _by_address(layer, held, plan, harness)
+
+
+def _by_address(layer: Attention, given: Inputs, plan: StepPlan, harness: AttentionHarness) -> None:
+    """Run a plan by bounds over pages by its tensors' addresses, where its backend has such a way."""
+    cache = given.cache
+    assert isinstance(plan, AttentionStep) and cache is not None
+    if len(plan.calls) != 1 or plan.calls[0].block_size is not None:
+        return
+    (call,) = plan.calls
+    lie = PagesLie(given.query.stride()[:2], cache.key.stride()[:3], cache.value.stride()[:3])  # type: ignore[arg-type]
+    run = call.backend.addressed_pages(call.plan, lie)
+    if run is None:
+        return
+    out = torch.full(plan.out_shape, torch.nan, device=harness.torch_device).to(plan.out_dtype)
+    lse = None
+    if layer.spec.needs_lse:
+        lse = torch.full(plan.lse_shape, torch.nan, device=harness.torch_device)
+    run(given.query[None], cache.key, cache.value, layer.params, out[None], lse)
+    harness.compare(layer, given, out, lse, "over pages by addresses: ")
 
 
 def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.stateless.dense import Asked, group_of, parameters
 from polyattn.families.attention.stateless.views import pages_of
 from polyattn.registry.discovery import generation
+from polyattn.runtime.backend import Addressed, PagesLie
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
 from polyattn.runtime.stateless import place_of
@@ -33,18 +34,13 @@ def way_of(
 ) -> Way | None:
     """Return what attends over pages by lengths left on the device, for as many tokens of each sequence.
 
-    `query` (num_seqs * tokens of each, heads, size); `key`, `value` (pages, page size, KV heads, size);
-    `block_table` int32 (num_seqs, pages of a row); `lens` int32 (num_seqs,). It serves all tensors that
-    lie as these. None where no backend goes by the device's lengths, and with POLYATTN_CHECKS=1, which
-    reads them. What a graph captures needs a call of its kind before, outside of the capture. Raises
-    `BatchError`.
+    `query` (num_seqs, tokens of each, heads, size), or packed (num_seqs * tokens, heads, size); `key`,
+    `value` (pages, page size, KV heads, size); `block_table` int32 (num_seqs, pages of a row); `lens`
+    int32 (num_seqs,). It serves all tensors that lie as these. None where no backend goes by the
+    device's lengths, and with POLYATTN_CHECKS=1, which reads them. What a graph captures needs a call
+    of its kind before, outside of the capture. Raises `BatchError`.
     """
-    kind = (
-        current(), generation(), place_of(query.device), asked, sinks is None, alibi_slopes is None,
-        query.device, query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(),
-        value.dtype, value.shape, value.stride(), block_table.dtype, block_table.shape, lens.dtype,
-        lens.shape,
-    )  # fmt: skip
+    kind = _kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes)
     if kind not in _ways:
         if capturing(query):
             raise BatchError(
@@ -56,8 +52,28 @@ def way_of(
         group = None if current().checks else _group(query, key, value, asked, sinks, alibi_slopes)
         if group is not None:
             group.check_format(pages_of(key, value).format)
-        _ways[kind] = None if group is None else Way(group, query, block_table, key.shape[1])
+        _ways[kind] = None if group is None else Way(group, query, key, value, block_table)
     return _ways[kind]
+
+
+def known_way(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: Asked,
+    sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
+) -> Way | None:  # fmt: skip
+    """Return what `way_of` made for tensors that lie as these, so that nothing need be checked again."""
+    return _ways.get(_kind(query, key, value, block_table, lens, asked, sinks, alibi_slopes))
+
+
+def _kind(
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: Asked,
+    sinks: Tensor | None, alibi_slopes: Tensor | None,
+) -> Any:  # fmt: skip
+    return (
+        current(), generation(), place_of(query.device), asked, sinks is None, alibi_slopes is None,
+        query.device, query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(),
+        value.dtype, value.shape, value.stride(), block_table.dtype, block_table.shape, lens.dtype,
+        lens.shape,
+    )  # fmt: skip
 
 
 def _group(
@@ -73,24 +89,37 @@ def _group(
         return None
 
 
+class Planned(NamedTuple):
+    """A plan over one call's lengths and table, and how it is run by addresses, if it is."""
+
+    step: AttentionStep
+    addressed: Addressed | None
+
+
 class Way:
     """One way of calling: who serves it, and all that shapes, strides and dtypes decide."""
 
     __slots__ = (
-        "_after", "bounds", "device_type", "gaps", "group", "lse_shape", "needs_lse", "out_shape",
-        "starts", "tokens",
+        "_after", "_captured", "alike", "bounds", "device_type", "group", "lie", "lse_shape",
+        "needs_lse", "out_shape", "starts", "step_shape", "tokens",
     )  # fmt: skip
 
-    def __init__(self, group: LayerGroup, query: Tensor, block_table: Tensor, page: int):
-        spec, tokens, count = group.spec, query.shape[0], block_table.shape[0]
+    def __init__(
+        self, group: LayerGroup, query: Tensor, key: Tensor, value: Tensor, block_table: Tensor
+    ):
+        spec, count = group.spec, block_table.shape[0]
+        tokens = query.shape[0] * (query.shape[1] if query.dim() == 4 else 1)
         self.group, self.device_type = group, group.device_type
         self.tokens = tokens // max(count, 1)
         self.starts = _starts(count, self.tokens, query.device)
-        self.bounds = [block_table.shape[1] * page] * count
-        self.gaps = query.stride(2) != 1
-        self.out_shape = (tokens, spec.num_heads, spec.v_head_size)
-        self.lse_shape, self.needs_lse = self.out_shape[:2], spec.needs_lse
+        self.bounds = [block_table.shape[1] * key.shape[1]] * count
+        self.lie = _lie(query, key, value)
+        self.out_shape = torch.Size((*query.shape[:-1], spec.v_head_size))
+        self.step_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
+        self.lse_shape, self.needs_lse = self.out_shape[:-1], spec.needs_lse
+        self.alike = query.shape == self.out_shape and query.is_contiguous()
         self._after: Tensor | None = None
+        self._captured: list[Planned] = []
 
     def __call__(
         self,
@@ -105,20 +134,29 @@ class Way:
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; no sequence may be longer than its row of the table, which nobody looks at.
 
-        Returns the output, as `query`, and, where asked, the LSE (tokens, heads), float32. Raises
-        `BatchError`.
+        Returns the output, as `query`, and, where asked, the LSE, float32, one for each of its rows of
+        numbers. Raises `BatchError`.
         """
         if torch.is_grad_enabled():
             refuse_gradients(query=query, key=key, value=value)
-        if self.gaps:
-            query = query.contiguous()
         params = parameters(self.group.spec, query, sinks, alibi_slopes)
-        out, lse = query.new_empty(self.out_shape), None
+        lse = None
+        if self.alike:  # which says less to torch
+            out = torch.empty_like(query)
+        else:
+            out = query.new_empty(self.out_shape)
         if self.needs_lse:
             lse = query.new_empty(self.lse_shape, dtype=torch.float32)
-        step, pages = self._plan(block_table, lens), pages_of(key, value)
+        step, addressed = self._plan(block_table, lens)
+        if addressed is not None:
+            addressed(query, key, value, params, out, lse)
+            return out, lse
+        tokens = (query if query.dim() == 3 else query.flatten(0, 1)).contiguous()
+        of_lse = None if lse is None else lse.view(self.step_shape[:2])
         with own_precision(self.device_type):
-            step.run(query, None, None, pages, params, out, lse)
+            step.run(
+                tokens, None, None, pages_of(key, value), params, out.view(self.step_shape), of_lse
+            )
         return out, lse
 
     def after(self, lens: Tensor, count: int) -> Tensor:
@@ -127,14 +165,21 @@ class Way:
             self._after = torch.empty_like(lens, memory_format=torch.contiguous_format)
         return torch.add(lens, count, out=self._after)
 
-    def _plan(self, block_table: Tensor, lens: Tensor) -> AttentionStep:
+    def _plan(self, block_table: Tensor, lens: Tensor) -> Planned:
         """Return the plan over these tensors, kept on `lens`: their values change nothing in it."""
         where = self, block_table.data_ptr(), block_table.stride()
-        plans: dict[Any, AttentionStep] | None = lens.__dict__.get("_polyattn_plans")
+        plans: dict[Any, Planned] | None = lens.__dict__.get("_polyattn_plans")
         if plans is None:
             plans = lens.__dict__["_polyattn_plans"] = {}
         plan = plans.get(where)
+        # Steps of several tokens each have arrays of their own, copied from the host.
+        recorded = self.tokens > 1 and capturing(lens)
         if plan is None:
+            if recorded:
+                raise BatchError(
+                    "a graph is being captured, and the lengths or the block table aren't the tensors of "
+                    "the call before it; give the same ones, not new views of them"
+                )
             # Detached: the tensors themselves, or views of them, were a circle that nothing collects.
             batch = Batch.on_buffers(
                 [self.tokens * i for i in range(len(self.bounds) + 1)], self.bounds, self.starts,
@@ -145,8 +190,30 @@ class Way:
                 plans.clear()
             found = self.group.plan(batch)
             assert isinstance(found, AttentionStep)
-            plan = plans[where] = found
+            plan = plans[where] = Planned(found, self._addressed(found))
+        if recorded and plan not in self._captured:  # which a graph reads as long as it lives
+            self._captured.append(plan)
         return plan
+
+    def _addressed(self, step: AttentionStep) -> Addressed | None:
+        if len(step.calls) != 1 or self.lie is None:
+            return None
+        (call,) = step.calls
+        if call.rows is not None or call.block_size is not None:
+            return None
+        return call.backend.addressed_pages(call.plan, self.lie)  # type: ignore[no-any-return]
+
+
+def _lie(query: Tensor, key: Tensor, value: Tensor) -> PagesLie | None:
+    """Return how the tensors lie; None where a query's tokens or numbers have gaps."""
+    stride = query.stride()
+    if query.dim() == 4:
+        if query.shape[1] > 1 and stride[0] != query.shape[1] * stride[1]:
+            return None
+        stride = (stride[0] if query.shape[1] == 1 else stride[1], *stride[2:])
+    if stride[2] != 1:
+        return None
+    return PagesLie(stride[:2], key.stride()[:3], value.stride()[:3])  # type: ignore[arg-type]
 
 
 _ways: dict[Any, Way | None] = {}
@@ -165,9 +232,11 @@ def _check(query: Tensor, block_table: Tensor, lens: Tensor) -> None:
         raise BatchError(
             f"lens is {lens.dtype} of shape {tuple(lens.shape)}; it must be torch.int32 of ({count},)"
         )
-    if query.shape[0] % max(count, 1):
+    rows = query.shape[0]
+    if rows % max(count, 1) or (query.dim() == 4 and rows != count):
         raise BatchError(
-            f"query has {query.shape[0]} tokens; of {count} sequences each must have as many"
+            f"query {tuple(query.shape)} and a block_table of {count} rows: each sequence must have as "
+            "many query tokens"
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
-from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
+from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
@@ -70,10 +70,10 @@ class StepGraph:
         for group, plan in self.plans.items():
             group.plan(group.planner.own(filled), reuse=plan)
         places = buffers.places[:tokens] if isinstance(buffers, MixedBuffers) else None
-        for name, tensor in inputs.items():
-            if places is None:
-                self.inputs[name][:tokens] = tensor
-            else:
+        if places is None:
+            copy_together((self.inputs[n][:tokens], t) for n, t in inputs.items())
+        else:
+            for name, tensor in inputs.items():
                 raw(self.inputs[name]).index_copy_(0, places, raw(tensor))
         self.graph.replay()
         if places is None:

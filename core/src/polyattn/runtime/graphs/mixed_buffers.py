@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
@@ -126,10 +125,3 @@ class MixedBuffers(StepBuffers):
         batch.state_slots, batch.num_contexts = self.state_slots, self.size.prompts + 1
         batch.decode_start_loc = self.row_starts
         return batch
-
-    def _put(self, buffer: Tensor, values: Any) -> None:
-        """Copy from the host without waiting for the device."""
-        host = torch.tensor(values, dtype=buffer.dtype)
-        if buffer.is_cuda:
-            host = host.pin_memory()
-        buffer[: len(host)].copy_(host, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
+from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.kinds import GraphCapture
 
@@ -107,11 +109,15 @@ class StepBuffers:
         self.num_seqs, self.max_len, self.block_size = num_seqs, max_len, block_size
         self.seq_lens = ints(num_seqs)
         self.block_table = ints(num_seqs, -(-max_len // block_size)) if block_size else None
-        self.slot_mapping = ints(tokens, dtype=torch.int64) - 1 if block_size else None
-        self.state_slots = ints(num_seqs, dtype=torch.int64) - 1
+        # What is -1 where a step has nothing lies side by side, so that one launch empties it.
+        counts = (tokens, num_seqs, num_seqs * self.query_len)
+        self.slots = ints(3, -(-max(counts) // 2) * 2, dtype=torch.int64) - 1
+        stored, states, targets = (row[:n] for row, n in zip(self.slots, counts, strict=True))
+        self.slot_mapping = stored if block_size else None
+        self.state_slots = states
         self.state_targets: Tensor | None = None
         if self.size.state_targets:
-            self.state_targets = ints(num_seqs, self.query_len, dtype=torch.int64) - 1
+            self.state_targets = targets.view(num_seqs, self.query_len)
         places = (axes, tokens) if axes > 1 else (tokens,)
         self.positions = ints(*places, dtype=torch.int64) if axes else None
 
@@ -148,35 +154,57 @@ class StepBuffers:
     def fill(self, batch: Batch) -> Batch:
         """Copy a step's metadata in; returns the step as the graph sees it."""
         count, tokens = batch.num_seqs, batch.num_tokens
-        self.seq_lens.fill_(self.padding_len)
-        self.seq_lens[:count] = batch.seq_lens
+        lens = batch.lens + [self.padding_len] * (self.num_seqs - count)
+        if batch.lens_are_bounds:  # the device's count
+            self.seq_lens.fill_(self.padding_len)
+            self.seq_lens[:count] = batch.seq_lens
+        else:
+            self._put(self.seq_lens, lens)
+        self.slots.fill_(-1)
+        given: list[tuple[Tensor, Tensor]] = []
         if self.block_table is not None and batch.block_table is not None:
             width = min(batch.block_table.shape[1], self.block_table.shape[1])
-            self.block_table[:count, :width] = batch.block_table[:, :width]
+            given.append((self.block_table[:count, :width], batch.block_table[:, :width]))
             self.block_table[count:] = 0
-        if self.slot_mapping is not None:
-            self.slot_mapping.fill_(-1)
-            if batch.slot_mapping is not None:
-                self.slot_mapping[:tokens] = batch.slot_mapping
         if self.positions is not None:
             self.positions.zero_()
-            self.positions[..., :tokens] = batch.token_positions
-        self.state_slots.fill_(-1)
+            given.append((self.positions[..., :tokens], batch.token_positions))
+        if self.slot_mapping is not None and batch.slot_mapping is not None:
+            given.append((self.slot_mapping[:tokens], batch.slot_mapping))
         if batch.state_slots is not None:
-            self.state_slots[:count] = batch.state_slots
-        self._fill_targets(batch.state_targets)
-        filled = self.batch(batch.lens + [self.padding_len] * (self.num_seqs - count))
+            given.append((self.state_slots[:count], batch.state_slots))
+        copy_together(given + self._targets(batch.state_targets))
+        filled = self.batch(lens)
         if self.sharing:  # padding comes last, so rows keep their numbers
             assert self.block_size is not None
             filled = filled.with_shared_prefix(batch.find_shared_prefix(self.block_size))
         return filled
 
-    def _fill_targets(self, targets: Tensor | None) -> None:
-        """Copy in where each token's state goes; -1, nowhere, before a sequence's last one."""
+    def _targets(self, targets: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """Return where each token's state goes, and what that is copied to.
+
+        Before a sequence's last token its state goes nowhere, -1, where each sequence has one target.
+        """
         if self.state_targets is None or targets is None:
-            return
-        self.state_targets.fill_(-1)
+            return []
         if targets.dim() == 1:
-            self.state_targets[: len(targets), -1] = targets
-        else:
-            self.state_targets[: len(targets)] = targets[:, : self.query_len]
+            return [(self.state_targets[: len(targets), -1], targets)]
+        return [(self.state_targets[: len(targets)], targets[:, : self.query_len])]
+
+    def _put(self, buffer: Tensor, values: Any) -> None:
+        """Copy from the host without waiting for the device, which allocates nothing."""
+        host = torch.tensor(values, dtype=buffer.dtype)
+        if buffer.is_cuda:
+            host = host.pin_memory()
+        buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+def copy_together(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each pair the second, of one shape, those of one dtype in one launch."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for goal, source in pairs:
+        goals, sources = kinds.setdefault(source.dtype, ([], []))
+        goals.append(raw(goal))
+        sources.append(raw(source))
+    for goals, sources in kinds.values():
+        torch._foreach_copy_(goals, sources)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import CacheError
-from polyattn.families.attention.device_lens import way_of
+from polyattn.families.attention.device_lens import Way, known_way, way_of
 from polyattn.families.attention.stateless.dense import Asked
 from polyattn.families.attention.stateless.packed import Keys, packed
 from polyattn.families.attention.stateless.views import as_pages, keys_as_tokens
@@ -64,7 +64,7 @@ class Turns(NamedTuple):
 
 def cached(
     query: Tensor,
-    query_lens: Sequence[int],
+    query_lens: Sequence[int] | None,
     cache: Cache,
     cache_seqlens: int | Tensor | None,
     asked: Asked,
@@ -75,35 +75,71 @@ def cached(
 ) -> tuple[Tensor, Tensor | None]:
     """Append `new` after each sequence's `cache_seqlens` tokens, and attend for packed `query`.
 
-    `cache_seqlens`: int32 or int64 (num_seqs,), one number for all, or None: all of dense rows. Queries
-    that see by position (a causal mask, a window) are rotated from there on, others all by that length.
-    `alibi_slopes` as `packed` takes them. Where lengths stay on the device nobody looks whether a
-    sequence has room, but for POLYATTN_CHECKS=1. Returns the output and, where asked, the LSE (tokens,
-    heads), float32. Raises `CacheError` before anything has changed, and what `packed` raises.
+    `query` (tokens, heads, size) of `query_lens`; where those are None, rows (num_seqs, tokens of each,
+    heads, size). `cache_seqlens`: int32 or int64 (num_seqs,), one number for all, or None: all of dense
+    rows. Queries that see by position (a causal mask, a window) are rotated from there on, others all by
+    that length. `alibi_slopes` as `packed` takes them. Where lengths stay on the device nobody looks
+    whether a sequence has room, but for POLYATTN_CHECKS=1. Returns the output, as `query`, and where
+    asked the LSE, float32, (tokens, heads) or (num_seqs, tokens of each, heads). Raises `CacheError`
+    before anything has changed, and what `packed` raises.
     """
-    lens = _lens(cache_seqlens, len(query_lens), cache, new)
+    if new is None and turns is None:
+        known = _known(query, cache, cache_seqlens, asked, alibi_slopes)
+        if known is not None:
+            assert isinstance(cache_seqlens, Tensor)
+            return known(query, *cache[:3], cache_seqlens, alibi_slopes=alibi_slopes)  # type: ignore[arg-type]
+    lens_of = [query.shape[1]] * query.shape[0] if query_lens is None else query_lens
+    if cache.key.dtype != query.dtype:
+        raise CacheError(
+            f"the cache is {cache.key.dtype}, the query {query.dtype}; convert one of them, or read a "
+            "quantised cache by a layer (polyattn.Attention), which has its scales"
+        )
+    lens = _lens(cache_seqlens, len(lens_of), cache, new)
     by_position = asked.causal or (asked.sliding_window, asked.window_right) != (None, None)
     step = 1 if by_position else 0
-    way, pages = None, _pages_by_device(query, query_lens, cache, lens, new, turns, alibi_slopes)
+    way, pages = None, _pages_by_device(query, lens_of, cache, lens, new, turns, alibi_slopes)
     if pages is not None:
         assert isinstance(lens, Tensor)
         way = way_of(query, *pages, lens, asked, alibi_slopes=alibi_slopes)
     ends: list[int] = []
     if way is None:
-        host = [lens] * len(query_lens) if isinstance(lens, int) else values_of(lens)
+        host = [lens] * len(lens_of) if isinstance(lens, int) else values_of(lens)
         ends = _ends(cache, host, new)
         if turns is not None:
-            last = (n + max(0, count - 1) * step for n, count in zip(host, query_lens, strict=True))
+            last = (n + max(0, count - 1) * step for n, count in zip(host, lens_of, strict=True))
             _check_turns(turns, max([*last, *(n - 1 for n in ends)], default=-1))
+    tokens = query.flatten(0, 1) if query_lens is None else query
     if turns is not None:
-        query = turns.applied(query, _positions(lens, query_lens, query.device, step)[1])
+        tokens = turns.applied(tokens, _positions(lens, lens_of, query.device, step)[1])
+        query = tokens.view(query.shape)
     if new is not None:
-        _append(cache, new, lens, turns)
+        _append(cache, new, lens, turns, checked=way is None)
     if way is not None and pages is not None:
         assert isinstance(lens, Tensor)
         after = lens if new is None else way.after(lens, new.lens[0])
         return way(query, *pages, after, alibi_slopes=alibi_slopes)
-    return packed(query, query_lens, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
+    out, lse = packed(tokens, lens_of, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
+    return _as(out, query), None if lse is None else _as(lse, query)
+
+
+def _known(
+    query: Tensor, cache: Cache, lens: int | Tensor | None, asked: Asked, slopes: Tensor | None
+) -> Way | None:  # fmt: skip
+    """Return what serves plain decodes over pages that lie as earlier ones did, which were checked."""
+    if (
+        not isinstance(lens, Tensor)
+        or cache.block_table is None
+        or cache.rows is not None
+        or cache.starts is not None
+        or (slopes is not None and slopes.dim() != 1)
+    ):
+        return None
+    return known_way(query, *cache[:3], lens, asked, alibi_slopes=slopes)  # type: ignore[arg-type]
+
+
+def _as(found: Tensor, query: Tensor) -> Tensor:
+    """View packed results in rows, where the queries came in rows."""
+    return found.view(*query.shape[:2], *found.shape[1:]) if query.dim() == 4 else found
 
 
 def _lens(given: int | Tensor | None, count: int, cache: Cache, new: New | None) -> int | Tensor:
@@ -190,16 +226,28 @@ def _check_turns(turns: Turns, last: int) -> None:
         )
 
 
-def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None) -> None:
-    """Store new tokens where each sequence ends."""
+def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None, checked: bool) -> None:
+    """Store new tokens where each sequence ends. `checked`: whether their pages are looked at first."""
     key, value, table, rows, _ = cache
     seq, position = _positions(lens, new.lens, key.device)
     if table is None:
         at = seq if rows is None else rows[seq].long(), position
     else:
         at = table[seq, position // key.shape[1]].long(), position % key.shape[1]
+        if checked and len(at[0]):
+            _check_pages(at[0], seq, key.shape[0])
     turned = new.key if turns is None else turns.applied(new.key, position)
     key[at], value[at] = turned.to(key.dtype), new.value.to(value.dtype)
+
+
+def _check_pages(pages: Tensor, seq: Tensor, count: int) -> None:
+    outside = ((pages < 0) | (pages >= count)).nonzero()
+    if len(outside):
+        first = outside[0]
+        raise CacheError(
+            f"block_table[{int(seq[first])}] gives a new token page {int(pages[first])}; the cache has "
+            f"{count} pages, and each sequence needs its own for what it appends"
+        )
 
 
 def _positions(

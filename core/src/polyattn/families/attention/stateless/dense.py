@@ -28,6 +28,7 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.settings import Settings, current
+from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
 
 Count = Callable[[LayerGroup], None]
@@ -78,6 +79,11 @@ def _group_of(
     heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
     **more: Any,
 ) -> LayerGroup:  # fmt: skip
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        raise BatchError(
+            f"query is {dtype}; a call without a layer takes {', '.join(DTYPES)}: convert it, or give "
+            "8-bit queries with their scales to an Attention whose spec has qkv_dtype"
+        )
     if asked.scale == 0:  # a spec's 0 is the default, which a call's None is
         raise BatchError("scale=0: every key weighs the same; leave it out for 1 / sqrt(head_size)")
     return group_for(
@@ -250,7 +256,10 @@ class DenseCall:
         token = of_heads * size  # results lie by tokens, whatever the order of their sizes
         self.out_shape = _by_heads((rows, count, of_heads, size), heads_out)
         self.out_stride = _by_heads((count * token, token, size, 1), heads_out)
-        self.alike = query.shape == self.out_shape and query.stride() == self.out_stride
+        given = (
+            query if views[0] is not None else torch.empty_like(tokens, device="meta").contiguous()
+        )
+        self.alike = given.shape == self.out_shape and given.stride() == self.out_stride
         self.lse_shape = _by_heads((rows, count, of_heads), heads_out)
         self.lse_stride = _by_heads((count * of_heads, of_heads, 1), heads_out)
         self.run = self.step.run
@@ -284,14 +293,14 @@ class DenseCall:
             params = parameters(self.step.group.spec, query, sinks, alibi_slopes)
         if self.addressed is not None:
             lse = None
+            if self.views[0] is None:
+                query = (query.transpose(1, 2) if self.heads_first else query).contiguous()
             if self.alike:  # which says less to torch
                 out = torch.empty_like(query)
             else:
                 out = query.new_empty_strided(self.out_shape, self.out_stride)
             if self.needs_lse:
                 lse = query.new_empty_strided(self.lse_shape, self.lse_stride, dtype=torch.float32)
-            if self.views[0] is None:
-                query = ordered(query, self.heads_first)
             self.addressed(query, key, value, params, out, lse)
             return out, lse
         out, lse = query.new_empty(self.tokens_shape), None
