@@ -13,14 +13,12 @@ from typing import Any
 
 from h200_ragged import MHA, K, Run, Step, measured, steps
 from polyattn import LayerSpec
-from polyattn_triton import planning, variants
 from polyattn_triton.configs import Pipe
-from polyattn_triton.launch import MOST_AT_ONCE
 from timing import kernel_us
 
 ONE = LayerSpec(num_heads=16, num_kv_heads=1, head_size=128)
+FOUR = LayerSpec(num_heads=8, num_kv_heads=2, head_size=128)
 TWELVE = LayerSpec(num_heads=48, num_kv_heads=4, head_size=128)
-MERGES = variants.merges_itself
 
 
 def stretched(on_one: int, **changes: Any) -> Callable[[Any], None]:
@@ -86,36 +84,43 @@ HIGH = {
 }  # fmt: skip
 
 
-def rounds(cost: float, full: float = 0.8) -> Callable[[Any], None]:
-    """What a round of merging parts is taken to cost, in key tiles; 0: as many programs as fit."""
+def chip(**changes: float) -> Callable[[Any], None]:
+    """What merging is taken to cost, in key tiles (`schedule.Chip`)."""
 
     def tweak(backend: Any) -> None:
-        backend.chip = replace(backend.chip, round=cost, full=full)
+        backend.chip = replace(backend.chip, **changes)
 
     return tweak
 
 
-def merging_by(itself: Callable[..., bool]) -> None:
-    """Have `itself` say who merges parts, where plans and kernels ask."""
-    for module in (variants, planning):
-        setattr(module, MERGES.__name__, itself)
-
-
 def by_a_kernel(backend: Any) -> None:
-    """Parts are merged by a second kernel, a program for each row, whatever they hold."""
-    merging_by(lambda *_: False)
-    backend.itself, backend.at_once = False, MOST_AT_ONCE
+    """A second kernel merges as many splits as the program that ends last would."""
+    splits, by_one = backend.splits, backend.by_one
+
+    def planned(batch: Any) -> int:
+        backend.by_one = by_one
+        found: int = splits(batch)
+        backend.by_one = 0
+        return found
+
+    backend.splits = planned
+
+
+def by_lists(backend: Any) -> None:
+    """Even lengths are dealt out as others are."""
+    backend.spec = backend.spec.replace(graph_capture="single_token_decode")
 
 
 MERGING = {
-    "as many as fit": rounds(0.0), "a round is 0.7": rounds(0.7), "a round is 3": rounds(3.0),
-    "a second kernel": by_a_kernel,
+    "as many as fit": chip(launch=0.0, round=0.0), "a round is 0.5": chip(round=0.5),
+    "a round is 2": chip(round=2.0),
 }  # fmt: skip
+EVEN = {"by a kernel": by_a_kernel, "by lists": by_lists}
 
 
 def without_merge(step: Step) -> float:
     """Time what cuts keys without what merges the parts: its results are none."""
-    run = Run(step, "TRITON_ATTN", lambda backend: setattr(backend, "_merge", lambda *_: None))
+    run = Run(step, "TRITON_ATTN", lambda backend: setattr(backend, "merge", lambda *_: None))
     run()
     return kernel_us(run, repeats=10)
 
@@ -144,19 +149,24 @@ def main() -> None:
         (Step("16/1 heads: 3 x 44k", ONE, ((1, 44_000), (1, 68_000), (1, 21_000))), MERGING),
         (Step("48/4 heads: 8 of 1k", TWELVE, ((1, 4129),) + ((1, K),) * 7), MERGING),
         (by_name["decode 1 x 128k + 63 x 1k"], MERGING),
+        (by_name["decode, 24 of azure"], MERGING),
+        (by_name["equal 1 x 8192"], EVEN),
+        (by_name["the same in 64 equal"], EVEN),
+        (Step("8/2 heads: 1 x 1k", FOUR, ((1, K),)), EVEN),
         (Step("16/16 heads: 45 x 2k", MHA, ((1, 2 * K),) * 45), TAIL),
         (Step("16/16 heads: 52 x 2k", MHA, ((1, 2 * K),) * 52), TAIL),
         (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
     ]
     for step, tries in work:
-        if (options.own and tries is not OWN) or (options.merging and tries is not MERGING):
+        if options.own and tries is not OWN:
+            continue
+        if options.merging and tries is not MERGING and tries is not EVEN:
             continue
         found: dict[str, float | str] = {}
         for name, tweak in {"as planned": None, **tries, "as planned again": None}.items():
             if time.monotonic() > end:
                 break
             row = measured(step, "TRITON_ATTN", tweak)
-            merging_by(MERGES)
             found[name] = row.get("us", row.get("cannot", ""))
             if row.get("repeats_bits") is False:
                 found[name] = f"{found[name]}, not the same bits"

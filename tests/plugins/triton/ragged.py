@@ -42,6 +42,7 @@ SPECS = {
 }  # fmt: skip
 STEPS: dict[str, list[tuple[int, int]]] = {
     "one long decode": [(1, 300), (1, 5), (1, 0), (1, 70)],
+    "equal decodes": [(1, 290), (1, 300)],
     "few tokens": [(4, 260), (3, 3), (0, 9), (1, 1), (9, 40)],
     "long prefill": [(20, 260), (3, 9), (0, 5)],
     "nothing": [(0, 7), (0, 0)],
@@ -69,8 +70,11 @@ def filled(spec: LayerSpec, lens: list[int], seed: int) -> tuple[KVCache, torch.
     return cache, table
 
 
-def check(name: str, step: str, sms: int) -> str:
-    """Run a step twice; raise if it is wrong or not the same bits. Returns the way."""
+def check(name: str, step: str, sms: int, splits: int = 0) -> str:
+    """Run a step twice; raise if it is wrong or not the same bits. Returns the way.
+
+    `splits`: of even lengths, and no program merges any.
+    """
     spec = SPECS[name]
     queries, lens = [q for q, _ in STEPS[step]], [n for _, n in STEPS[step]]
     cache, table = filled(spec, lens, sms)
@@ -88,6 +92,8 @@ def check(name: str, step: str, sms: int) -> str:
         backend.kernels.programs = sms
     else:
         backend.num_sms = sms
+        if splits:
+            backend.splits, backend.by_one = lambda batch: splits, 0
     starts = [0, *accumulate(queries)]
     batch = Batch(starts, lens, table)
     plan = backend.plan(batch)
@@ -120,3 +126,7 @@ if __name__ == "__main__":
             if name == "captured" and step != "one long decode":
                 continue
             print(f"{name}, {step}: {check(name, step, 4)}", flush=True)
+        if name not in ("latent", "captured"):
+            for splits in (3, 8):
+                way = check(name, "equal decodes", 4, splits)
+                print(f"{name}, equal decodes in {splits}: {way}", flush=True)

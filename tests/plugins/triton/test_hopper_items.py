@@ -15,7 +15,7 @@ import numpy as np
 from polyattn import LayerSpec
 from polyattn_triton.hopper import items as hopper_items
 from polyattn_triton.kernels import parts, tiles
-from polyattn_triton.schedule import Rates, Tiles, key_tiles, max_parts, rows_of, stretches
+from polyattn_triton.schedule import Line, Rates, Tiles, key_tiles, max_parts, rows_of, stretches
 
 FUNCTIONS = [getattr(hopper_items, name).fn for name in ("begin", "advance", "bounds", "part_of")]
 JOB_AT = hopper_items.job_at.fn
@@ -78,7 +78,7 @@ class Case:
         self.tiles = len(seq)
         if self.split:
             self.programs = max(1, 132 // self.heads)
-            dealt = stretches(keys, self.programs, Rates(1, 2))
+            dealt = stretches(Line.of(keys, 1), self.programs, Rates(1, 2))
             self.work = dealt.work(Tiles(seq, row, keys))
         else:
             self.programs = min(132, self.tiles * self.heads)

@@ -39,11 +39,30 @@ LONG = [131_072, *[1024] * 63]
 
 
 def test_a_long_tile_is_not_cut_into_more_parts_than_pay(planned: Any) -> None:
-    assert planned(16, 2, LONG).grid == (SMS // 2, 2, 1)
+    assert planned(16, 2, LONG).grid == (2 * SMS // 2, 2, 1)
     assert planned(28, 4, LONG).grid == (2 * SMS // 4, 4, 1)
-    assert planned(32, 8, LONG).grid == (2 * SMS // 8, 8, 1)
+    assert planned(32, 8, LONG).grid == (3 * SMS // 8, 8, 1)
     # Nor are programs given up where no tile has many parts.
     assert planned(16, 2, [100 * n for n in range(1, 200)]).grid == (3 * SMS // 2, 2, 1)
+
+
+def test_a_kernel_merges_what_a_program_would_in_several_rounds(planned: Any) -> None:
+    """And what is dealt out by lists; even splits that are merged at once need one launch."""
+    for heads, kv_heads, lens in (
+        (32, 8, [8192]),
+        (28, 4, [3103] * 64),
+        (8, 2, [1150]),
+        (48, 4, [399]),
+    ):
+        plan = planned(heads, kv_heads, lens)
+        assert plan.way == "split" and plan.splits > 1 and plan.merging is None
+    for heads, kv_heads, lens in ((16, 1, [16_889]), (64, 8, [8192]), (48, 4, [8192] * 2)):
+        plan = planned(heads, kv_heads, lens)
+        assert plan.way == "many" and plan.splits > 4
+        assert plan.merging == (len(lens), len(lens), plan.splits)
+    plan = planned(28, 4, LONG)
+    assert plan.way == "listed" and plan.merging[:2] == (66, 64) and plan.merging.parts in (43, 44)
+    assert planned(28, 4, [64] * 40 + [40] * 60).merging is None  # nothing is cut
 
 
 def test_a_captured_step_s_grid_depends_on_no_length(planned: Any) -> None:

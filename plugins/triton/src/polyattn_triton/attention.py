@@ -21,13 +21,14 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, merge_constants, merge_options
+from polyattn_triton.launch import Site, load, merge_constants, merge_options
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.turn_table import turns
@@ -57,6 +58,8 @@ class TritonAttention(PlannedAttention):
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
         self.prefixes: PrefixLauncher | None = None
+        new = self.generated is not None and self.generated.new
+        self.compilers = Compilers(soon=new and self.torch_device.type == "cuda")
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
@@ -72,7 +75,8 @@ class TritonAttention(PlannedAttention):
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
-            warm_up(self, phases)
+            with torch.cuda.device(self.torch_device):
+                load(warm_up(self, phases))
 
     def run(
         self,
@@ -99,7 +103,7 @@ class TritonAttention(PlannedAttention):
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
-        if plan.merge:
+        if plan.merging is not None:
             kept = cache.key if cache is not None else key
             assert kept is not None
             self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
@@ -192,7 +196,7 @@ class TritonAttention(PlannedAttention):
             return None
         if (spec.qkv_dtype, spec.out_dtype) != ("auto", "auto"):
             return None
-        if plan.merge or plan.at_once:
+        if plan.way == "pieces" or plan.at_once:
             if plan.batch.max_seq_len > UNCUT_KEYS:
                 return None
             plan = self.plan_rows(plan.batch, uncut=True)
@@ -377,10 +381,11 @@ class TritonAttention(PlannedAttention):
         key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
+            by_token = plan.way in ("listed", "many")
             constants = merge_constants(
-                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, plan.way != "listed",
-                plan.way == "listed", spec.learned_sinks, lse is not None, self.early,
-                SCALES[spec.scales], self._functions[-1] == 2,
+                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, not by_token, by_token,
+                spec.learned_sinks, lse is not None, self.early, SCALES[spec.scales],
+                self._functions[-1] == 2, plan.way != "many",
             )  # fmt: skip
             options = merge_options(spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, out.stride()[:2], constants, options)
@@ -392,7 +397,10 @@ class TritonAttention(PlannedAttention):
                 plan.batch.query_start_loc, plan.work,
             ),
             (v_scale,),
-            (0 if lse is None else lse.stride(0), plan.grid[0], int(merging.by_tile)),
+            (
+                0 if lse is None else lse.stride(0),
+                plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile),
+            ),
         )  # fmt: skip
 
 

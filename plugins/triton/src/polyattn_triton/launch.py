@@ -8,7 +8,8 @@ host time: that is left out while nobody listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -24,11 +25,13 @@ from polyattn.runtime.conventions import at_least
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
-from polyattn_triton.compiling.side_by_side import KNOWN, at_once
+from polyattn_triton.compiling.side_by_side import KNOWN, Compilers, at_once
 from polyattn_triton.compiling.worker import settle
 
 Key = tuple[Any, ...]
+_log = logging.getLogger("polyattn")
 
 
 def launches_early(arch: str) -> bool:
@@ -103,15 +106,16 @@ def merge_options(width: int, early: bool) -> dict[str, Any]:
 
 def merge_constants(
     merge: Merge, group: int, width: int, height: int, tiled: bool, by_token: bool, sinks: bool,
-    lse: bool, early: bool, scales: int = 0, summed: bool = False,
+    lse: bool, early: bool, scales: int = 0, summed: bool = False, listed: bool = True,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return `merge_kernel`'s constants, in its order. `width`: of a head's output.
 
-    `summed`: parts have no softmax.
+    `summed`: parts have no softmax. `listed`: not of even splits.
     """
     return (
         group, width, power(width), height, merge.rows(height),
-        FEW_PARTS if merge.few else MOST_AT_ONCE, tiled, by_token, sinks, lse, early, scales, summed,
+        FEW_PARTS if merge.few else MOST_AT_ONCE, listed, tiled, by_token, sinks, lse, early, scales,
+        summed,
     )  # fmt: skip
 
 
@@ -132,22 +136,29 @@ def fitting(device: torch.device, needed: int, most: int) -> int:
     return max(1, min(most, held // (needed + 1024)))
 
 
-def to_device(
-    array: NDArray[np.int32], device: torch.device, into: Tensor | None, room: int = 0
-) -> Tensor:
+def staged(size: int, device: torch.device) -> Tensor:
+    """Return a place on the host, int32 (size,), for what is planned: `sent` doesn't wait for it."""
+    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def sent(host: Tensor, device: torch.device, into: Tensor | None, room: int = 0) -> Tensor:
     """Copy what was planned to the device without waiting for it, into a buffer that is there.
 
     A new buffer has `room` elements at least, for what later steps plan into it.
     """
-    host = torch.from_numpy(array)
-    if device.type == "cuda":
-        host = host.pin_memory()
-    if into is None and room > len(array):
+    if into is None and room > len(host):
         into = torch.zeros(room, dtype=torch.int32, device=device)
     if into is None:
         return host.to(device, non_blocking=True)
-    into[: len(array)].copy_(host, non_blocking=True)
+    into[: len(host)].copy_(host, non_blocking=True)
     return into
+
+
+def to_device(array: NDArray[np.int32], device: torch.device, into: Tensor | None) -> Tensor:
+    """Copy what was planned elsewhere, likewise."""
+    host = staged(len(array), device)
+    host.numpy()[:] = array
+    return sent(host, device, into)
 
 
 class Workspace:
@@ -160,9 +171,14 @@ class Workspace:
         self.parts = self.part_lse = torch.empty(0, device=device)
         self.done = torch.zeros(0, dtype=torch.int32, device=device)
         self._outgrown: list[Tensor] = []
+        self._room = (0, 0, 0)
 
     def reserve(self, rows: int, width: int, counters: int) -> None:
         """Have room for so many rows of parts, and so many tiles that are in parts."""
+        asked = (rows, width, counters)
+        if asked == self._room:  # nearly always
+            return
+        self._room = asked
         self.parts = at_least(self.parts, rows * width, self._outgrown)
         self.part_lse = at_least(self.part_lse, rows, self._outgrown)
         if self.done.numel() < counters:  # whoever merges sets a counter back to zero
@@ -191,18 +207,32 @@ class Kept:
 NONE = Kept()
 
 
-_compiling: ContextVar[bool] = ContextVar("polyattn_triton_compiling", default=False)
+_compiling: ContextVar[list[Any] | None] = ContextVar("polyattn_triton_compiling", default=None)
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """Have sites compile what they would launch for the first time, and launch nothing."""
-    token = _compiling.set(True)
+def compiling_only(compilers: Compilers) -> Iterator[list[Any]]:
+    """Have sites compile what they would launch for the first time, list it, and launch nothing."""
+    asked: list[Any] = []
+    token = _compiling.set(asked)
     try:
-        with at_once():
-            yield
+        with at_once(compilers):
+            yield asked
     finally:
         _compiling.reset(token)
+
+
+def load(kernels: Iterable[Any]) -> None:
+    """Load what was compiled on the current device, with what launches it: no first step waits for that.
+
+    What doesn't fit on the device is told, and fails where a step asks for it.
+    """
+    for kernel in {id(kernel): kernel for kernel in kernels if kernel is not None}.values():
+        found = kernel.result() if hasattr(kernel, "result") else kernel
+        try:
+            found._init_handles()
+        except OutOfResources as error:
+            _log.warning("TRITON_ATTN can't run a variant of %s here: %s", found.name, error)
 
 
 class Site:
@@ -246,8 +276,9 @@ class Site:
             )  # fmt: skip
             return
         given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
-        if _compiling.get():
-            self.kernel.warmup(*given, grid=grid, **self.options)
+        asked = _compiling.get()
+        if asked is not None:
+            asked.append(self.kernel.warmup(*given, grid=grid, **self.options))
             return
         variant = self.kernel[grid](*given, **self.options)
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing

@@ -37,7 +37,7 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
-from polyattn_triton.schedule import Rates, Tiles, max_parts, rows_of, stretches, whole
+from polyattn_triton.schedule import Line, Rates, Tiles, max_parts, rows_of, stretches, whole
 
 RATES = Rates(item=2, least=2)
 """A tile of queries is loaded, and the pipeline starts anew; nothing else runs meanwhile."""
@@ -140,12 +140,12 @@ class Kernels:
                 batch, Way(False, few), count, to_device(work, self.torch_device, before)
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
-        dealt = stretches(tiles.keys, programs, self.rates)
+        dealt = stretches(Line.of(tiles.keys, self.rates.item), programs, self.rates)
         # A captured graph's grid serves later steps, whatever tiles these have.
         shown = programs if self.spec.graph_capture else count
         return LatentPlan(
             batch, Way(True, few), programs, to_device(dealt.work(tiles), self.torch_device, before),
-            Merge(programs, shown, dealt.most_parts()),
+            Merge(programs, shown, dealt.parts),
         )  # fmt: skip
 
     def launch(

@@ -24,14 +24,14 @@ from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import Generated
 from polyattn_triton.hopper.choice import hopper_prefill
 from polyattn_triton.launch import (
-    MOST_AT_ONCE,
     Kept,
     Merge,
     Workspace,
     fitting,
     launches_early,
     multiprocessors,
-    parts_at_once,
+    sent,
+    staged,
     to_device,
 )
 from polyattn_triton.listing import Lister
@@ -39,10 +39,10 @@ from polyattn_triton.schedule import (
     EVEN,
     Chip,
     Ints,
+    Line,
     Rates,
     Tiles,
     key_tiles,
-    key_tiles_of_decodes,
     max_parts,
     most_key_tiles,
     rows_of,
@@ -58,7 +58,7 @@ from polyattn_triton.variants import (
     MOST_FEW_ROWS,
     even_splits,
     leaves_tail,
-    merges_itself,
+    most_merged_by_one,
     on_one,
     part_rows,
     shared_bytes,
@@ -67,13 +67,16 @@ from polyattn_triton.variants import (
 
 RATES = Rates(item=1, least=2)
 """Key tiles that a tile of queries costs beside its own, and that are worth a program."""
+HOPPER_RATES = replace(RATES, merge=6)
+"""And what it costs to merge what Hopper's own prefill cut: of 214 prefills and chunks on an H200, whole
+tiles took 20 us and 1.6 for each of the fullest program's, stretches 29 us and 1.6; the shortest 25."""
 
 
 class AttentionPlan(Plan):
     """One step: the way it runs, and what its launches have in common.
 
-    `config`: its tiles'. `rows`: of a tile's part in the workspace. `merge`: whether a second kernel
-    merges parts, and `merging`: what that is to do. `variant`: what of all this a compiled kernel
+    `config`: its tiles'. `rows`: of a tile's part in the workspace. `merging`: what a second kernel is to
+    do, that merges parts; None: there are none for it. `variant`: what of all this a compiled kernel
     depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
     `portable`: the plan for that one, once tensors needed it. `lists`: of each tile of rows the key tiles
@@ -81,13 +84,13 @@ class AttentionPlan(Plan):
     """
 
     __slots__ = (
-        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merge", "merging",
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging",
         "portable", "rows", "splits", "table", "variant", "way", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
         super().__init__(batch)
-        self.way, self.splits, self.rows, self.merge, self.fresh = "decode", 1, 0, False, False
+        self.way, self.splits, self.rows, self.fresh = "decode", 1, 0, False
         self.work, self.table = work, (0, 0)
         self.merging: Merge | None = None
         self.grid: tuple[int, int, int] = (0, 1, 1)
@@ -130,8 +133,7 @@ class PlannedAttention(AttentionBackend):
         self.chip = Chip(self.num_sms, spec.num_kv_heads)
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
-        self.itself = merges_itself(spec, arch, self.rows)
-        self.at_once = parts_at_once(self.rows, spec.v_head_size) if self.itself else MOST_AT_ONCE
+        self.by_one = most_merged_by_one(spec, arch)
         self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
         self.workspace = Workspace(self.torch_device)
         self.lister = Lister.of(spec, self.torch_device)
@@ -139,11 +141,17 @@ class PlannedAttention(AttentionBackend):
         self._none = torch.empty(0, dtype=torch.int32, device=self.torch_device)
 
     def plan_rows(
-        self, batch: Batch, reuse: Plan | None = None, portable: bool = False, uncut: bool = False
+        self,
+        batch: Batch,
+        reuse: Plan | None = None,
+        portable: bool = False,
+        uncut: bool = False,
+        cut: bool = False,
     ) -> AttentionPlan:
         """Decide the way, and deal the step's tiles out; `portable`: not to Hopper's own prefill.
 
-        `uncut`: each of a prefill's tiles to a program of its own, of the portable kernel.
+        `uncut`: each of a prefill's tiles to a program of its own, of the portable kernel. `cut`: none
+        of them, though it be the slower.
         """
         chosen = self._over_chosen(batch)
         batch = chosen or batch
@@ -164,7 +172,7 @@ class PlannedAttention(AttentionBackend):
         elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
             self._plan_captured(plan, before)
         else:
-            self._plan_prefill(plan, before, lister, portable, uncut)
+            self._plan_prefill(plan, before, lister, portable, uncut, cut)
         space, none, starts = self.workspace, self._none, batch.query_start_loc
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
@@ -201,22 +209,22 @@ class PlannedAttention(AttentionBackend):
         spec, batch = self.spec_of(plan.batch), plan.batch
         plan.config, plan.rows = self.few_config, self.rows
         if spec.length_bounds:  # any lengths up to those: splits take the device's tiles in turn
-            self._plan_even(plan, self.splits(batch) if self.itself else 1)
+            self._plan_even(plan, self.splits(batch))
             return
-        lens = batch.host_lens
         if not self.least_split:
             self._plan_even(plan, 1)
             return
-        keys = key_tiles_of_decodes(spec, lens, plan.config.block_n)
-        total, longest = int(keys.sum()), int(keys.max())
-        if not spec.graph_capture and longest <= EVEN * total / len(keys) + 1:
+        item, block = self.decode_rates.item, plan.config.block_n
+        line = Line.of_decodes(spec, batch.host_lens, batch.max_seq_len, block, item)
+        mean = line.total / batch.num_seqs - item
+        if not spec.graph_capture and line.longest - item <= EVEN * mean + 1:
             splits = self.splits(batch)
             programs = batch.num_seqs * spec.num_kv_heads * splits
-            if (self.itself or splits == 1) and not leaves_tail(programs, self.num_sms):
+            if not leaves_tail(programs, self.num_sms):
                 self._plan_even(plan, splits)
                 return
-        plan.way, plan.merge = "listed", not self.itself
-        self._deal(plan, keys, None, before, (total, longest))
+        plan.way = "listed"
+        self._deal(plan, line, None, before)
 
     def _plan_even(self, plan: AttentionPlan, splits: int) -> None:
         """A program for each sequence, KV head and split; which keys are whose says the device."""
@@ -225,6 +233,8 @@ class PlannedAttention(AttentionBackend):
             plan.config = self.decode_config
         plan.grid = (count, heads, splits)
         plan.way, plan.splits = "split" if splits > 1 else "decode", splits
+        if splits > max(1, self.by_one):
+            plan.way, plan.merging = "many", Merge(count, count, splits)
         self._reserve(plan.rows, MANY_ON_ONE * self.num_sms)
 
     def splits(self, batch: Batch) -> int:
@@ -243,7 +253,7 @@ class PlannedAttention(AttentionBackend):
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
         most = max(1, min(wanted, -(-longest // self.least_split), MAX_SPLITS))
         keys = -(-longest // self.few_config.block_n)
-        return self.chip.splits(most, keys, batch.num_seqs, self.at_once)
+        return self.chip.splits(most, keys, batch.num_seqs, self.by_one)
 
     def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
         """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
@@ -254,10 +264,8 @@ class PlannedAttention(AttentionBackend):
             self._plan_tiles(plan, before, lister, cut=True)
             return
         plan.way, plan.rows = "few", plan.config.block_m
-        plan.merge = not merges_itself(spec, self.device.arch, plan.rows)
         tiles = self._tiles(plan)
-        most = None if plan.merge else (int(tiles.keys.sum()), int(tiles.keys.max(initial=0)))
-        self._deal(plan, tiles.keys, tiles, before, most)
+        self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before)
 
     def _plan_prefill(
         self,
@@ -266,28 +274,29 @@ class PlannedAttention(AttentionBackend):
         lister: Lister | None,
         portable: bool,
         uncut: bool,
+        cut: bool,
     ) -> None:
         batch, bounded = plan.batch, self.spec.length_bounds
         exact = not bounded and batch.lens == batch.query_lens
         plan.fresh = batch.block_table is None or exact
         hopper = None if portable or uncut or bounded else self.hopper
         if hopper is not None and hopper.takes(self.spec_of(batch), plan.fresh):
-            plan.config, plan.at_once = hopper.config, hopper.heads_at_once(batch.lens)
+            plan.config, plan.at_once = hopper.config, hopper.heads
         else:
             plan.config = self.prefill_config if plan.fresh else self.paged_config
         if uncut:
             tiles = self._tiles(plan)
             self._one_each(plan, tiles, np.argsort(-tiles.keys, kind="stable"), before)
             return
-        self._plan_tiles(plan, before, lister)
+        self._plan_tiles(plan, before, lister, cut)
 
     def _plan_captured(self, plan: AttentionPlan, before: Tensor | None) -> None:
         """Stretches over pages, as many as a full chip's programs, whatever rows and lengths come."""
         batch, plan.config = plan.batch, self.paged_config
-        plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
+        plan.way, plan.rows = "pieces", plan.config.block_m
         tiles = self._tiles(plan)
         most = batch.num_tokens * self.spec.gqa_ratio // plan.config.block_m + batch.num_seqs
-        self._deal(plan, tiles.keys, tiles, before, room=most)
+        self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before, most)
 
     def _plan_tiles(
         self,
@@ -305,8 +314,8 @@ class PlannedAttention(AttentionBackend):
         if not len(tiles.keys):
             return
         if cut or not self._plan_whole(plan, tiles, before):
-            plan.way, plan.rows, plan.merge = "pieces", plan.config.block_m, True
-            self._deal(plan, tiles.keys, tiles, before)
+            plan.way, plan.rows = "pieces", plan.config.block_m
+            self._deal(plan, Line.of(tiles.keys, self.rates.item), tiles, before)
         if lister is not None:
             plan.lists = lister.listed(plan.batch, self.spec_of(plan.batch), plan.config, plan.work,
                                        len(tiles.keys))  # fmt: skip
@@ -315,9 +324,14 @@ class PlannedAttention(AttentionBackend):
         """Deal uncut tiles out, the ones with most keys first; False: they don't end together."""
         heads = self.spec.num_kv_heads
         slots = max(1, self._resident(plan) * self.num_sms // heads)
-        order = whole(tiles.keys, slots, self.rates)
+        rates = HOPPER_RATES if plan.at_once else self.rates
+        order = whole(tiles.keys, slots, rates)
         if order is None:
             return False
+        if plan.at_once and self.hopper is not None:
+            plan.at_once = self.hopper.heads_at_once(
+                plan.batch.lens, tiles.keys[order] + rates.item
+            )
         self._one_each(plan, tiles, order, before)
         return True
 
@@ -359,32 +373,33 @@ class PlannedAttention(AttentionBackend):
     def _deal(
         self,
         plan: AttentionPlan,
-        keys: Ints,
+        line: Line,
         tiles: Tiles | None,
         before: Tensor | None,
-        most: tuple[int, int] | None = None,
         room: int = 0,
     ) -> None:
-        """Give a full chip's programs stretches of the tiles, in a buffer that has `room` for more."""
-        heads = self.spec.num_kv_heads
-        if not len(keys):
+        """Give a full chip's programs stretches of the tiles, in a buffer that has `room` for more.
+
+        Without `tiles` they are decodes' sequences.
+        """
+        heads, count = self.spec.num_kv_heads, len(line.ends) - 1
+        if not count:
             return
         programs = max(1, self._resident(plan) * self.num_sms // heads)
         rates = self.decode_rates if tiles is None else self.rates
-        if most is not None and not self.spec.graph_capture:  # whose grid stays what it was
-            width, item = self.spec.v_head_size, rates.item
-            at_once = self.at_once if tiles is None else parts_at_once(plan.rows, width)
-            total, longest = most[0] + item * len(keys), most[1] + item
-            programs = self.chip.programs(programs, total, longest, item + rates.least, at_once)
+        captured = self.spec.graph_capture  # its grids serve any later step's tiles
+        if tiles is None and not captured:
+            least = rates.item + rates.least
+            programs = self.chip.programs(programs, line.total, line.longest, least)
         plan.grid = (programs, heads, 1)
-        dealt = stretches(keys, programs, rates, most)
-        if plan.merge:
-            # A captured graph's grid and order serve later steps, whatever tiles these have.
-            cut = (len(keys), dealt.most_parts())
-            plan.merging = Merge(programs, *((programs,) * 2 if self.spec.graph_capture else cut))
-        work = dealt.work(tiles)
-        space = len(work) + 3 * max(0, room - len(keys))
-        plan.work = to_device(work, self.torch_device, before, space)
+        dealt = stretches(line, programs, rates)
+        if captured or dealt.parts > 1:
+            cut = (programs, programs) if captured else (count, dealt.parts)
+            plan.merging = Merge(programs, *cut)
+        host = staged(dealt.size(tiles), self.torch_device)
+        dealt.work(tiles, host.numpy())
+        space = len(host) + 3 * max(0, room - count)
+        plan.work = sent(host, self.torch_device, before, space)
         self._reserve(plan.rows, max(programs * heads, MANY_ON_ONE * self.num_sms))
 
     def _reserve(self, rows: int, programs: int) -> None:

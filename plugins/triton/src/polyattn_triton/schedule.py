@@ -14,10 +14,11 @@ first, and the device deals them out.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,10 +39,12 @@ class Rates:
     """What is known of a kernel, in key tiles.
 
     `item`: what a tile of rows costs beside its keys. `least`: what is worth a program of its own.
+    `merge`: what it costs at the most that a second kernel merges what was cut.
     """
 
     item: int = 1
     least: int = 2
+    merge: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,46 +52,62 @@ class Chip:
     """Whose programs share keys: so many `processors`, each KV head's apart. Costs are of an H200.
 
     `full`: of the processors, how many read all that memory gives, a program each, each reading its
-    key tiles one after the other. `round`: key tiles that one reads while another merges a round of
-    parts, which it waits for (1.2 us of 204 decodes, a tile taking 0.8).
+    key tiles one after the other. The others are in key tiles, 0.63 us each (fitted to 390 decodes and
+    short steps): `own`, to merge splits by the program that ends last, all at once; `launch`, of a
+    kernel that merges, and `round`, for it to load each `at_once` of a row's parts.
     """
 
     processors: int
     heads: int
     full: float = 0.8
-    round: float = 1.5
+    own: float = 2.2
+    launch: float = 1.5
+    round: float = 1.0
+    at_once: int = 16
 
-    def duration(self, total: int, longest: int, share: float, at_once: int) -> float:
-        """Return how long programs read `total` key tiles of a KV head, `share` each, and merge.
-
-        In the time of a key tile; the `longest` tile's parts are merged, so many `at_once`.
-        """
+    def reading(self, total: int, share: float) -> float:
+        """Return how long programs read `total` key tiles of a KV head, `share` each."""
         memory = total * self.heads / (self.full * self.processors)
-        parts = math.ceil(longest / share)
-        rounds = -(-parts // at_once) if parts > 1 else 0
         # What is slower hides the other, but for a tenth where they are nearly alike.
-        return float((share**4 + memory**4) ** 0.25 + self.round * rounds)
+        return float((share**4 + memory**4) ** 0.25)
 
-    def programs(self, most: int, total: int, longest: int, least: int, at_once: int) -> int:
+    def merging(self, parts: int) -> float:
+        """Return how long a kernel merges so many parts of a tile."""
+        return self.launch + self.round * -(-parts // self.at_once) if parts > 1 else 0.0
+
+    def programs(self, most: int, total: int, longest: int, least: int) -> int:
         """Return how many programs a KV head's tiles end first with: `most`, or fewer by processors.
 
-        `least`: what a program has at the least of the line that is `total` long.
+        Of a line that is `total` long, a program has `least` at the least; a kernel merges the parts
+        of the `longest` tile.
         """
-        if longest * most <= at_once * total or longest <= at_once * least:  # one round, as usual
-            return most
+        if longest * most <= self.at_once * total or longest <= self.at_once * least:
+            return most  # one round, as usual
         each = max(1, self.processors // self.heads)
         # Of equals the fewest: the others would have nothing to do.
         tries: list[int] = [each // 2 or 1, *range(most, each - 1, -each)[::-1]]
-        return min(
-            tries, key=lambda n: self.duration(total, longest, max(total / n, least), at_once)
-        )
 
-    def splits(self, most: int, keys: int, count: int, at_once: int) -> int:
-        """Return into how many even splits each of `count` tiles of `keys` key tiles is cut best."""
-        if most <= at_once:
+        def duration(programs: int) -> float:
+            share = max(total / programs, least)
+            return self.reading(total, share) + self.merging(math.ceil(longest / share))
+
+        return min(tries, key=duration)
+
+    def splits(self, most: int, keys: int, count: int, by_one: int) -> int:
+        """Return into how many even splits each of `count` tiles of `keys` key tiles is cut best.
+
+        Up to `by_one` are merged by the program that ends last, more by a kernel.
+        """
+        if most <= by_one:
             return most
-        tries: list[int] = [most, *range(most - most % at_once, 0, -at_once)]
-        return min(tries, key=lambda n: self.duration(keys * count, keys, keys / n, at_once))
+        tries: list[int] = [by_one or 1, *range(most, by_one or 1, -self.at_once)]
+
+        def duration(splits: int) -> float:
+            itself = splits == by_one
+            merging = self.own if itself else self.merging(splits)
+            return self.reading(keys * count, -(-keys // splits)) + merging
+
+        return min(tries, key=duration)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,41 +119,46 @@ class Tiles:
     keys: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Stretches:
+class Stretches(NamedTuple):
     """Tiles on a line: tile i has [line[i], line[i + 1]), program p [p * share, (p + 1) * share).
 
     A tile's first `item` units are its queries', the others one key tile each; a tile may have more
     units than keys. Pieces of a tile are numbered by program (see `part_of`), in the order of its
-    keys: merged in that order, results are the same bits whoever ends first.
+    keys: merged in that order, results are the same bits whoever ends first. `parts`: of a tile at
+    most, or one more.
     """
 
     line: Ints
+    total: int
     share: int
     item: int
     programs: int
+    parts: int
 
-    def most_parts(self) -> int:
-        """Return how many parts a tile is cut into at most."""
-        first, last = self.line[:-1] // self.share, (self.line[1:] - 1) // self.share
-        return int((last - first).max()) + 1
+    def size(self, tiles: Tiles | None = None) -> int:
+        """Return how many numbers `work` writes."""
+        more = len(self.line) if tiles is None else 3 * len(self.line) - 2
+        return HEADER + (COLUMNS if tiles is not None else 3) * self.programs + more
 
-    def work(self, tiles: Tiles | None = None) -> NDArray[np.int32]:
+    def work(
+        self, tiles: Tiles | None = None, into: NDArray[np.int32] | None = None
+    ) -> NDArray[np.int32]:
         """Return what the kernels read, int32: header, columns, the line, sequences, first rows.
 
-        Without `tiles` a tile is a sequence, its first row 0, and those are left out.
+        Without `tiles` a tile is a sequence, its first row 0, and those are left out. `into`: where it
+        is written, `size` numbers.
         """
         line, programs, count = self.line, self.programs, len(self.line) - 1
         begin = HEADER + (COLUMNS if tiles is not None else 3) * programs
-        work = np.empty(begin + count + 1 + (2 * count if tiles is not None else 0), np.int32)
-        work[:HEADER] = self.share, line[-1], self.item, count
+        work = np.empty(self.size(tiles), np.int32) if into is None else into
+        work[:HEADER] = self.share, self.total, self.item, count
         columns = work[HEADER:begin].reshape(-1, programs)
         # Who begins behind the end of the line finds the last tile.
         tile = line[:-1].searchsorted(_upto(programs) * self.share, "right")
+        columns[2] = line[tile]
         tile -= 1
         columns[0] = tile
-        columns[1] = line.take(tile)
-        columns[2] = line[1:].take(tile)
+        columns[1] = line[tile]
         work[begin : begin + count + 1] = line
         if tiles is not None:
             columns[3] = tiles.seq[tile]
@@ -154,25 +178,54 @@ def _upto(count: int) -> Ints:
     return np.arange(count)
 
 
-def stretches(
-    keys: Ints, programs: int, rates: Rates, most: tuple[int, int] | None = None
-) -> Stretches:
-    """Lay tiles with so many key tiles (at least one tile) on a line and give each program a share.
+class Line(NamedTuple):
+    """Tiles on a line: tile i has [ends[i], ends[i + 1]), all together and the longest so much."""
 
-    Tiles of about one length are cut alike, or not at all; others wherever a share ends. `most`: the
-    sum and the largest of `keys`, where they are known.
+    ends: Ints
+    total: int
+    longest: int
+
+    @classmethod
+    def of(cls, keys: Ints, item: int) -> Line:
+        """Lay tiles with so many key tiles and `item` units of queries each."""
+        return cls.of_units(keys + item, int(keys.max(initial=0)) + item)
+
+    @classmethod
+    def of_units(cls, units: Ints, longest: int) -> Line:
+        """Lay tiles that are so long."""
+        ends = np.zeros(len(units) + 1, np.int64)
+        np.add.accumulate(units, out=ends[1:])
+        return cls(ends, int(ends[-1]), longest)
+
+    @classmethod
+    def of_decodes(cls, spec: LayerSpec, lens: Ints, longest: int, block: int, item: int) -> Line:
+        """Lay rows of one query token, the last of its sequence, of which the `longest` has so many.
+
+        `block`: a power of two.
+        """
+        if spec.sliding_window or spec.chunk_size:
+            last = lens - 1
+            return cls.of(key_tiles(spec, last, last, lens, block), item)
+        units: Ints = lens + (block * (item + 1) - 1)
+        units >>= block.bit_length() - 1
+        return cls.of_units(units, -(-longest // block) + item)
+
+
+def stretches(line: Line, programs: int, rates: Rates) -> Stretches:
+    """Give each program a share of a line with a tile at least.
+
+    Tiles of about one length are cut alike, or not at all; others wherever a share ends.
     """
-    count, item = len(keys), rates.item
-    total, longest = most or (int(keys.sum()), int(keys.max()))
-    total += item * count
+    count, item = len(line.ends) - 1, rates.item
+    total, longest = line.total, line.longest
     share = max(-(-total // programs), item + rates.least)
-    alike = _alike(count, longest + item, programs, share, total)
+    alike = _alike(count, longest, programs, share, total)
     if alike is not None:
         share, each = alike
-        return Stretches(_upto(count + 1) * each, share, item, programs)
-    line = np.zeros(count + 1, np.int64)
-    np.add.accumulate(keys + item, out=line[1:])
-    return Stretches(line, share, item, programs)
+        ends, parts = _upto(count + 1) * each, max(1, each // share)
+        return Stretches(ends, count * each, share, item, programs, parts)
+    parts = min(programs, (longest - 2) // share + 2)  # wherever the longest begins
+    return Stretches(line.ends, total, share, item, programs, parts)
 
 
 def _alike(
@@ -192,24 +245,36 @@ def _alike(
 
 
 def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
-    """Return the order, longest first, in which tiles are dealt out uncut, if they end together.
+    """Return the order, longest first, in which tiles are dealt out uncut, if that is the shorter.
 
     `slots`: how many run at a time. None: the fullest slot would have more than `EVEN` of the mean,
-    and keys are worth a cut.
+    and more than stretches, merged: that costs as much again where these are short.
     """
-    count, longest = len(keys), int(keys.max())
-    order = np.argsort(-keys, kind="stable")
-    if count <= slots and longest <= rates.least:
-        return order
-    most = EVEN * (int(keys.sum()) + rates.item * count) / slots + 1
-    if longest + rates.item > most:
+    count = len(keys)
+    mean = (int(keys.sum()) + rates.item * count) / slots
+    share = max(math.ceil(mean), rates.item + rates.least)
+    most = max(EVEN * mean + 1, share + min(share, rates.merge))
+    if int(keys.max()) + rates.item > most:
         return None
+    order = np.argsort(-keys, kind="stable")
     rounds = -(-count // slots)
     dealt = np.zeros(rounds * slots, np.int64)
     dealt[:count] = keys[order] + rates.item
     rows = dealt.reshape(rounds, slots)
     rows[1::2] = rows[1::2, ::-1]  # there and back: nobody gets the longest of each round
     return order if int(rows.sum(0).max()) <= most else None
+
+
+def fullest(costs: Ints, heads: int, at_once: int, programs: int) -> int:
+    """Return when the last program ends, to each of which the device gives the next tile when it is free.
+
+    Each KV head has tiles of these `costs`, the longest first; `at_once` heads' tiles take turns, then
+    the next heads' begin.
+    """
+    loads = [0] * programs
+    for cost in np.tile(np.repeat(costs, at_once), heads // at_once).tolist():
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
 
 
 def part_of(program: int, begun: bool) -> int:
@@ -247,15 +312,6 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
         # Rotated keys' tiles are the kept tokens' and the window's apart.
         seen = seen + (np.where(high > 0, kept, 0) if spec.rope else np.minimum(kept, lower))
     return np.maximum(seen, 0)
-
-
-def key_tiles_of_decodes(spec: LayerSpec, lens: Ints, block: int) -> Ints:
-    """Return `key_tiles` of rows of one query token, the last of its sequence."""
-    if spec.sliding_window or spec.chunk_size:
-        last = lens - 1
-        return key_tiles(spec, last, last, lens, block)
-    tiles: Ints = (lens + (block - 1)) // block
-    return tiles
 
 
 def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:

@@ -149,9 +149,8 @@ def decode_constants(
     """
     listed, split = way in ("listed", "few"), way != "decode"
     rows = part_rows(spec, config, way == "few")
-    itself = merges_itself(spec, arch, rows)
-    at_once = parts_at_once(rows, spec.v_head_size) if split and itself else 0
-    early = split and not itself and launches_early(arch)
+    at_once = most_merged_by_one(spec, arch) if way == "split" else 0
+    early = split and not at_once and launches_early(arch)
     return (
         spec.gqa_ratio, *_shape_constants(spec, config, block_size),
         *_mask_constants(spec, lse, functions),
@@ -171,13 +170,16 @@ def part_rows(spec: LayerSpec, config: Config, few: bool) -> int:
     return config.block_m if few else triton.next_power_of_2(spec.gqa_ratio)
 
 
-def merges_itself(spec: LayerSpec, arch: str, rows: int) -> bool:
-    """Whether the program that ends last merges a tile's parts, instead of a second kernel.
+def most_merged_by_one(spec: LayerSpec, arch: str) -> int:
+    """Return how many even splits the program that ends last merges, all at once; 0: a kernel does.
 
     Not on AMD, where the order of memory between programs was never seen to hold.
     """
+    rows = triton.next_power_of_2(spec.gqa_ratio)
     outputs = rows * triton.next_power_of_2(spec.v_head_size)
-    return not arch.startswith("gfx") and outputs <= MAX_MERGED_BY_ONE
+    if arch.startswith("gfx") or outputs > MAX_MERGED_BY_ONE:
+        return 0
+    return parts_at_once(rows, spec.v_head_size)
 
 
 def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config:
@@ -197,15 +199,14 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     return replace(config, block_m=rows, num_warps=max(config.num_warps, min(4, rows // 16)))
 
 
-WAYS = ("decode", "split", "listed", "few", "prefill", "pieces")
-"""What runs: decode of whole sequences, of even splits, of stretches, of stretches with a few query
-tokens a sequence; prefill of whole tiles, of stretches."""
+WAYS = ("decode", "split", "many", "listed", "few", "prefill", "pieces")
+"""What runs: decode of whole sequences, of even splits, of more than the one that ends last merges, of
+stretches, of stretches with a few query tokens a sequence; prefill of whole tiles, of stretches."""
 
 
 def ways_of(spec: LayerSpec, arch: str) -> tuple[str, ...]:
-    """Return the ways there are: even splits are merged by the program that ends last, or not made."""
-    itself = merges_itself(spec, arch, part_rows(spec, tile_config(spec, arch, "few"), False))
-    return tuple(way for way in WAYS if itself or way != "split")
+    """Return the ways there are: where a program merges no splits, a kernel merges few of them too."""
+    return tuple(way for way in WAYS if way != "split" or most_merged_by_one(spec, arch))
 
 
 def on_one(spec: LayerSpec, config: Config, way: str) -> int:

@@ -25,6 +25,7 @@ from polyattn_triton.variants import (
     SCALES,
     decode_constants,
     list_constants,
+    part_rows,
     parts_constants,
     prefill_constants,
     prefix_constants,
@@ -35,7 +36,9 @@ from polyattn_triton.variants import (
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "nvfp4": "u8"}
-OTHERS = ("paged", "paged pieces", "merge", "write")
+MERGES = ("merge", "merge listed", "merge many")
+"""What merges the parts of tiles of rows, of decodes' stretches, and of even splits."""
+OTHERS = ("paged", "paged pieces", *MERGES, "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 SHARED = ("prefix low", "prefix high", "prefix merge")
 """Decodes over shared prefixes, with the lowest and the highest tiles, and what merges their parts."""
@@ -80,7 +83,7 @@ def compile_phase(spec: LayerSpec, arch: str, phase: str, block_size: int = 16) 
         return _compile_shared(spec, arch, phase, query, cached, block_size)
     if phase == "list":
         return _compile_lists(spec, arch)
-    if phase in ("merge", "write", "rotate"):
+    if phase in (*MERGES, "write", "rotate"):
         return _compile_small(spec, arch, phase, query, cached, block_size)
     phase, listed = phase.removesuffix(" listed"), phase.endswith(" listed")
     way = phase.removeprefix("paged ") if phase != "paged" else "prefill"
@@ -195,25 +198,14 @@ def _compile_small(
     cached: str,
     block_size: int,
 ) -> Any:
-    if phase == "merge":
-        generated = Generated.of(spec)
-        summed = generated is not None and not generated.softmax
-        height = tile_config(spec, arch, "prefill").block_m
-        merge = Merge(99, 1, 99)
-        constants: tuple[Any, ...] = merge_constants(
-            merge, spec.gqa_ratio, spec.v_head_size, height, True, False, spec.learned_sinks,
-            spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
-        )  # fmt: skip
-        out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
-        return compile_kernel(
-            merge_kernel, {"OUT": out}, constants, arch, merge_options(spec.v_head_size, False)
-        )
+    if phase in MERGES:
+        return _compile_merge(spec, arch, phase, query)
     if phase == "rotate":
         return _compile_rotation(spec, arch, query, cached, block_size)
     pointers = {"KEY": query, "VALUE": query, "K": cached, "V": cached, "SLOTS": "i64"}
     if cached == CACHE["nvfp4"]:
         sizes = (spec.num_kv_heads, spec.head_size, spec.v_head_size)
-        constants = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
+        constants: tuple[Any, ...] = four_bit_constants(*sizes, block_size, SCALES[spec.scales])
         return compile_kernel(write_four_kernel, pointers, constants, arch, {"num_warps": 4})
     width = spec.num_kv_heads * max(spec.head_size, spec.v_head_size)
     constants = (
@@ -221,6 +213,23 @@ def _compile_small(
         block_size, cached != query, cached == "i8", False, SCALES[spec.scales],
     )  # fmt: skip
     return compile_kernel(write_kernel, pointers, constants, arch, {"num_warps": 4})
+
+
+def _compile_merge(spec: LayerSpec, arch: str, phase: str, query: str) -> Any:
+    generated = Generated.of(spec)
+    summed = generated is not None and not generated.softmax
+    config = tile_config(spec, arch, "prefill")
+    by_token = phase != "merge"
+    height = part_rows(spec, config, few=False) if by_token else config.block_m
+    constants = merge_constants(
+        Merge(99, 1, 99), spec.gqa_ratio, spec.v_head_size, height, not by_token, by_token,
+        spec.learned_sinks, spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
+        phase != "merge many",
+    )  # fmt: skip
+    out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
+    return compile_kernel(
+        merge_kernel, {"OUT": out}, constants, arch, merge_options(spec.v_head_size, False)
+    )
 
 
 def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block_size: int) -> Any:

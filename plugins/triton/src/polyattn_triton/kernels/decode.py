@@ -262,17 +262,14 @@ def decode_kernel(
 
     Grid, `LISTED`: (programs, KV heads), whose stretches WORK holds; else (sequences, KV heads,
     splits), each sequence one tile. `FEW`: a few query tokens a sequence instead of one. With
-    `AT_ONCE` the program that ends last merges a tile's parts, so many at once; without,
-    `merge_kernel` does. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit
-    values are loaded two at a time. `bt_end`: a block table's last column. `ROPE`: keys are rotated
-    as they are loaded (`cache_rope`).
+    `AT_ONCE` the split that ends last merges all, up to so many; without, `merge_kernel` merges
+    parts. `ALIKE`: V has K's strides. `PAIRED`: V's 8-bit values are loaded two at a time.
+    `bt_end`: a block table's last column. `ROPE`: keys are rotated as they are loaded (`cache_rope`).
     """
     if EARLY:  # let the merge be scheduled while this runs (Hopper's dependent launch)
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(1)
-    kv_heads = tl.num_programs(1)
     rows = tl.arange(0, BLOCK_M)
-    group = tl.arange(0, ROWS)
     scale = logit_scale(scale, Q_SCALE, K_SCALE, kv_head, SCALES)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
     if LISTED:
@@ -296,27 +293,7 @@ def decode_kernel(
             row_ok = start + rows < query_len * G
             if last > first:
                 part_row = part_at(part, kv_head, tl.num_programs(0)) * ROWS
-                store_part(
-                    acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV
-                )  # fmt: skip
-                if AT_ONCE > 0:
-                    tl.debug_barrier()  # all of this program's part is stored before it is counted
-                    counter = DONE + last * kv_heads + kv_head
-                    if tl.atomic_add(counter, 1, sem="acq_rel") == last - first:
-                        tl.store(counter, 0)
-                        ok = start + group < query_len * G
-                        total, top, weight = merged(
-                            PARTS, PART_LSE,
-                            part_at(2 * first, kv_head, tl.num_programs(0)) * ROWS + group,
-                            last - first + 1, ok, ROWS, True,
-                            ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
-                        )  # fmt: skip
-                        finish(
-                            total, top, weight, OUT, LSE, SINKS, v_scale,
-                            (token0 + (start + group) // G).to(tl.int64),
-                            kv_head * G + (start + group) % G, ok,
-                            o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-                        )  # fmt: skip
+                store_part(acc, m, l, PARTS, PART_LSE, part_row + rows, row_ok, DV, BLOCK_DV)
             else:
                 finish(
                     acc, m, l, OUT, LSE, SINKS, v_scale,
@@ -350,21 +327,23 @@ def decode_kernel(
         head = kv_head * G + rows
         row_ok = rows < G
         if SPLIT:
-            first_row = (seq * kv_heads + kv_head) * splits * ROWS
+            which = seq * tl.num_programs(1) + kv_head
+            first_row = which * splits * ROWS
             part_row = first_row + split * ROWS + rows
             store_part(acc, m, l, PARTS, PART_LSE, part_row, row_ok, DV, BLOCK_DV)
-            tl.debug_barrier()  # all of this program's part is stored before it is counted
-            counter = DONE + seq * kv_heads + kv_head
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                tl.store(counter, 0)
-                total, top, weight = merged(
-                    PARTS, PART_LSE, first_row + group, splits, group < G, ROWS, False,
-                    ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
-                )  # fmt: skip
-                finish(
-                    total, top, weight, OUT, LSE, SINKS, v_scale, token, kv_head * G + group,
-                    group < G, o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
-                )  # fmt: skip
+            if AT_ONCE > 0:
+                tl.debug_barrier()  # all of this program's part is stored before it is counted
+                if tl.atomic_add(DONE + which, 1, sem="acq_rel") == splits - 1:
+                    tl.store(DONE + which, 0)
+                    group = tl.arange(0, ROWS)
+                    total, top, weight = merged(
+                        PARTS, PART_LSE, first_row + group, splits, group < G,
+                        ROWS, DV, BLOCK_DV, AT_ONCE, WAY == 2,
+                    )  # fmt: skip
+                    finish(
+                        total, top, weight, OUT, LSE, SINKS, v_scale, token, kv_head * G + group,
+                        group < G, o_t, o_h, lse_t, DV, BLOCK_DV, HAS_SINKS, HAS_LSE,
+                    )  # fmt: skip
         else:
             finish(
                 acc, m, l, OUT, LSE, SINKS, v_scale, token, head, row_ok, o_t, o_h, lse_t,

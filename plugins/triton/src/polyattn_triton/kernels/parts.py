@@ -24,46 +24,39 @@ def _following(first, start, i, APART: tl.constexpr, LISTED: tl.constexpr):
 
 @triton.jit
 def merged(
-    PARTS, PART_LSE, first, count, row_ok, APART: tl.constexpr, LISTED: tl.constexpr,
-    ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
-    SUMMED: tl.constexpr,
+    PARTS, PART_LSE, first, count, row_ok, ROWS: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of `ROWS` rows, in their order: output, maximum, sum.
+    """Merge the `count` <= `AT_ONCE` even splits of `ROWS` rows, in their order: output, maximum, sum.
 
-    `first`: where the rows lie in the first part's program or split; others follow, `APART` rows
-    from one another. `SUMMED`: parts have no softmax, so that nothing is to be divided by.
+    `first`: where the rows lie in the first split; the others' follow. `SUMMED`: parts have no
+    softmax, so that nothing is to be divided by.
     """
     first = first.to(tl.int64)
     offs_dv = tl.arange(0, BLOCK_DV)
     offs_p = tl.arange(0, AT_ONCE)
+    # Other programs wrote these a moment ago: loaded past the L1.
+    lse = tl.load(
+        PART_LSE + first[:, None] + offs_p[None, :] * ROWS,
+        mask=row_ok[:, None] & (offs_p < count)[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    m = tl.max(lse, 1)
+    base = tl.where(m == float("-inf"), 0.0, m)
+    l = tl.sum(tl.exp2(lse - base[:, None]), 1)
     acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    l = tl.zeros([ROWS], tl.float32)
-    for start in range(0, count, AT_ONCE):
-        # Other programs wrote these a moment ago: loaded past the L1.
-        lse = tl.load(
-            PART_LSE + _following(first[:, None], start, offs_p[None, :], APART, LISTED),
-            mask=row_ok[:, None] & (start + offs_p < count)[None, :],
-            other=float("-inf"),
+    for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
+        part = first + i * ROWS
+        ok = row_ok & (i < count)
+        x = tl.load(
+            PARTS + part[:, None] * DV + offs_dv[None, :],
+            mask=ok[:, None] & (offs_dv < DV)[None, :],
+            other=0.0,
             cache_modifier=".cg",
         )
-        m_new = tl.maximum(m, tl.max(lse, 1))
-        base = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m - base)
-        l = l * alpha + tl.sum(tl.exp2(lse - base[:, None]), 1)
-        acc = acc * alpha[:, None]
-        for i in tl.static_range(AT_ONCE):  # unrolled, so that all these loads are in flight
-            part = _following(first, start, i, APART, LISTED)
-            ok = row_ok & (start + i < count)
-            x = tl.load(
-                PARTS + part[:, None] * DV + offs_dv[None, :],
-                mask=ok[:, None] & (offs_dv < DV)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
-            acc += x * tl.exp2(one - base)[:, None]
-        m = m_new
+        one = tl.load(PART_LSE + part, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        acc += x * tl.exp2(one - base)[:, None]
     if SUMMED:
         l = tl.full([ROWS], 1.0, tl.float32)
     return acc, m, l
@@ -71,10 +64,11 @@ def merged(
 
 @triton.jit
 def _gathered(
-    PARTS, PART_LSE, first, count, row_ok, APART: tl.constexpr, ROWS: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr, SUMMED: tl.constexpr,
+    PARTS, PART_LSE, first, count, row_ok, APART: tl.constexpr, LISTED: tl.constexpr,
+    ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, AT_ONCE: tl.constexpr,
+    SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """As `merged`, of listed parts; one load asks for all that are merged at once.
+    """Merge any number of parts, `APART` rows from one another; one load asks for all merged at once.
 
     Where parts are loaded one by one, ptxas leaves few in flight. Who merges alone has the registers.
     """
@@ -85,7 +79,7 @@ def _gathered(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     for start in range(0, count, AT_ONCE):
-        part = _following(first[None, :], start, offs_p[:, None], APART, True)
+        part = _following(first[None, :], start, offs_p[:, None], APART, LISTED)
         ok = row_ok[None, :] & (start + offs_p < count)[:, None]
         x = tl.load(
             PARTS + part[:, :, None] * DV + offs_dv[None, None, :],
@@ -124,29 +118,39 @@ def merge_kernel(
     PARTS, PART_LSE, OUT, LSE, SINKS, V_SCALE, OUT_SCALE, STARTS, WORK, v_scale, o_t, o_h, lse_t,
     programs, by_tile,
     G: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, HEIGHT: tl.constexpr,
-    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, TILED: tl.constexpr, BY_TOKEN: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr, SCALES: tl.constexpr,
-    SUMMED: tl.constexpr,
+    ROWS: tl.constexpr, AT_ONCE: tl.constexpr, LISTED: tl.constexpr, TILED: tl.constexpr,
+    BY_TOKEN: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    SCALES: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of ROWS rows of a tile of HEIGHT rows: the one that a program came into.
 
     Grid: (programs, HEIGHT / ROWS, KV heads); who ended no tile that others began has nothing to do.
     `by_tile`: (tiles, ...), where these are fewer; who has an uncut one has nothing to do.
     `TILED`: tiles are of rows, else of sequences. `BY_TOKEN`: sequences are of one token each.
+    Not `LISTED`: of a sequence's even splits, `programs` of each; the grid is of sequences.
     """
     program = tl.program_id(0)
     kv_head = tl.program_id(2)
     v_scale = value_scale(v_scale, V_SCALE, OUT_SCALE, kv_head, SCALES)
-    share = tl.load(WORK)
-    if by_tile:
-        low, high, seq, start = tile_of(WORK, program, programs, TILED)
-        mine = high > low
+    if LISTED:
+        share = tl.load(WORK)
+        if by_tile:
+            low, high, seq, start = tile_of(WORK, program, programs, TILED)
+            mine = high > low
+        else:
+            at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
+            mine = at < stop
+        first = low // share
+        last = (high - 1) // share
+        mine = mine & (first < last) & ((by_tile != 0) | (last == program))
+        count = last - first + 1
+        part = part_at(2 * first, kv_head, programs)
     else:
-        at, stop, _tile, low, high, seq, start = my_stretch(WORK, TILED)
-        mine = at < stop
-    first = low // share
-    last = (high - 1) // share
-    mine = mine & (first < last) & ((by_tile != 0) | (last == program))
+        seq = program
+        start = 0
+        mine = True
+        count = programs
+        part = (seq * tl.num_programs(2) + kv_head) * programs
     if EARLY:  # the parts are complete from here on
         tl.extra.cuda.gdc_wait()
     if mine:
@@ -158,8 +162,8 @@ def merge_kernel(
         rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
         ok = (start + rows < query_len * G) & (rows < HEIGHT)
         acc, m, l = _gathered(
-            PARTS, PART_LSE, part_at(2 * first, kv_head, programs) * HEIGHT + rows,
-            last - first + 1, ok, HEIGHT, ROWS, DV, BLOCK_DV, AT_ONCE, SUMMED,
+            PARTS, PART_LSE, part * HEIGHT + rows, count, ok, HEIGHT, LISTED, ROWS, DV, BLOCK_DV,
+            AT_ONCE, SUMMED,
         )  # fmt: skip
         finish(
             acc, m, l, OUT, LSE, SINKS, v_scale, (token0 + (start + rows) // G).to(tl.int64),
