@@ -215,7 +215,7 @@ class TritonAttention(PlannedAttention):
         """Return the decode's one launch over pages that lie so."""
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
-        decodes = plan.way not in ("prefill", "pieces") and plan.grid[0] and not plan.merge
+        decodes = plan.way not in ("prefill", "pieces") and plan.grid[0] and plan.merging is None
         if not decodes or self.generated or spec.rope or self.by_tensors:
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
