@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("core", "plugins/triton", "plugins/cuda", "plugins/cpu", "integrations/flash_attn",
            "integrations/transformers", "integrations/torch", "integrations/vllm")  # fmt: skip
-TIMED = {"nano": 230, "decode": 40, "prefill": 40, "ways": 60, "host": 100}
+TIMED = {"nano": 120, "decode": 40, "prefill": 40, "ways": 60, "host": 100}
 COMPARED = {
     "nano32": 150, "flash32": 220, "flash16": 220, "flashbf16": 220, "graphs": 150, "vllm": 150,
     "hf-logits": 150, "hf-tokens": 220, "hf-batching": 220, "bounds": 200,

@@ -1,6 +1,6 @@
 """A variant's functions inside Hopper's own prefill: right, how fast, and how long they take to compile.
 
-    python benchmarks/h200_functions.py [--seconds 300] [--out FILE.json] [--only TEXT ...]
+    python benchmarks/h200_functions.py [--seconds 300] [--out FILE.json] [--only TEXT ...] [--ahead]
 
 Rows of `h200_variants.py` by the kernel for Hopper and by the portable one, beside each other: results of
 ragged prompts, chunks after a context, windows, pieces and layers without causality are held to float64,
@@ -8,6 +8,7 @@ and to the portable kernel's whole output; 4 x 4,096 is timed. Then groups are b
 an empty cache, and again with what the first left; the seven examples and a source by hand run on the
 device. `hidden`: 64 decodes over 4,096 keys whose masks hide most, half or none, by lists of key tiles
 and without. What fails is a row that says so. With TRITON_INTERPRET=1 the portable half is rehearsed.
+`--ahead`: what the checked rows run is compiled before by processes side by side, one for each layer.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from h200_variants import (
     Case,
     synchronize,
 )
-from polyattn import CustomMask, register_variant
+from polyattn import CustomMask, LayerGroup, register_variant, select
 from polyattn.families.attention.alibi import alibi_slopes
 from timing import kernel_us
 
@@ -47,6 +48,8 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "chunks": [(96, 2000), (512, 2048), (32, 48), (700, 3344)],
     "pieces": [(128, 8704)],
 }
+if REHEARSAL:
+    STEPS = {"ragged": [(16, 16), (32, 48)]}
 FIELDS: dict[str, dict[str, Any]] = {
     "": {},
     "window": {"sliding_window": 200},
@@ -178,6 +181,29 @@ def left_out(fields: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def compile_ahead(layers: list[str]) -> None:
+    """Build layers (a function, and fields' label), each in a process of its own, at the same time."""
+    began = time.perf_counter()
+    building = [
+        subprocess.Popen([sys.executable, __file__, "--build", layer], stdout=subprocess.DEVNULL)
+        for layer in layers
+    ]
+    failed = [name for name, one in zip(layers, building, strict=True) if one.wait()]
+    print(f"{len(layers)} layers ahead, {time.perf_counter() - began:.1f} s; failed: {failed}")
+
+
+def build(layer: str) -> None:
+    """Compile all that a layer runs; one without functions does so as it is called."""
+    name, _, label = layer.partition(", ")
+    fields, given = functions()[name]
+    fields = fields | FIELDS[label]
+    if "variant" in fields:
+        LayerGroup(select(BASE.replace(**fields), DEVICE, backend="TRITON_ATTN", verify=False))
+        return
+    for pairs in STEPS.values():
+        check(fields, given, pairs)
+
+
 def compiled(name: str) -> dict[str, Any]:
     """Build a row's group in two processes, one after another; the first finds an empty cache."""
     found = []
@@ -201,10 +227,10 @@ def by_script(script: Path, *words: str) -> dict[str, Any]:
         env=os.environ | {"PYTHONPATH": known},
     )  # fmt: skip
     lines = ran.stdout.splitlines()
-    wrong = [line for line in lines if "WRONG" in line]
     return {
         "lines": len(lines),
-        "wrong": wrong,
+        "wrong": [line for line in lines if "WRONG" in line],
+        "refused": [line for line in lines if "refused" in line],
         "last": lines[-1:],
         "stderr": ran.stderr[-200:] if not lines else "",
     }
@@ -215,24 +241,26 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--out", default="functions.json")
     parser.add_argument("--only", nargs="*", default=[], help="rows whose names hold one of these")
+    parser.add_argument("--ahead", action="store_true")
+    parser.add_argument("--build", help="compile one layer's kernels, no more")
     args = parser.parse_args()
     until = time.time() + args.seconds
     for variant in VARIANTS:
         register_variant(variant)
+    if args.build:
+        build(args.build)
+        return
     jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = []
-    steps = {"ragged": [(16, 16), (32, 48)]} if REHEARSAL else STEPS
     for name, (fields, given) in functions().items():
         jobs.append((f"4 x 4,096 {name}", lambda f=fields, g=given: timed(f, g)))  # type: ignore[misc]
-    for name, (fields, given) in functions().items():
-        for step, pairs in steps.items():
-            for label, more in FIELDS.items():
+    layer_of: dict[str, str] = {}
+    for label, more in FIELDS.items():  # each function each way first
+        for name, (fields, given) in functions().items():
+            for step, pairs in STEPS.items():
                 if name in ("FlashSigmoid", "ALiBi") or not label:
-                    jobs.append(
-                        (
-                            f"{name} {step} {label}".strip(),
-                            lambda f=fields | more, g=given, p=pairs: check(f, g, p),
-                        )
-                    )  # type: ignore[misc]
+                    title = f"{name} {step} {label}".strip()
+                    layer_of[title] = f"{name}, {label}"
+                    jobs.append((title, lambda f=fields | more, g=given, p=pairs: check(f, g, p)))  # type: ignore[misc]
     for name, (fields, given) in hidden().items():
         jobs.append((f"hidden {name}", lambda f=fields, g=given: left_out(f, g)))  # type: ignore[misc]
     if not REHEARSAL:
@@ -251,6 +279,8 @@ def main() -> None:
             )
         )
     jobs = [job for job in jobs if not args.only or any(word in job[0] for word in args.only)]
+    if args.ahead:
+        compile_ahead(sorted({layer_of[name] for name, _ in jobs if name in layer_of}))
     for name, work in jobs:
         if time.time() > until:
             ROWS.append({"row": name, "failed": "no time left"})

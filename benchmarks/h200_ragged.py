@@ -299,11 +299,11 @@ def table(rows: list[dict[str, Any]]) -> None:
         print(f"{name:32}{us:>8}{ours.get('way', ''):>16}{over:>11}  {text}")
     bad = [row for row in rows if row.get("repeats_bits") is False and "TRITON" in row["backend"]]
     ratios = [
-        ours["us"] / min(others)
+        ours["us"] / min(theirs)
         for name in {row["step"] for row in rows}
         for here in [[r for r in rows if r["step"] == name and "us" in r]]
         for ours in here if ours["backend"].startswith("TRITON")
-        if (others := [r["us"] for r in here if r is not ours])
+        if (theirs := [r["us"] for r in here if r is not ours])
     ]  # fmt: skip
     if ratios:
         print(

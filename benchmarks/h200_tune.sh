@@ -5,7 +5,8 @@
 #     benchmarks/h200_tune.sh OUT [SECONDS]
 #
 # JUDGE_GPU names a second GPU, on which the judging points are measured meanwhile; JUDGE_SEED draws their
-# lengths, of a seed that nothing was fitted to or chosen by. OUT gets timings.json (the table),
+# lengths, of a seed that nothing was fitted to or chosen by, JUDGE_MODELS which models (names of
+# benchmarks/selector.py, ";" between them). OUT gets timings.json (the table),
 # timings.points.jsonl (what it was fitted to), selector.json (the points that judge it) and logs. Called again
 # with what OUT held before, it goes on: no point is measured twice. FLASHINFER compiles minutes for each new
 # variant: everything here is plain causal bfloat16 with heads of 128.
@@ -29,9 +30,16 @@ done
 backends=()
 for name in $names; do backends+=(--backend "$name"); done
 
+judged=()
+if [ -n "${JUDGE_MODELS:-}" ]; then
+  IFS=';' read -ra judged <<< "$JUDGE_MODELS"
+  judged=(--models "${judged[@]}")
+fi
+
 judge() {
   CUDA_VISIBLE_DEVICES=${JUDGE_GPU:-${CUDA_VISIBLE_DEVICES:-0}} python3 benchmarks/selector.py --device "$device" \
-    --seed "$seed" --out "$out/selector.json" --seconds "$seconds" --backends $names > "$out/judge.log" 2>&1
+    --seed "$seed" --out "$out/selector.json" --seconds "$seconds" --backends $names \
+    "${judged[@]}" > "$out/judge.log" 2>&1
 }
 [ -n "${JUDGE_GPU:-}" ] && judge &
 python3 -m polyattn tune --device "$device" --out "$out/timings.json" --seconds "$seconds" \

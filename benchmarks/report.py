@@ -70,7 +70,7 @@ def main(folder: Path) -> None:
 def _uneven(folder: Path) -> list[str]:
     """What engines' steps look like comes before equal lengths."""
     lines = report_ragged.ragged(json.loads((folder / "ragged.json").read_text()))
-    for name, section in (("mixed", report_ragged.mixed), ("selector", report_ragged.choice)):
+    for name, section in (("mixed", report_ragged.mixed), ("selector_fresh", report_ragged.choice)):
         path = folder / f"{name}.json"
         if path.exists():
             lines += ["", *section(json.loads(path.read_text()))]

@@ -32,7 +32,7 @@ def ragged(data: dict[str, Any]) -> list[str]:
         "among short ones, drafts to verify, chunks, mixed steps; equal lengths last. Device us, cold "
         "L2, median of ten; some sequences of each result were checked in float64. Heads 28/4 of 128 "
         "(Qwen2.5-7B), bf16, unless a row says otherwise (`equal`: 32/8; MLA: 64 heads, 512 + 64). `over "
-        "best`: ours over the fastest library.",
+        "best`: ours over the fastest library. Marked *: of an earlier run, and its kernels.",
         "",
         "| step | TRITON_ATTN, _MLA | FLASHINFER, _MLA | FLASH_ATTN_V3, _MLA | FLASHMLA | over best |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
@@ -46,7 +46,8 @@ def ragged(data: dict[str, Any]) -> list[str]:
         best = min((r["us"] for r in theirs if "us" in r), default=None)
         over = f"{ours['us'] / best:.2f}" if best and "us" in ours else "–"
         cells = [f"{r['us']:.1f}" if "us" in r else "–" for r in (ours, *theirs)]
-        lines.append(f"| {step} | {' | '.join(cells)} | {over} |")
+        mark = " *" if any(r.get("earlier") for r in found[step].values()) else ""
+        lines.append(f"| {step}{mark} | {' | '.join(cells)} | {over} |")
     host = ", ".join(f"{what.removesuffix('_us')} {us:.1f}" for what, us in data["host"].items())
     lines += [
         "",

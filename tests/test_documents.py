@@ -112,3 +112,65 @@ def test_tests_that_pages_name_are_there() -> None:
     for path, name in named:
         source = (ROOT / path).read_text()
         assert not name or f"def {name}(" in source, f"{path}::{name}"
+
+
+SOURCES = {
+    ".".join(path.relative_to(root.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for pattern in ("core/src/polyattn", "plugins/*/src/*", "integrations/*/src/*")
+    for root in ROOT.glob(pattern)
+    for path in root.rglob("*.py")
+}  # fmt: skip
+"""Every module by its dotted name."""
+
+
+def test_modules_that_prose_names_are_there() -> None:
+    """`folder.module.NAME` in a page or a docstring is a module, and the module has the name."""
+    tails = {}
+    for name in SOURCES:
+        for cut in range(1, name.count(".") + 1):
+            tails[name.split(".", cut)[-1]] = name
+    folders = {name.split(".")[1] for name in SOURCES if name.startswith("polyattn.")}
+    folders.remove("spec")  # a layer's own spec is called so, too
+    gone, seen = [], 0
+    for path in (*SOURCES.values(), *(ROOT / page for page in PAGES)):
+        for dotted in re.findall(r"`((?:\w+\.)+\w+)(?:\([^`]*\))?`", path.read_text()):
+            first, *rest = dotted.split(".")
+            if not (first.startswith("polyattn") or (first in folders and rest[0] != "py")):
+                continue
+            seen += 1
+            heads = [dotted.rsplit(".", cut)[0] for cut in range(len(rest) + 1)]
+            found = next((h for h in heads if h in SOURCES or h in tails), None)
+            attribute = dotted.removeprefix(found or "").strip(".").partition(".")[0]
+            source = SOURCES[tails.get(found, found)].read_text() if found else ""
+            if found is None or (attribute and not re.search(rf"\b{attribute}\b", source)):
+                gone.append(f"{path.relative_to(ROOT)}: {dotted}")
+    assert seen > 30 and not gone
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """A path in backticks that ends as a source file does lies somewhere in the tree."""
+    every = [p.relative_to(ROOT).as_posix() for top in TREE for p in (ROOT / top).rglob("*.*")]
+    every += [path.name for path in ROOT.iterdir()]
+    named = [
+        (page, path)
+        for page in PAGES
+        for path in re.findall(r"`([\w./-]+\.(?:py|md|sh|cpp|h|yml))`", (ROOT / page).read_text())
+    ]
+    gone = [
+        (page, path) for page, path in named
+        if "..." not in path and not any(f"/{p}".endswith("/" + path.removeprefix("./")) for p in every)
+    ]  # fmt: skip
+    assert len(named) > 40 and not gone
+
+
+TREE = (
+    "core",
+    "plugins",
+    "integrations",
+    "examples",
+    "tests",
+    "docs",
+    "benchmarks",
+    ".ci",
+    ".github",
+)

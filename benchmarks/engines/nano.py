@@ -187,13 +187,13 @@ class Load:
         ]
 
 
-def throughput(checkout: str, seconds: float, rounds: int = 4) -> Iterator[dict[str, Any]]:
+def throughput(checkout: str, seconds: float, rounds: int = 3) -> Iterator[dict[str, Any]]:
     """bf16, Qwen3-0.6B's shape, nano-vllm's own benchmark's lengths: tokens a second, sides in turn.
 
     The first round of each compiles, and counts for nothing. No engine is begun that would not end
     within `seconds`; a round that fails is a row, and those before it count.
     """
-    end, longest = time.monotonic() + seconds, 0.0
+    end, took = time.monotonic() + seconds, 0.0
     sides = {"polyattn": Side(_install(checkout))}
     try:
         sides["FlashAttention-3"] = Side(fa3.load())
@@ -205,7 +205,7 @@ def throughput(checkout: str, seconds: float, rounds: int = 4) -> Iterator[dict[
         for turn in range(rounds):
             for who, side in list(sides.items())[:: -1 if turn % 2 else 1]:
                 begun = time.monotonic()
-                if begun + longest > end:
+                if begun + took > end:
                     print(f"  no time for round {turn} of {who}", flush=True)
                     continue
                 try:
@@ -215,7 +215,7 @@ def throughput(checkout: str, seconds: float, rounds: int = 4) -> Iterator[dict[
                     traceback.print_exc()
                     said = f"{type(error).__name__}: {error}"[:200]
                     yield {"what": f"round {turn} of {who}", "failed": said}
-                longest = time.monotonic() - begun
+                took = time.monotonic() - begun
             if len(sides) == 2:
                 yield compared(turn, *sides.values())
     for who, side in sides.items():
@@ -240,7 +240,14 @@ def compared(turn: int, ours: Side, theirs: Side) -> dict[str, Any]:
 
 
 def _free() -> None:
-    """Give the device the memory of earlier engines back: nano-vllm sizes its cache by what is left."""
+    """Give the device the memory of earlier engines back: nano-vllm sizes its cache by what is left.
+
+    One that died in its making left its process group and torch's defaults as well.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    torch.set_default_device("cpu")
+    torch.set_default_dtype(torch.float32)
     gc.collect()
     torch.cuda.empty_cache()
 

@@ -19,6 +19,7 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
     Recurrent,
+    StateCache,
     choose_tokens,
     select,
 )
@@ -80,8 +81,10 @@ class Step:
         self.rope = torch.randn(tokens, 8, dtype=torch.float64)
 
     def run(self, **changes: Any) -> torch.Tensor:
-        given = {"query": self.query, "latent": self.latent, "rope_key": self.rope} | changes
-        return self.layer(**given, cache=self.cache, plan=self.batch)
+        given = {
+            "query": self.query, "latent": self.latent, "rope_key": self.rope, "cache": self.cache
+        }  # fmt: skip
+        return self.layer(**(given | changes), plan=self.batch)
 
 
 def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +106,11 @@ def test_three_ways_agree_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rope_key": torch.zeros(39, 9, dtype=torch.float64)}, "rope_key is"),
         ({"query": torch.zeros(39, 4, 24)}, "query is"),
         ({"topk": torch.zeros(39, 4, dtype=torch.int32)}, "topk was given"),
+        ({"query": [1]}, "query=.* must be a tensor on cpu"),
+        ({"latent": torch.empty(39, 32, device="meta")}, "latent is on meta, the layer on cpu"),
+        ({"rope_key": torch.empty(39, 8, device="meta")}, "rope_key is on meta"),
+        ({"out": torch.empty(39, 4, 16, device="meta")}, "out is on meta"),
+        ({"cache": None}, "cache is a NoneType; it must be a KVCache"),
     ],
 )
 def test_latent_bad_input(changes: dict[str, Any], message: str) -> None:
@@ -133,7 +141,7 @@ def test_latents_that_were_stored_before() -> None:
 def test_latent_bad_construction() -> None:
     selection = select(MLA, "cpu")
     w_uk, w_uv = latent_weights(MLA, torch.Generator())
-    with pytest.raises(SpecError, match="w_uk is"):
+    with pytest.raises(SpecError, match="w_uk has shape"):
         LatentAttention(selection, w_uv, w_uv)
     with pytest.raises(SpecError, match="k_scale=0"):
         LatentAttention(selection, w_uk, w_uv, k_scale=0)
@@ -267,6 +275,19 @@ def test_recurrent_bad_input() -> None:
         layer(inputs[0], inputs[1], inputs[0], inputs[3], states=states, plan=batch)
     with pytest.raises(BatchError, match="no state_slots"):
         layer(*inputs, states=states, plan=Batch.from_lens([2], [2]))
+    with pytest.raises(BatchError, match="dt is on meta, the layer on cpu"):
+        layer(inputs[0], inputs[1].to("meta"), *inputs[2:], states=states, plan=batch)
+    with pytest.raises(BatchError, match="x=1 must be a tensor on cpu"):
+        layer(1, *inputs[1:], states=states, plan=batch)
+    with pytest.raises(BatchError, match="states is a Tensor; it must be a StateCache"):
+        layer(*inputs, states=states.data, plan=batch)
+    with pytest.raises(BatchError, match="states is on meta"):
+        layer(*inputs, states=StateCache(states.data.to("meta")), plan=batch)
+    slots = torch.zeros(1, dtype=torch.int64, device="meta")
+    with pytest.raises(BatchError, match="state_slots is on meta, the batch on cpu"):
+        Batch.from_lens([2], [2], state_slots=slots, device="cpu")
+    with pytest.raises(BatchError, match="the batch is on meta, the group on cpu"):
+        layer(*inputs, states=states, plan=Batch.from_lens([2], [2], state_slots=slots))
     with pytest.raises(SpecError, match="no parameter 'decay'"):
         Recurrent(select(MAMBA2, "cpu"), decay=torch.zeros(4))
     with pytest.raises(SpecError, match="parameter A of mamba2 is missing"):

@@ -165,6 +165,10 @@ def masks_of_each_kind() -> list[tuple[LayerSpec, Any, tuple[list[int], list[int
         (BASE.replace(mask="block_sparse"), blocks, LENS),
         (BASE.replace(mask="block_sparse", causal=False),
          BlockSparseMask.of(packed, queries, lens, (4, 8)), LENS),
+        (BASE.replace(mask="block_sparse"),
+         BlockSparseMask.of(CustomMask.tree(tree), queries, lens, (1, 1)), LENS),
+        (BASE.replace(mask="block_sparse"),
+         BlockSparseMask.sliding_window(5, queries, lens, (2, 3)), LENS),
         (BASE.replace(mask="block_sparse"), BlockSparseMask.of_pages([[0, 2], [1]], 16), decodes),
     ]  # fmt: skip
 
@@ -192,6 +196,30 @@ def test_masks_are_what_they_are_named() -> None:
     ids = [0, 0, 1, 1, 0]
     bits = CustomMask.documents([ids], [2]).bits.view(2, 5)
     assert bits.tolist() == [[ids[k] == ids[q] for k in range(5)] for q in (3, 4)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trees_and_windows_are_blocks(backend: str) -> None:
+    """The same output as by the tree itself, and as by the layer's own window."""
+    tree = CustomMask.tree([[-1, 0, 0, 1, 2], [-1], [], [-1, *range(19)], [-1]])
+    as_blocks = BASE.replace(mask="block_sparse")
+    blocks = BlockSparseMask.of(tree, *LENS, (1, 1))
+    wanted, _ = run(BASE.replace(mask="custom"), backend, mask=tree)
+    assert_right(run(as_blocks, backend, mask=blocks)[0], wanted)
+    own = BASE.replace(sliding_window=5)
+    wanted, _ = run(own, backend)
+    for spec, block in ((as_blocks, (1, 1)), (own.replace(mask="block_sparse"), (4, 3))):
+        window = BlockSparseMask.sliding_window(5, *LENS, block)
+        assert_right(run(spec, backend, mask=window)[0], wanted)
+
+
+def test_blocks_of_what_does_not_fit_are_refused() -> None:
+    with pytest.raises(BatchError, match="9 bits over new keys"):
+        BlockSparseMask.of(CustomMask.tree([[-1, 0, 1]]), [4], [8], (1, 1))
+    with pytest.raises(BatchError, match="must be .query rows, keys., 1 or more each"):
+        BlockSparseMask.sliding_window(3, [4], [8], (0, 1))
+    with pytest.raises(BatchError, match="window=0 must be 1 or more"):
+        BlockSparseMask.sliding_window(0, [4], [8], (1, 1))
 
 
 def test_a_spec_carries_the_name() -> None:

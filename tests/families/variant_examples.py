@@ -1,6 +1,7 @@
 """The seven examples of variants, one backend beside formulas in float64 that share no code with them.
 
-python variant_examples.py BACKEND [DEVICE DTYPE]
+python variant_examples.py BACKEND [DEVICE DTYPE [NAME ...]]: each one's error, who refused it, or what
+is WRONG.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from polyattn.checking.compare import output_error
 from polyattn.checking.tolerance import tolerance_of
+from polyattn.errors import SelectionError
 from torch import Tensor
 
 EXAMPLES = Path(__file__).parents[2] / "examples/variants.py"
@@ -117,11 +119,13 @@ def check(backend: str, name: str, lens: Any, device: str = "cpu", dtype: str = 
     return error
 
 
-def main(backend: str, *where: str) -> None:
-    for name in FORMULAS:
+def main(backend: str, device: str = "cpu", dtype: str = "float32", *names: str) -> None:
+    for name in names or FORMULAS:
         for label, lens in (("prefill", examples.LENS), ("decode", DECODES)):
             try:
-                print(f"{backend} {name} {label}: {check(backend, name, lens, *where):.2g}")
+                print(f"{backend} {name} {label}: {check(backend, name, lens, device, dtype):.2g}")
+            except SelectionError as error:
+                print(f"{backend} {name} {label}: refused: {' '.join(str(error).split())[:400]}")
             except Exception as error:
                 print(f"{backend} {name} {label}: WRONG: {' '.join(str(error).split())[:400]}")
 

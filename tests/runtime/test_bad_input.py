@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
+from polyattn import (
+    Attention,
+    Batch,
+    CacheFormat,
+    KVCache,
+    LayerGroup,
+    LayerSpec,
+    merge_states,
+    select,
+)
 from polyattn.errors import BatchError, CacheError, PluginError, PolyattnError, SpecError
 from polyattn.runtime.cache.kv_cache import quantize
 
@@ -57,6 +66,16 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("narrow table", {"block_table": TABLE[:, :2]}, "sequence 1 of length 33 needs 3"),
     ("table dtype", {"block_table": TABLE.long()}, "block_table is torch.int64"),
     ("table list", {"block_table": [[0, 1, 2], [3, 4, 5]]}, "block_table=[[0, 1, 2]"),
+    (
+        "elsewhere",
+        {"block_table": TABLE.to("meta"), "slot_mapping": None},
+        "the batch is on meta, the group on cpu",
+    ),
+    (
+        "slots elsewhere",
+        {"slot_mapping": torch.arange(6, device="meta")},
+        "slot_mapping is on meta",
+    ),
     ("slots list", {"slot_mapping": [19, 76, 77, 78, 79, 80]}, "slot_mapping=[19, 76"),
     ("table rows", {"block_table": TABLE[:1]}, "block_table is torch.int32 of shape (1, 3)"),
     ("no table", {"block_table": None}, "has no block_table"),
@@ -101,6 +120,19 @@ TENSORS: list[tuple[str, dict[str, Any], str]] = [
     ("key heads", {"key": torch.randn(6, 4, 32)}, "key is (6, 4, 32)"),
     ("value dtype", {"value": torch.randn(6, 2, 32).double()}, "value is"),
     ("no value", {"value": None}, "key and value come together"),
+    ("query list", {"query": [1]}, "query=[1] must be a tensor on cpu"),
+    ("no query", {"query": None}, "query=None must be a tensor on cpu"),
+    ("value list", {"value": [1]}, "value=[1] must be a tensor on cpu"),
+    ("out list", {"out": [1]}, "out=[1] must be a tensor on cpu"),
+    (
+        "query elsewhere",
+        {"query": torch.empty(6, 4, 32, device="meta")},
+        "query is on meta, the layer on cpu",
+    ),
+    ("key elsewhere", {"key": torch.empty(6, 2, 32, device="meta")}, "key is on meta"),
+    ("value elsewhere", {"value": torch.empty(6, 2, 32, device="meta")}, "value is on meta"),
+    ("out elsewhere", {"out": torch.empty(6, 4, 32, device="meta")}, "out is on meta"),
+    ("rows elsewhere", {"query": torch.empty(6, 128, device="meta")}, "query is on meta"),
     ("out shape", {"out": torch.randn(6, 4, 31)}, "out is (6, 4, 31)"),
     ("out dtype", {"out": torch.randn(6, 4, 32).half()}, "out is"),
 ]
@@ -128,6 +160,10 @@ def cache_of(**changes: Any) -> KVCache:
     [
         (lambda: None, "pass cache="),
         (lambda: "a cache", "cache is a str; it must be a KVCache"),
+        (
+            lambda: KVCache.allocate(cache_of().format, 8, "meta"),
+            "the cache is on meta, the layer on",
+        ),
         (lambda: cache_of(block_size=32), "the cache's block_size is 32, the selection's 16"),
         (lambda: cache_of(num_kv_heads=4), "the cache's num_kv_heads is 4"),
         (lambda: cache_of(v_head_size=64), "the cache's v_head_size is 64"),
@@ -179,6 +215,45 @@ def test_sinks_slopes_and_scales() -> None:
         SpecError, match=r"k_scale=0\.5 scales a quantised cache, and this one isn't"
     ):
         Attention(selection, k_scale=0.5)
+
+
+def test_what_is_no_batch_spec_or_store() -> None:
+    step, group = Step(), LayerGroup(select(SPEC, "cpu"))
+    with pytest.raises(BatchError, match="batch=None must be a Batch"):
+        group.plan(None)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="reuse= is a plan of another group"):
+        group.plan(Batch(**step.batch), reuse=3)  # type: ignore[arg-type]
+    for spec in (None, {"num_heads": 4}):
+        with pytest.raises(SpecError, match="must be a LayerSpec"):
+            select(spec, "cpu")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"sinks=\[1\] must be a tensor of shape \(4,\)"):
+        Attention(select(SPEC.replace(learned_sinks=True), "cpu"), sinks=[1])  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="states is empty"):
+        merge_states([])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"slot_mapping": [0, 1, 2]}, "slot_mapping=[0, 1, 2] must be a tensor on cpu"),
+        ({"slot_mapping": torch.zeros(6)}, "slot_mapping is (6,) of torch.float32"),
+        ({"slot_mapping": torch.arange(6, device="meta")}, "slot_mapping is on meta"),
+        ({"key": torch.empty(6, 2, 32, device="meta")}, "key is on meta"),
+        ({"value": None}, "value=None must be a tensor"),
+        ({"cache": None}, "cache is a NoneType; it must be a KVCache"),
+    ],
+)
+def test_bad_stores(changes: dict[str, Any], says: str) -> None:
+    step = Step()
+    given = {
+        "key": step.tensors["key"], "value": step.tensors["value"], "cache": step.cache,
+        "slot_mapping": torch.arange(6),
+    }  # fmt: skip
+    before = step.cache.key.clone()
+    with pytest.raises(BatchError) as caught:
+        step.layer.store(**(given | changes))
+    assert says in str(caught.value)
+    assert torch.equal(step.cache.key, before)
 
 
 def test_no_plan_and_profiles() -> None:

@@ -16,6 +16,7 @@ from defaults import CPU_DEFAULT
 from polyattn.registry.devices import profiles
 from polyattn.registry.discovery import discover
 from polyattn.registry.extras import install_advice
+from polyattn.tools.cli import doctoring
 from polyattn.tools.cli.models import bundled, bundled_models
 from polyattn.tools.replay.trace import read_trace
 from tools.commands import here
@@ -151,6 +152,29 @@ def test_every_extra_that_is_advised_exists() -> None:
 def test_explain_notes_a_scope_that_matched_nothing() -> None:
     text = polyattn("explain", "--device", "cpu", POLYATTN_BACKEND="mla=TORCH_SDPA").stdout
     assert "matched no layer" in text
+
+
+def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's pin may have replaced torch by one that pip would refuse."""
+    needed = ["numpy>=1.26", "torch>=99", 'rich>=99; extra == "cli"']
+    monkeypatch.setattr(doctoring.metadata, "requires", lambda name: needed)
+    problems = [problem for problem in doctoring.examine()["problems"] if "99" in problem]
+    assert len(problems) == 1
+    assert problems[0].startswith("torch 2.") and "torch>=99 is needed" in problems[0]
+    assert "pip install 'torch>=99'" in problems[0]
+
+
+def test_who_is_disabled_is_said_where_no_device_is_found() -> None:
+    """At 3 a.m. somebody's variable is a likelier cause than a plugin that was never installed."""
+    hidden = {"POLYATTN_DISABLE_PLUGINS": "cpu"}
+    assert (
+        "polyattn-cpu 0.1.0 is disabled"
+        in polyattn("explain", "llama-3.1-8b", code=2, **hidden).stderr
+    )
+    problems = json.loads(polyattn("doctor", "--json", code=1, **hidden).stdout)["problems"]
+    assert any(
+        "no device is found; " in p and "polyattn-cpu 0.1.0 is disabled" in p for p in problems
+    )
 
 
 def test_doctor() -> None:

@@ -186,7 +186,8 @@ def test_every_step_reads_its_own_tokens(
     full = pools[0]
 
     def evicted(block: int) -> None:
-        assert full.tree.last_of_a_leaf(block), "leaves go first"
+        run = full.tree._runs[block]
+        assert not run.children and run.blocks[-1] == block, "leaves go first"
         full.tree.remove(block)
 
     full.allocator._evicted = evicted

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import SpecError, describe, plain
+from polyattn.errors import SpecError, describe, plain, shown
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
@@ -51,6 +51,8 @@ def select(
     the reference; one that fails is passed over if it was chosen automatically (default: the setting
     `verify`, else no). Raises `SelectionError` with every rejection, `SettingsError`, `DeviceError`.
     """
+    if not isinstance(spec, LayerSpec):
+        raise SpecError(f"spec={shown(spec)} must be a LayerSpec; from_dict makes one of a mapping")
     settings = current() if settings is None else settings
     resolved = resolve_device(device, settings)
     # All that can change the answer, so that threads with other settings don't disturb each other.

@@ -19,7 +19,7 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_BACKEND": "a backend's name, or scoped names: prefill=NAME,decode=NAME,mla=NAME",
     "POLYATTN_PLUGINS": "comma-separated plugins to load; all others stay unimported",
     "POLYATTN_DISABLE_PLUGINS": "comma-separated plugins whose code is never imported",
-    "POLYATTN_LAYOUT": "physical KV-cache layout: NHD or HND",
+    "POLYATTN_LAYOUT": "physical KV-cache layout: NHD, HND or contiguous",
     "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
     "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots)",
     "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe or ranking may take (default 2)",
@@ -39,7 +39,8 @@ VARIABLES: dict[str, str] = {
 FOREIGN_VARIABLES: dict[str, str] = {
     "VLLM_ATTENTION_BACKEND": "alias of POLYATTN_BACKEND",
     "VLLM_USE_FLASHINFER": "deprecated: 1, true or yes means POLYATTN_BACKEND=FLASHINFER",
-    "TRTLLM_FORCE_XQA": "1 means POLYATTN_BACKEND=attention.decoder.decode=FLASHINFER_TRTLLM",
+    "TRTLLM_FORCE_XQA": "1, true or yes means "
+    "POLYATTN_BACKEND=attention.decoder.decode=FLASHINFER_TRTLLM",
 }
 XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
 """What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
@@ -231,7 +232,7 @@ def reload() -> Settings:
 
 
 def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str]:
-    """Return the configuration file's values and its name. Raises `SettingsError`."""
+    """Return the configuration file's values and its name, none without one. Raises `SettingsError`."""
     named = environ.get("POLYATTN_CONFIG")
     if named is not None:
         path = Path(named)
@@ -241,7 +242,7 @@ def read_config_file(environ: Mapping[str, str]) -> tuple[Mapping[str, Any], str
     else:
         found = next((p for p in _config_paths() if os.path.isfile(p)), None)  # noqa: PTH113
         if found is None:
-            return {}, "polyattn.toml"
+            return {}, ""
         path = found
     try:
         return tomllib.loads(path.read_text(encoding="utf-8-sig")), str(path)

@@ -15,15 +15,16 @@ import numpy as np
 import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn_triton import planning
+from polyattn_triton import attention, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.compiling.aot import compile_hopper
+from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper import prefill as prefill_hopper
 from polyattn_triton.hopper.choice import HopperPrefill, box_rows, hopper_config
 from polyattn_triton.hopper.descriptors import described
-from polyattn_triton.schedule import max_parts
+from polyattn_triton.schedule import fullest, max_parts
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
@@ -137,6 +138,9 @@ def pretended(
 
             return launch
 
+        def warmup(self, *given: Any, grid: Any, **options: Any) -> None:
+            self[grid](*given, **options)
+
     monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
     monkeypatch.setattr(
         planning, "hopper_prefill",
@@ -165,6 +169,7 @@ def test_what_it_is_launched_with(
     monkeypatch: pytest.MonkeyPatch, queries: list[int], lens: list[int], fresh: bool, causal: bool
 ) -> None:
     """Over blocks and over keys by token, whole and in pieces; each name has what it says."""
+    monkeypatch.setattr(planning, "HOPPER_RATES", planning.RATES)  # merging costs nothing
     backend, launched = pretended(monkeypatch, PLAIN)
     form = backend.cache
     assert form is not None
@@ -267,8 +272,6 @@ def test_what_cannot_be_described_goes_to_the_portable_kernel(
 
 def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made once, with its own tiles, where a step's tensors can't be described."""
-    from polyattn_triton import attention
-
     backend, launched = pretended(monkeypatch, PLAIN.replace(head_size=64))
     ran: list[tuple[Any, ...]] = []
 
@@ -300,7 +303,54 @@ def test_the_portable_kernel_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPat
 def test_heads_share_what_the_l2_holds(lens: list[int], wanted: int) -> None:
     """Half of an L2 of 50 MiB and more holds 8,192 tokens of eight heads of 128, K and V."""
     call = HopperPrefill(PLAIN, HOPPER[128], 132, 35 << 20)
-    assert call.heads_at_once(lens) == wanted
+    assert call.heads_at_once(lens, np.full(1000, 60)) == wanted
+
+
+def test_more_heads_go_at_once_where_the_last_ones_would_end_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Four chunks, one behind 39k: head by head the chip waits for the last head's long tiles.
+
+    All heads' long tiles first, every program ends within a tenth of the mean; the L2 has room for one.
+    """
+    spec = PLAIN.replace(num_kv_heads=4)
+    backend, _ = pretended(monkeypatch, spec)
+    lens = [39425, 17188, 4388, 4374]
+    table = torch.zeros(4, 2500, dtype=torch.int32)
+    plan = backend.plan_rows(Batch.from_lens([512] * 4, lens, table, 16))
+    work = plan.work.numpy().reshape(2, -1)
+    costs = np.array([-(-(lens[seq] - 512 + row // 8 + 16) // 128) + 1 for seq, row in work.T])
+    assert plan.way == "prefill" and list(costs) == sorted(costs, reverse=True)
+    ends = {n: fullest(costs, 4, n, 132) / (costs.sum() * 4 / 132) for n in (1, 2, 4)}
+    assert ends[1] > 1.25 and ends[plan.at_once] < 1.1 and plan.at_once == 2
+
+
+@pytest.mark.parametrize(
+    ("queries", "way"), [([232], "prefill"), ([150, 100, 50], "prefill"), ([1148], "pieces")]
+)
+def test_prompts_that_take_no_longer_than_a_merge_stay_whole(
+    monkeypatch: pytest.MonkeyPatch, queries: list[int], way: str
+) -> None:
+    backend, _ = pretended(monkeypatch, PLAIN.replace(num_heads=8, num_kv_heads=2))
+    table = torch.zeros(len(queries), 72, dtype=torch.int32)
+    plan = backend.plan_rows(Batch.from_lens(queries, queries, table, 16))
+    assert plan.way == way and (plan.merging is not None) is (way == "pieces")
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (64, 8)])
+def test_warming_up_compiles_whole_tiles_and_pieces(
+    monkeypatch: pytest.MonkeyPatch, heads: tuple[int, int]
+) -> None:
+    """Of prompts and of chunks, though plans for such heads hardly ever cut a prompt."""
+    backend, launched = pretended(
+        monkeypatch, PLAIN.replace(num_heads=heads[0], num_kv_heads=heads[1])
+    )
+    monkeypatch.setattr(backend, "merge", lambda *_: None)
+    monkeypatch.setattr(attention, "_site", lambda *_: lambda *_: None)  # the other kernels
+    warm_up(backend, ("prefill",))
+    assert {(named["SPLIT"], named["PAGED"]) for named in launched} == {
+        (split, paged) for split in (False, True) for paged in (False, True)
+    }
 
 
 CUOBJDUMP = re.compile(r"REG:(\d+) STACK:(\d+)")

@@ -24,6 +24,7 @@ from polyattn_triton.schedule import (
     Rates,
     Stretches,
     Tiles,
+    fullest,
     key_tiles,
     max_parts,
     part_of,
@@ -35,6 +36,9 @@ from polyattn_triton.schedule import (
 KEYS = st.lists(st.integers(0, 300) | st.integers(0, 5_000), min_size=1, max_size=80)
 PROGRAMS = st.integers(1, 150)
 RATES = st.builds(Rates, item=st.integers(1, 3), least=st.integers(1, 4))
+MERGING = st.builds(
+    Rates, item=st.integers(1, 3), least=st.integers(1, 4), merge=st.sampled_from([0, 6])
+)
 
 
 @dataclass
@@ -140,9 +144,12 @@ def test_plans_depend_on_lengths_alone_and_their_sizes_on_no_length(
 
 
 @settings(max_examples=300, deadline=None)
-@given(KEYS, PROGRAMS, RATES)
+@given(KEYS, PROGRAMS, MERGING)
 def test_whole_tiles_end_together_or_are_cut(keys: list[int], slots: int, rates: Rates) -> None:
-    """Dealt out in the order given, each to whoever is free first, as the device does."""
+    """Dealt out in the order given, each to whoever is free first, as the device does.
+
+    Or they end no later than stretches would, merged.
+    """
     order = whole(np.array(keys), slots, rates)
     if order is None:
         return
@@ -151,7 +158,10 @@ def test_whole_tiles_end_together_or_are_cut(keys: list[int], slots: int, rates:
     for tile in order:
         heapq.heappush(loads, heapq.heappop(loads) + keys[tile] + rates.item)
     mean = (sum(keys) + rates.item * len(keys)) / slots
-    assert max(loads) <= max(EVEN * mean + 1, rates.item + rates.least)
+    stretch = max(-(-mean // 1), rates.item + rates.least)
+    assert max(loads) <= max(EVEN * mean + 1, stretch + min(stretch, rates.merge))
+    device = fullest(np.array([keys[tile] + rates.item for tile in order]), 1, 1, slots)
+    assert device == max(loads)
 
 
 def test_a_short_prompt_is_not_cut() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import os
+import pickle
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ pytest.importorskip("triton")
 import triton
 from polyattn_triton.compiling import aot, side_by_side
 from polyattn_triton.compiling import worker as compile_worker
+from polyattn_triton.functions import pointwise
 
 TARGET = triton.backends.compiler.GPUTarget("cuda", 90, 32)
 
@@ -46,9 +51,9 @@ def compiled_here(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> boo
 def test_a_process_compiles_what_is_then_loaded(
     asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    workers = side_by_side.Workers()
-    workers.compile(asked)
-    workers.end()
+    compilers = side_by_side.Compilers()
+    compilers.compile(asked)
+    compilers.end()
     assert not caplog.records
     assert not compiled_here(asked, monkeypatch)
 
@@ -64,10 +69,52 @@ def test_what_fails_is_said_and_compiled_here(
     else:
         asked["env_vars"] = None
         monkeypatch.setattr(asked["src"], "signature", {"PARTS": "*no_such_type"})
-    workers = side_by_side.Workers()
+    compilers = side_by_side.Compilers()
     with caplog.at_level(logging.WARNING, "polyattn"):
-        workers.compile(asked)
-    workers.end()
+        compilers.compile(asked)
+    compilers.end()
     assert "TRITON_ATTN compiles merge_kernel in this process" in caplog.text
     if fault != "it can't":
         assert compiled_here(asked, monkeypatch)
+
+
+class Deadly:
+    """Ends whatever process unpickles it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (1,)
+
+
+def test_one_that_dies_leaves_the_others_their_answers(asked: dict[str, Any]) -> None:
+    compilers = side_by_side.Compilers()
+    compilers.start()
+    dead = compilers._sent(pickle.dumps(Deadly()))
+    alive = compilers._sent(side_by_side.job_of(asked))
+    assert dead.result(60) == "its process ended"
+    assert alive.result(60) is None
+    compilers.end()
+
+
+def test_processes_end_with_the_build(asked: dict[str, Any]) -> None:
+    """What is under way too; and with an object that nobody has any more."""
+    compilers = side_by_side.Compilers()
+    compilers.start()
+    assert compilers._process is not None
+    under_way = compilers._sent(side_by_side.job_of(asked))
+    compilers.end()
+    with pytest.raises(EOFError):
+        under_way.result(60)
+    compilers.start()
+    process = compilers._process
+    del compilers
+    gc.collect()
+    assert process.wait(60) == -signal.SIGTERM
+
+
+def test_a_source_is_new_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    pointwise.imported.cache_clear()
+    spec = LayerSpec(num_heads=4, head_size=64, variant="flash_sigmoid")
+    told = [pointwise.Generated.of(spec) for _ in range(2)]
+    assert [one is not None and one.new for one in told] == [True, False]
+    pointwise.imported.cache_clear()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from polyattn.device import Device, arch_matches
+from polyattn.errors import nearest
 from polyattn.registry import typed
 from polyattn.registry.claims import claim_problems
 from polyattn.registry.sizes import ANY_SIZE, Sizes
@@ -78,7 +79,7 @@ class Capabilities:
       that a short step costs the host little.
     - `rotates`: of a store, the pairings (`"neox"`, `"gptj"`) in which its `run_rotated` turns queries
       and keys itself; before others core's torch operators do. Whoever claims one adds a bias too.
-    - `features`: names of `polyattn.spec.layer.FEATURES`.
+    - `features`: names of `polyattn.spec.features.FEATURES`.
     - `excludes`: sets of feature names that don't work together, each with the reason. A name may
       also be a phase, a dtype, a cache dtype, a role, an arch, `"cached"`, `"uncached"`,
       `"captured"` (graph capture is asked for) or a size (`"head_size 192"`): `{"alibi", "decode"}`.
@@ -131,7 +132,8 @@ class Capabilities:
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
-                raise ValueError(f"Capabilities.{name}: unknown {unknown}; valid: {sorted(valid)}")
+                close = nearest(unknown[0], valid)
+                raise ValueError(f"Capabilities.{name}: unknown {unknown}{close}")
             if not given:
                 raise ValueError(f"Capabilities.{name} is empty: such a backend can serve nothing")
         if not self.cached or not self.cached <= {True, False}:

@@ -86,6 +86,11 @@ class Registry:
         ]
         return broken + list(self.conflicts.values())
 
+    @property
+    def disabled(self) -> list[str]:
+        """A line for each plugin that settings (`plugins`, `disable_plugins`) leave out."""
+        return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
+
     def backend(self, name: str) -> BackendInfo:
         """Return a backend by its name in any case. Raises `PluginError`: why there is none."""
         name = name.upper()
@@ -94,8 +99,7 @@ class Registry:
         key = f"backend {name}"
         if key in self.conflicts:
             raise PluginError(self.conflicts[key])
-        hidden = [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
-        notes = "".join(f"\n  note: {text}" for text in (*hidden, *self.problems))
+        notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
         raise PluginError(f"backend {name!r} is unknown{nearest(name, self.backends)}{notes}")
 
 

@@ -41,7 +41,7 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
         if device is not None:
             return device
         said.append(f"{platform.name}: not here")
-    said += registry.problems
+    said += [*registry.disabled, *registry.problems]
     asked = f"device {torch_device!r}" if torch_device else "a device"
     reasons = "".join(f"\n  {text}" for text in said)
     hint = "" if registry.platforms else '\n  no plugin is installed: pip install "polyattn[cpu]"'

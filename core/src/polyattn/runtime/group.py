@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 
 from polyattn.api import select_for_layer
-from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe
+from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe, shown
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.variants import kernel_spec
 from polyattn.runtime.backend import Backend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.graphs.step_buffers import StepSize
+from polyattn.runtime.inputs import same_device
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
@@ -90,11 +92,23 @@ class LayerGroup:
             backend.prepare(phases)
         self.device_type = self.torch_device.type
 
+    @cached_property
+    def torch_device(self) -> torch.device:
+        """The device that the group runs on, and all that its layers are given."""
+        return torch.device(str(self.device.torch_device))
+
     def plan(self, batch: Batch, reuse: StepPlan | None = None) -> StepPlan:
         """Prepare one step for every layer of the group. Raises `BatchError`.
 
         `reuse`: the plan that a captured graph reads; what is returned holds this step in its buffers.
         """
+        if not isinstance(batch, Batch):
+            raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
+        if not same_device(batch.device, self.torch_device):
+            raise BatchError(
+                f"the batch is on {batch.device}, the group on {self.torch_device}; make its tensors "
+                "there, and without any say device="
+            )
         if not batch.causal:
             raise BatchError(
                 "the batch is over_context(), a part of a step; whether a layer is causal says its spec"
@@ -103,7 +117,7 @@ class LayerGroup:
             raise BatchError(
                 "first_positions are of keys that are given whole; a cache's first key stands at 0"
             )
-        if reuse is not None and reuse.group is not self:
+        if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
             raise BatchError("reuse= is a plan of another group; give the one that was captured")
         return self.planner.plan(batch, reuse)
 
@@ -185,10 +199,16 @@ class LayerGroup:
         """Return a recurrent layer's uninitialised states. Raises `CacheError`."""
         return StateCacheSpec.for_layer(self.spec, num_slots).allocate(self.torch_device)
 
-    @property
-    def torch_device(self) -> torch.device:
-        """The device that the group runs on."""
-        return torch.device(str(self.device.torch_device))
+    def check_cache(self, given: Any) -> None:
+        """Check a cache's form, and where it lies. Raises `CacheError`, `BatchError`."""
+        if not isinstance(given, KVCache):
+            raise BatchError(f"cache is a {type(given).__name__}; it must be a KVCache")
+        self.check_format(given.format)
+        if not same_device(given.key.device, self.torch_device):
+            raise BatchError(
+                f"the cache is on {given.key.device}, the layer on {self.torch_device}; allocate it "
+                "with group.allocate_cache(n)"
+            )
 
     def check_format(self, given: CacheFormat) -> None:
         """Check that a cache is of the form that the backends were chosen for. Raises `CacheError`."""

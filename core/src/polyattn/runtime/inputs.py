@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, PolyattnError
+from polyattn.errors import BatchError, PolyattnError, shown
 
 
 def bad_input(
@@ -24,6 +24,29 @@ def bad_input(
     if device is not None:
         wanted, found = f"{wanted} on {device}", f"{found} on {tensor.device}"
     return BatchError(f"{name} is {found}; it must be {wanted}")
+
+
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether two devices are one; without an index (`cuda`) a device is any of its type."""
+    return one == other or (one.type == other.type and None in (one.index, other.index))
+
+
+def check_tensor(name: str, given: Any, device: torch.device) -> None:
+    """Check that what a layer was given is a tensor on its device: kernels go by addresses.
+
+    Raises `BatchError`.
+    """
+    if not isinstance(given, Tensor):
+        raise BatchError(f"{name}={shown(given)} must be a tensor on {device}")
+    if not same_device(given.device, device):
+        raise BatchError(f"{name} is on {given.device}, the layer on {device}; move it there")
+
+
+def check_slots(slot_mapping: Any, device: torch.device) -> None:
+    """Check where `store` is to write to: (tokens,), int64 or int32. Raises `BatchError`."""
+    check_tensor("slot_mapping", slot_mapping, device)
+    if slot_mapping.dim() != 1 or slot_mapping.dtype not in (torch.int64, torch.int32):
+        raise bad_input("slot_mapping", slot_mapping, ("num_tokens",), torch.int64)
 
 
 def check_aligned(**tensors: Tensor | None) -> None:

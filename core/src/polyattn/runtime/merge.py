@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from polyattn.errors import BatchError
 from polyattn.runtime.backend import MergeBackend
 
 
@@ -38,7 +39,7 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     Outputs are averaged with the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
     """
     if not states:
-        raise ValueError("merge_states needs at least one state")
+        raise BatchError("states is empty; merge_states needs at least one state")
     lses = torch.stack([state.lse for state in states])
     lse = torch.logsumexp(lses, 0)
     # A row that no part saw has lse -inf; its weights would be exp(nan).

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from polyattn.errors import SpecError
+from polyattn.errors import SpecError, shown
 from polyattn.spec.layer import LayerSpec
 
 
@@ -41,10 +41,7 @@ class Weight:
             )
         if given is None:
             return None
-        if given.shape != (spec.num_heads,):
-            raise SpecError(
-                f"{name} has shape {tuple(given.shape)}; it must be ({spec.num_heads},)"
-            )
+        check_shape(name, given, (spec.num_heads,))
         return cls(name, given, device, torch.float32)
 
     @property
@@ -54,10 +51,7 @@ class Weight:
 
     @given.setter
     def given(self, tensor: Tensor) -> None:
-        if tensor.shape != self._given.shape:
-            raise SpecError(
-                f"{self.name} has shape {tuple(tensor.shape)}; it must be {tuple(self._given.shape)}"
-            )
+        check_shape(self.name, tensor, tuple(self._given.shape))
         self._given, self._seen = tensor, None
 
     def current(self) -> Tensor:
@@ -90,6 +84,14 @@ class Weight:
 
     def _is_as_read(self, given: Tensor) -> bool:
         return given.dtype is self._dtype and given.device == self._device and given.is_contiguous()
+
+
+def check_shape(name: str, given: object, shape: tuple[int, ...]) -> None:
+    """Check that a layer's parameter is a tensor of this shape. Raises `SpecError`."""
+    if not isinstance(given, Tensor):
+        raise SpecError(f"{name}={shown(given)} must be a tensor of shape {shape}")
+    if given.shape != shape:
+        raise SpecError(f"{name} has shape {tuple(given.shape)}; it must be {shape}")
 
 
 def _place(tensor: Tensor) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 from polyattn_cpu.flex_blocks import BLOCK, block_mask, intervals
-from polyattn_cpu.flex_pointwise import Places, changes, masked_blocks
+from polyattn_cpu.flex_pointwise import Places, changes, kernel_options, masked_blocks
 
 RECOMPILES = 256
 """Distinct layers and shapes in one process; torch's own limit of 8 is meant for one function."""
@@ -98,6 +98,7 @@ class FlexAttention(AttentionBackend):
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
         super().__init__(spec, cache, device)
         self.pointwise = Pointwise.of(spec)
+        self.options = kernel_options(self.pointwise, torch.device(str(device.torch_device)).type)
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlexPlan:
         return FlexPlan(self.spec_of(batch), batch, self.pointwise)
@@ -149,6 +150,7 @@ class FlexAttention(AttentionBackend):
                 block_mask=plan.block_mask,
                 scale=self.spec.scale,
                 enable_gqa=self.spec.gqa_ratio > 1,
+                kernel_options=self.options,
             )
         out.copy_(result[0].transpose(0, 1)[: plan.batch.num_tokens])
         if spoilt is not None:

@@ -20,6 +20,19 @@ def variant_problem(variant: AttentionVariant) -> str | None:
     return None if variant.softmax else "torch's flex_attention has no way without a softmax"
 
 
+def kernel_options(pointwise: Pointwise | None, device_type: str) -> dict[str, int] | None:
+    """Return what the kernel is compiled with where scores read inputs by place, None for torch's own.
+
+    Such an input is gathered for each score of a tile, and would be held for as many tiles ahead as keys
+    are: two of them with tiles of 128 x 128 take more shared memory than an H200 has.
+    """
+    if pointwise is None or pointwise.score_mod is None or device_type != "cuda":
+        return None
+    of_score = pointwise.inputs.keys() - pointwise.mask_inputs
+    sizes = {size for name in of_score for size in pointwise.inputs[name].dims}
+    return {"num_stages": 1} if sizes - {"num_heads", "num_kv_heads", "num_seqs"} else None
+
+
 class Places:
     """Each row's and each key's place in its sequence.
 

@@ -21,12 +21,13 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_triton.compiling.side_by_side import Compilers
 from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site
+from polyattn_triton.launch import Site, load
 from polyattn_triton.merging import Merger
 from polyattn_triton.planning import AttentionPlan, PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
@@ -58,6 +59,8 @@ class TritonAttention(PlannedAttention):
         self._no_scales = (self._one,) * 4
         self.prefixes: PrefixLauncher | None = None
         self.merger = Merger(spec, self.early, self._functions[-1] == 2)
+        new = self.generated is not None and self.generated.new
+        self.compilers = Compilers(soon=new and self.torch_device.type == "cuda")
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
         """Deal the step's tiles out; of decodes that share keys, those once for all."""
@@ -73,7 +76,8 @@ class TritonAttention(PlannedAttention):
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
-            warm_up(self, phases)
+            with torch.cuda.device(self.torch_device):
+                load(warm_up(self, phases))
 
     def run(
         self,

@@ -8,7 +8,8 @@ host time: that is left out while nobody listens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import reduce
@@ -24,11 +25,13 @@ from polyattn.runtime.conventions import at_least
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.errors import OutOfResources
 
-from polyattn_triton.compiling.side_by_side import KNOWN, at_once
+from polyattn_triton.compiling.side_by_side import KNOWN, Compilers, at_once
 from polyattn_triton.compiling.worker import settle
 
 Key = tuple[Any, ...]
+_log = logging.getLogger("polyattn")
 
 
 def launches_early(arch: str) -> bool:
@@ -204,18 +207,32 @@ class Kept:
 NONE = Kept()
 
 
-_compiling: ContextVar[bool] = ContextVar("polyattn_triton_compiling", default=False)
+_compiling: ContextVar[list[Any] | None] = ContextVar("polyattn_triton_compiling", default=None)
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """Have sites compile what they would launch for the first time, and launch nothing."""
-    token = _compiling.set(True)
+def compiling_only(compilers: Compilers) -> Iterator[list[Any]]:
+    """Have sites compile what they would launch for the first time, list it, and launch nothing."""
+    asked: list[Any] = []
+    token = _compiling.set(asked)
     try:
-        with at_once():
-            yield
+        with at_once(compilers):
+            yield asked
     finally:
         _compiling.reset(token)
+
+
+def load(kernels: Iterable[Any]) -> None:
+    """Load what was compiled on the current device, with what launches it: no first step waits for that.
+
+    What doesn't fit on the device is told, and fails where a step asks for it.
+    """
+    for kernel in {id(kernel): kernel for kernel in kernels if kernel is not None}.values():
+        found = kernel.result() if hasattr(kernel, "result") else kernel
+        try:
+            found._init_handles()
+        except OutOfResources as error:
+            _log.warning("TRITON_ATTN can't run a variant of %s here: %s", found.name, error)
 
 
 class Site:
@@ -259,8 +276,9 @@ class Site:
             )  # fmt: skip
             return
         given = (*tensors, *kept.tensors, *floats, *self.ints, *free, *self.constants)
-        if _compiling.get():
-            self.kernel.warmup(*given, grid=grid, **self.options)
+        asked = _compiling.get()
+        if asked is not None:
+            asked.append(self.kernel.warmup(*given, grid=grid, **self.options))
             return
         variant = self.kernel[grid](*given, **self.options)
         if hasattr(variant, "__getitem__"):  # the interpreter compiles nothing

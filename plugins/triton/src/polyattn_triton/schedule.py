@@ -14,6 +14,7 @@ first, and the device deals them out.
 
 from __future__ import annotations
 
+import heapq
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,10 +39,12 @@ class Rates:
     """What is known of a kernel, in key tiles.
 
     `item`: what a tile of rows costs beside its keys. `least`: what is worth a program of its own.
+    `merge`: what it costs at the most that a second kernel merges what was cut.
     """
 
     item: int = 1
     least: int = 2
+    merge: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,24 +245,36 @@ def _alike(
 
 
 def whole(keys: Ints, slots: int, rates: Rates) -> Ints | None:
-    """Return the order, longest first, in which tiles are dealt out uncut, if they end together.
+    """Return the order, longest first, in which tiles are dealt out uncut, if that is the shorter.
 
     `slots`: how many run at a time. None: the fullest slot would have more than `EVEN` of the mean,
-    and keys are worth a cut.
+    and more than stretches, merged: that costs as much again where these are short.
     """
-    count, longest = len(keys), int(keys.max())
-    order = np.argsort(-keys, kind="stable")
-    if count <= slots and longest <= rates.least:
-        return order
-    most = EVEN * (int(keys.sum()) + rates.item * count) / slots + 1
-    if longest + rates.item > most:
+    count = len(keys)
+    mean = (int(keys.sum()) + rates.item * count) / slots
+    share = max(math.ceil(mean), rates.item + rates.least)
+    most = max(EVEN * mean + 1, share + min(share, rates.merge))
+    if int(keys.max()) + rates.item > most:
         return None
+    order = np.argsort(-keys, kind="stable")
     rounds = -(-count // slots)
     dealt = np.zeros(rounds * slots, np.int64)
     dealt[:count] = keys[order] + rates.item
     rows = dealt.reshape(rounds, slots)
     rows[1::2] = rows[1::2, ::-1]  # there and back: nobody gets the longest of each round
     return order if int(rows.sum(0).max()) <= most else None
+
+
+def fullest(costs: Ints, heads: int, at_once: int, programs: int) -> int:
+    """Return when the last program ends, to each of which the device gives the next tile when it is free.
+
+    Each KV head has tiles of these `costs`, the longest first; `at_once` heads' tiles take turns, then
+    the next heads' begin.
+    """
+    loads = [0] * programs
+    for cost in np.tile(np.repeat(costs, at_once), heads // at_once).tolist():
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
 
 
 def part_of(program: int, begun: bool) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.parameters import Weight
+from polyattn.runtime.parameters import Weight, check_shape
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -73,11 +73,6 @@ def fused_bias(given: Tensor | None, spec: LayerSpec, device: torch.device) -> W
         raise SpecError(
             "qkv_bias: a cross-attention's keys don't come with its queries; add it before"
         )
-    wanted = sum(widths(spec))
-    if given.shape != (wanted,):
-        raise SpecError(
-            f"qkv_bias has shape {tuple(given.shape)}; it must be ({wanted},), that of query, key and "
-            "value one after another"
-        )
+    check_shape("qkv_bias", given, (sum(widths(spec)),))  # the query's, the key's, the value's
     precise = torch.float64 if STORAGE_DTYPES[spec.dtype] is torch.float64 else torch.float32
     return Weight("qkv_bias", given, device, precise)

@@ -28,6 +28,8 @@ from polyattn.runtime.inputs import (
     bad_input,
     capturing,
     check_aligned,
+    check_slots,
+    check_tensor,
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight
@@ -163,13 +165,14 @@ class Attention(Layer):
             step = self.group.plan_for(plan)
         lse = None
         if self._needs_lse:
+            check_tensor("query", query, step.device)
             lse = query.new_empty(step.lse_shape, dtype=torch.float32)
         if cache is not self._known_cache or self.checks or self._from_step:
             self._check(step, query, key, value, cache, out)
-        if self._seals and capturing(query):
-            self.scales.captured = True
         params = self.params if self._reads else self._params
         out = step.call(query, key, value, cache, params, out, lse)
+        if self._seals and capturing(query):
+            self.scales.captured = True
         return out if lse is None else (out, lse)
 
     def run(
@@ -184,9 +187,9 @@ class Attention(Layer):
     ) -> None:
         """Check what was given and run the step: what a compiled graph calls. Writes `out`, `lse`."""
         self._check(step, query, key, value, cache, out)
+        step.call(query, key, value, cache, self.params, out, lse)
         if self._seals and capturing(query):
             self.scales.captured = True
-        step.call(query, key, value, cache, self.params, out, lse)
 
     def _traced(
         self,
@@ -217,7 +220,11 @@ class Attention(Layer):
                 "store() writes keys and values as they are, and this layer rotates or adds a bias; give "
                 "them to forward, or build a layer with rotate=False and without qkv_bias"
             )
-        tokens, spec = slot_mapping.shape[0], self.spec
+        device, spec = self.group.torch_device, self.spec
+        for name, tensor in (("key", key), ("value", value)):
+            check_tensor(name, tensor, device)
+        check_slots(slot_mapping, device)
+        tokens = slot_mapping.shape[0]
         key, value = keys_in_heads(spec, key, value)
         for name, tensor, size in (
             ("key", key, spec.head_size),
@@ -226,7 +233,7 @@ class Attention(Layer):
             shape = (tokens, spec.num_kv_heads, size)
             if tensor.shape != shape or tensor.dtype is not self._dtype:
                 raise bad_input(name, tensor, shape, self._dtype)
-        self.group.check_format(cache.format)
+        self.group.check_cache(cache)
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
         store.run(store.plan(slot_mapping.long()), key, value, cache, self.params)
 
@@ -241,29 +248,23 @@ class Attention(Layer):
     ) -> None:
         """Check what isn't the step's to check: the cache's form, inputs, addresses, values."""
         if cache is not self._known_cache:
-            self._check_cache(query, cache)
+            self._check_cache(cache)
             self._known_cache = cache
         if self._from_step:
             check_step_inputs(self.spec, self._from_step, step.batch)
         if not self.checks:
             return
+        check_tensor("query", query, step.device)
         if self.group.device.is_accelerator:
             check_aligned(query=query, key=key, value=value, out=out)
         if cache is not None and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
 
-    def _check_cache(self, query: Tensor, cache: KVCache | None) -> None:
-        if cache is None:
-            if self.spec.cached:
-                raise BatchError(f"{self.spec} attends over a cache; pass cache=")
-            return
-        if not isinstance(cache, KVCache):
-            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
-        self.group.check_format(cache.format)
-        if cache.key.device != query.device:
-            raise BatchError(
-                f"query is on {query.device}, the cache on {cache.key.device}; move one"
-            )
+    def _check_cache(self, cache: KVCache | None) -> None:
+        if cache is not None:
+            self.group.check_cache(cache)
+        elif self.spec.cached:
+            raise BatchError(f"{self.spec} attends over a cache; pass cache=")
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_known_cache": _Unseen}

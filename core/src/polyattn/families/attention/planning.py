@@ -23,7 +23,7 @@ from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.inputs import bad_input, refuse_gradients
+from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
 from polyattn.runtime.plan import Call, Rows, StepPlan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
@@ -45,7 +45,7 @@ class AttentionStep(StepPlan):
         # How the step's tokens are rotated, by a layer that rotates; of given keys, how those are.
         self.rotation: Rotation | None = None
         self.key_rotation: Rotation | None = None
-        self.device_type = group.device_type
+        self.device, self.device_type = group.torch_device, group.device_type
         spec, tokens = group.spec, batch.num_tokens
         self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
         self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
@@ -80,7 +80,9 @@ class AttentionStep(StepPlan):
         Query, key and value may come in rows, (num_tokens, heads * size), and so may `out`. The cache's
         form is the caller's to check: it is the same at every step. Raises `BatchError`.
         """
-        dtype = self.dtype
+        dtype, device = self.dtype, self.device
+        if query.__class__ is not Tensor or query.device != device:
+            check_tensor("query", query, device)
         if query.shape != self.query_shape or query.dtype is not dtype:
             if query.dim() == 2:
                 query, key, value = in_heads(self.group.spec, query, key, value)
@@ -88,34 +90,23 @@ class AttentionStep(StepPlan):
             raise bad_input("query", query, self.query_shape, dtype)
         if out is None:
             out = query.new_empty(self.out_shape, dtype=self.out_dtype)
-        elif (
-            out.shape != self.out_shape
-            or out.dtype is not self.out_dtype
-            or out.device != query.device
-        ):
-            if out.dim() == 2:
-                view = out_in_heads(self.group.spec, out)
-                self.call(query, key, value, cache, params, view, lse)
-                return out
-            raise bad_input("out", out, self.out_shape, self.out_dtype, query.device)
+        else:
+            if out.__class__ is not Tensor or out.device != device:
+                check_tensor("out", out, device)
+            if out.shape != self.out_shape or out.dtype is not self.out_dtype:
+                if out.dim() == 2:
+                    view = out_in_heads(self.group.spec, out)
+                    self.call(query, key, value, cache, params, view, lse)
+                    return out
+                raise bad_input("out", out, self.out_shape, self.out_dtype)
         if key is not None and value is not None:
-            if key.dim() == 2 or value.dim() == 2:
-                key, value = keys_in_heads(self.group.spec, key, value)
-            if self.key_shape is None:
-                self._check_given(key, value)
-            else:
-                if key.shape != self.key_shape or key.dtype is not dtype:
-                    raise bad_input("key", key, self.key_shape, dtype)
-                if value.shape != self.value_shape or value.dtype is not dtype:
-                    raise bad_input("value", value, self.value_shape or (), dtype)
+            key, value = self._checked(key, value)
         elif key is not None or value is not None or cache is None:
             self._check_missing(key, value, cache, params)
         # Kernels step by tokens and heads; what has gaps within a head is copied.
-        if query.stride(2) != 1:
+        if query.stride()[2] != 1:  # quicker than stride(2)
             query = query.contiguous()
-        if key is not None and value is not None and (key.stride(2) != 1 or value.stride(2) != 1):
-            key, value = key.contiguous(), value.contiguous()
-        if out.stride(2) != 1:
+        if out.stride()[2] != 1:
             raise BatchError(f"out has strides {out.stride()}; its last one must be 1")
         if torch.is_grad_enabled():
             refuse_gradients(query=query, key=key, value=value)
@@ -125,6 +116,24 @@ class AttentionStep(StepPlan):
         else:
             self.run(query, key, value, cache, params, out, lse)
         return out
+
+    def _checked(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as kernels take them. Raises `BatchError`."""
+        if key.__class__ is not Tensor or key.device != self.device:
+            check_tensor("key", key, self.device)
+        if value.__class__ is not Tensor or value.device != self.device:
+            check_tensor("value", value, self.device)
+        if key.dim() == 2 or value.dim() == 2:
+            key, value = keys_in_heads(self.group.spec, key, value)
+        if self.key_shape is None:
+            self._check_given(key, value)
+        elif key.shape != self.key_shape or key.dtype is not self.dtype:
+            raise bad_input("key", key, self.key_shape, self.dtype)
+        elif value.shape != self.value_shape or value.dtype is not self.dtype:
+            raise bad_input("value", value, self.value_shape or (), self.dtype)
+        if key.stride()[2] != 1 or value.stride()[2] != 1:
+            return key.contiguous(), value.contiguous()
+        return key, value
 
     def _prepare(
         self,

@@ -13,9 +13,16 @@ from polyattn.runtime.backend import LayerParams, StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
+from polyattn.runtime.inputs import (
+    bad_input,
+    capturing,
+    check_slots,
+    check_tensor,
+    own_precision,
+    refuse_gradients,
+)
 from polyattn.runtime.layer import Layer
-from polyattn.runtime.parameters import Weight, positive
+from polyattn.runtime.parameters import Weight, check_shape, positive
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
@@ -77,10 +84,10 @@ class LatentAttention(Layer):
         for (name, shape), tensor in zip(shapes.items(), (w_uk, w_uv), strict=True):
             if tensor is None:
                 raise SpecError(f"{name} is missing; w_uk and w_uv come together, or neither")
-            if tensor.shape != shape or tensor.dtype is not self._dtype:
+            check_shape(name, tensor, shape)
+            if tensor.dtype is not self._dtype:
                 raise SpecError(
-                    f"{name} is {tuple(tensor.shape)} of {tensor.dtype}; it must be {shape} of "
-                    f"{self._dtype}"
+                    f"{name} is of {tensor.dtype}; it must be of {self._dtype}, the layer's"
                 )
             found.append(Weight(name, tensor, self.group.torch_device, self._dtype))
         return found[0], found[1]
@@ -119,6 +126,7 @@ class LatentAttention(Layer):
             return torch_compile.latent(self, query, latent, rope_key, cache, plan, topk, out)
         step = self.group.plan_for(plan)
         assert isinstance(step, LatentStep)
+        check_tensor("query", query, self.group.torch_device)
         if out is None:
             out = query.new_empty(self._out_shape(step))
         lse = None
@@ -140,9 +148,7 @@ class LatentAttention(Layer):
     ) -> None:
         """Check what was given and run the step. Writes `out` and `lse`."""
         self._check(step, query, latent, rope_key, topk, out)
-        if not isinstance(cache, KVCache):
-            raise BatchError(f"cache is a {type(cache).__name__}; it must be a KVCache")
-        self.group.check_format(cache.format)
+        self.group.check_cache(cache)
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
@@ -162,15 +168,18 @@ class LatentAttention(Layer):
                 "store() writes rope keys as they are, and this layer rotates; give them to forward, or "
                 "build a layer with rotate=False"
             )
-        part, tokens = self.spec.latent, slot_mapping.shape[0]
+        part, device = self.spec.latent, self.group.torch_device
         assert part is not None
+        check_slots(slot_mapping, device)
+        tokens = slot_mapping.shape[0]
         for name, tensor, size in (
             ("latent", latent, part.rank),
             ("rope_key", rope_key, part.rope_head_size),
         ):
+            check_tensor(name, tensor, device)
             if tensor.shape != (tokens, size) or tensor.dtype is not self._dtype:
                 raise bad_input(name, tensor, (tokens, size), self._dtype)
-        self.group.check_format(cache.format)
+        self.group.check_cache(cache)
         entry = torch.cat([latent, rope_key], dim=1)[:, None]
         store = self.group.backend("store", StoreBackend, cache=self.group.cache_format)
         store.run(
@@ -208,9 +217,12 @@ class LatentAttention(Layer):
                 f"topk {'was given' if topk is not None else 'is missing'}: {spec} "
                 f"{'attends to chosen tokens' if self.sparse else 'attends to every token'}"
             )
+        device = self.group.torch_device
         if topk is not None:
+            check_tensor("topk", topk, device)
             expected["topk"] = (topk, (tokens, topk.shape[-1]), torch.int32)
         for name, (tensor, shape, dtype) in expected.items():
+            check_tensor(name, tensor, device)
             if tensor.shape != shape or tensor.dtype is not dtype:
                 raise bad_input(name, tensor, shape, dtype)
         if self.w_uk is None and step.expansions:

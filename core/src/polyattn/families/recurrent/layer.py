@@ -14,9 +14,15 @@ from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.graphs import torch_compile
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.inputs import bad_input, capturing, own_precision, refuse_gradients
+from polyattn.runtime.inputs import (
+    bad_input,
+    capturing,
+    check_tensor,
+    own_precision,
+    refuse_gradients,
+)
 from polyattn.runtime.layer import Layer
-from polyattn.runtime.parameters import Weight
+from polyattn.runtime.parameters import Weight, check_shape
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_state_slots
@@ -68,8 +74,7 @@ class Recurrent(Layer):
                     continue
                 raise SpecError(f"parameter {name} of {spec.kind.value} is missing")
             tensor, shape = given[name], shape_of(spec, letters)
-            if tensor.shape != shape:
-                raise SpecError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
+            check_shape(name, tensor, shape)
             found[name] = Weight(name, tensor, device, dtype)
         return found
 
@@ -101,6 +106,7 @@ class Recurrent(Layer):
         step = self.group.plan_for(plan)
         assert isinstance(step, RecurrentStep)
         if out is None and inputs:
+            check_tensor(next(iter(self.form.inputs)), inputs[0], self.group.torch_device)
             shape = self.output_shape(step.batch.num_tokens)
             out = inputs[0].new_empty(shape, dtype=self.dtype)
         self.run(step, inputs, states, out)
@@ -115,12 +121,18 @@ class Recurrent(Layer):
         out: Tensor | None,
     ) -> None:
         """Check what was given and run the step. Writes `out` and the step's slots of `states`."""
+        device = self.group.torch_device
         named = self._named(inputs, step.batch.num_tokens)
         shape = self.output_shape(step.batch.num_tokens)
+        if out is not None:
+            check_tensor("out", out, device)
         if out is None or out.shape != shape or out.dtype is not self.dtype:
             raise bad_input("out", inputs[0] if out is None else out, shape, self.dtype)
         if not out.is_contiguous():
             raise BatchError(f"out has strides {out.stride()}; a recurrence's output is contiguous")
+        if not isinstance(states, StateCache):
+            raise BatchError(f"states is a {type(states).__name__}; it must be a StateCache")
+        check_tensor("states", states.data, device)
         wanted = self._states_spec
         dtype = STORAGE_DTYPES[wanted.dtype]
         if states.data.shape[1:] != wanted.shape or states.data.dtype is not dtype:
@@ -139,6 +151,7 @@ class Recurrent(Layer):
             )
         named = dict(zip(form.inputs, inputs, strict=True))
         for name, tensor in named.items():
+            check_tensor(name, tensor, self.group.torch_device)
             shape = shape_of(spec, form.inputs[name], tokens)
             dtype = input_dtype(spec, name)
             fits = tensor.dtype is dtype or (name in GATES and tensor.dtype is torch.float32)

@@ -34,8 +34,8 @@ class KVCache:
 
     `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
     logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous; of 4-bit numbers it is bytes (`runtime.nvfp4`). `form`: where strides
-    don't say it, because the device's tensors have none. Raises `CacheError`.
+    dimension must be contiguous; of 4-bit numbers it is bytes (`runtime.cache.nvfp4`). `form`: where
+    strides don't say it, because the device's tensors have none. Raises `CacheError`.
     """
 
     __slots__ = ("__dict__", "key", "value")

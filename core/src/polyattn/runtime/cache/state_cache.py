@@ -31,7 +31,9 @@ class StateCacheSpec:
     def for_layer(cls, spec: LayerSpec, num_slots: int) -> StateCacheSpec:
         """Return the states of a recurrent layer. Raises `CacheError` for another kind."""
         if not spec.kind.is_recurrent:
-            raise CacheError(f"{spec} keeps no state; its keys are in a KV cache: cache_spec(n)")
+            raise CacheError(
+                f"{spec} keeps no state; its keys are in a KV cache: allocate_cache(n)"
+            )
         form = form_of(spec)
         dtype = spec.dtype
         assert spec.recurrent is not None

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from polyattn.errors import BatchError, shown
+from polyattn.runtime.inputs import same_device
 from polyattn.runtime.step.shared_prefix import check_shared_blocks
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def check_tensors(batch: Batch) -> None:
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
                 f"({wanted})"
             )
-        if tensor.device != batch.device and tensor.device.type != batch.device.type:
+        if not same_device(tensor.device, batch.device):
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
     _check_shape_of_positions(batch)
 
@@ -126,7 +127,7 @@ def _check_shape_of_positions(batch: Batch) -> None:
             f"positions is {positions.dtype} of shape {tuple(positions.shape)}; it must be torch.int64 "
             f"or torch.int32 of shape ({batch.num_tokens},), or (axes, {batch.num_tokens})"
         )
-    if positions.device != batch.device and positions.device.type != batch.device.type:
+    if not same_device(positions.device, batch.device):
         raise BatchError(
             f"positions is on {positions.device}, the batch on {batch.device}; move one"
         )

@@ -137,9 +137,7 @@ class BlockSparseMask(StepMask):
     def __init__(self, indptr: Sequence[int] | Tensor, indices: Sequence[int] | Tensor,
                  block: tuple[int, int]):  # fmt: skip
         self.indptr, self.indices = integers("indptr", indptr), integers("indices", indices)
-        if len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
-            raise BatchError(f"block={shown(block)} must be (query rows, keys), 1 or more each")
-        self.block = block
+        self.block = _checked(block)
         steps = zip(self.indptr, self.indptr[1:], strict=False)
         if self.indptr[:1] != [0] or any(b < a for a, b in steps):
             raise BatchError(f"indptr={self.indptr[:4]}… must start with 0 and never decrease")
@@ -152,19 +150,45 @@ class BlockSparseMask(StepMask):
     def of(
         cls, mask: CustomMask, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
     ) -> BlockSparseMask:
-        """Return the blocks that hold whatever a mask over all keys shows.
+        """Return the blocks that hold whatever a mask shows, a tree's over new tokens with their context.
 
         Exactly that mask where its borders are blocks' borders (always, for blocks of 1 x 1).
         """
-        if mask.over != "all":
-            raise BatchError("over='new': blocks count all keys; pack the mask with over='all'")
+        sizes = [n if mask.over == "all" else q for q, n in zip(query_lens, seq_lens, strict=True)]
+        held = sum(q * n for q, n in zip(query_lens, sizes, strict=True))
+        if held != len(mask.bits):
+            raise BatchError(
+                f"the mask has {len(mask.bits)} bits over {mask.over} keys; "
+                f"sequences of {query_lens[:4]}… queries have {held}"
+            )
+        height, width = _checked(block)
         indptr, indices, at = [0], list[int](), 0
-        for queries, keys in zip(query_lens, seq_lens, strict=True):
+        for queries, keys, length in zip(query_lens, sizes, seq_lens, strict=True):
             bits = mask.bits[at : at + queries * keys].view(queries, keys)
+            bits = torch.cat([bits.new_ones(queries, length - keys), bits], 1)
             at += queries * keys
-            for first in range(0, queries, block[0]):
-                seen = bits[first : first + block[0]].any(0).nonzero()[:, 0] // block[1]
+            for first in range(0, queries, height):
+                seen = bits[first : first + height].any(0).nonzero()[:, 0] // width
                 indices += seen.unique().tolist()
+                indptr.append(len(indices))
+        return cls(indptr, indices, block)
+
+    @classmethod
+    def sliding_window(
+        cls, window: int, query_lens: list[int], seq_lens: list[int], block: tuple[int, int]
+    ) -> BlockSparseMask:
+        """Return the blocks that hold each query and the `window` - 1 keys before it.
+
+        Exactly that window for blocks of 1 x 1; else what a spec's `sliding_window` beside it leaves.
+        """
+        if type(window) is not int or window < 1:
+            raise BatchError(f"window={shown(window)} must be 1 or more: a query sees itself")
+        height, width = _checked(block)
+        indptr, indices = [0], list[int]()
+        for queries, keys in zip(query_lens, seq_lens, strict=True):
+            for first in range(keys - queries, keys, height):
+                last = min(first + height, keys) - 1
+                indices += range(max(0, first - window + 1) // width, last // width + 1)
                 indptr.append(len(indices))
         return cls(indptr, indices, block)
 
@@ -207,6 +231,13 @@ class BlockSparseMask(StepMask):
             | _columns(device, mask_start=starts[:-1], mask_width=widths, mask_query=context)
             | {n: torch.tensor(v, dtype=torch.int32, device=device) for n, v in sizes.items()}
         )
+
+
+def _checked(block: tuple[int, int]) -> tuple[int, int]:
+    """Return a block's size. Raises `BatchError`."""
+    if len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
+        raise BatchError(f"block={shown(block)} must be (query rows, keys), 1 or more each")
+    return block
 
 
 def _ended(bits: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from importlib import metadata
 from typing import Any
 
 from rich.markup import escape
@@ -17,6 +18,7 @@ from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, ask_detector, load_problem
+from polyattn.registry.requirements import requirement_problem
 from polyattn.registry.timings import timings
 from polyattn.settings import FOREIGN_VARIABLES, VARIABLES, Settings, current, read_config_file
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
@@ -53,11 +55,12 @@ def examine() -> dict[str, Any]:
         "integrations": [found.to_dict() for found in integrations()],
         "backends": [],
     }
+    problems += _requirements()
     problems += [row["problem"] for row in report["integrations"] if row["problem"]]
     try:
         settings = current()
         report["notes"] = list(settings.notes)
-        report["config_file"] = read_config_file(os.environ)[1]
+        report["config_file"] = read_config_file(os.environ)[1] or None
         registry = discover(settings)
     except PolyattnError as error:
         problems.append(str(error))
@@ -84,6 +87,16 @@ def _torch(problems: list[str]) -> str:
     return f"{torch.__version__}, {torch.get_num_threads()} CPU threads"
 
 
+def _requirements() -> list[str]:
+    """Return what polyattn itself requires and doesn't find: pip lets others replace a package."""
+    try:
+        needed = metadata.requires("polyattn") or []
+    except metadata.PackageNotFoundError:  # run from its source, not installed
+        return []
+    own = [text for text in needed if "extra ==" not in text]
+    return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
+
+
 def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
     """Return the device of each platform that is here."""
     found = {}
@@ -97,7 +110,8 @@ def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
         if device is not None:
             found[name] = device
     if not found:
-        problems.append('no device is found; install a plugin: pip install "polyattn[cpu]"')
+        remedy = "; ".join(registry.disabled) or 'install a plugin: pip install "polyattn[cpu]"'
+        problems.append(f"no device is found; {remedy}")
     return found
 
 
@@ -153,7 +167,7 @@ def _print(report: dict[str, Any]) -> None:
     facts.show_header = False
     for name in ("polyattn", "api_version", "python", "system", "torch", "config_file"):
         if name in report:
-            add_row(facts, name, str(report[name]))
+            add_row(facts, name, str(report[name] or "none"))
     for device in report["devices"]:
         add_row(facts, "device", device)
     for row in report["timings"]:

@@ -114,11 +114,6 @@ class PrefixTree:
                 del run.parent.children[int(run.tokens[0])]
             run = run.parent
 
-    def last_of_a_leaf(self, block: int) -> bool:
-        """Whether nothing lies behind a block."""
-        run = self._runs[block]
-        return not run.children and run.blocks[-1] == block
-
     def _split(self, run: _Run, count: int) -> _Run:
         """Part a run behind `count` blocks; returns the first part."""
         assert run.parent is not None

@@ -1,8 +1,9 @@
 """How are a group's kernels compiled at once? Each by another process, into Triton's cache on disk.
 
 Half a kernel's time is Python's own: its source is walked through, and threads of one process take turns
-at that. A process is started for each kernel under way, at most as many as there are processors, and ends
-with the group's build. The kernels are then loaded from the cache, as a later process loads them.
+at that. So one process imports what compiling needs, from where a layer's functions are found to be new
+on, and forks another for each kernel under way, at most as many as there are processors. It ends with the
+group's build. The kernels are then loaded from the cache, as a later process loads them.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ import io
 import logging
 import os
 import pickle
+import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from inspect import getclosurevars
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from threading import Lock, Thread
 from typing import Any
 
 import triton
 from triton import knobs
+from triton.runtime import cache, driver
 
-from polyattn_triton.compiling.worker import function_of
+from polyattn_triton.compiling import worker
 
 KNOWN = triton.__version__.startswith("3.6.")
 """Whether this Triton hands out what is compiled, and is launched, as it is read here."""
@@ -37,7 +42,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, given: Any) -> Any:
         if isinstance(given, triton.JITFunction):
-            return function_of, (given.fn.__module__, given.fn.__name__)
+            return worker.function_of, (given.fn.__module__, given.fn.__name__)
         return NotImplemented
 
 
@@ -50,8 +55,9 @@ def folder() -> Path:
 def job_of(asked: Mapping[str, Any]) -> bytes:
     """Return what a worker takes, of what Triton was about to compile."""
     job = io.BytesIO()
+    options = asked["options"].__dict__
     _Pickler(job).dump(
-        (asked["src"], asked["target"], asked["options"].__dict__, asked["env_vars"])
+        (asked["src"], asked["target"], options, asked["env_vars"], cache.triton_key())
     )
     return job.getvalue()
 
@@ -63,68 +69,95 @@ def is_cached(key: str, name: str) -> bool:
     return file in (held.get_group(file) or {})
 
 
-class Worker:
-    """A process that compiles."""
+class Compilers:
+    """A process that forks one for each kernel: they share what it has imported."""
 
-    def __init__(self) -> None:
-        """Start it. Raises `OSError`."""
-        paths = [str(folder()), *(path or "." for path in sys.path)]
-        said = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": knobs.cache.dir}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "polyattn_triton.compiling.worker"], env=os.environ | said,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
+    def __init__(self, soon: bool = False) -> None:
+        """`soon`: kernels will be asked for, and it imports meanwhile what they need."""
+        self._starting, self._sending = Lock(), Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection
+        self._answers: Thread
+        self._forgotten: weakref.finalize[Any, Any]
+        self._waiting: dict[int, Future[str | None]] = {}
+        if soon and BY_PROCESSES:
+            with suppress(OSError):  # told where a kernel is asked for
+                self.start()
 
-    def compile(self, job: bytes) -> str | None:
-        """Return what went wrong, if anything did. Raises `OSError` or `EOFError` where it has ended."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        pickle.dump(job, self._process.stdin)
-        self._process.stdin.flush()
-        found: str | None = pickle.load(self._process.stdout)
-        return found
-
-    def end(self) -> None:
-        """End it, whatever it does."""
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(OSError):
-                pipe.close()
-        self._process.terminate()
-        self._process.wait()
-
-
-class Workers:
-    """Processes that compile, started as they are needed and kept for the next kernel."""
-
-    def __init__(self) -> None:
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
-        self._all: list[Worker] = []
+    def start(self) -> None:
+        """Have it import what it needs, if it doesn't yet. Raises `OSError`."""
+        with self._starting:
+            if self._process is not None:
+                return
+            ours, theirs = Pipe()
+            paths = [str(folder()), *(path or "." for path in sys.path)]
+            said = {"PYTHONPATH": os.pathsep.join(paths), "TRITON_CACHE_DIR": knobs.cache.dir}
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", worker.__name__, str(theirs.fileno())],
+                    env=os.environ | said, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )  # fmt: skip
+            self._connection = ours
+            self._forgotten = weakref.finalize(self, _end_group, self._process.pid)
+            self._forgotten.atexit = False  # it ends with this process anyhow
+            self._answers = Thread(target=_deliver, args=(ours, self._waiting), daemon=True)
+            self._answers.start()
 
     def compile(self, asked: Mapping[str, Any]) -> None:
         """Compile what Triton was asked for; where that fails a warning says so, and it isn't."""
         problem: str | None
         try:
             job = job_of(asked)
-            try:
-                worker = self._idle.get_nowait()
-            except Empty:
-                worker = Worker()
-                self._all.append(worker)
-            problem = worker.compile(job)
+            self.start()
+            problem = self._sent(job).result()
         except (OSError, EOFError, pickle.PickleError) as error:
             problem = f"its process failed, {type(error).__name__}: {error}"
-        else:
-            self._idle.put(worker)
         if problem is not None:
             _log.warning("TRITON_ATTN compiles %s in this process: %s", asked["src"].name, problem)
 
+    def _sent(self, job: bytes) -> Future[str | None]:
+        """Send a job, and return what its answer will be."""
+        answer: Future[str | None] = Future()
+        with self._sending:
+            number = id(answer)
+            self._waiting[number] = answer
+            try:
+                self._connection.send((number, job))
+            except OSError:
+                self._waiting.pop(number, None)
+                raise
+        return answer
+
     def end(self) -> None:
-        for worker in self._all:
-            worker.end()
+        """End it, and all that compile for it; it can be started again."""
+        if self._process is None:
+            return
+        self._forgotten()
+        self._process.wait()
+        self._answers.join()
+        self._connection.close()
+        self._process = None
+
+
+def _end_group(leader: int) -> None:
+    """End a process and all that it started."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGTERM)
+
+
+def _deliver(connection: Connection, waiting: dict[int, Future[str | None]]) -> None:
+    """Hand answers to those who wait for them, until the process ends."""
+    with suppress(EOFError, OSError):
+        while True:
+            number, problem = connection.recv()
+            waiting.pop(number).set_result(problem)
+    while waiting:
+        waiting.popitem()[1].set_exception(EOFError("it has ended"))
 
 
 @contextmanager
-def at_once() -> Iterator[None]:
+def at_once(compilers: Compilers) -> Iterator[None]:
     """Have Triton compile all that is warmed up at once: by processes where it is known how, or threads.
 
     One after another, where this Triton does no other.
@@ -133,7 +166,6 @@ def at_once() -> Iterator[None]:
     if asynchronous is None:
         yield
         return
-    workers, processors = Workers(), _processors()
 
     class Mode(asynchronous):  # type: ignore[misc, valid-type]
         def submit(self, key: str, compiling: Callable[[], Any], finalize: Any) -> Any:
@@ -142,18 +174,27 @@ def at_once() -> Iterator[None]:
 
             def compiled() -> Any:
                 if not is_cached(key, asked["src"].name):
-                    workers.compile(asked)
+                    compilers.compile(asked)
                 return compiling()
 
             return super().submit(key, compiled, finalize)
 
-    by_processes = KNOWN and sys.executable and processors > 1
+    if BY_PROCESSES:
+        _look_up()
     try:
-        mode = Mode if by_processes else asynchronous
-        with ThreadPoolExecutor(processors) as threads, mode(threads):
+        mode = Mode if BY_PROCESSES else asynchronous
+        with ThreadPoolExecutor(_processors()) as threads, mode(threads):
             yield
     finally:
-        workers.end()
+        compilers.end()
+
+
+def _look_up() -> None:
+    """Have Triton hash itself while its driver's part is compiled, where this machine has none yet."""
+    hashing = Thread(target=cache.triton_key)
+    hashing.start()
+    driver.active.get_current_device()
+    hashing.join()
 
 
 def _processors() -> int:
@@ -161,3 +202,7 @@ def _processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+BY_PROCESSES = bool(KNOWN and sys.executable and hasattr(os, "fork") and _processors() > 1)
+"""Whether kernels are compiled by other processes."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from polyattn.kernel import (
@@ -33,8 +33,8 @@ SEQUENCES = 128
 """Enough for a full chip, whose tiles stay whole."""
 
 
-def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
-    """Compile what `phases` may run, side by side."""
+def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> list[Any]:
+    """Compile what `phases` may run, side by side, and return it."""
     spec, device = backend.spec, backend.torch_device
     cache = None if backend.cache is None else KVCache.allocate(backend.cache, 1, device)
     kind = STORAGE_DTYPES[spec.dtype if spec.qkv_dtype == "auto" else spec.qkv_dtype]
@@ -56,11 +56,12 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
     masks = frozenset[str]() if pointwise is None else pointwise.mask_inputs
     # What masks read may come with the step, when key tiles are listed, or of the layer.
     later = {name for name in masks if not name.startswith("mask_")}
-    with compiling_only():
+    with compiling_only(backend.compilers) as compiled:
         for batch in _steps_of(spec, phases, device, paged=cache is not None):
             for of_layer in (set[str](), later) if later else (later,):
                 params.inputs = {name: batch.inputs[name] for name in of_layer}
-                plan = backend.plan_rows(_without(batch, of_layer))
+                # A lone prompt stands for what is cut, which only some heads make worth it.
+                plan = backend.plan_rows(_without(batch, of_layer), cut=batch.num_seqs == 1)
                 backend.run(plan, query, key, value, cache, params, out, lse)
                 if cache is not None and plan.fresh:
                     backend.run(plan, query, None, None, cache, params, out, lse)
@@ -69,6 +70,7 @@ def warm_up(backend: TritonAttention, phases: tuple[str, ...]) -> None:
                 for merging in plan.merging.of_each_variant():
                     plan.merging = merging
                     backend.merge(plan, params, out, lse, quantized)
+    return compiled
 
 
 def _steps_of(

@@ -1,8 +1,8 @@
-"""What does a process compile for another? Kernels, one job after another, into Triton's cache on disk.
+"""What does a process compile for another? Kernels, each by a fork of it, into Triton's cache on disk.
 
-`python -m polyattn_triton.compiling.worker`, started by `side_by_side`: jobs come by the standard input,
-answers leave by the standard output, None or what went wrong, each pickled. It imports no torch: a second
-of every process's time.
+`python -m polyattn_triton.compiling.worker FD`, started by `side_by_side`: it imports Triton and the
+kernels once, while whoever started it still traces. Jobs come by the socket FD with a number each;
+answers leave with it, None or what went wrong. It imports no torch: a second of a process's time.
 """
 
 from __future__ import annotations
@@ -10,10 +10,19 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
+import signal
 import sys
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
 import triton
+from triton.runtime import cache
+
+LAUNCHERS = {"cuda": ("nvidia", "CudaLauncher"), "hip": ("amd", "HIPLauncher")}
+"""What Triton launches a kernel by, of each of its backends: C, compiled for its arguments' types."""
+IMPORTED = ("hopper.prefill", "kernels.prefill", "kernels.decode", "kernels.tile_lists")
+"""Where the kernels are that a layer's functions are part of."""
 
 
 def settle(function: Any) -> None:
@@ -37,28 +46,64 @@ def function_of(module: str, name: str) -> Any:
 
 
 def work(job: bytes) -> None:
-    """Compile what `side_by_side.job_of` said."""
-    source, target, options, variables = pickle.loads(job)
+    """Compile what `side_by_side.job_of` said, and what launches it."""
+    importlib.invalidate_caches()  # a generated module may be younger than this process
+    source, target, options, variables, key = pickle.loads(job)
+    cache.triton_key = lambda: key  # what asked has hashed Triton itself: 0.4 s
     for function in (source.fn, *source.constants.values()):
         settle(function)
-    triton.compile(source, target=target, options=options, _env_vars=variables)
+    kernel = triton.compile(source, target=target, options=options, _env_vars=variables)
+    backend, launcher = LAUNCHERS[target.backend]
+    with suppress(Exception):  # what fails here fails again, and is told, where it is loaded
+        drivers = importlib.import_module(f"triton.backends.{backend}.driver")
+        getattr(drivers, launcher)(kernel.src, kernel.metadata)
+
+
+def forked(job: bytes, asked: Connection) -> tuple[Connection, int]:
+    """Start on a job in a process of its own; returns where its answer will be, and its number."""
+    answer, theirs = Pipe(duplex=False)
+    process = os.fork()
+    if process:
+        theirs.close()
+        return answer, process
+    asked.close()
+    problem = None
+    try:
+        work(job)
+    except BaseException as error:
+        problem = f"{type(error).__name__}: {str(error)[:500]}"
+    theirs.send(problem)
+    os._exit(0)
+
+
+def serve(asked: Connection) -> None:
+    """Answer jobs as they end. Raises `EOFError` or `OSError` where nobody asks any more."""
+    under_way: dict[Connection, tuple[int, int]] = {}
+    while True:
+        for ready in wait([asked, *under_way]):
+            assert isinstance(ready, Connection)
+            if ready is asked:
+                number, job = asked.recv()
+                answer, process = forked(job, asked)
+                under_way[answer] = number, process
+                continue
+            number, process = under_way.pop(ready)
+            try:
+                problem = ready.recv()
+            except EOFError:
+                problem = "its process ended"
+            ready.close()
+            os.waitpid(process, 0)
+            asked.send((number, problem))
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what compilers print is no answer
-    while True:
-        try:
-            job = pickle.load(sys.stdin.buffer)
-        except EOFError:  # whoever asked has ended, or wants no more
-            return
-        problem = None
-        try:
-            work(job)
-        except Exception as error:
-            problem = f"{type(error).__name__}: {str(error)[:500]}"
-        pickle.dump(problem, answers)
-        answers.flush()
+    os.dup2(2, 1)  # what compilers print is nobody's output
+    for name in IMPORTED:
+        importlib.import_module(f"polyattn_triton.{name}")
+    with suppress(EOFError, OSError):
+        serve(Connection(int(sys.argv[1])))
+    os.killpg(0, signal.SIGTERM)  # and all that compile for it: `side_by_side` gave it a group
 
 
 if __name__ == "__main__":

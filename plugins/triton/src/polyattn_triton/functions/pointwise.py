@@ -25,7 +25,8 @@ class Generated:
     """A layer's functions as Triton's. `softmax`: whether weights are a softmax of what they return.
 
     `rescore`: None where scores stay as they are. `by_head`: whether anything depends on the head.
-    `by_row`: whether nothing is hidden, and whatever is read is one number for a row of scores.
+    `by_row`: whether nothing is hidden, and whatever is read is one number for a row of scores. `new`:
+    whether their source was never kept on this machine, so that no kernel of them was.
     """
 
     rows_of: Any
@@ -36,6 +37,7 @@ class Generated:
     trace: Trace
     reads: bool
     by_row: bool
+    new: bool
 
     @classmethod
     def of(cls, spec: LayerSpec) -> Generated | None:
@@ -57,12 +59,22 @@ class Generated:
     @classmethod
     def _of_trace(cls, traced: Trace, softmax: bool) -> Generated:
         written = "" if traced.written is None else imported(traced.written).__name__
-        module = imported(source(traced, softmax, written))
+        text = source(traced, softmax, written)
+        new = not file_of(text).is_file()
+        module = imported(text)
         by_head, by_seq = (any(node.what == name for node in traced.nodes) for name in "hb")
         rescore = getattr(module, "rescore", None)
         reads = bool(traced.inputs) or by_seq
         return cls(
-            module.rows_of, module.change, rescore, by_head, softmax, traced, reads, by_row(traced)
+            module.rows_of,
+            module.change,
+            rescore,
+            by_head,
+            softmax,
+            traced,
+            reads,
+            by_row(traced),
+            new,
         )
 
     @property
@@ -100,11 +112,16 @@ def table(
     return torch.tensor(rows, dtype=torch.int64).to(seq_index.device)
 
 
+def file_of(text: str) -> Path:
+    """Return where a generated module is kept."""
+    return folder() / f"polyattn_generated_{hashlib.sha256(text.encode()).hexdigest()[:20]}.py"
+
+
 @cache
 def imported(text: str) -> ModuleType:
     """Return a generated module, written to a file of its own content's name: Triton reads sources."""
-    name = f"polyattn_generated_{hashlib.sha256(text.encode()).hexdigest()[:20]}"
-    file = folder() / f"{name}.py"
+    file = file_of(text)
+    name = file.stem
     if not file.is_file() or file.read_text() != text:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as new:

@@ -21,6 +21,7 @@ from torch import Tensor
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.launch import Site
+from polyattn_triton.schedule import EVEN, Ints, fullest
 
 if TYPE_CHECKING:
     from polyattn_triton.planning import AttentionPlan
@@ -121,13 +122,23 @@ class HopperPrefill:
         """
         return is_plain(spec, self.generated) and (self.by_token or not fresh)
 
-    def heads_at_once(self, lens: Sequence[int]) -> int:
+    def heads_at_once(self, lens: Sequence[int], costs: Ints) -> int:
         """Return how many KV heads' tiles run side by side: as many as the L2 has room for.
 
-        A divisor of their number; tiles of one head read the same keys.
+        A divisor of their number; tiles of one head read the same keys. More where the last heads'
+        longest tiles would end late: `costs` are those of a head, in key tiles, in their order.
         """
-        room = self.cached // max(1, sum(lens) * self.token_bytes)
-        return max(n for n in range(1, self.heads + 1) if self.heads % n == 0 and n <= max(1, room))
+        room = max(1, self.cached // max(1, sum(lens) * self.token_bytes))
+        divisors = [n for n in range(1, self.heads + 1) if self.heads % n == 0]
+        fitting = max(n for n in divisors if n <= room)
+        mean = int(costs.sum()) * self.heads / self.programs
+        for n in divisors[divisors.index(fitting) : -1]:
+            before = mean * (1 - n / self.heads)  # when the last heads begin at the latest
+            if before + int(costs[0]) <= EVEN * mean:
+                return n
+            if fullest(costs, self.heads, n, self.programs) <= EVEN * mean + 1:
+                return n
+        return self.heads
 
     def __call__(
         self,

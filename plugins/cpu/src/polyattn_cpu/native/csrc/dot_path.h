@@ -2,7 +2,8 @@
 //
 // All KV heads of a range of keys are one item: the rows of a token lie one after another, and only
 // the scores are kept. Each load of a row prefetches the same line of the row that is read a few
-// visits later, so that the memory is never idle while there is arithmetic to do.
+// visits later, so that the memory is never idle while there is arithmetic to do; where rows have
+// several parts and values lie in the keys, lines of the next tile, in the order of their addresses.
 
 constexpr int PART_ROWS = W < 8 ? W : 8;   // rows that share a load of a key or a value
 constexpr int DOT_ROWS = 2 * PART_ROWS;    // per KV head at most: parts, all but one out of the cache
@@ -14,11 +15,44 @@ constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
 constexpr int DISTANCE = 4096;           // bytes that are asked for ahead of their use
 
-// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row]. Asks for `next`, or for every
-// SHAREth of it where so many parts share that.
-template <class T, int ROWS, int SHARE>
-PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t offset,
-                  int64_t next_offset, const float *q, int ldq, int size) {
+// What a product asks for: lines of `next`, of every SHAREth token where so many parts share that, as
+// it reads the same ones of its own tokens.
+template <int SHARE>
+struct RowsAhead {
+  const char *const *next;
+  int64_t offset;
+  template <int KEYS>
+  PA_INLINE void keys(const RowsAhead &of, int64_t byte) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k += SHARE) prefetch(of.next[k] + of.offset + byte);
+  }
+  template <int BYTES>
+  PA_INLINE void values(RowsAhead &of, int t) {
+    PA_UNROLLED
+    for (int b = 0; b < BYTES; b += 64) prefetch(of.next[t] + of.offset + b);
+  }
+};
+
+// Lines of one latent: half of them, one for each two that are read of a key; over values, `each` at a
+// time. One run of memory, which the processor's own prefetcher follows, and never many at once: they
+// would take the buffers that loads from the second cache need.
+struct LatentAhead {
+  const char *at, *end;
+  int each;
+  template <int KEYS>
+  PA_INLINE void keys(const LatentAhead &of, int64_t byte) {
+    if (!(byte & 64)) prefetch_l2(of.at + byte / 2);
+  }
+  template <int BYTES>
+  PA_INLINE void values(LatentAhead &of, int) {
+    for (int i = 0; i < of.each && of.at < of.end; i++, of.at += 64) prefetch_l2(of.at);
+  }
+};
+
+// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
+template <class T, int ROWS, class Asks>
+PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
+                  Asks asks) {
   constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
   vf acc[W];
   PA_UNROLLED
@@ -66,8 +100,7 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
     }
   };
   for (; d + LINE <= size; d += LINE) {
-    PA_UNROLLED
-    for (int k = 0; k < KEYS; k += SHARE) prefetch(next[k] + next_offset + d * sizeof(T));
+    Asks::template keys<KEYS>(asks, d * sizeof(T));
     PA_UNROLLED
     for (int at = 0; at < LINE; at += Apart<T>::ANY ? 2 * W : W) {
       if constexpr (Apart<T>::ANY) {
@@ -78,7 +111,7 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
     }
   }
   if (d < size) {
-    for (int k = 0; k < KEYS; k += SHARE) prefetch(next[k] + next_offset + d * sizeof(T));
+    Asks::template keys<KEYS>(asks, d * sizeof(T));
     for (; d + W <= size; d += W) step(d, W);
     if (d < size) step(d, size - d);
   }
@@ -86,21 +119,16 @@ PA_NOINLINE vf dots(const char *const *keys, const char *const *next, int64_t of
 }
 
 // o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of
-// a value, of which there are so many. Asks for `next`, of every SHAREth key from `first` on.
-template <class T, int ROWS, int C, int SHARE>
-PA_NOINLINE void add_values(const char *const *values, int64_t offset, const char *const *next,
-                          int64_t next_offset, int count, const float *p, int ldp, float *o,
-                          int ldo, int some, int first) {
+// a value, of which there are so many. Asks at every SHAREth key.
+template <class T, int ROWS, int C, int SHARE, class Asks>
+PA_NOINLINE void add_values(const char *const *values, int64_t offset, int count, const float *p,
+                          int ldp, float *o, int ldo, int some, Asks asks) {
   vf acc[ROWS][C];
   PA_UNROLLED
   for (int r = 0; r < ROWS; r++) {
     PA_UNROLLED
     for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
   }
-  auto ask = [&](int t) __attribute__((always_inline)) {
-    PA_UNROLLED
-    for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(next[t] + next_offset + b);
-  };
   auto one = [&](int t) __attribute__((always_inline)) {
     const T *value = (const T *)(values[t] + offset);
     vf weight[ROWS];
@@ -125,7 +153,7 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, const cha
   };
   int t = 0;
   for (; t + SHARE <= count; t += SHARE) {
-    ask(t + first);
+    Asks::template values<C * W * (int)sizeof(T)>(asks, t);
     PA_UNROLLED
     for (int i = 0; i < SHARE; i++) one(t + i);
   }
@@ -164,6 +192,28 @@ struct KeysAhead {
   }
 };
 
+// The latents that follow a tile, as many as it has: half of one for each call that multiplies keys,
+// then one for each that adds values.
+struct LatentsAhead {
+  const char *const *next;
+  int64_t lines;  // of a latent
+  int count, halves = 0;
+
+  LatentsAhead(const char *const *next, int64_t bytes, int count)
+      : next(next), lines((bytes + 63) / 64), count(count) {}
+  LatentAhead for_keys() {
+    const char *at = next[pa_min(halves / 2, count - 1)] + halves % 2 * ((lines + 1) / 2 * 64);
+    halves++;
+    return {at, at, 0};
+  }
+  LatentAhead for_values(int steps) {
+    const int token = (halves + 1) / 2;
+    halves = 2 * token + 2;
+    const char *at = next[pa_min(token, count - 1)];
+    return {at, token < count ? at + lines * 64 : at, (int)(lines + steps - 1) / steps};
+  }
+};
+
 // Whether a key's bytes hold its value, as a latent's do.
 PA_INLINE bool values_in_keys(const Source &s, const pa_layer &layer, int64_t size) {
   return s.value >= s.key && s.value + layer.v_head_size * size <= s.key + layer.head_size * size;
@@ -184,7 +234,7 @@ static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
   DotLayout is(layer, heads, rows, PART_ROWS);  // smaller parts need no more
   int64_t floats = (int64_t)heads * is.parts * is.rows * (is.ldq + is.ldo) +
                    (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes;
-  return floats * 4 + 2 * (DOT_KEYS + W) * (int64_t)sizeof(char *) + 16 * 64;
+  return floats * 4 + 2 * (DOT_KEYS + DOT_TILE) * (int64_t)sizeof(char *) + 16 * 64;
 }
 
 // Elements of even and of odd number, of each two vectors, apart and together again.
@@ -207,6 +257,16 @@ PA_ONCE void together(float *x, int size, int all) {
   }
 }
 
+// The addresses of the first tokens that the thread's next item reads, where it has one.
+PA_ONCE void following_addresses(Run *run, Turn *turn, const char **keys, const char **values) {
+  const int32_t index = pa_following(turn);
+  if (index >= turn->count) return;
+  const Item &item = run->plan->items[index];
+  Tiles first = {&item, item.from, DOT_TILE, 0, 0};
+  if (!first.next()) return;
+  token_addresses(source_of(run, item.seq), first.first_key, first.count, keys, values);
+}
+
 template <class T, int ROWS, int SHARE>
 static void dot_item(Run *run, const Item &item, Turn *turn) {
   constexpr int LINE = 64 / (int)sizeof(T);
@@ -223,8 +283,8 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
   float *s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
   float *alpha = arena.take<float>(is.lanes);
   Lanes lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
-  const char **keys = arena.take<const char *>(DOT_KEYS + W);
-  const char **values = arena.take<const char *>(DOT_KEYS + W);
+  const char **keys = arena.take<const char *>(DOT_KEYS + DOT_TILE);
+  const char **values = arena.take<const char *>(DOT_KEYS + DOT_TILE);
 
   const int total = item.to - item.from;
   const Source source = source_of(run, item.seq);
@@ -236,11 +296,13 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
         return;
       }
     }
-    for (int i = total; total && i < total + W; i++) {  // a visit may reach over the end
+    for (int i = total; total && i < total + DOT_TILE; i++) {  // a visit may reach over the end
       keys[i] = keys[total - 1];
       values[i] = values[total - 1];
     }
   }
+  const bool in_keys = values_in_keys(source, layer, sizeof(T)), latents = SHARE > 1 && in_keys;
+  if (latents) following_addresses(run, turn, keys + total, values + total);
   clear_lanes(lanes, is.lanes);
   __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
   __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
@@ -267,7 +329,6 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
   // As many visits ahead as cover the memory's latency: at 5 bytes a cycle 800 cycles.
   const int visits = pa_max(1, DISTANCE / (KEYS * size * (int)sizeof(T)));
   const bool one_row = rows == ratio && item.tokens == 1;
-  const bool in_keys = values_in_keys(source, layer, sizeof(T));
   int done = 0;
   Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
   while (tile.next()) {
@@ -275,11 +336,20 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
     const char *const *k = keys + done, *const *v = values + done;
     KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, is.parts, count,
                           visits);
+    LatentsAhead latent(k + count, size * (int)sizeof(T), count);
     for (int t = 0; t < count; t += KEYS) {
       for (int lane = 0; lane < used; lane += ROWS, ahead.next()) {
         const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
-        vf found = dots<T, ROWS, SHARE>(k + t, ahead.at + ahead.part % SHARE, offset, ahead.offset,
-                                        q + (int64_t)lane * is.ldq, is.ldq, size);
+        auto dots_of = [&](auto asks) {
+          return dots<T, ROWS>(k + t, offset, q + (int64_t)lane * is.ldq, is.ldq, size, asks);
+        };
+        RowsAhead<SHARE> rows_ahead = {ahead.at + ahead.part % SHARE, ahead.offset};
+        vf found;
+        if constexpr (SHARE > 1) {
+          found = latents ? dots_of(latent.for_keys()) : dots_of(rows_ahead);
+        } else {
+          found = dots_of(rows_ahead);
+        }
         float each[W];
         write(each, found);
         for (int i = 0; i < KEYS; i++) {
@@ -287,7 +357,7 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
         }
       }
     }
-    for (int t = KEYS; t < count; t++) {  // of the first visit to the values
+    for (int t = KEYS; !latents && t < count; t++) {  // of the first visit to the values
       for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(v[t] + value_base + b);
     }
     // A single query token sees every key that its item was given.
@@ -323,12 +393,19 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
         for (int part = 0; part < is.parts; part++) {
           const float *p = s + lane + part * ROWS;
           float *to = o + (int64_t)(lane + part * ROWS) * is.ldo + c;
-          if (step == C * W) {
-            add_values<T, ROWS, C, SHARE>(v, offset, safe, safe_offset, count, p, is.lanes, to,
-                                          is.ldo, W, part % SHARE);
+          RowsAhead<SHARE> rows_ahead = {safe + part % SHARE, safe_offset};
+          auto add = [&](auto asks) {
+            if (step == C * W) {
+              add_values<T, ROWS, C, SHARE>(v, offset, count, p, is.lanes, to, is.ldo, W, asks);
+            } else {
+              add_values<T, ROWS, 1, SHARE>(v, offset, count, p, is.lanes, to, is.ldo,
+                                            pa_min(W, v_size - c), asks);
+            }
+          };
+          if constexpr (SHARE > 1) {
+            latents ? add(latent.for_values(pa_max(1, count / SHARE))) : add(rows_ahead);
           } else {
-            add_values<T, ROWS, 1, SHARE>(v, offset, safe, safe_offset, count, p, is.lanes, to,
-                                          is.ldo, pa_min(W, v_size - c), part % SHARE);
+            add(rows_ahead);
           }
         }
         c += step;
