@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import nullcontext
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn_triton import attention, planning
+from polyattn_triton import attention, launch, planning
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.compiling.aot import compile_hopper
 from polyattn_triton.compiling.warm_up import warm_up
@@ -347,6 +348,7 @@ def test_warming_up_compiles_whole_tiles_and_pieces(
     )
     monkeypatch.setattr(backend, "merge", lambda *_: None)
     monkeypatch.setattr(attention, "_site", lambda *_: lambda *_: None)  # the other kernels
+    monkeypatch.setattr(launch, "at_once", lambda compilers: nullcontext())  # no driver is here
     warm_up(backend, ("prefill",))
     assert {(named["SPLIT"], named["PAGED"]) for named in launched} == {
         (split, paged) for split in (False, True) for paged in (False, True)

@@ -29,7 +29,8 @@ from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.launch import Site, load
 from polyattn_triton.merging import Merger
-from polyattn_triton.planning import AttentionPlan, PlannedAttention
+from polyattn_triton.plan import AttentionPlan
+from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.turn_table import turns
 from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
@@ -251,13 +252,9 @@ class TritonAttention(PlannedAttention):
         ) -> None:  # fmt: skip
             sinks, alibi = params.sinks, params.alibi_slopes
             some = none if sinks is None else sinks, none if alibi is None else alibi
-            if lse is None:
-                plain(
-                    grid, (query, key, value, out, out, *some, none, *scales), factors, free, kept
-                )
-            else:
-                tensors = query, key, value, out, lse, *some, none, *scales
-                with_lse(grid, tensors, factors, free_lse, kept)
+            tensors = query, key, value, out, out if lse is None else lse, *some, none, *scales
+            site, ints = (plain, free) if lse is None else (with_lse, free_lse)
+            site(grid, tensors, factors, ints, kept)
             if plan.merging is not None:
                 strides = width, spec.v_head_size, 0 if lse is None else spec.num_heads
                 merger(plan, sinks, scales[2:], 1.0, out, lse, strides)

@@ -12,7 +12,7 @@ from polyattn_triton.launch import Site, merge_constants, merge_options
 from polyattn_triton.variants import SCALES
 
 if TYPE_CHECKING:
-    from polyattn_triton.planning import AttentionPlan
+    from polyattn_triton.plan import AttentionPlan
 
 
 class Merger:
