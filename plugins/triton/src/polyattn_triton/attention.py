@@ -26,13 +26,14 @@ from polyattn_triton.compiling.warm_up import warm_up
 from polyattn_triton.configs import Config
 from polyattn_triton.functions.pointwise import NOTHING, table
 from polyattn_triton.kernels.decode import decode_kernel
-from polyattn_triton.kernels.parts import merge_kernel
 from polyattn_triton.kernels.prefill import prefill_kernel
-from polyattn_triton.launch import Site, load, merge_constants, merge_options
-from polyattn_triton.planning import AttentionPlan, PlannedAttention
+from polyattn_triton.launch import Site, load
+from polyattn_triton.merging import Merger
+from polyattn_triton.plan import AttentionPlan
+from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
 from polyattn_triton.turn_table import turns
-from polyattn_triton.variants import SCALES, decode_constants, in_pairs, prefill_constants
+from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
 Strides = tuple[int, ...]
 
@@ -58,6 +59,7 @@ class TritonAttention(PlannedAttention):
         self._one = torch.ones(spec.num_kv_heads, device=self.torch_device)
         self._no_scales = (self._one,) * 4
         self.prefixes: PrefixLauncher | None = None
+        self.merger = Merger(spec, self.early, self._functions[-1] == 2)
         new = self.generated is not None and self.generated.new
         self.compilers = Compilers(soon=new and self.torch_device.type == "cuda")
 
@@ -212,10 +214,10 @@ class TritonAttention(PlannedAttention):
         return self._by_address(plan, sites, (plan.table[0],))
 
     def addressed_pages(self, plan: Plan, lie: PagesLie) -> Addressed | None:
-        """Return the decode's one launch over pages that lie so."""
+        """Return the decode over pages that lie so: its launch, and that of what merges its parts."""
         spec = self.spec
         assert isinstance(plan, AttentionPlan)
-        decodes = plan.way not in ("prefill", "pieces") and plan.grid[0] and plan.merging is None
+        decodes = plan.way not in ("prefill", "pieces") and plan.grid[0]
         if not decodes or self.generated or spec.rope or self.by_tensors:
             return None
         if (spec.qkv_dtype, spec.out_dtype, spec.stored_dtype) != ("auto", "auto", spec.dtype):
@@ -234,7 +236,7 @@ class TritonAttention(PlannedAttention):
     def _by_address(
         self, plan: AttentionPlan, sites: list[Site], rest: tuple[int, ...]
     ) -> Addressed:
-        """Return a launch of tensors as they are, by the site without an LSE or the one with it.
+        """Return what attends to tensors as they are, by the site without an LSE or the one with it.
 
         `rest`: the free integers after the LSE's stride.
         """
@@ -242,6 +244,7 @@ class TritonAttention(PlannedAttention):
         none, scales, grid, kept = self._none, self._no_scales, plan.grid, plan.kept
         factors = spec.scale, 1.0, spec.logit_soft_cap or 1.0
         free, free_lse = (0, *rest), (spec.num_heads, *rest)
+        merger, width = self.merger, spec.num_heads * spec.v_head_size
 
         def run(
             query: Tensor, key: Tensor, value: Tensor, params: LayerParams, out: Tensor,
@@ -249,13 +252,12 @@ class TritonAttention(PlannedAttention):
         ) -> None:  # fmt: skip
             sinks, alibi = params.sinks, params.alibi_slopes
             some = none if sinks is None else sinks, none if alibi is None else alibi
-            if lse is None:
-                plain(
-                    grid, (query, key, value, out, out, *some, none, *scales), factors, free, kept
-                )
-            else:
-                tensors = query, key, value, out, lse, *some, none, *scales
-                with_lse(grid, tensors, factors, free_lse, kept)
+            tensors = query, key, value, out, out if lse is None else lse, *some, none, *scales
+            site, ints = (plain, free) if lse is None else (with_lse, free_lse)
+            site(grid, tensors, factors, ints, kept)
+            if plan.merging is not None:
+                strides = width, spec.v_head_size, 0 if lse is None else spec.num_heads
+                merger(plan, sinks, scales[2:], 1.0, out, lse, strides)
 
         return run
 
@@ -370,38 +372,11 @@ class TritonAttention(PlannedAttention):
         quantized: bool,
     ) -> None:
         """Merge the parts of a plan's cut tiles. `quantized`: the cache's elements are of 8 bits."""
-        spec = self.spec
         v_scale = 1.0
         if not self.by_tensors:
             v_scale = (params.v_scale if quantized else 1.0) / params.out_scale
-        # The plan's own buffers: a later plan may have made the workspace grow.
-        parts, part_lse = plan.kept.tensors[:2]
-        merging = plan.merging
-        assert merging is not None
-        key = ("merge", plan.way, plan.rows, out.stride(), lse is None, merging.few)
-        site = self._sites.get(key)
-        if site is None:
-            by_token = plan.way in ("listed", "many")
-            constants = merge_constants(
-                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, not by_token, by_token,
-                spec.learned_sinks, lse is not None, self.early, SCALES[spec.scales],
-                self._functions[-1] == 2, plan.way != "many",
-            )  # fmt: skip
-            options = merge_options(spec.v_head_size, self.early)
-            site = self._sites[key] = Site(merge_kernel, out.stride()[:2], constants, options)
-        site(
-            merging.grid(plan.rows, spec.num_kv_heads),
-            (
-                parts, part_lse, out, out if lse is None else lse,
-                part_lse if params.sinks is None else params.sinks, *self._scales(out, params)[2:],
-                plan.batch.query_start_loc, plan.work,
-            ),
-            (v_scale,),
-            (
-                0 if lse is None else lse.stride(0),
-                plan.splits if plan.way == "many" else plan.grid[0], int(merging.by_tile),
-            ),
-        )  # fmt: skip
+        strides = out.stride(0), out.stride(1), 0 if lse is None else lse.stride(0)
+        self.merger(plan, params.sinks, self._scales(out, params)[2:], v_scale, out, lse, strides)
 
 
 def _site(

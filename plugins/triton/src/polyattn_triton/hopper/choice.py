@@ -24,7 +24,7 @@ from polyattn_triton.launch import Site
 from polyattn_triton.schedule import EVEN, Ints, fullest
 
 if TYPE_CHECKING:
-    from polyattn_triton.planning import AttentionPlan
+    from polyattn_triton.plan import AttentionPlan
 
 try:
     from polyattn_triton.hopper.descriptors import described

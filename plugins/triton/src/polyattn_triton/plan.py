@@ -1,0 +1,44 @@
+"""What is one step of TRITON_ATTN? The way it runs, its grid, its work, and what merges its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from polyattn.kernel import Batch, Plan
+from torch import Tensor
+
+from polyattn_triton.configs import Config
+from polyattn_triton.launch import Kept, Merge
+
+
+class AttentionPlan(Plan):
+    """One step: the way it runs, and what its launches have in common.
+
+    `config`: its tiles'. `rows`: of a tile's part in the workspace. `merging`: what a second kernel is to
+    do, that merges parts; None: there are none for it. `variant`: what of all this a compiled kernel
+    depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
+    `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
+    `portable`: the plan for that one, once tensors needed it. `lists`: of each tile of rows the key tiles
+    that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
+    """
+
+    __slots__ = (
+        "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging",
+        "portable", "rows", "splits", "table", "variant", "way", "work",
+    )  # fmt: skip
+
+    def __init__(self, batch: Batch, work: Tensor):
+        super().__init__(batch)
+        self.way, self.splits, self.rows, self.fresh = "decode", 1, 0, False
+        self.work, self.table = work, (0, 0)
+        self.merging: Merge | None = None
+        self.grid: tuple[int, int, int] = (0, 1, 1)
+        self.config: Config
+        self.kept: Kept
+        self.variant: tuple[Any, ...]
+        # By a layer's own inputs, where all that a variant's functions read lies.
+        self.inputs: dict[Any, Tensor] = {}
+        self.lists: Tensor | None = None
+        self.chosen = False
+        self.at_once = 0
+        self.portable: AttentionPlan | None = None
