@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
-import re
-import subprocess
-=======
->>>>>>> merge
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any
@@ -18,14 +13,9 @@ import numpy as np
 import torch
 from polyattn import Batch, Device, LayerSpec
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
-from polyattn_triton import attention, launch, planning
+from polyattn_triton import attention, planning
 from polyattn_triton.attention import TritonAttention
-<<<<<<< HEAD
 from polyattn_triton.compiling import warm_up as compiling
-from polyattn_triton.compiling.aot import compile_hopper
-=======
-from polyattn_triton.compiling.warm_up import warm_up
->>>>>>> merge
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
 from polyattn_triton.hopper import prefill as prefill_hopper
@@ -351,13 +341,8 @@ def test_warming_up_compiles_whole_tiles_and_pieces(
     )
     monkeypatch.setattr(backend, "merge", lambda *_: None)
     monkeypatch.setattr(attention, "_site", lambda *_: lambda *_: None)  # the other kernels
-<<<<<<< HEAD
     monkeypatch.setattr(compiling, "compiling_only", lambda *_: nullcontext([]))  # launch instead
     compiling.warm_up(backend, ("prefill",))
-=======
-    monkeypatch.setattr(launch, "at_once", lambda compilers: nullcontext())  # no driver is here
-    warm_up(backend, ("prefill",))
->>>>>>> merge
     assert {(named["SPLIT"], named["PAGED"]) for named in launched} == {
         (split, paged) for split in (False, True) for paged in (False, True)
     }

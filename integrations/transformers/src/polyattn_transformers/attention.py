@@ -69,19 +69,22 @@ def attention(
             why = str(error)
     if not torch.compiler.is_compiling():
         LEDGER.count_fallback(type(module).__name__, why)
-    if attention_mask is None and is_causal and query.shape[2] > 1:
-        attention_mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-        attention_mask = attention_mask.tril()[None, None]
-    if attention_mask is not None and attention_mask.dtype is torch.bool:
-        hidden = torch.finfo(query.dtype).min
-        attention_mask = torch.zeros_like(attention_mask, dtype=query.dtype).masked_fill(
-            ~attention_mask, hidden
-        )
+    attention_mask = _as_added(attention_mask, query, key, is_causal)
     if softcap is not None:
         kwargs["softcap"] = softcap
     return own(  # type: ignore[no-any-return]
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
     )
+
+
+def _as_added(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:
+    """Return a mask as models' eager functions take it: what is added to the scores."""
+    if mask is None and is_causal and query.shape[2] > 1:
+        mask = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()[None, None]
+    if mask is not None and mask.dtype is torch.bool:
+        hidden = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, hidden)
+    return mask
 
 
 SERVED = {
