@@ -9,7 +9,7 @@ import torch
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.attention import batches
-from polyattn.conformance.harness.attention import AttentionHarness
+from polyattn.conformance.harness.attention import OFFSETS, AttentionHarness
 from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
@@ -24,7 +24,8 @@ from polyattn.runtime.step.shared_prefix import SharedRun
 def numeric(case: Case, harness: AttentionHarness) -> None:
     """Output and LSE agree with the float64 reference; unused cache is NaN throughout."""
     layer = harness.layer(case.spec)
-    harness.check(layer, harness.inputs(layer, case.batch, case.inputs))
+    inputs = harness.inputs(layer, case.batch, case.inputs)
+    harness.check(layer, replace(inputs, offset=OFFSETS.get(case.inputs, 0.0)))
 
 
 def functions(case: Case, harness: AttentionHarness) -> None:

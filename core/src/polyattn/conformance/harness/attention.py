@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -37,19 +38,20 @@ from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
-OFFSET = 100.0
+OFFSETS = {"+100": 100.0, "-100": -100.0}
 """What unusual logits are raised or lowered by: more than float32's exponential takes."""
 
 
 @dataclass
 class Inputs:
-    """All that one step of one layer takes."""
+    """All that one step of one layer takes. `offset`: what all its logits lie near."""
 
     batch: Batch
     query: Tensor
     key: Tensor | None
     value: Tensor | None
     cache: KVCache | None
+    offset: float = 0.0
 
 
 class AttentionHarness(Harness):
@@ -205,9 +207,10 @@ class AttentionHarness(Harness):
         heads = spec.num_heads if what == "query" else spec.num_kv_heads
         size = spec.v_head_size if what == "value" else spec.head_size
         found = self.random(tokens, heads, size, dtype=STORAGE_DTYPES[spec.dtype])
-        if numbers in ("+100", "-100") and what != "value":
-            sign = -1.0 if what == "key" and numbers == "-100" else 1.0
-            found[..., 0] = sign * (OFFSET / spec.scale) ** 0.5
+        offset = OFFSETS.get(numbers, 0.0)
+        if offset and what != "value":
+            each = (abs(offset) / spec.scale) ** 0.5
+            found[..., 0] = math.copysign(each, offset) if what == "key" else each
         return found
 
     def _cache(self, layer: Attention, num_blocks: int, packed: bool) -> KVCache:
@@ -279,7 +282,7 @@ class AttentionHarness(Harness):
             spec, inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch, layer.params
         )
         exact = reference.exact(out, layer.params.out_scale, torch.float64)
-        self.judge(spec, inputs.batch, (exact, lse), (expected, expected_lse), label)
+        self.judge(spec, inputs.batch, (exact, lse), (expected, expected_lse), label, inputs.offset)
 
 
 def _share(

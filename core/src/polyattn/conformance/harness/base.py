@@ -67,9 +67,13 @@ class Harness:
         found: tuple[Tensor, Tensor | None],
         expected: tuple[Tensor, Tensor],
         label: str = "",
+        offset: float = 0.0,
     ) -> None:
-        """Assert that an output and an LSE, where there is one, are within the spec's tolerance."""
-        limit = tolerance_of(spec)
+        """Assert that an output and an LSE, where there is one, are within the spec's tolerance.
+
+        `offset`: what all logits lie near.
+        """
+        limit = tolerance_of(spec, offset)
         error = output_error(found[0], expected[0])
         assert error <= limit.output, (
             f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
