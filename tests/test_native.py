@@ -281,6 +281,17 @@ def test_an_unknown_instruction_set_is_an_error_that_names_those_here(monkeypatc
 
 
 @needs_library
+def test_a_setting_of_pairs_is_0_or_1(monkeypatch):
+    monkeypatch.setenv(library.PAIRS_VARIABLE, "yes")
+    refresh()
+    try:
+        with pytest.raises(SettingsError, match="POLYATTN_CPU_PAIRS='yes': wanted 0 or 1"):
+            select(make_spec())
+    finally:
+        refresh()
+
+
+@needs_library
 def test_doctor_and_explain_say_which_instruction_set_runs(isa):
     refresh()
     try:

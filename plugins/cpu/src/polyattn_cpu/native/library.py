@@ -15,6 +15,9 @@ ABI = 4
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
 """The instruction set to use instead of the best one that the processor has."""
 
+PAIRS_VARIABLE = "POLYATTN_CPU_PAIRS"
+"""1: avx512_bf16 multiplies pairs of bfloat16 where float32 products are faster, too."""
+
 FOLDER = Path(__file__).parent
 LIBRARY = FOLDER / "kernels.lib"
 REPORT = FOLDER / "build.txt"
@@ -77,10 +80,13 @@ def isas() -> tuple[str, ...]:
 def isa() -> str:
     """Return the instruction set that runs: `POLYATTN_CPU_ISA`, or the best one.
 
-    Raises `SettingsError` where the variable names one that isn't here, and `NativeError` without
-    the library.
+    Raises `SettingsError` where the variable names one that isn't here or `POLYATTN_CPU_PAIRS` is
+    neither 0 nor 1, and `NativeError` without the library.
     """
     wanted, there = os.environ.get(ISA_VARIABLE), isas()
+    pairs = os.environ.get(PAIRS_VARIABLE)
+    if pairs not in (None, "", "0", "1"):
+        raise SettingsError(f"environment variable {PAIRS_VARIABLE}={pairs!r}: wanted 0 or 1")
     if not wanted:
         return there[0]
     if wanted not in there:
