@@ -44,8 +44,13 @@ def defined_flex(
     block_mask: BlockMask,
     scale: float,
     enable_gqa: bool,
+    kernel_options: dict[str, int] | None = None,
 ) -> Tensor:
-    """flex_attention as torch documents it: scores changed and masked, element by element."""
+    """flex_attention as torch documents it: scores changed and masked, element by element.
+
+    `kernel_options`: of a compiled kernel's, None on a CPU.
+    """
+    assert kernel_options is None
     if enable_gqa:
         each = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(each, 1) for t in (key, value))

@@ -268,25 +268,18 @@ def test_store_has_torch_s_bits(isa, stored):
 
 
 @needs_library
-def test_an_unknown_instruction_set_is_an_error_that_names_those_here(monkeypatch):
-    monkeypatch.setenv(library.ISA_VARIABLE, "avx1024")
-    says = f"POLYATTN_CPU_ISA='avx1024'.*{', '.join(library.isas())}; name one of these or unset it"
+@pytest.mark.parametrize(
+    ("variable", "value"), [(library.ISA_VARIABLE, "avx1024"), (library.PAIRS_VARIABLE, "yes")]
+)
+def test_a_wrong_setting_is_an_error_that_names_what_may_be_set(monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    wanted = "wanted 0 or 1" if value == "yes" else f".*{', '.join(library.isas())}; name one"
+    says = f"{variable}='{value}': {wanted}"
     refresh()
     try:
         with pytest.raises(SettingsError, match=says):
             select(make_spec())
         assert any(re.search(says, problem) for problem in doctoring.examine()["problems"])
-    finally:
-        refresh()
-
-
-@needs_library
-def test_a_setting_of_pairs_is_0_or_1(monkeypatch):
-    monkeypatch.setenv(library.PAIRS_VARIABLE, "yes")
-    refresh()
-    try:
-        with pytest.raises(SettingsError, match="POLYATTN_CPU_PAIRS='yes': wanted 0 or 1"):
-            select(make_spec())
     finally:
         refresh()
 

@@ -218,6 +218,8 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
     small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
     # The masks of a size that is no power of two and of a window are held at once.
     masked = power(spec.head_size) != spec.head_size and spec.sliding_window is not None
+    # So are the distances that several tokens' scores are lowered by.
+    masked = masked or (way == "few" and spec.alibi)
     return HIGH_ON_ONE if wide or tall or small or masked or spec.rope else FEW_ON_ONE
 
 
