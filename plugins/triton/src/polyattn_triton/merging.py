@@ -8,8 +8,8 @@ from polyattn.kernel import LayerSpec
 from torch import Tensor
 
 from polyattn_triton.kernels.parts import merge_kernel
-from polyattn_triton.launch import Site, merge_constants, merge_options
-from polyattn_triton.variants import SCALES
+from polyattn_triton.launch import Site, merge_options
+from polyattn_triton.variants import merging_constants
 
 if TYPE_CHECKING:
     from polyattn_triton.plan import AttentionPlan
@@ -44,12 +44,9 @@ class Merger:
         key = (plan.way, plan.rows, strides[:2], lse is None, merging.few)
         site = self._sites.get(key)
         if site is None:
-            by_token = plan.way in ("listed", "many")
-            constants = merge_constants(
-                merging, spec.gqa_ratio, spec.v_head_size, plan.rows, not by_token, by_token,
-                spec.learned_sinks, lse is not None, self.early, SCALES[spec.scales], self.summed,
-                plan.way != "many",
-            )  # fmt: skip
+            constants = merging_constants(
+                spec, merging, plan.way, plan.rows, lse is not None, self.early, self.summed
+            )
             options = merge_options(spec.v_head_size, self.early)
             site = self._sites[key] = Site(merge_kernel, strides[:2], constants, options)
         site(

@@ -25,6 +25,7 @@ from polyattn_triton.kernels.step import conv_drafts_kernel, mamba1_kernel, step
 from polyattn_triton.launch import Launcher, power
 from polyattn_triton.selective import (
     Cut,
+    Pieces,
     Selective,
     mamba1_strides,
     selective_configs,
@@ -125,18 +126,6 @@ class ScanPlan(Plan):
         """The targets and their stride by sequence; something in their place where there are none."""
         return (self.slots, 0) if self.targets is None else (self.targets, self.targets.stride(0))
 
-    def list_tiles(self, size: int, device: torch.device) -> None:
-        """List (sequence, first token) of every tile of `size` tokens."""
-        tiles = [
-            (seq, start)
-            for seq, count in enumerate(self.batch.query_lens)
-            for start in range(0, count, size)
-        ]
-        packed = torch.tensor(tiles, dtype=torch.int32).view(-1, 2).T.contiguous()
-        if device.type == "cuda":
-            packed = packed.pin_memory().to(device, non_blocking=True)
-        self.tile_seq, self.tile_start = packed
-
 
 class TritonScan(RecurrentBackend):
     """One kernel a family; decode of the matrix states is a kernel of its own."""
@@ -166,7 +155,8 @@ class TritonScan(RecurrentBackend):
         if self.spec.kind in TILES and known is not None:
             plan.tile_seq, plan.tile_start = known.tile_seq, known.tile_start
         elif self.spec.kind in TILES:
-            plan.list_tiles(TILES[self.spec.kind], self.torch_device)
+            tiles = Pieces(batch.query_lens, TILES[self.spec.kind], self.torch_device)
+            plan.tile_seq, plan.tile_start = tiles.seq, tiles.start
         if self._selective is not None:
             plan.cut = self._selective.cut(batch.query_lens) if known is None else known.cut
         return plan

@@ -12,7 +12,14 @@ from polyattn.kernel import STORAGE_DTYPES, LayerSpec
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
-from polyattn_triton.launch import launches_early, merge_rows, parts_at_once, power
+from polyattn_triton.launch import (
+    Merge,
+    launches_early,
+    merge_constants,
+    merge_rows,
+    parts_at_once,
+    power,
+)
 from polyattn_triton.turn_table import rope_constants
 
 MIN_SPLIT_KEYS = 128
@@ -156,6 +163,17 @@ def decode_constants(
         *_mask_constants(spec, lse, functions),
         split, rows, at_once, early, alike, paired, listed, way == "few", SCALES[spec.scales],
         *rope_constants(spec, turns_at),
+    )  # fmt: skip
+
+
+def merging_constants(
+    spec: LayerSpec, merge: Merge, way: str, rows: int, lse: bool, early: bool, summed: bool
+) -> tuple[Any, ...]:
+    """Return `merge_kernel`'s constants where it merges what a plan of this `way` cut, `rows` a part."""
+    of_decodes = way in ("listed", "many")
+    return merge_constants(
+        merge, spec.gqa_ratio, spec.v_head_size, rows, not of_decodes, of_decodes,
+        spec.learned_sinks, lse, early, SCALES[spec.scales], summed, way != "many",
     )  # fmt: skip
 
 

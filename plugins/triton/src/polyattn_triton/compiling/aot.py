@@ -19,12 +19,13 @@ from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.kernels.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
-from polyattn_triton.launch import Merge, launches_early, merge_constants, merge_options
+from polyattn_triton.launch import Merge, launches_early, merge_options
 from polyattn_triton.store import write_kernel
 from polyattn_triton.variants import (
     SCALES,
     decode_constants,
     list_constants,
+    merging_constants,
     part_rows,
     parts_constants,
     prefill_constants,
@@ -36,8 +37,8 @@ from polyattn_triton.variants import (
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "nvfp4": "u8"}
-MERGES = ("merge", "merge listed", "merge many")
-"""What merges the parts of tiles of rows, of decodes' stretches, and of even splits."""
+MERGES = {"merge": "pieces", "merge listed": "listed", "merge many": "many"}
+"""What merges parts, each with the way of a plan that cut them: tiles of rows, stretches, even splits."""
 OTHERS = ("paged", "paged pieces", *MERGES, "write")
 """Beside `variants.WAYS`: prefill over pages, and the kernels that merge and store."""
 SHARED = ("prefix low", "prefix high", "prefix merge")
@@ -219,13 +220,11 @@ def _compile_merge(spec: LayerSpec, arch: str, phase: str, query: str) -> Any:
     generated = Generated.of(spec)
     summed = generated is not None and not generated.softmax
     config = tile_config(spec, arch, "prefill")
-    by_token = phase != "merge"
-    height = part_rows(spec, config, few=False) if by_token else config.block_m
-    constants = merge_constants(
-        Merge(99, 1, 99), spec.gqa_ratio, spec.v_head_size, height, not by_token, by_token,
-        spec.learned_sinks, spec.needs_lse, launches_early(arch), SCALES[spec.scales], summed,
-        phase != "merge many",
-    )  # fmt: skip
+    way = MERGES[phase]
+    height = config.block_m if way == "pieces" else part_rows(spec, config, few=False)
+    constants = merging_constants(
+        spec, Merge(99, 1, 99), way, height, spec.needs_lse, launches_early(arch), summed
+    )
     out = query if spec.out_dtype == "auto" else CACHE["fp8_e4m3"]
     return compile_kernel(
         merge_kernel, {"OUT": out}, constants, arch, merge_options(spec.v_head_size, False)
