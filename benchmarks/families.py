@@ -52,7 +52,8 @@ class LatentDecode:
             page.copy_(torch.randn(page.shape, device=DEVICE))
         self.batch = Batch.from_lens([1] * count, [length] * count, table, size)
         (self.call,) = group.plan(self.batch).calls
-        self.view = self.cache.in_blocks_of(self.call.block_size)[0]
+        size = self.call.block_size or size  # None: as the cache has them
+        self.view = self.cache.in_blocks_of(size)[0]
         query = torch.randn(count, spec.num_heads, spec.head_size, device=DEVICE)
         self.query = absorb(query.bfloat16(), self.layer.weights[0])
         self.out = torch.empty_like(self.query[..., : spec.latent.rank])

@@ -1,17 +1,18 @@
 """Which of TRITON_ATTN's schedules is faster where it is behind: few KV heads, a tail, few tokens?
 
-python benchmarks/h200_ragged_tries.py --seconds 100 [--own | --merging]
+python benchmarks/h200_ragged_tries.py --seconds 100 [--own | --merging | --tall]
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from h200_ragged import MHA, K, Run, Step, measured, steps
+from h200_ragged import MHA, K, Run, Step, measured, steps, trace
 from polyattn import LayerSpec
 from polyattn_triton.configs import Pipe
 from timing import kernel_us
@@ -111,6 +112,36 @@ def by_lists(backend: Any) -> None:
     backend.spec = backend.spec.replace(graph_capture="single_token_decode")
 
 
+def tall(most: int, tallest: int) -> Callable[[Any], None]:
+    """The decode kernel serves up to `most` rows a sequence, in tiles of up to `tallest`."""
+
+    def tweak(backend: Any) -> None:
+        backend.most_few_rows, backend.tallest_few, backend.most_few_keys = most, tallest, 0
+
+    return tweak
+
+
+TALL = {
+    "by Hopper's prefill": tall(64, 64), "tiles of 32": tall(256, 32), "tiles of 64": tall(256, 64),
+    "tiles of 128": tall(256, 128),
+}  # fmt: skip
+
+
+def tall_steps(seed: int) -> list[Step]:
+    """Drafts to verify whose tokens times a group's heads are 40 to 256 rows."""
+    chance, found = random.Random(seed), []
+    for heads, kv_heads, count, each in (
+        (32, 2, 24, 5), (32, 2, 1, 5), (32, 2, 100, 8), (32, 4, 24, 12), (64, 8, 32, 12), (16, 1, 24, 5),
+        (16, 1, 8, 8), (28, 4, 64, 12), (96, 8, 12, 8), (32, 8, 24, 16), (32, 2, 24, 3), (32, 2, 24, 12),
+    ):  # fmt: skip
+        spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128)
+        for name in ("azure_conversation.csv", "mooncake_conversation.jsonl"):
+            lens = trace(name, count if name[0] == "a" else max(1, count // 6), chance)
+            said = f"{heads}/{kv_heads} heads: {len(lens)} x {each} new of {name[:5]}"
+            found.append(Step(said, spec, tuple((each, n + each) for n in lens)))
+    return found
+
+
 MERGING = {
     "as many as fit": chip(launch=0.0, round=0.0), "a round is 0.5": chip(round=0.5),
     "a round is 2": chip(round=2.0),
@@ -130,6 +161,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=100)
     parser.add_argument("--own", action="store_true", help="Hopper's own prefill in pieces alone")
     parser.add_argument("--merging", action="store_true", help="merging decodes' parts alone")
+    parser.add_argument("--tall", action="store_true", help="several tokens of large groups alone")
     options = parser.parse_args()
     end = time.monotonic() + options.seconds
     by_name = {step.name: step for step in steps(2)}
@@ -157,6 +189,8 @@ def main() -> None:
         (Step("16/16 heads: 52 x 2k", MHA, ((1, 2 * K),) * 52), TAIL),
         (Step("16/16 heads: 80 x 2k", MHA, ((1, 2 * K),) * 80), TAIL),
     ]
+    if options.tall:
+        work = [(step, TALL) for step in tall_steps(7)]
     for step, tries in work:
         if options.own and tries is not OWN:
             continue

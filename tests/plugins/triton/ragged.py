@@ -30,7 +30,7 @@ SPECS = {
     "window, sink tokens": BASE.replace(sliding_window=21, sink_tokens=3),
     "window": BASE.replace(sliding_window=60),
     "chunks": BASE.replace(chunk_size=70),
-    "soft cap, sinks": BASE.replace(logit_soft_cap=1.5, learned_sinks=True),
+    "soft cap, sinks": BASE.replace(num_heads=10, logit_soft_cap=1.5, learned_sinks=True),
     "ALiBi": BASE.replace(alibi=True),
     "not causal": BASE.replace(causal=False),
     "int8": BASE.replace(kv_cache_dtype="int8"),
@@ -44,6 +44,7 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "one long decode": [(1, 300), (1, 5), (1, 0), (1, 70)],
     "equal decodes": [(1, 290), (1, 300)],
     "few tokens": [(4, 260), (3, 3), (0, 9), (1, 1), (9, 40)],
+    "drafts": [(16, 150), (3, 3), (0, 9), (14, 40)],  # of large groups: two tiles a sequence
     "long prefill": [(20, 260), (3, 9), (0, 5)],
     "nothing": [(0, 7), (0, 0)],
 }

@@ -23,13 +23,13 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(planning, "multiprocessors", lambda device: SMS)
     monkeypatch.setattr(planning, "fitting", lambda device, needed, most: most)
 
-    def plan(heads: int, kv_heads: int, lens: list[int], **changes: Any) -> Any:
+    def plan(heads: int, kv_heads: int, lens: list[int], tokens: int = 1, **changes: Any) -> Any:
         spec = LayerSpec(num_heads=heads, num_kv_heads=kv_heads, head_size=128, **changes)
         form = CacheFormat(
             block_size=64, num_kv_heads=kv_heads, head_size=128, v_head_size=128, dtype="bfloat16"
         )
         table = torch.zeros(len(lens), -(-max(lens) // 64), dtype=torch.int32)
-        batch = Batch(list(range(len(lens) + 1)), lens, table)
+        batch = Batch(list(range(0, tokens * len(lens) + 1, tokens)), lens, table)
         return TritonAttention(spec, form, H200).plan(batch)
 
     return plan
@@ -63,6 +63,20 @@ def test_a_kernel_merges_what_a_program_would_in_several_rounds(planned: Any) ->
     plan = planned(28, 4, LONG)
     assert plan.way == "listed" and plan.merging[:2] == (66, 64) and plan.merging.parts in (43, 44)
     assert planned(28, 4, [64] * 40 + [40] * 60).merging is None  # nothing is cut
+
+
+def test_drafts_of_large_groups_are_decoded_in_several_tiles_where_keys_are_few(
+    planned: Any,
+) -> None:
+    few = planned(32, 2, [1200] * 24, 5)
+    assert few.way == "few" and few.config.block_m == 64
+    assert planned(16, 1, [30_000], 8).way == "few"
+    for lens, tokens, changes in (
+        ([1200] * 100, 8, {}),  # many keys
+        ([1200] * 24, 17, {}),  # more tokens than drafts are
+        ([1200] * 24, 5, {"graph_capture": "uniform"}),  # lengths decide nothing
+    ):
+        assert planned(32, 2, lens, tokens, **changes).way in ("prefill", "pieces")
 
 
 def test_a_captured_step_s_grid_depends_on_no_length(planned: Any) -> None:

@@ -26,3 +26,4 @@ def test_uneven_steps(name: str) -> None:
         assert "listed" in told
     elif name == "soft cap, sinks":
         assert all(way in told for way in ("listed", "split", "many", "few", "pieces"))
+        assert "drafts: few" in told

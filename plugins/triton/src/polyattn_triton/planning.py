@@ -52,10 +52,13 @@ from polyattn_triton.schedule import (
 from polyattn_triton.variants import (
     FEW_ON_ONE,
     FEW_SPLITS,
+    LONGEST_FEW,
     MANY_ON_ONE,
     MAX_SPLITS,
     MIN_SPLIT_KEYS,
+    MOST_FEW_KEYS,
     MOST_FEW_ROWS,
+    TALLEST_FEW,
     even_splits,
     leaves_tail,
     most_merged_by_one,
@@ -91,7 +94,8 @@ class PlannedAttention(AttentionBackend):
         self.generated = Generated.of(spec)
         self.hopper = hopper_prefill(spec, arch, self.torch_device, self.generated)
         self.early = launches_early(arch)
-        self.rates, self.most_few_rows = RATES, MOST_FEW_ROWS
+        self.rates, self.most_few_rows, self.tallest_few = RATES, MOST_FEW_ROWS, TALLEST_FEW
+        self.most_few_keys = MOST_FEW_KEYS
         # The fewest keys of one of several blocks that share a sequence; 0: none share one.
         asked = current_settings().multi_block
         self.least_split = MIN_SPLIT_KEYS if asked is None else asked
@@ -131,10 +135,9 @@ class PlannedAttention(AttentionBackend):
         table = batch.block_table
         if table is not None:
             plan.table = (table.stride(0), table.shape[1] - 1)
-        rows = batch.max_query_len * self.spec.gqa_ratio
         if table is not None and batch.all_decode and not batch.num_contexts and lister is None:
             self._plan_decode(plan, before)
-        elif table is not None and rows <= self.most_few_rows and not batch.num_contexts:
+        elif table is not None and not batch.num_contexts and self._are_few(batch):
             self._plan_few(plan, before, lister)
         elif batch.num_contexts or (batch.lens_are_bounds and self.spec.graph_capture):
             self._plan_captured(plan, before)
@@ -222,10 +225,25 @@ class PlannedAttention(AttentionBackend):
         keys = -(-longest // self.few_config.block_n)
         return self.chip.splits(most, keys, batch.num_seqs, self.by_one)
 
+    def _are_few(self, batch: Batch) -> bool:
+        """Whether the decode kernel serves a step's queries: in one tile each, in several over few keys.
+
+        What a captured graph runs doesn't follow from lengths.
+        """
+        group = self.spec.gqa_ratio
+        if batch.max_query_len * group <= self.most_few_rows:
+            return True
+        bound = self.spec.graph_capture or self.spec.length_bounds
+        if bound or batch.max_query_len > LONGEST_FEW:
+            return False
+        tiles = -(-batch.host_query_lens * group // self.tallest_few)
+        read = int(tiles @ batch.host_lens) * self.spec.num_kv_heads
+        return read <= self.most_few_keys * self.num_sms
+
     def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:
         """Tiles as high as the longest query needs, by stretches; whose keys are listed by prefill."""
         spec = self.spec
-        rows = plan.batch.max_query_len * spec.gqa_ratio
+        rows = min(plan.batch.max_query_len * spec.gqa_ratio, self.tallest_few)
         plan.config = tile_config(spec, self.device.arch, "few", rows)
         if lister is not None:
             self._plan_tiles(plan, before, lister, cut=True)
