@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, Role, select
+from polyattn.errors import SelectionError
 from rows import Rows
 from timing import kernel_us
 from torch import Tensor
@@ -55,7 +56,10 @@ def rows_in_float64(query: Tensor, key: Tensor, value: Tensor, scale: float) -> 
 def measure(
     spec: LayerSpec, pairs: list[tuple[int, int]], backend: str, device: str
 ) -> dict[str, Any]:
-    layer = Attention(LayerGroup(select(spec, device, backend=backend, verify=False)))
+    try:
+        layer = Attention(LayerGroup(select(spec, device, backend=backend, verify=False)))
+    except SelectionError as error:
+        return {"refused": " ".join(str(error).split())[:160]}
     queries, lens = ([p[i] for p in pairs] for i in (0, 1))
     batch = Batch.from_lens(queries, lens, device=device)
     generator = torch.Generator(device).manual_seed(0)

@@ -8,7 +8,7 @@
   (bar: 1.4), `nan_leaks` whether a packed neighbour's NaN reaches a prompt's last tile.
 - `triton`: TRITON_ATTN's prefill over the same e4m3 inputs, multiplied in e4m3 and in float16, beside
   bf16's by the portable kernel and by Hopper's own.
-- `fa2`: FLASH_ATTN claimed as captured, in this process alone: 200 replays of four layers (bits beside
+- `fa2`: FLASH_ATTN captured: 200 replays of four layers (bits beside
   the padded eager step, allocations, device time beside its own calls), and the kit's captured cases.
   The driver assembles its kernels first, for a minute or more; `h200_fa2_warm.py --one bfloat16 128 True
   True` has it do so beforehand, on one core and next to nothing of the GPU, with the same
@@ -23,12 +23,9 @@ Device times with a cold L2 (`timing.py`), medians. Without a GPU the sections s
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from h200_serving import DEVICE, SPEC, Row, _graph, _kit, guarded, main
@@ -37,10 +34,8 @@ from polyattn.checking.compare import output_error
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.registry.devices import resolve_device
-from polyattn.registry.discovery import discover, refresh
-from polyattn.registry.info import BackendInfo
+from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
-from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LatentSpec
 from polyattn.tools.cli.benching import Step
 
@@ -182,36 +177,15 @@ def _triton(count: int, tokens: int, size: int) -> Row:
     return row
 
 
-@contextlib.contextmanager
-def claimed(module: str, name: str, capture: GraphCapture) -> Iterator[None]:
-    """Let a backend claim captured steps in this process: what next to nobody may rely on yet."""
-    hooks = importlib.import_module(module)
-    info: BackendInfo = getattr(hooks, name)
-    builds = tuple(
-        replace(build, capabilities=replace(build.capabilities, graph_capture=capture))
-        for build in info.variants
-    )
-    setattr(hooks, name, replace(
-        info, variants=builds, capabilities=replace(info.capabilities, graph_capture=capture)
-    ))  # fmt: skip
-    refresh()
-    try:
-        yield
-    finally:
-        setattr(hooks, name, info)
-        refresh()
-
-
 def fa2_section(seconds: float) -> list[Row]:
-    with claimed("polyattn_cuda.hooks", "FLASH_ATTN", GraphCapture.UNIFORM):
-        plain = SPEC.replace(graph_capture="uniform")
-        return within(
-            seconds,
-            [
-                ("graph FLASH_ATTN", lambda: _graph(plain, "FLASH_ATTN")),
-                ("FLASH_ATTN's captured cases", _captured_cases),
-            ],
-        )
+    plain = SPEC.replace(graph_capture="uniform")
+    return within(
+        seconds,
+        [
+            ("graph FLASH_ATTN", lambda: _graph(plain, "FLASH_ATTN")),
+            ("FLASH_ATTN's captured cases", _captured_cases),
+        ],
+    )
 
 
 def _captured_cases() -> Row:

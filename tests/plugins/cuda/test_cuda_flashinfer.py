@@ -131,7 +131,12 @@ def test_a_captured_steps_buffers_are_refilled(fakes: None) -> None:
     step = paged_batch(form, [1, 1], [9, 30], list(range(16)))
     replayed = backend.plan(step, captured)
     assert replayed.lease is captured.lease
-    assert captured.lease.wrapper.planned["last_page_len"].tolist() == [1, 6]
+    planned = captured.lease.wrapper.planned
+    assert planned["last_page_len"].tolist() == [1, 6]
+    # Pages are gathered where the capture's were: a replay allocates none.
+    table = step.block_table
+    assert planned["indices"].tolist() == [*table[0, :2].tolist(), *table[1, :4].tolist()]
+    assert captured.lease.room.pages[:6].tolist() == planned["indices"].tolist()
     aside = backend.plan(step)  # an eager step of this size beside it
     assert aside.lease is not captured.lease
 

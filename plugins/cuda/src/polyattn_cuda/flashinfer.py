@@ -30,7 +30,7 @@ from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
-from polyattn_cuda.paging import PackedKeys, page_lists
+from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
 from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
 
 SHORT = 16
@@ -164,15 +164,15 @@ class FlashInferAttention(AttentionBackend):
         """Plan decodes; where graphs are captured, in buffers of the wrapper's own."""
         spec, batch, cache = self.spec, plan.batch, self.cache
         assert cache is not None
-        indptr, indices, last = page_lists(batch, cache.block_size)
         if reuse is not None:
             assert isinstance(reuse, FlashInferPlan)
             plan.lease = reuse.lease
         elif spec.graph_capture:
             kind = ("decode", batch.num_seqs)
-            plan.lease = self.pool.lease(plan, kind, max(1, len(indices)))
+            plan.lease = self.pool.lease(plan, kind, max(1, num_pages(batch, cache.block_size)))
         else:
             plan.lease = self.pool.lease(plan, "decode")
+        indptr, indices, last = page_lists(batch, cache.block_size, plan.lease.room)
         plan.lease.plan(
             indptr, indices, last, spec.num_heads, spec.num_kv_heads, spec.head_size,
             cache.block_size, **self.options,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
-from polyattn_cuda.paging import page_lists
+from polyattn_cuda.paging import num_pages, page_lists
 from polyattn_cuda.workspaces import workspace, zeroed_workspace
 
 
@@ -69,15 +69,15 @@ class FlashInferMLA(LatentAdapter):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> WrapperPlan:
         spec, cache, plan = self.spec, self.cache, WrapperPlan(batch)
         assert cache is not None
-        indptr, indices, _ = page_lists(batch, cache.block_size)
         if reuse is not None:
             assert isinstance(reuse, WrapperPlan)
             plan.lease = reuse.lease
         elif spec.graph_capture:
             kind = ("captured", batch.num_seqs)
-            plan.lease = self.pool.lease(plan, kind, max(1, len(indices)))
+            plan.lease = self.pool.lease(plan, kind, max(1, num_pages(batch, cache.block_size)))
         else:
             plan.lease = self.pool.lease(plan, "eager")
+        indptr, indices, _ = page_lists(batch, cache.block_size, plan.lease.room)
         dtype = STORAGE_DTYPES[spec.dtype]
         stored = torch.float8_e4m3fn if cache.item_bytes == 1 else dtype
         plan.lease.plan(

@@ -9,17 +9,23 @@ from typing import Any
 import torch
 from polyattn.kernel import Plan
 
+from polyattn_cuda.paging import Room
+
 MOST_IDLE = 32
 """Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
 
 
 class Lease:
-    """A wrapper that one plan has for itself; `capacity`: pages that its own buffers hold."""
+    """A wrapper that one plan has for itself; `capacity`: pages that its own buffers hold.
 
-    __slots__ = ("capacity", "copied", "wrapper")
+    `room`: where a captured step's pages are gathered.
+    """
+
+    __slots__ = ("capacity", "copied", "room", "wrapper")
 
     def __init__(self, wrapper: Any, capacity: int, device: torch.device):
         self.wrapper, self.capacity = wrapper, capacity
+        self.room = Room.of(capacity, device) if capacity else None
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @property

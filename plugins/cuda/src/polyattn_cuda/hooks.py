@@ -66,6 +66,7 @@ FLASH_ATTN = BackendInfo.of_variants(
             block_sizes=multiples(16),
             features=MASKS | {"logit_soft_cap", "alibi", "lse"},
             excludes=FA2_ALIBI,
+            graph_capture=GraphCapture.UNIFORM,
         ),
     ),
     Variant(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +28,34 @@ def upload(values: np.ndarray, device: torch.device, into: Tensor | None = None)
     return host.to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def page_lists(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
+class Room(NamedTuple):
+    """Device buffers that pages are gathered through, so that a captured step's replay allocates none.
+
+    `places` int64, `pages` int32, both (capacity,).
+    """
+
+    places: Tensor
+    pages: Tensor
+
+    @classmethod
+    def of(cls, capacity: int, device: torch.device) -> Room:
+        """Allocate for so many pages."""
+        found = (torch.empty(capacity, dtype=d, device=device) for d in (torch.int64, torch.int32))
+        return cls(*found)
+
+
+def num_pages(batch: Batch, block_size: int) -> int:
+    """Return how many pages the step's sequences have together."""
+    return sum(-(-n // block_size) for n in batch.lens)
+
+
+def page_lists(
+    batch: Batch, block_size: int, room: Room | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return CSR pages: (indptr int32, last page's length int32) on the host, indices on the device.
 
-    Order: indptr (num_seqs + 1,), indices (pages,), last_page_len (num_seqs,).
+    Order: indptr (num_seqs + 1,), indices (pages,), last_page_len (num_seqs,). `room`: where the
+    indices are to lie.
     """
     assert batch.block_table is not None
     lens = np.asarray(batch.lens, dtype=np.int64)
@@ -38,8 +63,19 @@ def page_lists(batch: Batch, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     indptr = np.concatenate([[0], pages.cumsum()]).astype(np.int32)
     last = np.where(pages > 0, lens - (pages - 1) * block_size, 0).astype(np.int32)
     row, column = ragged(pages)
-    at = upload(np.stack([row, column]), batch.device)
-    return torch.from_numpy(indptr), batch.block_table[at[0], at[1]], torch.from_numpy(last)
+    table = batch.block_table
+    stride, count = table.stride(0), len(row)
+    places = row * stride + column
+    # The table as it lies, rows and what is between them: one index a page, not two.
+    flat = table.as_strided(
+        (stride * (len(table) - 1) + table.shape[1] if len(table) else 0,), (1,)
+    )
+    if room is None:
+        indices = flat[upload(places, batch.device)]
+    else:
+        at = upload(places, batch.device, room.places[:count])
+        indices = torch.index_select(flat, 0, at, out=room.pages[:count])
+    return torch.from_numpy(indptr), indices, torch.from_numpy(last)
 
 
 class PackedKeys:
