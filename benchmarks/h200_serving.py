@@ -165,7 +165,7 @@ def _overhead(model: Model, graphs: StepGraphs) -> dict[int, float]:
     return found
 
 
-def over_own(model: Model, graph: Any) -> float:
+def over_own(model: Any, graph: Any) -> float:
     """Return by how much a replay of what was planned last takes longer than its own calls."""
     from timing import kernel_us
 
