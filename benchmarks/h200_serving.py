@@ -165,11 +165,14 @@ def _overhead(model: Model, graphs: StepGraphs) -> dict[int, float]:
     return found
 
 
-def over_own(model: Any, graph: Any) -> float:
-    """Return by how much a replay of what was planned last takes longer than its own calls."""
+def over_own(model: Any, graph: Any, plan: Any = None) -> float:
+    """Return by how much a replay of what was planned last takes longer than its own calls.
+
+    `plan`: the calls', where the replay's has something left from the capture.
+    """
     from timing import kernel_us
 
-    plan = graph.plans[model.group]
+    plan = plan or graph.plans[model.group]
     own = torch.cuda.CUDAGraph()
     model.own_calls(plan, **graph.inputs)
     with torch.cuda.graph(own):

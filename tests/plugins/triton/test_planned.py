@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.kernel import CacheFormat
+from polyattn.kernel import CacheFormat, LatentSpec
 
 pytest.importorskip("triton")
 H200 = Device(platform="cuda", arch="sm_90", torch_device="cpu")
@@ -83,6 +83,26 @@ def test_a_captured_step_s_grid_depends_on_no_length(planned: Any) -> None:
     captured = {"graph_capture": "single_token_decode"}
     grids = {planned(16, 2, lens, **captured).grid for lens in (LONG, [64] * 64, [4096] * 64)}
     assert grids == {(3 * SMS // 2, 2, 1)}
+
+
+def test_a_captured_step_over_latents_merges_alike_whatever_the_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """How many parts are merged at once is the order of a sum: a replay has the eager step's bits."""
+    from polyattn_triton import mla
+
+    monkeypatch.setattr(mla, "multiprocessors", lambda device: SMS)
+    monkeypatch.setattr(mla, "fitting", lambda device, needed, most: most)
+    spec = LayerSpec(
+        kind="mla", num_heads=64, head_size=192, v_head_size=128, graph_capture="single_token_decode",
+        latent=LatentSpec(rank=512, rope_head_size=64),
+    )  # fmt: skip
+    backend = mla.TritonMLA(spec, None, H200)
+    merged = set()
+    for lens in (LONG, [64] * 64, [4096] * 64):
+        table = torch.zeros(64, 2048, dtype=torch.int32)
+        merged.add(backend.plan(Batch(list(range(65)), lens, table)).merging)
+    assert len(merged) == 1
 
 
 def test_the_multi_block_threshold_is_a_setting(

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from polyattn.kernel import (
+    Batch,
     CacheFormat,
     Device,
     KVCache,
@@ -18,14 +19,41 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
+from polyattn_cuda.flash_attn_v3 import MAX_SPLITS
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
 from polyattn_cuda.providers import vllm_library
 
+TILE_HEADS = 64
+"""Heads of a token that one of its programs takes."""
+
+
+class SplitPlan(LatentPlan):
+    """Into how many parts each sequence's keys are split; 0: the library decides by the lengths."""
+
+    __slots__ = ("splits",)
+
+    splits: int
+
 
 class FlashAttentionMLA(LatentAdapter):
-    """A packed ragged batch over pages, causal."""
+    """A packed ragged batch over pages, causal; how far keys are split is fixed in captured steps."""
 
     name: ClassVar[str] = "FLASH_ATTN_MLA"
+
+    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
+        super().__init__(spec, cache, device)
+        self.num_sms = 0
+        if spec.graph_capture:
+            facts = torch.cuda.get_device_properties(self.torch_device)
+            self.num_sms = facts.multi_processor_count
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> SplitPlan:
+        plan = SplitPlan(batch, reuse)
+        plan.splits = 0
+        if self.num_sms:
+            tiles = max(1, batch.num_tokens * -(-self.spec.num_heads // TILE_HEADS))
+            plan.splits = min(MAX_SPLITS, max(1, self.num_sms // tiles))
+        return plan
 
     def run(
         self,
@@ -38,7 +66,7 @@ class FlashAttentionMLA(LatentAdapter):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        assert isinstance(plan, LatentPlan) and cache is not None
+        assert isinstance(plan, SplitPlan) and cache is not None
         latent, rope = query[..., : self.rank], query[..., self.rank :]
         rope_keys = cache.key[..., self.rank :]
         store_lse(lse, self.attend(plan, rope, latent, rope_keys, cache.value, out))
@@ -47,7 +75,7 @@ class FlashAttentionMLA(LatentAdapter):
     @abstractmethod
     def attend(
         self,
-        plan: LatentPlan,
+        plan: SplitPlan,
         rope: Tensor,
         latent: Tensor,
         rope_keys: Tensor,
@@ -66,7 +94,7 @@ class VllmFlashAttentionMLA(FlashAttentionMLA):
 
     def attend(
         self,
-        plan: LatentPlan,
+        plan: SplitPlan,
         rope: Tensor,
         latent: Tensor,
         rope_keys: Tensor,
@@ -78,7 +106,7 @@ class VllmFlashAttentionMLA(FlashAttentionMLA):
             rope, rope_keys, latents, None, None, latent, out, batch.query_start_loc, None, None,
             None, batch.seq_lens, batch.max_query_len, batch.max_seq_len, batch.block_table, None,
             None, None, None, None, None, None, None, self.spec.scale, True, -1, -1, 0.0, True,
-            None, 0, None, 0, None, 1, 0, None,
+            None, plan.splits, None, 0, None, 1, 0, None,
         )[1]  # fmt: skip
 
 
@@ -87,7 +115,7 @@ class UpstreamFlashAttentionMLA(FlashAttentionMLA):
 
     def attend(
         self,
-        plan: LatentPlan,
+        plan: SplitPlan,
         rope: Tensor,
         latent: Tensor,
         rope_keys: Tensor,
@@ -101,7 +129,7 @@ class UpstreamFlashAttentionMLA(FlashAttentionMLA):
             rope, rope_keys, latents, qv=latent, cache_seqlens=batch.seq_lens,
             page_table=batch.block_table, cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len, softmax_scale=self.spec.scale, causal=True,
-            return_softmax_lse=True,
+            num_splits=plan.splits, return_softmax_lse=True,
         )  # fmt: skip
         out.copy_(found)
         return lse  # type: ignore[no-any-return]

@@ -67,7 +67,9 @@ class FlashInferPlan(Plan):
 
     def __init__(self, batch: Batch, causal: bool, origin: Plan | None = None):
         super().__init__(batch)
-        self.empty, self.keys, self.origin = empty_rows(batch, causal), None, origin
+        assert origin is None or isinstance(origin, FlashInferPlan)
+        self.empty: Tensor | None = empty_rows(batch, causal) if origin is None else origin.empty
+        self.keys, self.origin = None, origin
         # By a layer's own inputs, what its functions are given.
         self.given: dict[Any, tuple[Any, ...]] = {}
 

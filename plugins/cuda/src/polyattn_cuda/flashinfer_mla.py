@@ -67,7 +67,7 @@ class FlashInferMLA(LatentAdapter):
         self.plan(Batch([0, 1], [1], table, device=self.torch_device))
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> WrapperPlan:
-        spec, cache, plan = self.spec, self.cache, WrapperPlan(batch)
+        spec, cache, plan = self.spec, self.cache, WrapperPlan(batch, reuse)
         assert cache is not None
         if reuse is not None:
             assert isinstance(reuse, WrapperPlan)

@@ -32,8 +32,8 @@ class FlashMLAPlan(LatentPlan):
 
     __slots__ = ("_schedules", "rows")
 
-    def __init__(self, batch: Batch):
-        super().__init__(batch)
+    def __init__(self, batch: Batch, reuse: Plan | None = None):
+        super().__init__(batch, reuse)
         self.rows = UniformRows(batch)
         self._schedules: dict[bool, Any] = {}
 
@@ -57,7 +57,7 @@ class FlashMLA(LatentAdapter):
     name: ClassVar[str] = "FLASHMLA"
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> FlashMLAPlan:
-        return FlashMLAPlan(batch)
+        return FlashMLAPlan(batch, reuse)
 
     def run(
         self,

@@ -19,13 +19,14 @@ from torch import Tensor
 
 
 class LatentPlan(Plan):
-    """Which tokens see no key."""
+    """Which tokens see no key; of a captured step the capture says."""
 
     __slots__ = ("empty",)
 
-    def __init__(self, batch: Batch):
+    def __init__(self, batch: Batch, reuse: Plan | None = None):
         super().__init__(batch)
-        self.empty: Tensor | None = empty_rows(batch)
+        known = reuse.empty if isinstance(reuse, LatentPlan) else empty_rows(batch)
+        self.empty: Tensor | None = known
 
 
 class LatentAdapter(AttentionBackend):
@@ -38,4 +39,4 @@ class LatentAdapter(AttentionBackend):
         self.torch_device = torch.device(str(device.torch_device))
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        return LatentPlan(batch)
+        return LatentPlan(batch, reuse)

@@ -141,11 +141,11 @@ class Kernels:
             )
         self.workspace.reserve(max_parts(programs) * self.config.block_h, self.rank, 0)
         dealt = stretches(Line.of(tiles.keys, self.rates.item), programs, self.rates)
-        # A captured graph's grid serves later steps, whatever tiles these have.
-        shown = programs if self.spec.graph_capture else count
+        # A captured graph's grid serves later steps, whatever tiles and parts these have.
+        cut = (programs, programs) if self.spec.graph_capture else (count, dealt.parts)
         return LatentPlan(
             batch, Way(True, few), programs, to_device(dealt.work(tiles), self.torch_device, before),
-            Merge(programs, shown, dealt.parts),
+            Merge(programs, *cut),
         )  # fmt: skip
 
     def launch(

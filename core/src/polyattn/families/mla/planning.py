@@ -95,13 +95,19 @@ class LatentStep(StepPlan):
             rows: Any = slice(None) if call.rows is None else call.rows
             taken = query[rows]
             given = taken if weights is None else absorb(taken, weights[0])
-            found = query.new_empty(*given.shape[:2], cache.value.shape[3])
-            found_lse = None if lse is None else lse.new_empty(given.shape[:2])
             view = call.view(cache)
+            # Straight to the caller's, where that is what a backend writes: dense and all rows.
+            whole = weights is None and call.rows is None and out.is_contiguous()
+            found, found_lse = out, lse
+            if not whole:
+                found = query.new_empty(*given.shape[:2], cache.value.shape[3])
+                found_lse = None if lse is None else lse.new_empty(given.shape[:2])
             if slots is None:
                 call.backend.run(call.plan, given, None, None, view, params, found, found_lse)
             else:
                 call.backend.run(call.plan, given, slots[rows], view, params, found, found_lse)
+            if whole:
+                continue
             out[rows] = found if weights is None else project(found, weights[1])
             if lse is not None and found_lse is not None:
                 lse[rows] = found_lse
