@@ -29,11 +29,11 @@ E4M3 = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, kv_cache_dtype="fp
 @pytest.mark.parametrize(
     "name",
     [
-        "e4m3",
         "e4m3, heads apart, window",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
+                "e4m3",
                 "e5m2, blocks of 1",
                 "e5m2, blocks of 64, window",
                 "int8, not causal",
