@@ -1,6 +1,6 @@
 """8 bits and captures that no device has shown yet, on one GPU.
 
-    python benchmarks/h200_fp8.py [--out FILE.json] [--only prefill,triton,fa2,latents,kit] [--seconds 60]
+    python benchmarks/h200_fp8.py [--out FILE.json] [--only widened,prefill,...] [--seconds 60]
 
 - `prefill`: what FlashAttention-3's prefill in e4m3 takes apart: rounding bf16 queries, the library's
   kernel alone over pages of 64 tokens and over packed keys, our call around it; bf16 the same ways. At
@@ -8,6 +8,10 @@
   (bar: 1.4), `nan_leaks` whether a packed neighbour's NaN reaches a prompt's last tile.
 - `triton`: TRITON_ATTN's prefill over the same e4m3 inputs, multiplied in e4m3 and in float16, beside
   bf16's by the portable kernel and by Hopper's own.
+- `widened`: TRITON_ATTN's prefill over an e4m3 cache by 16-bit copies for Hopper's own kernel
+  (`h200_widened.py`), the copying alone, the portable kernel, and a bf16 cache. Checked against float64
+  with NaN in all of the cache that no query sees; where lengths end within a page and with a window too.
+- `widened_kit`: the kit's cases of 8-bit caches with every step copied that can be, however short.
 - `fa2`: FLASH_ATTN captured: 200 replays of four layers (bits beside
   the padded eager step, allocations, device time beside its own calls), and the kit's captured cases.
   The driver assembles its kernels first, for a minute or more; `h200_fa2_warm.py --one bfloat16 128 True
@@ -29,6 +33,7 @@ from collections.abc import Callable
 
 import torch
 from h200_serving import DEVICE, SPEC, Row, _graph, _kit, guarded, main
+from h200_widened import Widened, compile_side_by_side, every_step, steps
 from polyattn import LayerSpec, select
 from polyattn.checking.compare import output_error
 from polyattn.conformance.checks.table import run_case
@@ -177,6 +182,56 @@ def _triton(count: int, tokens: int, size: int) -> Row:
     return row
 
 
+def widened_section(seconds: float) -> list[Row]:
+    """Compile everything first; then check and time, step by step."""
+    made: dict[str, Widened] = {}
+
+    def compiled() -> Row:
+        made.update(steps(DEVICE))
+        return {"kernels": compile_side_by_side(made)}
+
+    rows = [guarded("compiled side by side", compiled)]
+    calls = [(name, lambda step=step: _widened(step)) for name, step in reversed(made.items())]
+    return rows + within(seconds, calls)
+
+
+def _widened(step: Widened) -> Row:
+    from timing import kernel_us
+
+    row = step.checked()
+    if max(step.lens[1]) % 16 == 0:
+        row |= {f"{name}_us": kernel_us(call, 8) for name, call in step.ways().items()}
+        row["faster"] = row["portable_us"] / row["widened_us"]
+        row["copying_gb_per_s"] = (
+            6 * row["copied"] * step.spec.num_kv_heads * 128 / row["copying_us"] / 1e3
+        )
+    return row
+
+
+def widened_kit_section(seconds: float) -> list[Row]:
+    return [guarded("kit, copied", lambda: _widened_kit(seconds))]
+
+
+def _widened_kit(seconds: float) -> Row:
+    device, info = resolve_device(str(DEVICE)), discover().backend("TRITON_ATTN")
+    cases = [
+        case for case in derive(info, device)
+        if case.spec.stored_dtype in ("fp8_e4m3", "fp8_e5m2", "int8") and case.batch != "decode"
+    ]  # fmt: skip
+    end, row = time.monotonic() + seconds, {"cases": len(cases), "copied": 0, "ran": 0, "wrong": []}
+    for case in cases:
+        if time.monotonic() > end:
+            break
+        with every_step() as copied:
+            try:
+                run_case(case, info.name, device, 5, budget=1.0)
+            except Exception as error:  # one case must not end the others
+                row["wrong"].append(f"{case.id}: {type(error).__name__}: {str(error)[:200]}")
+        row["ran"] += 1
+        row["copied"] += bool(copied)
+    return row
+
+
 def fa2_section(seconds: float) -> list[Row]:
     plain = SPEC.replace(graph_capture="uniform")
     return within(
@@ -256,7 +311,8 @@ def kit_section(seconds: float) -> list[Row]:
 
 SECTIONS = {
     "prefill": prefill_section, "triton": triton_section, "fa2": fa2_section,
-    "latents": latents_section, "kit": kit_section,
+    "latents": latents_section, "kit": kit_section, "widened": widened_section,
+    "widened_kit": widened_kit_section,
 }  # fmt: skip
 
 if __name__ == "__main__":

@@ -11,17 +11,16 @@ import pytest
 pytest.importorskip("triton")
 import numpy as np
 import torch
-from polyattn import Batch, Device, LayerSpec
-from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn import Batch, LayerSpec
+from polyattn.kernel import KVCache, LayerParams
 from polyattn_triton import attention, planning
-from polyattn_triton.attention import TritonAttention
 from polyattn_triton.compiling import warm_up as compiling
 from polyattn_triton.configs import HOPPER
 from polyattn_triton.hopper import choice as hopper
-from polyattn_triton.hopper import prefill as prefill_hopper
 from polyattn_triton.hopper.choice import HopperPrefill, box_rows, hopper_config
 from polyattn_triton.hopper.descriptors import described
 from polyattn_triton.schedule import fullest, max_parts
+from pretending import pretended
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 PLAIN = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
@@ -35,7 +34,7 @@ ODD: dict[str, dict[str, Any]] = {
     "size 96": {"head_size": 96},
     "values of another size": {"v_head_size": 64},
     "float32": {"dtype": "float32"},
-    "e4m3 cache": {"kv_cache_dtype": "fp8_e4m3"},
+    "cache of 4 bits": {"kv_cache_dtype": "nvfp4"},
     "scales in tensors": {"kv_cache_dtype": "fp8_e4m3", "scales": "tensor"},
 }
 
@@ -117,36 +116,6 @@ def test_what_a_descriptor_cannot_say() -> None:
     assert described(kept.as_strided((5, 16, 4, 8), (512, 36, 8, 1)), 16) is None  # token's
     assert described(kept.as_strided((5, 16, 4, 4), (512, 32, 8, 2)), 16) is None  # elements apart
     assert described(kept[:0], 16) is None
-
-
-def pretended(
-    monkeypatch: pytest.MonkeyPatch, spec: LayerSpec
-) -> tuple[TritonAttention, list[dict[str, Any]]]:
-    """A backend that takes this machine for an H200, and what it launches."""
-    launched: list[dict[str, Any]] = []
-
-    class Kernel:
-        arg_names = prefill_hopper.prefill_hopper_kernel.arg_names
-
-        def __getitem__(self, grid: Any) -> Any:
-            def launch(*given: Any, **options: Any) -> None:
-                named = dict(zip(self.arg_names, given, strict=True))
-                launched.append(named | {"grid": grid, "options": options})
-
-            return launch
-
-    monkeypatch.setattr(hopper, "prefill_hopper_kernel", Kernel())
-    monkeypatch.setattr(
-        planning, "hopper_prefill",
-        lambda spec, arch, _, own: HopperPrefill(spec, hopper_config(spec, arch), 132, 35 << 20, own),
-    )  # fmt: skip
-    form = CacheFormat(
-        block_size=16, num_kv_heads=spec.num_kv_heads, head_size=spec.head_size,
-        v_head_size=spec.v_head_size, dtype=spec.dtype,
-    )  # fmt: skip
-    backend = TritonAttention(spec, form, Device("cuda", "sm_90", torch_device="cpu"))
-    backend.num_sms = 132
-    return backend, launched
 
 
 @pytest.mark.parametrize(

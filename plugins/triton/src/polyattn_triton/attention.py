@@ -123,8 +123,10 @@ class TritonAttention(PlannedAttention):
     ) -> AttentionPlan:
         """Attend; returns the plan that ran."""
         none = self._none
-        packed = plan.fresh and (
-            cache is None or (cache.key.dtype == query.dtype and key is not None)
+        packed = (
+            plan.fresh
+            and plan.widening is None
+            and (cache is None or (cache.key.dtype == query.dtype and key is not None))
         )
         if packed:
             cache = None

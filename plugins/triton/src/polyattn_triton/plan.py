@@ -8,6 +8,7 @@ from polyattn.kernel import Batch, Plan
 from torch import Tensor
 
 from polyattn_triton.configs import Config
+from polyattn_triton.hopper.widening import Widening
 from polyattn_triton.launch import Kept, Merge
 
 
@@ -18,13 +19,14 @@ class AttentionPlan(Plan):
     do, that merges parts; None: there are none for it. `variant`: what of all this a compiled kernel
     depends on. `table`: the block table's stride and last column. `fresh`: all keys are the step's own.
     `at_once`: KV heads that Hopper's own prefill goes through at a time; 0: the portable kernel runs.
+    `widening`: which cached tokens it is given in 16 bits; None: it reads what there is.
     `portable`: the plan for that one, once tensors needed it. `lists`: of each tile of rows the key tiles
     that a mask shows (`tile_lists`). `chosen`: the batch is over chosen pages, and needs no mask.
     """
 
     __slots__ = (
         "at_once", "chosen", "config", "fresh", "grid", "inputs", "kept", "lists", "merging",
-        "portable", "rows", "splits", "table", "variant", "way", "work",
+        "portable", "rows", "splits", "table", "variant", "way", "widening", "work",
     )  # fmt: skip
 
     def __init__(self, batch: Batch, work: Tensor):
@@ -42,3 +44,4 @@ class AttentionPlan(Plan):
         self.chosen = False
         self.at_once = 0
         self.portable: AttentionPlan | None = None
+        self.widening: Widening | None = None

@@ -147,6 +147,8 @@ class PlannedAttention(AttentionBackend):
         table = table if table is not None else none
         if plan.way in ("prefill", "pieces"):
             keys = self._key_starts(batch) if plan.fresh else none
+            if plan.widening is not None:
+                keys = plan.widening.origins
             plan.kept = Kept(
                 space.parts, space.part_lse, table, batch.seq_lens, starts, keys, plan.work
             )
@@ -265,7 +267,7 @@ class PlannedAttention(AttentionBackend):
         exact = not bounded and batch.lens == batch.query_lens
         plan.fresh = batch.block_table is None or exact
         hopper = None if portable or uncut or bounded else self.hopper
-        if hopper is not None and hopper.takes(self.spec_of(batch), plan.fresh):
+        if hopper is not None and hopper.takes(plan, self.spec_of(batch)):
             plan.config, plan.at_once = hopper.config, hopper.heads
         else:
             plan.config = self.prefill_config if plan.fresh else self.paged_config

@@ -12,6 +12,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
+from polyattn_triton.hopper.widening import copy_constants
 from polyattn_triton.kernels.decode import decode_kernel
 from polyattn_triton.kernels.four_bit_store import four_bit_constants, write_four_kernel
 from polyattn_triton.kernels.parts import merge_kernel
@@ -19,6 +20,7 @@ from polyattn_triton.kernels.prefill import prefill_kernel
 from polyattn_triton.kernels.prefix import merge_parts_kernel, prefix_kernel
 from polyattn_triton.kernels.rotated_store import rotate_constants, rotate_store_kernel
 from polyattn_triton.kernels.tile_lists import list_kernel
+from polyattn_triton.kernels.widen import widen_kernel
 from polyattn_triton.launch import Merge, launches_early, merge_options
 from polyattn_triton.store import write_kernel
 from polyattn_triton.variants import (
@@ -191,6 +193,14 @@ def compile_hopper(spec: LayerSpec, block_size: int, split: bool) -> Any:
     )
 
 
+def compile_widening(spec: LayerSpec, block_size: int) -> Any:
+    """Compile what copies an 8-bit cache's tokens for Hopper's own prefill."""
+    query, cached = ELEMENT[spec.dtype], CACHE[spec.kv_cache_dtype]
+    pointers = {"K": cached, "V": cached, "K_OUT": query, "V_OUT": query}
+    constants = copy_constants(spec.head_size, block_size, spec.sliding_window or 0)
+    return compile_kernel(widen_kernel, pointers, constants, "sm_90", {"num_warps": 4})
+
+
 def _compile_small(
     spec: LayerSpec,
     arch: str,
@@ -248,10 +258,10 @@ def _compile_rotation(spec: LayerSpec, arch: str, query: str, cached: str, block
 
 FREE = {
     "lse_t", "bt_s", "tiles", "bt_end", "table_s", "splits", "width", "count", "skip", "st_k", "st_v",
-    "programs", "by_tile", "piece_tokens", "bounds", "part_rows", "parts", "listed",
+    "programs", "by_tile", "piece_tokens", "bounds", "part_rows", "parts", "listed", "seqs", "halvings",
 }  # fmt: skip
 LONGS = {"INPUTS"}
-INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE"}
+INTS = {"BT", "SEQ_LENS", "STARTS", "KEY_STARTS", "WORK", "SLOTS", "DONE", "FIRSTS", "ORIGINS"}
 FLOATS = {"scale", "v_scale", "soft_cap", "k_scale", "limit"}
 
 

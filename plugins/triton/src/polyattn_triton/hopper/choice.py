@@ -1,9 +1,9 @@
 """Which prefills does Hopper's own kernel serve, and what is it launched with?
 
 Plain layers, causal (with a window or without) or not: no chunks, sinks, soft cap or ALiBi, 16 bits
-throughout. A variant's `score_mod` is called in it, where all that is read is a row's and nothing is
-hidden. All others, and tensors that TMA can't describe, are the portable kernel's (`prefill`), by a plan
-with its own tiles.
+throughout; caches of 8 bits by copies (`widening`). A variant's `score_mod` is called in it, where all
+that is read is a row's and nothing is hidden. All others, and tensors that TMA can't describe, are the
+portable kernel's (`prefill`), by a plan with its own tiles.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe
 from polyattn_triton.functions.pointwise import NOTHING, Generated
+from polyattn_triton.hopper.widening import NARROW, widening
 from polyattn_triton.launch import Site
 from polyattn_triton.schedule import EVEN, Ints, fullest
 
@@ -43,7 +44,10 @@ FEWEST_ROWS = 8
 
 
 def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
-    """Whether a layer asks for nothing but what the kernel computes. `generated`: its functions."""
+    """Whether a layer asks for nothing but what the kernel computes. `generated`: its functions.
+
+    What it reads may have to be copied before: a cache of 8 bits, and queries that come so.
+    """
     odd = (
         spec.window_right, spec.chunk_size, spec.sink_tokens, spec.logit_soft_cap, spec.alibi,
         spec.learned_sinks, spec.variant is not None and (generated is None or not generated.by_row),
@@ -53,8 +57,8 @@ def is_plain(spec: LayerSpec, generated: Generated | None = None) -> bool:
         not any(odd)
         and (spec.causal or not spec.sliding_window)
         and spec.dtype in ("bfloat16", "float16")
-        and spec.stored_dtype == spec.dtype
-        and (spec.qkv_dtype, spec.out_dtype, spec.scales) == ("auto", "auto", "number")
+        and spec.stored_dtype in (spec.dtype, *NARROW)
+        and (spec.out_dtype, spec.scales) == ("auto", "number")
         and spec.head_size == spec.v_head_size
     )
 
@@ -115,12 +119,19 @@ class HopperPrefill:
         self.by_token = spec.head_size not in SLOWER_BY_TOKEN
         self._sites: dict[tuple[Any, ...], Site] = {}
 
-    def takes(self, spec: LayerSpec, fresh: bool) -> bool:
-        """Whether a step is worth a plan for the kernel. `fresh`: all its keys are its own.
+    def takes(self, plan: AttentionPlan, spec: LayerSpec) -> bool:
+        """Whether a step is worth a plan for the kernel; the plan is told which tokens are copied for it.
 
-        `spec`: the layer as this step has it, which may ask for no causality.
+        `spec`: the layer as this step has it, which may ask for no causality. Copies lie by token. Nor
+        are they made for functions: both kernels would be compiled for each.
         """
-        return is_plain(spec, self.generated) and (self.by_token or not fresh)
+        if not is_plain(spec, self.generated):
+            return False
+        if (spec.stored_dtype, spec.qkv_dtype) == (spec.dtype, "auto"):
+            return self.by_token or not plan.fresh
+        if self.generated is None and self.by_token and spec.stored_dtype in NARROW:
+            plan.widening = widening(spec, plan.batch, self.config.block_n)
+        return plan.widening is not None
 
     def heads_at_once(self, lens: Sequence[int], costs: Ints) -> int:
         """Return how many KV heads' tiles run side by side: as many as the L2 has room for.
@@ -156,12 +167,17 @@ class HopperPrefill:
 
         `factors`: of the logits and of the outputs; `inputs`: where what functions read lies.
         """
-        block_size = key.shape[1] if key.dim() == 4 else 0
-        box, q = box_rows(self.config, block_size), query.stride()
+        if query.dtype.itemsize == 1:
+            query = query.to(out.dtype)
+        q = query.stride()
         # Queries are copied 16 bytes at a time.
-        if box is None or query.data_ptr() % 16 or q[0] % 16 or q[1] % 16:
+        if query.data_ptr() % 16 or q[0] % 16 or q[1] % 16:
             return False
-        k, v = described(key, box), described(value, box)
+        if plan.widening is not None:
+            key, value = plan.widening.copies(plan.batch, key, value, query.dtype)
+        block_size = key.shape[1] if key.dim() == 4 else 0
+        box = box_rows(self.config, block_size)
+        k, v = (None, None) if box is None else (described(key, box), described(value, box))
         if k is None or v is None:
             return False
         split = plan.way == "pieces"

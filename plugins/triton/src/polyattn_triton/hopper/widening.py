@@ -1,0 +1,133 @@
+"""When does Hopper's own prefill serve an 8-bit cache? Over 16-bit copies, where these pay.
+
+The kernel multiplies 16-bit numbers. Every number of e4m3, e5m2 and int8 is one of bfloat16's and of
+float16's, so what a step's queries see is copied as it is, and scales stay the factors of logits and
+outputs that they are over the cache itself. Copies lie by token, sequence after sequence; tokens before
+the first query's window aren't copied. They are the call's own memory: calls on two streams, or in a
+captured graph, never share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from polyattn.kernel import Batch, LayerSpec
+from torch import Tensor
+
+from polyattn_triton.kernels.widen import widen_kernel
+from polyattn_triton.launch import Launcher, to_device
+
+Ints = NDArray[np.signedinteger[Any]]
+
+NARROW = ("fp8_e4m3", "fp8_e5m2", "int8")
+"""What may be copied: of nvfp4 a number and its block's scale would have to be multiplied."""
+MOST_BYTES = 256 << 20
+"""Of a call's copies: 65,536 tokens of eight heads of 128. Above, the portable kernel reads the cache."""
+ROWS_A_KEY = 320
+"""Rows (query token, head of group) that must see a copied key for its copy to pay.
+
+Of an H200's figures: over e4m3 the portable kernel took 0.80 to 0.88 ps longer for each row and key than
+this one over bfloat16 (8 x 2,048 and 1 x 16,384, heads of 128). A key of 128 moves 768 bytes with its
+value, 256 ps at 3 TB/s, which is assumed. Both grow with the head's size."""
+LEAST = 1 << 30
+"""Rows x keys x head size that must be left to gain, which takes about 7 us: a launch more takes some."""
+ELEMENTS = 8192
+"""Of a program's copies of keys."""
+ALIGNED = 4
+"""Numbers of 16 bytes."""
+
+_copy = Launcher(widen_kernel)
+
+
+def copy_constants(size: int, block_size: int, window: int) -> tuple[int, ...]:
+    """Return `widen_kernel`'s constants, in its order. `size`: of a head; `window` 0: none."""
+    return size, ELEMENTS // size, block_size, window
+
+
+class Widening(NamedTuple):
+    """The copied `tokens` of a step, so many.
+
+    `firsts`, `origins`: int32 (sequences,), which of them is each sequence's first, and which would be
+    its token 0, below zero where tokens are left out. `window`: of the layer; 0: none.
+    """
+
+    tokens: int
+    firsts: Tensor
+    origins: Tensor
+    window: int
+
+    def copies(
+        self, batch: Batch, key: Tensor, value: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return the tokens' keys and values (tokens, KV heads, head size) in `dtype`."""
+        table = batch.block_table
+        assert table is not None
+        _, block_size, heads, size = key.shape
+        shape = (2, self.tokens, heads, size)
+        keys, values = torch.empty(shape, dtype=dtype, device=key.device).unbind(0)
+        constants = copy_constants(size, block_size, self.window)
+        _copy(
+            (-(-self.tokens // constants[1]), heads, 1),
+            (
+                key, value, keys, values, table, batch.seq_lens, batch.query_start_loc,
+                self.firsts, self.origins,
+            ),
+            (),
+            (*key.stride()[:3], *value.stride()[:3], heads * size, size),
+            (table.stride(0), self.tokens, batch.num_seqs, (batch.num_seqs - 1).bit_length()),
+            constants,
+            {"num_warps": 4},
+        )  # fmt: skip
+        return keys, values
+
+
+def widening(spec: LayerSpec, batch: Batch, block_n: int) -> Widening | None:
+    """Return which of a step's cached tokens are copied; None: the portable kernel takes as long.
+
+    `spec`: the layer as this step has it. `block_n`: keys of a tile, which is read whole where a window
+    begins in it. Copies pay where each key is seen by `ROWS_A_KEY` rows in the mean, and by so many more
+    that a launch pays too: prompts from about a thousand tokens, chunks from some hundred.
+    """
+    if batch.block_table is None:
+        return None
+    queries, lens = (n.astype(np.int64) for n in (batch.host_query_lens, batch.host_lens))
+    window = spec.sliding_window or 0
+    lows = np.zeros_like(lens)
+    if window:
+        lows = np.maximum(lens - queries - (window - 1), 0) // block_n * block_n
+    counts = np.where(queries > 0, lens - lows, 0)
+    count = int(counts.sum())
+    if 4 * count * spec.num_kv_heads * spec.head_size > MOST_BYTES:
+        return None
+    moved = count
+    if (
+        spec.qkv_dtype != "auto"
+    ):  # queries are copied too, half as many bytes as a key and its value
+        moved += batch.num_tokens * spec.gqa_ratio // 2
+    gained = seen(spec, queries, lens) * spec.gqa_ratio - ROWS_A_KEY * moved
+    if gained * spec.num_kv_heads * spec.head_size < LEAST:
+        return None
+    if batch.lens == batch.query_lens:
+        return Widening(count, batch.query_start_loc, batch.query_start_loc, window)
+    # Both begin at addresses that what is compiled may rely on.
+    places = np.zeros((2, -(-batch.num_seqs // ALIGNED) * ALIGNED), np.int32)
+    places[0, : batch.num_seqs] = firsts = np.cumsum(counts) - counts
+    places[1, : batch.num_seqs] = firsts - lows
+    sent = to_device(places.reshape(-1), batch.query_start_loc.device, None).view(2, -1)
+    return Widening(count, sent[0], sent[1], window)
+
+
+def seen(spec: LayerSpec, queries: Ints, lens: Ints) -> int:
+    """Return how many keys a step's query tokens see, added up."""
+    if not spec.causal:
+        return int(queries @ lens)
+
+    def by_first(tokens: Ints) -> Ints:
+        most = np.minimum(tokens, spec.sliding_window or tokens)
+        summed: Ints = most * (most + 1) // 2 + (tokens - most) * most
+        return summed
+
+    return int((by_first(lens) - by_first(np.maximum(lens - queries, 0))).sum())
