@@ -116,6 +116,7 @@ class Widened:
         """Yield errors of some tokens of a sequence: first and last ones, where tiles end, others."""
         spec, batch = self.spec, self.plan.batch
         keys, values = reference.read_cache(spec, self.cache, batch, index, self.params)
+        keys, values, found = keys.cpu(), values.cpu(), found.cpu()
         count, length = batch.query_lens[index], batch.lens[index]
         chosen = {0, count - 1, min(15, count - 1), min(16, count - 1), count // 2}
         chosen |= set(torch.randint(count, (SAMPLES - 5,)).tolist())
@@ -123,7 +124,7 @@ class Widened:
             last = length - count + token
             low = max(0, last + 1 - (spec.sliding_window or length))
             row = batch.starts[index] + token
-            query = self.step.query[row].double().view(spec.num_kv_heads, -1, spec.head_size)
+            query = self.step.query[row].double().cpu().view(spec.num_kv_heads, -1, spec.head_size)
             k, v = (t[low : last + 1].permute(1, 0, 2) for t in (keys, values))
             weights = (query @ k.transpose(1, 2) * spec.scale).softmax(-1)
             yield output_error(found[row], (weights @ v).reshape(spec.num_heads, -1))
