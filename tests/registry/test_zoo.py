@@ -214,6 +214,23 @@ def test_three_hundred_plugins_are_listed_in_time(tmp_path: Path) -> None:
     assert float(seconds) < 4  # catches what grows with the square; a plugin takes a millisecond
 
 
+def test_doctor_names_who_keeps_others_waiting(tmp_path: Path) -> None:
+    """A plugin that works is no problem; that all who list wait for its torch is said."""
+    from zoo.animals import backends
+    from zoo.build import install
+
+    for name, first in (("early", "import torch"), ("late", "__import__('time').sleep(0.6)")):
+        install(tmp_path, Animal(name, f"{first}\n{backends(f'[info({name.upper()!r})]')}", ""))
+    env = {"POLYATTN_PLUGIN_TIMEOUT": "30"}
+    said = json.loads(command(tmp_path, "doctor", "--json", **env, POLYATTN_DISABLE_PLUGINS="")[0])
+    early, late = said["notes"]
+    assert early.startswith("plugin 'early' of zoo-early 1.2: its hook module imports torch, ")
+    assert late.startswith("plugin 'late' of zoo-late 1.2: its import and hooks are slow, 0.")
+    assert all("before anybody can list or select; move what" in note for note in said["notes"])
+    text, _ = command(tmp_path, "doctor", **env, POLYATTN_DISABLE_PLUGINS="early")
+    assert "note: plugin 'late' of zoo-late" in text and "no problem found" in text
+
+
 def test_refresh_forgets_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from zoo.animals import backends
     from zoo.build import install

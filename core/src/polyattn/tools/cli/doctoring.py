@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -37,6 +38,8 @@ def show(as_json: bool) -> int:
 
 def examine() -> dict[str, Any]:
     """Return all that `doctor` knows, problems last."""
+    with contextlib.suppress(PolyattnError):  # said below
+        discover()  # before torch is here: a plugin that imports it is seen
     problems: list[str] = []
     report: dict[str, Any] = {
         "polyattn": __version__,
@@ -65,6 +68,7 @@ def examine() -> dict[str, Any]:
     except PolyattnError as error:
         problems.append(str(error))
     else:
+        report["notes"] += registry.notes
         devices = _devices(registry, problems)
         report["devices"] = [str(device) for device in devices.values()]
         report["plugins"] = plugin_rows(registry)
