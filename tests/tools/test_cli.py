@@ -164,6 +164,23 @@ def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch)
     assert "pip install 'torch>=99'" in problems[0]
 
 
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("FLASHINFR", "POLYATTN_BACKEND=FLASHINFR: backend 'FLASHINFR' is unknown; did you mean 'FLASHI"),
+        ("mla.decode=FLASHMLA", "POLYATTN_BACKEND=decode.mla=FLASHMLA can't run here: "),
+        ("decode=TORCH_SDPA", ""),
+    ],
+)  # fmt: skip
+def test_doctor_looks_at_the_backends_that_are_named(
+    named: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every selection that such a name speaks of fails: none falls back."""
+    monkeypatch.setenv("POLYATTN_BACKEND", named)
+    problems = [p for p in doctoring.examine()["problems"] if "POLYATTN_BACKEND" in p]
+    assert len(problems) == bool(says) and all(p.startswith(says) for p in problems)
+
+
 def test_who_is_disabled_is_said_where_no_device_is_found() -> None:
     """At 3 a.m. somebody's variable is a likelier cause than a plugin that was never installed."""
     hidden = {"POLYATTN_DISABLE_PLUGINS": "cpu"}
