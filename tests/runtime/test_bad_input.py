@@ -267,8 +267,9 @@ def test_bad_stores(changes: dict[str, Any], says: str) -> None:
 
 def test_no_plan_and_profiles() -> None:
     step = Step()
-    with pytest.raises(BatchError, match="plan=None must be a plan of this layer's group"):
+    with pytest.raises(BatchError, match=r"plan=None must be a plan .* key, value, cache, plan\)"):
         step.layer(**step.tensors, cache=step.cache)
+    assert repr(step.layer.plan(Batch(**step.batch))).startswith("<AttentionStep: prefill: 2 seq")
     with pytest.raises(PluginError, match="profile to reason about"):
         Attention(select(SPEC, "x86-amx"))
     other = LayerGroup(select(SPEC, "cpu"))

@@ -154,6 +154,12 @@ def test_explain_notes_a_scope_that_matched_nothing() -> None:
     assert "matched no layer" in text
 
 
+def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
+    batch = ("explain", "llama-3.1-8b", "--device", "cpu", "--batch", "24q1s4k")
+    text = polyattn(*batch, POLYATTN_TIMINGS="0").stdout
+    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table that" in text
+
+
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's pin may have replaced torch by one that pip would refuse."""
     needed = ["numpy>=1.26", "torch>=99", 'rich>=99; extra == "cli"']

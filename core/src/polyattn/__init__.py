@@ -13,6 +13,7 @@ Names are loaded on first use, so that asking what is installed costs millisecon
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from polyattn._version import __version__
@@ -176,7 +177,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'polyattn' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'polyattn' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(importlib.import_module(f"polyattn.{_HOME[name]}"), name)
     globals()[name] = value
     return value

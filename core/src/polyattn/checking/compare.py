@@ -20,7 +20,7 @@ def row_errors(out: Tensor, reference: Tensor) -> Tensor:
     out, reference = out.detach().to("cpu", torch.float64), reference.to("cpu", torch.float64)
     norms = reference.norm(dim=-1)
     floor = torch.clamp(norms.max() * 1e-2, min=1e-30)
-    errors = (out - reference).norm(dim=-1) / torch.maximum(norms, floor)
+    errors: Tensor = (out - reference).norm(dim=-1) / torch.maximum(norms, floor)
     return errors.masked_fill(~torch.isfinite(out).all(-1), torch.inf)
 
 
