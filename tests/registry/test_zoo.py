@@ -134,9 +134,10 @@ HANGING = ",".join(name for name in ANIMALS if "hangs" in name)
 def command(zoo: Path, *args: str, code: int = 0, **env: str) -> tuple[str, str]:
     """Run a command among all but the hanging animals, unless `env` says otherwise."""
     env = {"POLYATTN_DISABLE_PLUGINS": HANGING, **env}
+    path = os.pathsep.join(filter(None, (str(zoo), os.environ.get("PYTHONPATH"))))
     found = subprocess.run(
         [sys.executable, "-m", "polyattn", *args],
-        env={**os.environ, "PYTHONPATH": str(zoo), **TIMEOUTS, **env},
+        env={**os.environ, "PYTHONPATH": path, **TIMEOUTS, **env},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert found.returncode == code, found.stdout[-2000:] + found.stderr[-2000:]
