@@ -21,9 +21,9 @@ from polyattn import (
     LayerSpec,
     register_variant,
     select,
+    t5_buckets,
     variants,
 )
-from polyattn.runtime.functions.variants import t5_buckets
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", block_size=16)
 LENS = ([5, 1, 20], [21, 33, 20])

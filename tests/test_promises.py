@@ -99,8 +99,11 @@ def test_one_version_everywhere() -> None:
 def test_every_public_name_is_there() -> None:
     for name in polyattn.__all__:
         assert getattr(polyattn, name) is not None
-    with pytest.raises(AttributeError):
-        polyattn.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'atention'") as caught:
+        polyattn.atention  # noqa: B018
+    assert (
+        caught.value.name == "atention" and caught.value.obj is polyattn
+    )  # for Python's suggestion
 
 
 def test_import_contracts() -> None:

@@ -9,7 +9,7 @@ import torch
 from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
 from kits import conforms, kit
-from polyattn import LayerSpec, resolve_device
+from polyattn import Batch, LayerSpec, resolve_device
 from polyattn.conformance.checks.search import EXAMPLES, attention_specs, lengths
 from polyattn.conformance.checks.search import drawn as drawn_
 from polyattn.conformance.checks.table import run_case
@@ -83,6 +83,48 @@ def test_a_search_is_repeated_by_its_seed() -> None:
         assert drawn_(harness, example) == len(seen) > 0
         drawn.append(seen)
     assert drawn[0] == drawn[1]
+
+
+def test_a_failure_says_where_and_what_it_looks_like() -> None:
+    """Who wrote the kernel reads of the worst row, of numbers that aren't finite, of an LSE's base."""
+    harness, batch = Harness("TORCH_SDPA", CPU, 7), Batch.from_lens([1, 3], [9, 20])
+    generator = torch.Generator().manual_seed(1)
+    right = torch.randn(4, 2, 8, generator=generator), torch.randn(4, 2, generator=generator) + 3.0
+    spec = BASE.replace(dtype="float32", needs_lse=True)
+
+    def said(out: torch.Tensor, lse: torch.Tensor) -> str:
+        with pytest.raises(AssertionError) as caught:
+            harness.judge(spec, batch, (out, lse), right)
+        return str(caught.value)
+
+    wrong = right[0].clone()
+    wrong[2, 1] *= -1
+    text = said(wrong, right[1])
+    assert (
+        "1 of 8 rows (token, head), the worst head 1 of token 2 (sequence 1, query 1 of 3" in text
+    )
+    assert "place 18 of 20)" in text and "finite" not in text
+    wrong[0, 0, 3] = torch.nan
+    assert "head 0 of token 0 (sequence 0, query 0 of 1, place 8 of 9); it isn't finite" in said(
+        wrong, right[1]
+    )
+    assert "it is the logarithm of base 2, not natural" in said(right[0], right[1] * 1.4426950)
+    missing = right[1].clone()
+    missing[3, 1] = -torch.inf
+    text = said(right[0], missing)
+    assert "-inf instead of " in text and "head 1 of token 3" in text and "base 2" not in text
+
+
+def test_the_last_words_are_the_seed_and_what_failed() -> None:
+    config = SimpleNamespace(
+        getoption=lambda name, default=None: "TORCH_MERGE" if name.endswith("backend") else default,
+        option=SimpleNamespace(),
+    )
+    made, lines = _Kit(config), []  # type: ignore[arg-type]
+    made.counts.update({("numeric", "failed"): 3, ("plans", "failed"): 1, ("plans", "passed"): 2})
+    made.pytest_terminal_summary(SimpleNamespace(write_line=lines.append))
+    assert lines[0].endswith(f"4 failed, 0 skipped, seed {made.seed}")
+    assert lines[1] == "failed, by what was looked at: numeric 3, plans 1"
 
 
 @pytest.mark.parametrize("backend", ["TORCH_MLA", "TORCH_SCAN", "EXAMPLE_ATTN"])

@@ -241,7 +241,12 @@ def test_a_prefix_s_state_is_reused() -> None:
 
 @pytest.mark.parametrize(
     ("slots", "message"),
-    [([0, 0], "sequence 0's too"), ([0, 7], "there are 3 slots"), ([0, -1], "-1 is for padding")],
+    [
+        ([0, 0], "sequence 0's too"),
+        ([0, 7], "there are 3 slots"),
+        ([0, -1], "-1 is for padding"),
+        ([0, -5], r"state_slots\[1\]=-5: there are 3 slots, and -1 is for padding"),
+    ],
 )
 def test_state_slots_are_checked(slots: list[int], message: str) -> None:
     layer, inputs, batch = recurrent_step([2, 3], [2, 9], slots)

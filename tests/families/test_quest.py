@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from polyattn.families.attention.quest import choose_pages, page_bounds, page_scores
+from polyattn import choose_pages, page_bounds, page_scores
 
 
 def test_scores_bound_every_product_of_their_page() -> None:

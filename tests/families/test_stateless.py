@@ -91,6 +91,66 @@ def test_a_scale_of_nothing_is_refused() -> None:
         polyattn.attention(query, query, query, scale=0.0)
 
 
+Q, K = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
+FLAT = torch.randn(6, 2, 8)
+UNSEEN = torch.tensor([True, False, True])[None, None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"query": Q.numpy()}, r"query is an array of shape \(2, 3, 4, 8\) and must be a tensor; torch"),
+        ({"query": Q.tolist()}, r"query=\[\[\[\[.*… must be a tensor; torch.as_tensor makes one"),
+        ({"query": None}, "query=None must be a tensor"),
+        ({"key": K.numpy()}, "key is an array of shape"),
+        ({"key": None}, "key=None must be a tensor"),
+        ({"value": K.numpy()}, "value is an array of shape"),
+        ({"value": [1]}, r"value=\[1\] must be a tensor"),
+        ({"query": FLAT, "key": FLAT.numpy(), "query_lens": [6]}, "key is an array of shape"),
+        ({"query": FLAT, "key": FLAT, "value": None, "query_lens": [6]}, "value=None must be"),
+        ({"mask": UNSEEN.numpy()}, r"mask is an array of shape \(1, 1, 1, 3\)"),
+        ({"sinks": [1.0] * 4}, r"sinks=\[1.0, 1.0, 1.0, 1.0\] must be a tensor"),
+        ({"alibi_slopes": Q[0, 0, :, 0].numpy()}, "alibi_slopes is an array of shape"),
+        ({"key_lens": 3}, "key_lens=3 must be a list of integers"),
+        ({"key_lens": torch.tensor([3, 3])}, r"key_lens\[0\]=tensor\(3\) must be an integer; .tolist"),
+        ({"query": FLAT, "key": FLAT, "value": FLAT, "query_lens": 6}, "query_lens=6 must be a list"),
+        ({"query": FLAT, "key": FLAT, "value": FLAT}, r"query \(6, 2, 8\) is packed: it needs"),
+        ({"first_positions": 3}, "first_positions=3 must be a list of integers"),
+        ({"sliding_window": [3]}, r"sliding_window=\[3\] must be one value"),
+    ],
+)  # fmt: skip
+def test_what_is_no_tensor_or_list_is_named(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BatchError, match=says):
+        polyattn.attention(**({"query": Q, "key": K, "value": K} | changes))
+
+
+@pytest.mark.parametrize(
+    ("mask", "says"),
+    [
+        (UNSEEN, r"a mask with holes \(mask\[0, 0, 0\] shows 2 of keys 0 to 2\); it must be .* layer's"),
+        (torch.full((1, 1, 3, 3), 0.5), "a mask that adds numbers to the scores; it must be"),
+        (torch.ones(1, 1, 3, 3, dtype=torch.int32), r"a mask of torch.int32; it must be .* of bool"),
+        (torch.ones(2, 4, 3, 3) > 0, r"a mask of shape \(2, 4, 3, 3\), which differs between heads"),
+        (torch.ones(3, 3) > 0, r"a mask of \(3, 3\) over 3 queries and 3 keys; it must be \(batch or 1"),
+        (torch.ones(3, 1, 3, 3) > 0, "a mask of 3 rows over 2; it must be"),
+    ],
+)  # fmt: skip
+def test_a_mask_that_cannot_be_read_is_named(mask: Tensor, says: str) -> None:
+    with pytest.raises(BatchError, match=f"^mask: {says}"):
+        polyattn.attention(Q, K, K, mask=mask)
+
+
+def test_a_backends_own_mistake_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments that are right are not blamed for it."""
+
+    def broken(*args: Any, **named: Any) -> None:
+        raise AttributeError("the kernel's own")
+
+    monkeypatch.setattr(dense.DenseCall, "__call__", broken)
+    with pytest.raises(AttributeError, match="the kernel's own"):
+        polyattn.attention(Q, K, K)
+
+
 def test_states_of_other_sequences_are_refused() -> None:
     x, weight = torch.randn(6, 4), torch.randn(4, 3)
     fields = {"kind": "short_conv", "num_heads": 4, "head_size": 1}

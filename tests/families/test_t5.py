@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
-from polyattn.runtime.functions.variants import t5_buckets
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, select, t5_buckets
 from polyattn.spec.huggingface import model_layers
 from torch import Tensor, nn
 

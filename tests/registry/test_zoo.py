@@ -134,9 +134,10 @@ HANGING = ",".join(name for name in ANIMALS if "hangs" in name)
 def command(zoo: Path, *args: str, code: int = 0, **env: str) -> tuple[str, str]:
     """Run a command among all but the hanging animals, unless `env` says otherwise."""
     env = {"POLYATTN_DISABLE_PLUGINS": HANGING, **env}
+    path = os.pathsep.join(filter(None, (str(zoo), os.environ.get("PYTHONPATH"))))
     found = subprocess.run(
         [sys.executable, "-m", "polyattn", *args],
-        env={**os.environ, "PYTHONPATH": str(zoo), **TIMEOUTS, **env},
+        env={**os.environ, "PYTHONPATH": path, **TIMEOUTS, **env},
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert found.returncode == code, found.stdout[-2000:] + found.stderr[-2000:]
@@ -212,6 +213,23 @@ def test_three_hundred_plugins_are_listed_in_time(tmp_path: Path) -> None:
     count, seconds = found.stdout.split()
     assert int(count) > 300
     assert float(seconds) < 4  # catches what grows with the square; a plugin takes a millisecond
+
+
+def test_doctor_names_who_keeps_others_waiting(tmp_path: Path) -> None:
+    """A plugin that works is no problem; that all who list wait for its torch is said."""
+    from zoo.animals import backends
+    from zoo.build import install
+
+    for name, first in (("early", "import torch"), ("late", "__import__('time').sleep(0.6)")):
+        install(tmp_path, Animal(name, f"{first}\n{backends(f'[info({name.upper()!r})]')}", ""))
+    env = {"POLYATTN_PLUGIN_TIMEOUT": "30"}
+    said = json.loads(command(tmp_path, "doctor", "--json", **env, POLYATTN_DISABLE_PLUGINS="")[0])
+    early, late = said["notes"]
+    assert early.startswith("plugin 'early' of zoo-early 1.2: its hook module imports torch, ")
+    assert late.startswith("plugin 'late' of zoo-late 1.2: its import and hooks are slow, 0.")
+    assert all("before anybody can list or select; move what" in note for note in said["notes"])
+    text, _ = command(tmp_path, "doctor", **env, POLYATTN_DISABLE_PLUGINS="early")
+    assert "note: plugin 'late' of zoo-late" in text and "no problem found" in text
 
 
 def test_refresh_forgets_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,14 @@ from polyattn import (
     merge_states,
     select,
 )
-from polyattn.errors import BatchError, CacheError, PluginError, PolyattnError, SpecError
+from polyattn.errors import (
+    BatchError,
+    CacheError,
+    PluginError,
+    PolyattnError,
+    SettingsError,
+    SpecError,
+)
 from polyattn.runtime.cache.kv_cache import quantize
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)
@@ -228,6 +235,8 @@ def test_what_is_no_batch_spec_or_store() -> None:
             select(spec, "cpu")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=r"sinks=\[1\] must be a tensor of shape \(4,\)"):
         Attention(select(SPEC.replace(learned_sinks=True), "cpu"), sinks=[1])  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="argument backend=3 must be a backend's name"):
+        select(SPEC, "cpu", backend=3)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="states is empty"):
         merge_states([])
 
@@ -258,8 +267,9 @@ def test_bad_stores(changes: dict[str, Any], says: str) -> None:
 
 def test_no_plan_and_profiles() -> None:
     step = Step()
-    with pytest.raises(BatchError, match="plan=None must be a plan of this layer's group"):
+    with pytest.raises(BatchError, match=r"plan=None must be a plan .* key, value, cache, plan\)"):
         step.layer(**step.tensors, cache=step.cache)
+    assert repr(step.layer.plan(Batch(**step.batch))).startswith("<AttentionStep: prefill: 2 seq")
     with pytest.raises(PluginError, match="profile to reason about"):
         Attention(select(SPEC, "x86-amx"))
     other = LayerGroup(select(SPEC, "cpu"))

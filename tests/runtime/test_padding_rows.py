@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepSize, select
+from polyattn import Attention, Batch, LayerGroup, LayerSpec, Recurrent, StepSize, select
 from polyattn.errors import BatchError
 from polyattn.runtime.graphs.step_buffers import StepBuffers
+from polyattn.spec.layer import RecurrentSpec
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=8)
 TABLE = torch.arange(9, dtype=torch.int32).view(3, 3)
@@ -102,3 +103,38 @@ def test_lengths_that_the_device_counts_are_copied_there() -> None:
     inner.fill(Batch.from_lens([1, 1], [9, 5], TABLE[:2], 8))
     bounds = inner.batch([64, 64])
     assert outer.fill(bounds).lens == [64, 64] and outer.seq_lens.tolist() == [9, 5]
+
+
+@pytest.mark.parametrize("store", ["NATIVE_STORE", "TORCH_STORE"])
+def test_any_negative_slot_of_a_token_skips(store: str) -> None:
+    group = LayerGroup(select(SPEC, "cpu", backend=f"store={store}"))
+    cache = group.allocate_cache(9)
+    new = [torch.ones(3, heads, 32) for heads in (4, 2, 2)]
+    batch = Batch([0, 3], [3], TABLE[:1], torch.tensor([0, -5, -1]))
+    for part in (cache.key, cache.value):
+        part.zero_()
+    Attention(group, checks=False)(*new, cache, batch)
+    assert cache.key.any(-1).any(-1).nonzero().tolist() == [[0, 0]]
+    with pytest.raises(BatchError, match=r"slot_mapping\[1\]=-5 is out of range: .* and -1 skips"):
+        Attention(group, checks=True)(*new, cache, batch)
+
+
+@pytest.mark.parametrize("backend", ["NATIVE_SCAN", "TORCH_SCAN", "VANILLA_SCAN"])
+def test_any_negative_slot_of_a_padding_row_has_no_state(backend: str) -> None:
+    """A state is neither read nor written for it, whatever lies where the number would point."""
+    spec = LayerSpec(
+        kind="short_conv", num_heads=4, head_size=1, dtype="float32",
+        recurrent=RecurrentSpec(conv_width=3),
+    )  # fmt: skip
+    group = LayerGroup(select(spec, "cpu", backend=backend))
+    layer = Recurrent(group, checks=False, weight=torch.ones(4, 3))
+    found = []
+    for slot in (-1, -5):
+        states = group.allocate_states(5)
+        states.data.fill_(torch.nan)
+        batch = Batch.from_lens([2, 2], [2, 0], state_slots=torch.tensor([3, slot]))
+        out = layer(torch.arange(16.0).view(4, 4), states=states, plan=batch)
+        assert states.data.isfinite().flatten(1).all(1).tolist() == [False] * 3 + [True, False]
+        found.append((out[:2], states.data[3]))
+    for padded, other in zip(*found, strict=True):
+        assert torch.equal(padded, other)

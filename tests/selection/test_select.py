@@ -119,3 +119,11 @@ def test_a_torch_device_is_a_device() -> None:
             select(SPEC, torch.device("cuda:0"))
     with pytest.raises(DeviceError, match="device 'meta' is unknown"):
         select(SPEC, torch.device("meta"))
+
+
+def test_a_device_that_is_not_here_names_who_was_asked() -> None:
+    with pytest.raises(DeviceError, match="finds device 'hpu' on this machine") as caught:
+        select(SPEC, "hpu")
+    assert str(caught.value).splitlines()[1:] == [
+        "  hpu: not here", "  without a name the best device of this machine is taken",
+    ]  # fmt: skip

@@ -154,6 +154,12 @@ def test_explain_notes_a_scope_that_matched_nothing() -> None:
     assert "matched no layer" in text
 
 
+def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
+    batch = ("explain", "llama-3.1-8b", "--device", "cpu", "--batch", "24q1s4k")
+    text = polyattn(*batch, POLYATTN_TIMINGS="0").stdout
+    assert f"by priority prefill {CPU_DEFAULT}, decode {CPU_DEFAULT}: no timing table that" in text
+
+
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's pin may have replaced torch by one that pip would refuse."""
     needed = ["numpy>=1.26", "torch>=99", 'rich>=99; extra == "cli"']
@@ -162,6 +168,23 @@ def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch)
     assert len(problems) == 1
     assert problems[0].startswith("torch 2.") and "torch>=99 is needed" in problems[0]
     assert "pip install 'torch>=99'" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        ("FLASHINFR", "POLYATTN_BACKEND=FLASHINFR: backend 'FLASHINFR' is unknown; did you mean 'FLASHI"),
+        ("mla.decode=FLASHMLA", "POLYATTN_BACKEND=decode.mla=FLASHMLA can't run here: "),
+        ("decode=TORCH_SDPA", ""),
+    ],
+)  # fmt: skip
+def test_doctor_looks_at_the_backends_that_are_named(
+    named: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every selection that such a name speaks of fails: none falls back."""
+    monkeypatch.setenv("POLYATTN_BACKEND", named)
+    problems = [p for p in doctoring.examine()["problems"] if "POLYATTN_BACKEND" in p]
+    assert len(problems) == bool(says) and all(p.startswith(says) for p in problems)
 
 
 def test_who_is_disabled_is_said_where_no_device_is_found() -> None:

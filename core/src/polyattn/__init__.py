@@ -13,6 +13,7 @@ Names are loaded on first use, so that asking what is installed costs millisecon
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from polyattn._version import __version__
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.layer import Attention
+    from polyattn.families.attention.quest import choose_pages, page_bounds, page_scores
     from polyattn.families.attention.stateless.function import attention
     from polyattn.families.mla.indexer import choose_tokens
     from polyattn.families.mla.layer import LatentAttention
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from polyattn.runtime.backend import AttentionBackend
     from polyattn.runtime.cache.kv_cache import KVCache
     from polyattn.runtime.cache.state_cache import StateCache
+    from polyattn.runtime.functions.variants import deberta_buckets, t5_buckets
     from polyattn.runtime.graphs.cuda_graph import StepGraphs
     from polyattn.runtime.graphs.step_buffers import StepSize
     from polyattn.runtime.group import LayerGroup
@@ -50,7 +53,8 @@ if TYPE_CHECKING:
     from polyattn.settings import Settings
     from polyattn.spec.cache_window import CacheWindow
     from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
-    from polyattn.spec.layer import LayerSpec
+    from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
+    from polyattn.spec.rope import RopeSpec
     from polyattn.spec.variant import AttentionVariant
 
 _HOME = {
@@ -71,12 +75,15 @@ _HOME = {
     "GraphCapture": "spec.kinds",
     "KVCache": "runtime.cache.kv_cache",
     "LatentAttention": "families.mla.layer",
+    "LatentSpec": "spec.layer",
     "LayerGroup": "runtime.group",
     "LayerSpec": "spec.layer",
     "PolyattnError": "errors",
     "Recurrent": "families.recurrent.layer",
+    "RecurrentSpec": "spec.layer",
     "Rejection": "registry.capabilities",
     "Role": "spec.kinds",
+    "RopeSpec": "spec.rope",
     "SelectedLayers": "selection.selection",
     "Selection": "selection.selection",
     "Settings": "settings",
@@ -89,15 +96,20 @@ _HOME = {
     "VLLMMetadata": "runtime.step.metadata",
     "beam_batch": "runtime.step.beams",
     "attention": "families.attention.stateless.function",
+    "choose_pages": "families.attention.quest",
     "choose_tokens": "families.mla.indexer",
+    "deberta_buckets": "runtime.functions.variants",
     "discover": "registry.discovery",
     "merge_states": "runtime.merge",
+    "page_bounds": "families.attention.quest",
+    "page_scores": "families.attention.quest",
     "register": "registry.discovery",
     "register_variant": "registry.variants",
     "resolve_device": "registry.devices",
     "select": "api",
     "select_layers": "api",
     "shared_prefixes": "runtime.step.shared_prefix",
+    "t5_buckets": "runtime.functions.variants",
     "unregister": "registry.discovery",
     "unregister_variant": "registry.variants",
     "variants": "registry.variants",
@@ -121,12 +133,15 @@ __all__ = [
     "GraphCapture",
     "KVCache",
     "LatentAttention",
+    "LatentSpec",
     "LayerGroup",
     "LayerSpec",
     "PolyattnError",
     "Recurrent",
+    "RecurrentSpec",
     "Rejection",
     "Role",
+    "RopeSpec",
     "SelectedLayers",
     "Selection",
     "Settings",
@@ -140,15 +155,20 @@ __all__ = [
     "__version__",
     "attention",
     "beam_batch",
+    "choose_pages",
     "choose_tokens",
+    "deberta_buckets",
     "discover",
     "merge_states",
+    "page_bounds",
+    "page_scores",
     "register",
     "register_variant",
     "resolve_device",
     "select",
     "select_layers",
     "shared_prefixes",
+    "t5_buckets",
     "unregister",
     "unregister_variant",
     "variants",
@@ -157,7 +177,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'polyattn' has no attribute {name!r}")
+        raise AttributeError(
+            f"module 'polyattn' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(importlib.import_module(f"polyattn.{_HOME[name]}"), name)
     globals()[name] = value
     return value

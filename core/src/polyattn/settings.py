@@ -130,6 +130,8 @@ class Settings:
 
 def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
     """Parse `"NAME"` or `"prefill=A,mla.decode=B"`. Raises `SettingsError` naming the source."""
+    if not isinstance(text, str):  # an argument's, which may be anything
+        raise SettingsError(f"{source}={text!r} must be a backend's name, or scope=NAME")
     found: dict[tuple[str, ...], Override] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         left, equals, right = (word.strip() for word in item.partition("="))

@@ -7,19 +7,21 @@ from torch import Tensor
 
 
 def output_error(out: Tensor, reference: Tensor) -> float:
-    """Return the largest relative error of any (token, head) row, `|out - ref| / |ref|` in L2.
+    """Return the largest of `row_errors`, 0 where there is no row."""
+    return float(row_errors(out, reference).max()) if reference.numel() else 0.0
+
+
+def row_errors(out: Tensor, reference: Tensor) -> Tensor:
+    """Return the relative error of each (token, head) row, `|out - ref| / |ref|` in L2, on the CPU.
 
     Rows whose reference is smaller than a hundredth of the largest are measured against that, so
     that cancellation to almost nothing doesn't count. Infinite where `out` isn't finite.
     """
-    if reference.numel() == 0:
-        return 0.0
     out, reference = out.detach().to("cpu", torch.float64), reference.to("cpu", torch.float64)
-    if not bool(torch.isfinite(out).all()):
-        return float("inf")
     norms = reference.norm(dim=-1)
     floor = torch.clamp(norms.max() * 1e-2, min=1e-30)
-    return float(((out - reference).norm(dim=-1) / torch.maximum(norms, floor)).max())
+    errors: Tensor = (out - reference).norm(dim=-1) / torch.maximum(norms, floor)
+    return errors.masked_fill(~torch.isfinite(out).all(-1), torch.inf)
 
 
 def lse_error(lse: Tensor, reference: Tensor) -> float:

@@ -146,6 +146,12 @@ class _Kit:
         words = ", ".join(
             f"{result[name]} {name}" for name in ("cases", "passed", "refused", "failed", "skipped")
         )
-        terminalreporter.write_line(f"polyattn conformance of {self.info.name}: {words}")
+        terminalreporter.write_line(
+            f"polyattn conformance of {self.info.name}: {words}, seed {self.seed}"
+        )
+        failed = sorted((c, n) for (c, o), n in self.counts.items() if o == "failed")
+        if failed:
+            found = ", ".join(f"{check} {count}" for check, count in failed)
+            terminalreporter.write_line(f"failed, by what was looked at: {found}")
         if self.report:
             Path(self.report).write_text(json.dumps(result, indent=1) + "\n")

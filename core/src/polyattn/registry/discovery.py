@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
@@ -32,7 +33,10 @@ from polyattn.spec.variant import AttentionVariant
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`."""
+    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
+
+    `note` says what asking it cost where it keeps others waiting.
+    """
 
     name: str
     dist: str
@@ -40,6 +44,7 @@ class PluginRecord:
     target: str
     status: str = "ok"
     problem: str = ""
+    note: str = ""
     backends: tuple[BackendInfo, ...] = ()
     platforms: tuple[Platform, ...] = ()
     timings: tuple[str, ...] = ()
@@ -85,6 +90,11 @@ class Registry:
             if p.status == "broken"
         ]
         return broken + list(self.conflicts.values())
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each plugin that serves, but keeps whoever asks for plugins waiting."""
+        return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
 
     @property
     def disabled(self) -> list[str]:
@@ -252,6 +262,7 @@ def _check_names(settings: Settings, installed: Sequence[str]) -> None:
 def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> PluginRecord:
     """Import, register and question one plugin; whatever it raises becomes its problem."""
     record, loaded = item.record, []
+    had_torch, began = "torch" in sys.modules, time.perf_counter()
 
     def question() -> dict[str, Any]:
         plugin = item.load()
@@ -273,12 +284,26 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
         else:
             setting = "POLYATTN_PLUGIN_TIMEOUT"
             said = within(seconds, setting, "its import or a hook", question)
-        return replace(record, **said)
+        imported = "torch" in sys.modules and not had_torch
+        return replace(record, note=_cost(imported, time.perf_counter() - began), **said)
     except (Exception, SystemExit) as error:
         for plugin in loaded:
             if manager.is_registered(plugin):
                 manager.unregister(plugin)
         return replace(record, status="broken", problem=describe(error))
+
+
+SLOW = 0.5
+"""Seconds that a plugin may take to be asked before it is named; each of ours takes some milliseconds."""
+
+
+def _cost(imports_torch: bool, seconds: float) -> str:
+    """Say what asking a plugin costs everybody who lists or selects, if it is much."""
+    if not imports_torch and seconds < SLOW:
+        return ""
+    what = "its hook module imports torch" if imports_torch else "its import and hooks are slow"
+    remedy = "move what its hooks don't need to the backends' modules, or disable the plugin"
+    return f"{what}, {seconds:.1f} s before anybody can list or select; {remedy}"
 
 
 def _is_being_imported(target: str) -> bool:

@@ -30,6 +30,7 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
     Raises `DeviceError` with what each platform's detector said.
     """
     said: list[str] = []
+    kind = torch_device and torch_device.split(":")[0]
     for platform in sorted(registry.platforms.values(), key=lambda p: (-p.rank, p.name)):
         try:
             device = ask_detector(platform, torch_device)
@@ -40,11 +41,14 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
             continue
         if device is not None:
             return device
-        said.append(f"{platform.name}: not here")
+        if kind in (None, platform.name, *platform.device_types):  # else nothing was asked of it
+            said.append(f"{platform.name}: not here")
     said += [*registry.disabled, *registry.problems]
     asked = f"device {torch_device!r}" if torch_device else "a device"
     reasons = "".join(f"\n  {text}" for text in said)
     hint = "" if registry.platforms else '\n  no plugin is installed: pip install "polyattn[cpu]"'
+    if torch_device:
+        hint += "\n  without a name the best device of this machine is taken"
     raise DeviceError(f"no installed plugin finds {asked} on this machine{reasons}{hint}")
 
 

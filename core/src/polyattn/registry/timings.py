@@ -20,6 +20,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
 
 FORMAT = 1
+REMEDY = "measure anew: polyattn tune"
 MOST_SOURCES = 64
 
 
@@ -71,7 +72,7 @@ class TimingTable:
         for entry in self.entries if device.is_real else ():
             if entry.stale:
                 stale.setdefault(entry.stale, set()).add(entry.model.backend)
-        reasons = [f"{', '.join(sorted(names))}: {why}" for why, names in stale.items()]
+        reasons = [f"{', '.join(sorted(names))}: {why}; {REMEDY}" for why, names in stale.items()]
         return [f"timing table {self.path}: ignored: {r}" for r in (*self.problems, *reasons)]
 
 
@@ -165,15 +166,14 @@ def read_table(path: Path) -> TimingTable:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"timing table {path}: can't be read: {describe(error)}") from error
-    remedy = "measure anew: polyattn tune"
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise SettingsError(f"timing table {path}: format {shown(found)} is not {FORMAT}; {remedy}")
+        raise SettingsError(f"timing table {path}: format {shown(found)} is not {FORMAT}; {REMEDY}")
     device, versions = data.get("device"), data.get("versions", {})
     models = data.get("models")
     if not (isinstance(device, dict) and isinstance(versions, dict) and isinstance(models, list)):
         raise SettingsError(
-            f"timing table {path}: device and versions must be objects and models a list; {remedy}"
+            f"timing table {path}: device and versions must be objects and models a list; {REMEDY}"
         )
     problems: list[str] = []
     stale = _stale(versions)

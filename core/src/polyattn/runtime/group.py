@@ -131,7 +131,10 @@ class LayerGroup:
                 found = plan.plans[self] = self.plan(plan.copy())
             return found
         if not isinstance(plan, StepPlan):
-            raise BatchError(f"plan={plan!r} must be a plan of this layer's group, or a Batch")
+            raise BatchError(
+                f"plan={plan!r} must be a plan of this layer's group, or a Batch; attention takes "
+                "(query, key, value, cache, plan)"
+            )
         if plan.group is not self:
             raise BatchError(
                 f"the plan is of a group for {plan.group.spec}; this layer's group plans for itself: "

@@ -31,13 +31,22 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one == other or (one.type == other.type and None in (one.index, other.index))
 
 
+def check_is_tensor(name: str, given: Any, where: str = "") -> None:
+    """Check that an argument is a tensor at all. Raises `BatchError`."""
+    if isinstance(given, Tensor):
+        return
+    shape = getattr(given, "shape", None)
+    found = f"={shown(given, 40)}" if shape is None else f" is an array of shape {shown(shape)} and"
+    remedy = "" if given is None else "; torch.as_tensor makes one of an array or a list"
+    raise BatchError(f"{name}{found} must be a tensor{where}{remedy}")
+
+
 def check_tensor(name: str, given: Any, device: torch.device) -> None:
     """Check that what a layer was given is a tensor on its device: kernels go by addresses.
 
     Raises `BatchError`.
     """
-    if not isinstance(given, Tensor):
-        raise BatchError(f"{name}={shown(given)} must be a tensor on {device}")
+    check_is_tensor(name, given, f" on {device}")
     if not same_device(given.device, device):
         raise BatchError(f"{name} is on {given.device}, the layer on {device}; move it there")
 

@@ -91,6 +91,9 @@ class StepPlan(ABC):
     def calls(self) -> tuple[Call, ...]:
         """The backends' parts, in the order in which they run."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
+
     def explain(self) -> str:
         """Return who runs which of the step's sequences, a line each."""
         return "\n".join(

@@ -242,11 +242,15 @@ def _check_uncached(spec: LayerSpec) -> None:
 def _check_family(spec: LayerSpec) -> None:
     kind = spec.kind.value
     if spec.kind.is_latent != (spec.latent is not None):
-        raise SpecError(f"kind={kind!r} and latent={spec.latent!r} don't go together")
+        remedy = "give latent=LatentSpec(…)" if spec.latent is None else "leave latent out"
+        raise SpecError(f"kind={kind!r} and latent={spec.latent!r} don't go together; {remedy}")
     if spec.kind is AttentionKind.SPARSE_MLA and not (spec.latent and spec.latent.topk):
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
     if spec.kind.is_recurrent != (spec.recurrent is not None):
-        raise SpecError(f"kind={kind!r} and recurrent={spec.recurrent!r} don't go together")
+        remedy = "leave it out" if spec.recurrent else "give recurrent=RecurrentSpec(…)"
+        raise SpecError(
+            f"kind={kind!r} and recurrent={spec.recurrent!r} don't go together; {remedy}"
+        )
     if spec.recurrent is not None:
         _check_mamba(spec, spec.recurrent)
     if spec.kind in _UNGROUPED and spec.num_kv_heads != spec.num_heads:

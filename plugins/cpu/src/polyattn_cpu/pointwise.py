@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from polyattn.kernel import AttentionState, Batch, LayerParams, LayerSpec, Pointwise
+from polyattn.kernel import AttentionState, Batch, BatchError, LayerParams, LayerSpec, Pointwise
 from torch import Tensor
 
 from polyattn_cpu.gather import Span
@@ -15,6 +15,7 @@ class Places:
     def __init__(
         self, spec: LayerSpec, batch: Batch, index: int, params: LayerParams, device: torch.device
     ):
+        self.variant = spec.variant
         self.heads = torch.arange(spec.num_heads, device=device)[:, None, None]
         self.seq = torch.tensor(batch.seq_ids[index], device=device)
         self.inputs = {**batch.inputs, **params.inputs}
@@ -31,8 +32,16 @@ def changed(
 ) -> tuple[Tensor, Tensor]:
     """Return the changed scores (heads, queries, keys) and who sees whom, which broadcasts to them."""
     at = places.of(first, scores.shape[1], span)
-    scores = pointwise.score(scores, at, places.inputs)
-    seen = pointwise.visible(at, places.inputs)
+    try:
+        scores = pointwise.score(scores, at, places.inputs)
+        seen = pointwise.visible(at, places.inputs)
+    except RuntimeError as error:
+        if "Boolean value of Tensor" not in str(error):
+            raise
+        raise BatchError(
+            f"variant {places.variant!r}: a function asks whether a tensor is true (if, and, or, not, "
+            "min, max), and it is given many pairs at once; use torch.where, &, |, ~, torch.minimum"
+        ) from error
     return scores, visible if seen is None else visible & seen
 
 

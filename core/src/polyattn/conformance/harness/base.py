@@ -12,6 +12,7 @@ from polyattn.api import select
 from polyattn.checking.compare import lse_error, output_error
 from polyattn.checking.tolerance import tolerance_of
 from polyattn.conformance.case import served_phases
+from polyattn.conformance.harness.where import worst_lse, worst_row
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
 from polyattn.runtime.cache.kv_cache import KVCache, quantize
@@ -76,13 +77,15 @@ class Harness:
         limit = tolerance_of(spec, offset)
         error = output_error(found[0], expected[0])
         assert error <= limit.output, (
-            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}) for {spec}, "
+            f"{label}{self.backend} is off by {error:.3g} (allowed {limit.output:g}): "
+            f"{worst_row(batch, found[0], expected[0], limit.output)}; for {spec}, "
             f"(query, length) {list(zip(batch.query_lens, batch.lens, strict=True))}"
         )
         if found[1] is not None:
             error = lse_error(found[1], expected[1])
             assert error <= limit.lse, (
-                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}) for {spec}"
+                f"{label}{self.backend}: LSE is off by {error:.3g} (allowed {limit.lse:g}): "
+                f"{worst_lse(batch, found[1], expected[1])}; for {spec}"
             )
 
     def random(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

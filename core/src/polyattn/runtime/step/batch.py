@@ -69,7 +69,8 @@ class Batch(Lengths):
     - `inputs`: for layers with a variant, what its functions read by name and the layer doesn't have.
 
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
-    query token, length 0 and slot -1. Lengths given as device tensors are copied to the host once.
+    query token, length 0 and slot -1. Of slots any negative one is taken as -1; a layer with `checks`
+    refuses others. Lengths given as device tensors are copied to the host once.
     What TensorRT-LLM and vLLM call all this: `TensorRTLLMMetadata(batch)`, `VLLMMetadata(batch)`.
     Raises `BatchError`.
     """

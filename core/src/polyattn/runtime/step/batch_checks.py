@@ -35,7 +35,8 @@ def integers(name: str, values: Any) -> list[int]:
     found = list(values) if not isinstance(values, np.ndarray) else values.ravel().tolist()
     for index, value in enumerate(found if set(map(type, found)) - {int} else ()):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
-            raise BatchError(f"{name}[{index}]={shown(value)} must be an integer")
+            remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
+            raise BatchError(f"{name}[{index}]={shown(value)} must be an integer{remedy}")
         found[index] = int(value)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -37,6 +38,8 @@ def show(as_json: bool) -> int:
 
 def examine() -> dict[str, Any]:
     """Return all that `doctor` knows, problems last."""
+    with contextlib.suppress(PolyattnError):  # said below
+        discover()  # before torch is here: a plugin that imports it is seen
     problems: list[str] = []
     report: dict[str, Any] = {
         "polyattn": __version__,
@@ -65,12 +68,14 @@ def examine() -> dict[str, Any]:
     except PolyattnError as error:
         problems.append(str(error))
     else:
+        report["notes"] += registry.notes
         devices = _devices(registry, problems)
         report["devices"] = [str(device) for device in devices.values()]
         report["plugins"] = plugin_rows(registry)
         problems += registry.problems
         try:
             report["backends"] = _backends(registry, devices, problems)
+            problems += _named(settings, registry, report["backends"])
         except SettingsError as error:  # a plugin's own setting
             problems.append(str(error))
         report["timings"] = _timings(settings, devices, problems)
@@ -140,6 +145,22 @@ def _backends(
             owner = registry.owners[name]
             problems.append(f"{owner.origin}: backend {name}: {problem} ({owner.removal})")
     return rows
+
+
+def _named(settings: Settings, registry: Registry, rows: list[dict[str, Any]]) -> list[str]:
+    """Return what is wrong with backends that settings name; none of them is ever replaced."""
+    states = {row["name"]: row["state"] for row in rows}
+    found = []
+    for override in (override for source in settings.sources for override in source):
+        try:
+            state = states[registry.backend(override.backend).name]
+        except PluginError as error:
+            why = str(error).partition("\n")[0]  # what else is wrong is said beside it
+            found.append(f"{override.source}={override}: {why}")
+        else:
+            if not state.startswith("ready"):
+                found.append(f"{override.source}={override} can't run here: {state}")
+    return found
 
 
 def _timings(

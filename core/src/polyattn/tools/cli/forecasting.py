@@ -9,7 +9,7 @@ from polyattn.selection.step_choice import CallChoice, step_choice
 from polyattn.spec.timing import TERMS
 from polyattn.tools.cli.output import add_row, console, table
 
-UNMEASURED = "no timing table speaks of this layer on this device: who runs is chosen by priority"
+UNMEASURED = "no timing table that counts on this device speaks of this layer"
 
 
 def forecast(selection: Selection, rows: list[tuple[int, int]]) -> dict[str, Any]:
@@ -17,7 +17,8 @@ def forecast(selection: Selection, rows: list[tuple[int, int]]) -> dict[str, Any
     choice = step_choice(selection)
     if choice is None:
         chosen = {p: n for p, n in selection.decision.chosen if p in ("prefill", "decode")}
-        return {"calls": [], "chosen": chosen, "why": UNMEASURED}
+        named = ", ".join(f"{phase} {name}" for phase, name in chosen.items())
+        return {"calls": [], "chosen": chosen, "why": f"by priority {named}: {UNMEASURED}"}
     calls = choice.calls([q for q, _ in rows], [n for _, n in rows])
 
     def candidates(call: CallChoice) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ from polyattn.runtime.inputs import bad_input, refuse_gradients
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import integers
 from polyattn.settings import Settings, current
 from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
@@ -355,6 +356,7 @@ def _check(query: Tensor, key: Tensor, value: Tensor, seqlen: int, heads: int) -
 def _row_lens(rows: int, keys: int, lens: Sequence[int] | None) -> tuple[int, ...]:
     if lens is None:
         return (keys,) * rows
+    lens = integers("key_lens", lens)
     if len(lens) != rows or any(not 0 <= n <= keys for n in lens):
         raise BatchError(f"key_lens={list(lens[:4])}… must be {rows} lengths of 0 to {keys}")
     return tuple(lens)

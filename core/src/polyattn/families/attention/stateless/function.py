@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, shown
 from polyattn.families.attention.stateless.dense import Asked, dense
-from polyattn.families.attention.stateless.given import given
+from polyattn.families.attention.stateless.given import Lens, given
+from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
+from polyattn.runtime.inputs import check_is_tensor
+from polyattn.runtime.step.batch_checks import integers
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    scale: float | None = None,
-    sliding_window: int | None = None,
-    window_right: int | None = None,
-    chunk_size: int | None = None,
-    sink_tokens: int = 0,
-    logit_soft_cap: float | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    query_lens: Sequence[int] | None = None,
-    key_lens: Sequence[int] | None = None,
-    first_positions: Sequence[int] | None = None,
-    return_lse: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None,
+    scale: float | None = None, sliding_window: int | None = None, window_right: int | None = None,
+    chunk_size: int | None = None, sink_tokens: int = 0, logit_soft_cap: float | None = None,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    query_lens: Sequence[int] | None = None, key_lens: Sequence[int] | None = None,
+    first_positions: Sequence[int] | None = None, return_lse: bool = False,
     backend: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attend to keys and values that are given whole. Forward only: gradients are refused.
 
     - Dense: `query` (batch, queries, num_heads, head_size), `key` and `value` (batch, keys,
@@ -54,23 +46,28 @@ def attention(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
         sink_tokens,
     )  # fmt: skip
-    firsts = None if first_positions is None else tuple(first_positions)
-    if query.dim() == 3:
-        _check_packed(query, key, value)
-        if query_lens is None or mask is not None:
-            raise BatchError("packed sequences need query_lens, and take no mask")
-        lens = tuple(query_lens), tuple(query_lens if key_lens is None else key_lens), None, firsts
-        out, lse = given(query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
-    elif query_lens is not None:
-        raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
-    elif mask is not None:
-        _check_alone(asked, key_lens, first_positions)
-        out, lse = masked(query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes)
-    else:
-        out, lse = dense(
-            query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
-            first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
-        )  # fmt: skip
+    try:
+        firsts = None if first_positions is None else tuple(first_positions)
+        if query.dim() == 3:
+            lens = _packed_lens(query, key, value, query_lens, key_lens, firsts, mask)
+            out, lse = given(query, key, value, lens, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+        elif query_lens is not None:
+            raise BatchError(f"query {tuple(query.shape)} is dense: query_lens is left out")
+        elif mask is not None:
+            _check_alone(asked, key_lens, first_positions)
+            out, lse = masked(
+                query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes
+            )
+        else:
+            out, lse = dense(
+                query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
+                first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
+            )  # fmt: skip
+    except (AttributeError, TypeError, UnreadableMask) as error:
+        # Who is wrong is asked here, so that a call that is right pays nothing.
+        lists = {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
+        _refuse(error, (query, key, value), (mask, sinks, alibi_slopes), lists, asked)
+        raise
     return out if lse is None else (out, lse)
 
 
@@ -83,7 +80,16 @@ def _check_alone(asked: Asked, *beside: Sequence[int] | None) -> None:
         )
 
 
-def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _packed_lens(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_lens: Sequence[int] | None,
+    key_lens: Sequence[int] | None,
+    firsts: tuple[int, ...] | None,
+    mask: Tensor | None,
+) -> Lens:
+    """Check packed tensors and return their lengths. Raises `BatchError`."""
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dim() != 3:
             raise BatchError(
@@ -93,4 +99,39 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.shape[:-1] != value.shape[:-1]:
         raise BatchError(
             f"key {tuple(key.shape)} and value {tuple(value.shape)} differ in more than their size"
+        )
+    if query_lens is None or mask is not None:
+        raise BatchError(
+            f"query {tuple(query.shape)} is packed: it needs query_lens, and takes no mask; dense "
+            "tensors are (batch, seqlen, heads, size)"
+        )
+    return tuple(query_lens), tuple(query_lens if key_lens is None else key_lens), None, firsts
+
+
+def _refuse(
+    error: Exception,
+    needed: tuple[Any, ...],
+    optional: tuple[Any, ...],
+    lists: Mapping[str, Any],
+    asked: Asked,
+) -> None:
+    """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
+    for name, given_ in zip(("query", "key", "value"), needed, strict=True):
+        check_is_tensor(name, given_)
+    for name, given_ in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
+        if given_ is not None:
+            check_is_tensor(name, given_)
+    for name, values in lists.items():
+        if values is not None:
+            integers(name, values)
+    for name, value in asked._asdict().items():
+        if not isinstance(value, Hashable):
+            raise BatchError(
+                f"{name}={shown(value)} must be one value, a number or a name"
+            ) from None
+    if isinstance(error, UnreadableMask):
+        raise UnreadableMask(
+            f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "
+            "0 and the dtype's least value, and show each query one interval of keys. Other masks are a "
+            "layer's: CustomMask, BlockSparseMask, or an AttentionVariant's mask_mod and score_mod"
         )

@@ -37,7 +37,14 @@ class Part:
 
 
 class UnreadableMask(BatchError):
-    """The mask is no choice of one interval of keys for each query."""
+    """The mask is no choice of one interval of keys for each query.
+
+    `where`: an entry that shows it, for who wrote the mask; hosts count fallbacks by the message alone.
+    """
+
+    def __init__(self, what: str, where: str = ""):
+        super().__init__(what)
+        self.where = where
 
 
 def read(mask: Tensor, rows: int, queries: int) -> list[Part]:
@@ -69,6 +76,8 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
     for at in range(0, queries, step):
         seen = mask[:, at : at + step]
         if seen.dtype != torch.bool:
+            if not seen.is_floating_point():
+                raise UnreadableMask(f"a mask of {seen.dtype}")
             hidden = seen <= torch.finfo(seen.dtype).min / 2
             if not ((seen == 0) | hidden).all():
                 raise UnreadableMask("a mask that adds numbers to the scores")
@@ -81,8 +90,11 @@ def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
     low, high, count_ = (
         torch.cat(found, dim=2).cpu().numpy() if found else np.zeros((3, rows, 0), int)
     )
-    if (high - low != count_).any():
-        raise UnreadableMask("a mask with holes")
+    gaps = high - low != count_
+    if gaps.any():
+        row, query = (int(at) for at in np.unravel_index(gaps.argmax(), gaps.shape))
+        shows = f"{count_[row, query]} of keys {low[row, query]} to {high[row, query] - 1}"
+        raise UnreadableMask("a mask with holes", f" (mask[{row}, 0, {query}] shows {shows})")
     return low, high
 
 
