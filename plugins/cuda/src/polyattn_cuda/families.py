@@ -62,8 +62,8 @@ FLASHINFER_MLA_FP8 = BackendInfo(
         decode_query_lens=16,
         features=FEATURES,
     ),
-    priorities=(Priority(score=40, why="unmeasured: behind what was measured over such caches"),),
-    proof=SIGNATURE,
+    priorities=(Priority(score=40, why="471 us at 64 x 4,096 on an H200; TRITON_MLA takes 317"),),
+    proof=MEASURED,
 )
 FLASHINFER_MLA_SPARSE = BackendInfo(
     name="FLASHINFER_MLA_SPARSE",
