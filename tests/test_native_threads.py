@@ -1,0 +1,80 @@
+"""Do the native kernels keep to torch's number of threads, in turn with torch's operators?"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+import test_native
+import test_native_scan
+import torch
+from polyattn_cpu.native import library
+
+TASKS = Path("/proc/self/task")
+THREADS = 3
+pytestmark = [
+    pytest.mark.skipif(
+        library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
+    ),
+    pytest.mark.skipif(not (TASKS.parent / "schedstat").exists(), reason="no /proc/self/schedstat"),
+]
+
+
+def tasks():
+    """Return this process's threads and what each has spent, in nanoseconds."""
+    found = {}
+    for task in TASKS.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            found[task.name] = int((task / "schedstat").read_text().split()[0])
+    return found
+
+
+def in_turn():
+    """Return threads that native calls brought: by one thread, in turn with torch, by callers at once.
+
+    And what they spent in a rest. In a process of its own, where nothing has made threads yet.
+    """
+    attention = test_native.Step(test_native.make_spec(), [1] * 6, [500] * 6)
+    scan = test_native_scan.Step(
+        test_native_scan.LAYERS["convolution"], "float32", [1] * 20, [30] * 20
+    )
+    torch.set_num_threads(THREADS)
+    matrix, found = torch.randn(600, 600), []
+    torch.mm(matrix, matrix)
+    (matrix + matrix).sum()
+    torches = set(tasks())
+    attention.run(threads=1)
+    found.append(len(set(tasks()) - torches))
+    for _ in range(20):
+        torch.mm(matrix, matrix)
+        attention.run(threads=torch.get_num_threads())
+        (matrix + matrix).sum()
+        scan.run()
+    found.append(len(set(tasks()) - torches))
+    callers = [
+        threading.Thread(target=lambda: [attention.run(threads=THREADS) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    after = tasks()
+    # A joined thread's task ends a little later.
+    brought = set(after) - torches - {str(caller.native_id) for caller in callers}
+    found.append(len(brought))
+    time.sleep(0.3)
+    rested = tasks()
+    return found, sum(rested[task] - after[task] for task in brought)
+
+
+def test_a_pool_as_large_as_torch_s_serves_all_calls_and_sleeps_between_them():
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        found, spent = pool.submit(in_turn).result(timeout=300)
+    assert found == [0, THREADS - 1, THREADS - 1]
+    assert spent < 20e6, "native threads take processor time where nothing is to be done"
