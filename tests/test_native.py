@@ -179,22 +179,6 @@ def test_every_shape_and_storage_agrees_with_float64(isa, shape, stored):
 
 
 @needs_library
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 20])
-@pytest.mark.parametrize("stored", ["fp8_e4m3", "fp8_e5m2", "int8"])
-def test_each_byte_is_what_it_stands_for(isa, stored, heads):
-    spec = LayerSpec(
-        num_heads=heads, num_kv_heads=1, head_size=256, dtype="bfloat16", kv_cache_dtype=stored
-    )
-    step = Step(spec, [1], [1])
-    step.params, step.query = LayerParams(), torch.zeros_like(step.query)
-    each = torch.arange(256).to(torch.uint8).view(STORAGE_DTYPES[stored])
-    step.value[step.table[0, 0], 0, 0] = each
-    out, _ = step.run()
-    want = each.to(torch.bfloat16).expand_as(out)
-    assert torch.equal(out.nan_to_num(nan=7e4), want.nan_to_num(nan=7e4))
-
-
-@needs_library
 @pytest.mark.parametrize(("heads", "dtype"), [(2, "bfloat16"), (2, "float32"), (16, "bfloat16")])
 def test_latent_cache_is_key_and_value(isa, heads, dtype):
     spec = LayerSpec(num_heads=heads, num_kv_heads=1, head_size=576, v_head_size=512, dtype=dtype)
