@@ -179,8 +179,9 @@ def test_every_shape_and_storage_agrees_with_float64(isa, shape, stored):
 
 
 @needs_library
-def test_latent_cache_is_key_and_value(isa):
-    spec = LayerSpec(num_heads=16, num_kv_heads=1, head_size=576, v_head_size=512, dtype="bfloat16")
+@pytest.mark.parametrize(("heads", "dtype"), [(2, "bfloat16"), (2, "float32"), (16, "bfloat16")])
+def test_latent_cache_is_key_and_value(isa, heads, dtype):
+    spec = LayerSpec(num_heads=heads, num_kv_heads=1, head_size=576, v_head_size=512, dtype=dtype)
     step = Step(spec, [1, 1, 3], [70, 1300, 200], block_size=64)
     step.value = step.key[..., :512]
     step.check()

@@ -31,7 +31,7 @@ COMMON = (
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
-_BF16 = (*_AVX512, "-mavx512bf16")
+_BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vbmi")
 _SVE, _SVE_BITS = "-march=armv8.2-a+sve", "-msve-vector-bits=256"
 BASES = {
     "amx": "avx512",
@@ -42,7 +42,7 @@ BASES = {
 """What multiplies bfloat16 leaves all else to the kernels of its base."""
 ISAS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
-        "amx": (*_BF16, "-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
+        "amx": (*_BF16, "-mamx-tile", "-mamx-bf16"),
         "avx512_bf16": _BF16,
         "avx512": _AVX512,
         "avx2": _AVX2,

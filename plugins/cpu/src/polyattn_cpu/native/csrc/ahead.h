@@ -22,6 +22,16 @@ struct Ahead {
       heads = 1;
     }
   }
+  // Of keys or of values alone: `bytes` of each head.
+  Ahead(const Item &item, int64_t head_stride, int bytes)
+      : keys(NULL), values(NULL), key_offset(item.head0 * head_stride), value_offset(key_offset),
+        key_head(head_stride), value_head(0), tokens(0), heads(item.heads), key_bytes(bytes),
+        value_bytes(0) {
+    if (heads > 1 && key_head == bytes) {
+      key_bytes *= heads;
+      heads = 1;
+    }
+  }
   // What comes next: `count` tokens, over about `cycles`.
   void turn_to(const char *const *next_keys, const char *const *next_values, int count, int cycles) {
     keys = next_keys;

@@ -14,40 +14,16 @@ constexpr int FEWER_ROWS = W >= 16 && sizeof(T) == 4 ? 4 : PART_ROWS;
 constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
 constexpr int DISTANCE = 4096;           // bytes that are asked for ahead of their use
+// Where lines are asked for into the second cache: bytes of a tile's keys and values at most, as half of
+// these and the other half of the tile before are there at a time; and keys at least.
+constexpr int FAR_BYTES = 192 << 10, FAR_KEYS = 16;
+#if defined(__AVX2__)
+constexpr bool MAY_BE_FAR = true;
+#else
+constexpr bool MAY_BE_FAR = false;
+#endif
 
-// What a product asks for: lines of `next`, of every SHAREth token where so many parts share that, as
-// it reads the same ones of its own tokens.
-template <int SHARE>
-struct RowsAhead {
-  const char *const *next;
-  int64_t offset;
-  template <int KEYS>
-  PA_INLINE void keys(const RowsAhead &of, int64_t byte) {
-    PA_UNROLLED
-    for (int k = 0; k < KEYS; k += SHARE) prefetch(of.next[k] + of.offset + byte);
-  }
-  template <int BYTES>
-  PA_INLINE void values(RowsAhead &of, int t) {
-    PA_UNROLLED
-    for (int b = 0; b < BYTES; b += 64) prefetch(of.next[t] + of.offset + b);
-  }
-};
-
-// Lines of one latent: half of them, one for each two that are read of a key; over values, `each` at a
-// time. One run of memory, which the processor's own prefetcher follows, and never many at once: they
-// would take the buffers that loads from the second cache need.
-struct LatentAhead {
-  const char *at, *end;
-  int each;
-  template <int KEYS>
-  PA_INLINE void keys(const LatentAhead &of, int64_t byte) {
-    if (!(byte & 64)) prefetch_l2(of.at + byte / 2);
-  }
-  template <int BYTES>
-  PA_INLINE void values(LatentAhead &of, int) {
-    for (int i = 0; i < of.each && of.at < of.end; i++, of.at += 64) prefetch_l2(of.at);
-  }
-};
+#include "dot_asks.h"
 
 // Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
 template <class T, int ROWS, class Asks>
@@ -165,55 +141,6 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, int count
   }
 }
 
-// The visits to keys, in their order: KEYS tokens of one head, by each part of its rows, then the next
-// head, then the next tokens. `at` and `offset` are those of the visit that is asked for now.
-template <int KEYS>
-struct KeysAhead {
-  const char *const *first, *const *at, *const *values;
-  int64_t base, head_stride, value_base, offset;
-  int heads, parts, count, head = 0, part = 0, token = 0;
-
-  KeysAhead(const char *const *keys, const char *const *values, int64_t base, int64_t head_stride,
-            int64_t value_base, int heads, int parts, int count, int visits)
-      : first(keys), at(keys), values(values), base(base), head_stride(head_stride),
-        value_base(value_base), offset(base), heads(heads), parts(parts), count(count) {
-    for (int i = 0; i < visits * parts; i++) next();
-  }
-  void next() {
-    if (++part < parts) return;
-    part = 0;
-    if (++head == heads) {
-      head = 0;
-      token += KEYS;
-    }
-    const bool over = token >= count;  // then come the values, of which the first lines are due anyway
-    at = over ? values : first + token;
-    offset = over ? value_base : base + head * head_stride;
-  }
-};
-
-// The latents that follow a tile, as many as it has: half of one for each call that multiplies keys,
-// then one for each that adds values.
-struct LatentsAhead {
-  const char *const *next;
-  int64_t lines;  // of a latent
-  int count, halves = 0;
-
-  LatentsAhead(const char *const *next, int64_t bytes, int count)
-      : next(next), lines((bytes + 63) / 64), count(count) {}
-  LatentAhead for_keys() {
-    const char *at = next[pa_min(halves / 2, count - 1)] + halves % 2 * ((lines + 1) / 2 * 64);
-    halves++;
-    return {at, at, 0};
-  }
-  LatentAhead for_values(int steps) {
-    const int token = (halves + 1) / 2;
-    halves = 2 * token + 2;
-    const char *at = next[pa_min(token, count - 1)];
-    return {at, token < count ? at + lines * 64 : at, (int)(lines + steps - 1) / steps};
-  }
-};
-
 // Whether a key's bytes hold its value, as a latent's do.
 PA_INLINE bool values_in_keys(const Source &s, const pa_layer &layer, int64_t size) {
   return s.value >= s.key && s.value + layer.v_head_size * size <= s.key + layer.head_size * size;
@@ -226,16 +153,25 @@ struct DotLayout {
       : parts(per_head <= PART_ROWS ? 1 : (per_head + part_rows - 1) / part_rows),
         each((per_head + parts - 1) / parts),
         rows(each <= 1 ? 1 : each <= 2 ? 2 : each <= 4 ? 4 : 8),
-        lanes(pa_round_up(heads * parts * rows, W)), ldq(pa_round_up(layer.head_size, W)),
-        ldo(pa_round_up(layer.v_head_size, W)) {}
+        lanes(pa_round_up(heads * parts * rows, W)), ldq(pa_round_up(layer.head_size, 2 * W)),
+        ldo(pa_round_up(layer.v_head_size, 2 * W)) {}
 };
 
 static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
   DotLayout is(layer, heads, rows, PART_ROWS);  // smaller parts need no more
   int64_t floats = (int64_t)heads * is.parts * is.rows * (is.ldq + is.ldo) +
-                   (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes;
+                   (int64_t)(DOT_TILE + W) * is.lanes + (LANE_ARRAYS + 1) * (int64_t)is.lanes +
+                   (int64_t)DOT_TILE / 2 * is.lanes;
   return floats * 4 + 2 * (DOT_KEYS + DOT_TILE) * (int64_t)sizeof(char *) + 16 * 64;
 }
+
+template <bool PAIRS>
+struct DotForms {
+  typedef Floats Form;
+};
+#if defined(PA_PAIR_DOTS)
+#include "pair_dots.h"
+#endif
 
 // Elements of even and of odd number, of each two vectors, apart and together again.
 PA_ONCE void apart(float *x, int size) {
@@ -257,17 +193,42 @@ PA_ONCE void together(float *x, int size, int all) {
   }
 }
 
-// The addresses of the first tokens that the thread's next item reads, where it has one.
-PA_ONCE void following_addresses(Run *run, Turn *turn, const char **keys, const char **values) {
+// The addresses of the first tokens, at most `tile`, that the thread's next item reads, where it has one;
+// returns how many.
+PA_ONCE int following_addresses(Run *run, Turn *turn, int tile, const char **keys, const char **values) {
   const int32_t index = pa_following(turn);
-  if (index >= turn->count) return;
+  if (index >= turn->count) return 0;
   const Item &item = run->plan->items[index];
-  Tiles first = {&item, item.from, DOT_TILE, 0, 0};
-  if (!first.next()) return;
-  token_addresses(source_of(run, item.seq), first.first_key, first.count, keys, values);
+  Tiles first = {&item, item.from, tile, 0, 0};
+  if (!first.next()) return 0;
+  bool fine = token_addresses(source_of(run, item.seq), first.first_key, first.count, keys, values);
+  return fine ? first.count : 0;
 }
 
-template <class T, int ROWS, int SHARE>
+// Keys of a tile where lines are asked for into the second cache: of the layer alone, as bits depend on it.
+PA_INLINE int far_keys(const pa_layer &layer, int64_t itemsize) {
+  const int64_t token = layer.num_kv_heads * (layer.head_size + layer.v_head_size) * itemsize;
+  int keys = DOT_TILE;
+  while (keys > FAR_KEYS && keys * token > FAR_BYTES) keys /= 2;
+  return keys;
+}
+
+// How many vectors of a value are added at a time where so many whole ones are left. A vector of a few
+// elements, or a last one, goes alone; of pairs two do, as they hold the elements of one load.
+template <int VECTORS_>
+struct Wide {
+  static constexpr int VECTORS = VECTORS_;
+};
+template <int C, bool PAIRS>
+PA_INLINE int value_vectors(int whole) {
+  for (int each = C; each > 1; each -= 2) {
+    if (whole > 1 && whole / 2 * 2 % each == 0) return each;
+  }
+  return PAIRS ? 2 : 1;
+}
+
+// PAIRS: products of bfloat16, of pairs of elements.
+template <class T, int ROWS, int SHARE, bool PAIRS = false>
 static void dot_item(Run *run, const Item &item, Turn *turn) {
   constexpr int LINE = 64 / (int)sizeof(T);
   constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
@@ -281,6 +242,7 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
   float *q = arena.take<float>((int64_t)used * is.ldq);
   float *o = arena.take<float>((int64_t)used * is.ldo);
   float *s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
+  uint32_t *pairs = arena.take<uint32_t>((int64_t)DOT_TILE / 2 * is.lanes);
   float *alpha = arena.take<float>(is.lanes);
   Lanes lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
   const char **keys = arena.take<const char *>(DOT_KEYS + DOT_TILE);
@@ -302,7 +264,8 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
     }
   }
   const bool in_keys = values_in_keys(source, layer, sizeof(T)), latents = SHARE > 1 && in_keys;
-  if (latents) following_addresses(run, turn, keys + total, values + total);
+  const bool far = PAIRS || (MAY_BE_FAR && plan->far && !latents);
+  if (latents) following_addresses(run, turn, DOT_TILE, keys + total, values + total);
   clear_lanes(lanes, is.lanes);
   __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
   __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
@@ -315,24 +278,45 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
     for (int r = 0; r < rows; r++) {
       int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
       int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
-      widen_any((const char *)run->t.query + at * itemsize(layer.dtype), layer.dtype,
-                q + (int64_t)lane * is.ldq, size);
-      if (Apart<T>::ANY) apart(q + (int64_t)lane * is.ldq, size / LINE * LINE);
+      const char *from = (const char *)run->t.query + at * itemsize(layer.dtype);
+      float *to = q + (int64_t)lane * is.ldq;
+      if constexpr (PAIRS) {
+        __builtin_memcpy(to, from, 2 * size);
+      } else {
+        widen_any(from, layer.dtype, to, size);
+        if (Apart<T>::ANY) apart(to, size / LINE * LINE);
+      }
       set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
     }
   }
   Logits how = logits_of(run);
-  how.scale /= Apart<T>::FACTOR;
+  if (!PAIRS) how.scale /= Apart<T>::FACTOR;
   constexpr int KEYS = W / ROWS;
   const int64_t key_base = item.head0 * source.key_head;
   const int64_t value_base = item.head0 * source.value_head;
   // As many visits ahead as cover the memory's latency: at 5 bytes a cycle 800 cycles.
   const int visits = pa_max(1, DISTANCE / (KEYS * size * (int)sizeof(T)));
+  const int each = value_vectors<C, PAIRS>(v_size / W);
   const bool one_row = rows == ratio && item.tokens == 1;
+  // What is read of each token, by all parts: bytes of keys, and of values.
+  const int key_bytes = used / ROWS * size * (int)sizeof(T);
+  const int value_bytes = used / ROWS * v_size * (int)sizeof(T);
+  Ahead next_keys(item, source.key_head, size * (int)sizeof(T));
+  Ahead next_values(item, source.value_head, v_size * (int)sizeof(T));
+  const int tile_keys = far ? far_keys(layer, sizeof(T)) : DOT_TILE;
+  if (far && !turn->asked) {
+    next_keys.turn_to(keys, keys, pa_min(tile_keys, total), 1);
+    next_keys.all();
+  }
   int done = 0;
-  Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
+  Tiles tile = {&item, item.from, tile_keys, 0, 0};
   while (tile.next()) {
-    const int count = tile.count;
+    const int count = tile.count, left = pa_min(tile_keys, total - done - count);
+    Ahead &beside_keys = in_keys ? next_keys : next_values;
+    if (far) {
+      const char *const *next = in_keys ? keys + done + count : values + done;
+      beside_keys.turn_to(next, next, in_keys ? left : count, count * key_bytes);
+    }
     const char *const *k = keys + done, *const *v = values + done;
     KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, is.parts, count,
                           visits);
@@ -341,13 +325,22 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
       for (int lane = 0; lane < used; lane += ROWS, ahead.next()) {
         const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
         auto dots_of = [&](auto asks) {
-          return dots<T, ROWS>(k + t, offset, q + (int64_t)lane * is.ldq, is.ldq, size, asks);
+          const float *rows = q + (int64_t)lane * is.ldq;
+          if constexpr (PAIRS) {
+#if defined(PA_PAIR_DOTS)
+            return pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)rows, 2 * is.ldq, size, asks);
+#endif
+          } else {
+            return dots<T, ROWS>(k + t, offset, rows, is.ldq, size, asks);
+          }
         };
         RowsAhead<SHARE> rows_ahead = {ahead.at + ahead.part % SHARE, ahead.offset};
         vf found;
-        if constexpr (SHARE > 1) {
+        if (far) {
+          if constexpr (MAY_BE_FAR) found = dots_of(FarAhead{&beside_keys});
+        } else if constexpr (SHARE > 1) {
           found = latents ? dots_of(latent.for_keys()) : dots_of(rows_ahead);
-        } else {
+        } else if constexpr (!PAIRS) {
           found = dots_of(rows_ahead);
         }
         float each[W];
@@ -357,12 +350,13 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
         }
       }
     }
-    for (int t = KEYS; !latents && t < count; t++) {  // of the first visit to the values
+    for (int t = KEYS; !far && !latents && t < count; t++) {  // of the first visit to the values
       for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(v[t] + value_base + b);
     }
     // A single query token sees every key that its item was given.
-    bool changed = softmax_tile<Floats>(s, {is.lanes, W, W}, is.lanes / W, count, tile.first_key, how,
-                                        lanes, !one_row, alpha, NULL);
+    bool changed = softmax_tile<typename DotForms<PAIRS>::Form>(s, {is.lanes, W, W}, is.lanes / W, count,
+                                                               tile.first_key, how, lanes, !one_row,
+                                                               alpha, pairs);
     if (changed) {
       for (int row = 0; row < used; row++) {
         if (alpha[row] == 1.0f) continue;
@@ -372,12 +366,17 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
       }
     }
     done += count;
+    if (far && !in_keys) {
+      const int few = left ? left : following_addresses(run, turn, tile_keys, keys + total, values + total);
+      next_keys.turn_to(keys + done, keys + done, few, count * value_bytes);
+      turn->asked_after = !left && few;
+    }
     const char *const *after = done < total ? keys + done : v;
     for (int h = 0; h < heads; h++) {
       const int lane = h * is.parts * ROWS;
       const int64_t base = value_base + h * source.value_head;
       for (int c = 0; c < v_size;) {
-        int step = c + C * W <= v_size ? C * W : W;
+        const int vectors = c + each * W <= v_size ? each : PAIRS ? 2 : 1, step = vectors * W;
         bool ends = c + step >= v_size, last = ends && h + 1 == heads;
         // Values in the keys are in the cache by now: half of the next tile's keys take their place.
         bool keys_early = in_keys && done < total && c / step % 2 == 0;
@@ -395,16 +394,33 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
           float *to = o + (int64_t)(lane + part * ROWS) * is.ldo + c;
           RowsAhead<SHARE> rows_ahead = {safe + part % SHARE, safe_offset};
           auto add = [&](auto asks) {
-            if (step == C * W) {
-              add_values<T, ROWS, C, SHARE>(v, offset, count, p, is.lanes, to, is.ldo, W, asks);
-            } else {
-              add_values<T, ROWS, 1, SHARE>(v, offset, count, p, is.lanes, to, is.ldo,
-                                            pa_min(W, v_size - c), asks);
+            auto some = [&](auto wide) __attribute__((always_inline)) {
+              constexpr int V = decltype(wide)::VECTORS;
+              if constexpr (V > C) {
+                return;
+              } else if constexpr (PAIRS) {
+#if defined(PA_PAIR_DOTS)
+                add_value_pairs<T, ROWS, V>(v, offset, count, pairs + lane + part * ROWS, is.lanes, to,
+                                            is.ldo, v_size - c, asks);
+#endif
+              } else {
+                add_values<T, ROWS, V, SHARE>(v, offset, count, p, is.lanes, to, is.ldo,
+                                              pa_min(W, v_size - c), asks);
+              }
+            };
+            switch (vectors) {
+              case 8: return some(Wide<8>{});
+              case 6: return some(Wide<6>{});
+              case 4: return some(Wide<4>{});
+              case 2: return some(Wide<2>{});
+              default: return some(Wide<PAIRS ? 2 : 1>{});
             }
           };
-          if constexpr (SHARE > 1) {
+          if (far) {
+            if constexpr (MAY_BE_FAR) add(FarAhead{&next_keys});
+          } else if constexpr (SHARE > 1) {
             latents ? add(latent.for_values(pa_max(1, count / SHARE))) : add(rows_ahead);
-          } else {
+          } else if constexpr (!PAIRS) {
             add(rows_ahead);
           }
         }
@@ -415,13 +431,30 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
   for (int h = 0; h < heads; h++) {
     for (int r = 0; r < rows; r++) {
       int lane = lane_of(h, r);
-      if (Apart<T>::ANY) together<T>(o + (int64_t)lane * is.ldo, v_size / (C * W) * (C * W), v_size);
-      leave(run, item, h, r, o + (int64_t)lane * is.ldo, lanes.m[lane], lanes.l[lane]);
+      float *sums = o + (int64_t)lane * is.ldo;
+      if constexpr (PAIRS) {
+#if defined(PA_PAIR_DOTS)
+        pairs_together(sums, v_size);
+#endif
+      } else if (Apart<T>::ANY) {
+        together<T>(sums, v_size / (2 * W) * (2 * W), v_size);
+      }
+      leave(run, item, h, r, sums, lanes.m[lane], lanes.l[lane]);
     }
   }
   end_item(run, item, o);
 }
 
+#if defined(PA_PAIR_DOTS)
+template <class T>
+static void pair_item(Run *run, const Item &item, Turn *turn) {
+  const int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  if (rows <= 1) return dot_item<T, 1, 1, true>(run, item, turn);
+  if (rows <= 2) return dot_item<T, 2, 1, true>(run, item, turn);
+  if (rows <= 4) return dot_item<T, 4, 1, true>(run, item, turn);
+  return dot_item<T, 8, 1, true>(run, item, turn);
+}
+#else
 template <class T>
 static void dot_item_of(Run *run, const Item &item, Turn *turn) {
   const int per_head = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
@@ -435,3 +468,4 @@ static void dot_item_of(Run *run, const Item &item, Turn *turn) {
   if (is.rows <= 4) return dot_item<T, 4, 1>(run, item, turn);
   if constexpr (PART_ROWS >= 8) return dot_item<T, 8, 1>(run, item, turn);
 }
+#endif

@@ -40,6 +40,7 @@ struct pa_plan {
   int32_t num_items, num_groups, num_parts;
   int64_t part_floats;     // of one partial result
   int64_t scratch_bytes;   // of one thread
+  bool far;                // decode asks for lines into the second cache
 };
 
 // A call in flight.

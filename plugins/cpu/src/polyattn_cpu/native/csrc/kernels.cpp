@@ -34,19 +34,30 @@ namespace {
 #include "item.h"
 #include "ahead.h"
 #include "matrix_path.h"
+#if defined(__AVX512BF16__)
+#include "halves.h"
+#endif
 #if defined(__AMX_BF16__)
 #include "tile_path.h"
 #define PA_ENGINE TileEngine
 #elif defined(PA_BASE)
 #define PA_ENGINE PairEngine
 #endif
-#if !defined(PA_BASE)
+#if defined(PA_BASE) && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define PA_PAIR_DOTS 1
+#endif
+#if !defined(PA_BASE) || defined(PA_PAIR_DOTS)
 #include "dot_path.h"
+#endif
+#if !defined(PA_BASE)
 #include "store.h"
 #include "scan.h"
 #endif
 
 #if defined(PA_BASE)
+// Above so few rows its products are faster than converting once for all of them.
+constexpr int FEW_ROWS = 8;
+
 // bfloat16 products for what they are good for; all else is the base instruction set's.
 int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t base = PA_BASE.scratch_bytes(layer, heads, rows);
@@ -56,6 +67,9 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
   int64_t one = tile_scratch(*layer, 1, pa_min(rows, TILE_ROWS));
   own = own > few ? own : few;
   own = own > one ? own : one;
+#elif defined(PA_PAIR_DOTS)
+  int64_t dot = dot_scratch(*layer, heads, pa_min(rows, FEW_ROWS));
+  own = own > dot ? own : dot;
 #endif
   return base > own ? base : own;
 }
@@ -63,9 +77,6 @@ int64_t scratch_bytes(const pa_layer *layer, int32_t heads, int32_t rows) {
 bool multiplies_bf16(const pa_layer &layer) {  // the query is, and bfloat16 holds what is stored
   return layer.dtype == PA_BF16 && layer.cache_dtype != PA_F32 && layer.cache_dtype != PA_F16;
 }
-
-// Above so few rows its products are faster than converting once for all of them.
-constexpr int FEW_ROWS = 8;
 
 int32_t dot_rows(const pa_layer *layer) {
   if (!multiplies_bf16(*layer)) return PA_BASE.dot_rows(layer);
@@ -81,6 +92,9 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
   int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
   if (rows <= TILE_ROWS) return tile_item<T>(run, item, turn);
+#elif defined(PA_PAIR_DOTS)
+  const int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  if (rows <= FEW_ROWS) return pair_item<T>(run, item, turn);
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
@@ -92,6 +106,8 @@ void run_item(Run *run, Turn *turn) {
 #if defined(__AMX_BF16__)
   // Few rows waste a tile register, and are worth it where each element costs more to make.
   const int most = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2 ? 0 : 4;
+#elif defined(PA_PAIR_DOTS)
+  const int most = 0;
 #else
   const int most = FEW_ROWS;
 #endif

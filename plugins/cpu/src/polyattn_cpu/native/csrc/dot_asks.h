@@ -1,0 +1,98 @@
+// Which lines does decode ask for, beside which products? Included by dot_path.h.
+
+// What a product asks for: lines of `next`, of every SHAREth token where so many parts share that, as
+// it reads the same ones of its own tokens.
+template <int SHARE>
+struct RowsAhead {
+  const char *const *next;
+  int64_t offset;
+  template <int KEYS>
+  PA_INLINE void keys(const RowsAhead &of, int64_t byte) {
+    PA_UNROLLED
+    for (int k = 0; k < KEYS; k += SHARE) prefetch(of.next[k] + of.offset + byte);
+  }
+  template <int BYTES>
+  PA_INLINE void values(RowsAhead &of, int t) {
+    PA_UNROLLED
+    for (int b = 0; b < BYTES; b += 64) prefetch(of.next[t] + of.offset + b);
+  }
+};
+
+// Where the plan wants lines in the second cache: a tile's values are asked for while its keys are
+// multiplied, and the next tile's keys while values are added, both in the order of their addresses.
+struct FarAhead {
+  Ahead *ahead;
+  template <int KEYS>
+  PA_INLINE void keys(const FarAhead &of, int64_t) {
+    (*of.ahead)(64 * KEYS);
+  }
+  template <int BYTES>
+  PA_INLINE void values(const FarAhead &of, int) {
+    (*of.ahead)(BYTES);
+  }
+};
+
+// Lines of one latent: half of them, one for each two that are read of a key; over values, `each` at a
+// time. One run of memory, which the processor's own prefetcher follows, and never many at once: they
+// would take the buffers that loads from the second cache need.
+struct LatentAhead {
+  const char *at, *end;
+  int each;
+  template <int KEYS>
+  PA_INLINE void keys(const LatentAhead &of, int64_t byte) {
+    if (!(byte & 64)) prefetch_l2(of.at + byte / 2);
+  }
+  template <int BYTES>
+  PA_INLINE void values(LatentAhead &of, int) {
+    for (int i = 0; i < of.each && of.at < of.end; i++, of.at += 64) prefetch_l2(of.at);
+  }
+};
+
+// The visits to keys, in their order: KEYS tokens of one head, by each part of its rows, then the next
+// head, then the next tokens. `at` and `offset` are those of the visit that is asked for now.
+template <int KEYS>
+struct KeysAhead {
+  const char *const *first, *const *at, *const *values;
+  int64_t base, head_stride, value_base, offset;
+  int heads, parts, count, head = 0, part = 0, token = 0;
+
+  KeysAhead(const char *const *keys, const char *const *values, int64_t base, int64_t head_stride,
+            int64_t value_base, int heads, int parts, int count, int visits)
+      : first(keys), at(keys), values(values), base(base), head_stride(head_stride),
+        value_base(value_base), offset(base), heads(heads), parts(parts), count(count) {
+    for (int i = 0; i < visits * parts; i++) next();
+  }
+  void next() {
+    if (++part < parts) return;
+    part = 0;
+    if (++head == heads) {
+      head = 0;
+      token += KEYS;
+    }
+    const bool over = token >= count;  // then come the values, of which the first lines are due anyway
+    at = over ? values : first + token;
+    offset = over ? value_base : base + head * head_stride;
+  }
+};
+
+// The latents that follow a tile, as many as it has: half of one for each call that multiplies keys,
+// then one for each that adds values.
+struct LatentsAhead {
+  const char *const *next;
+  int64_t lines;  // of a latent
+  int count, halves = 0;
+
+  LatentsAhead(const char *const *next, int64_t bytes, int count)
+      : next(next), lines((bytes + 63) / 64), count(count) {}
+  LatentAhead for_keys() {
+    const char *at = next[pa_min(halves / 2, count - 1)] + halves % 2 * ((lines + 1) / 2 * 64);
+    halves++;
+    return {at, at, 0};
+  }
+  LatentAhead for_values(int steps) {
+    const int token = (halves + 1) / 2;
+    halves = 2 * token + 2;
+    const char *at = next[pa_min(token, count - 1)];
+    return {at, token < count ? at + lines * 64 : at, (int)(lines + steps - 1) / steps};
+  }
+};
