@@ -7,7 +7,7 @@ struct Halves {
 PA_INLINE Halves halves(const bf16 *p, int count) {
   if (count >= 64) return {{_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}};
   uint64_t valid = ((uint64_t)1 << count) - 1;
-  return {{_mm512_maskz_loadu_epi16((__mmask32)valid, p),
+  return {{count >= 32 ? _mm512_loadu_si512(p) : _mm512_maskz_loadu_epi16((__mmask32)valid, p),
            _mm512_maskz_loadu_epi16((__mmask32)(valid >> 32), p + 32)}};
 }
 

@@ -37,7 +37,7 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
     }
   };
   int d = 0;
-  for (; d + LINE <= size; d += LINE) step(d, 64);
+  for (; d + LINE <= size; d += LINE) step(d, LINE);
   if (d < size) step(d, size - d);
   return sums(acc);
 }
