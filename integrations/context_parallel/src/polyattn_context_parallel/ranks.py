@@ -6,10 +6,12 @@ traffic of the model's comes between, and what waits for a rank waits no longer 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +27,18 @@ NOTE_BYTES = 480
 WATCH = 1.25
 """How much longer than the timeout a collective may take that nobody waits for on the host."""
 
+LETTING_GO = 0.05
+"""Seconds that an ending process leaves to gloo's threads, which let go of a collective's tensors after
+it has returned: where the interpreter is gone by then, the process aborts (torch 2.13)."""
+
 # The later name, where torch has it (2.13); the earlier one warns there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@cache
+def _end_later() -> None:
+    """Have this process wait at its end, once."""
+    atexit.register(time.sleep, LETTING_GO)
 
 
 class ParallelError(PolyattnError):
@@ -37,8 +49,7 @@ class ContextParallel:
     """The ranks that share the sequences' keys: one dimension of a `DeviceMesh`.
 
     - `mesh`: one-dimensional, as `mesh["context"]` of a larger one is; along its other dimensions
-    ranks
-      are independent, as those of tensor parallelism are.
+      ranks are independent, as those of tensor parallelism are.
     - `timeout`: seconds after which a rank that doesn't answer is an error on all others.
     - `checks`: compare notes at each plan, so that ranks that disagree on a step are told before it
       runs. One small all-gather a step, which waits for the device.
@@ -61,6 +72,8 @@ class ContextParallel:
         self.device_type: str = mesh.device_type
         self.broken: str | None = None
         self._notes = 0
+        if self.device_type == "cpu":
+            _end_later()
         self._ranks: list[int] = mesh.mesh.flatten().tolist()
         # NCCL's own watch ends the process; what waits on the host here comes before it.
         limit = self.timeout * (1.0 if self.device_type == "cpu" else WATCH)
