@@ -12,6 +12,7 @@ OMP_WAIT_POLICY=passive is set before torch is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -51,7 +52,11 @@ def operators() -> dict[str, Call]:
 
 def waited() -> int:
     """Return nanoseconds in which threads of this process could have run and had no processor."""
-    return sum(int((t / "schedstat").read_text().split()[1]) for t in TASKS.iterdir())
+    found = 0
+    for task in TASKS.iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended since
+            found += int((task / "schedstat").read_text().split()[1])
+    return found
 
 
 def others() -> float:

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 from families.steps import FAMILIES, Attending, Latent, Recurring
-from polyattn import Attention, KVCache, StateCache, StepPlan
+from polyattn import (
+    Attention,
+    Batch,
+    KVCache,
+    LatentAttention,
+    LatentSpec,
+    LayerGroup,
+    LayerSpec,
+    StateCache,
+    StepPlan,
+)
 from polyattn.errors import BatchError, PolyattnError
 
 
@@ -134,3 +144,18 @@ def test_a_graph_whose_layer_died_runs_no_other_layer() -> None:
     gc.collect()
     with pytest.raises(BatchError, match="the plan of this step is gone"):
         call(plan_handle, others[0]._handle)
+
+
+def test_absorbed_latents_are_as_wide_as_the_rank() -> None:
+    spec = LayerSpec(
+        kind="mla", num_heads=4, head_size=48, v_head_size=32, dtype="float32",
+        latent=LatentSpec(rank=64, rope_head_size=16),
+    )  # fmt: skip
+    group = LayerGroup(spec)
+    layer, cache = LatentAttention(group), group.allocate_cache(2)
+    cache.key.normal_()
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    plan = group.plan(Batch.from_lens([1, 1], [5, 9], table, cache.block_size))
+    given = torch.randn(2, 4, 80), torch.randn(2, 64), torch.randn(2, 16)
+    compiled = torch.compile(lambda *t: layer(*t, cache, plan), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*given), layer(*given, cache, plan))

@@ -72,6 +72,7 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("padding with a slot", {"seq_lens": [0, 33]}, "seq_lens[0]=0 is shorter than its query"),
     ("narrow table", {"block_table": TABLE[:, :2]}, "sequence 1 of length 33 needs 3"),
     ("table dtype", {"block_table": TABLE.long()}, "block_table is torch.int64"),
+    ("table turned", {"block_table": TABLE.t().contiguous().t()}, "give block_table.contiguous()"),
     ("table list", {"block_table": [[0, 1, 2], [3, 4, 5]]}, "block_table=[[0, 1, 2]"),
     (
         "elsewhere",

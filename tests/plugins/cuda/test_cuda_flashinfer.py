@@ -14,7 +14,7 @@ from polyattn import Batch, LayerSpec
 from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
 from polyattn.families.attention.trial import fill
-from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.kernel import BatchError, CacheFormat, KVCache, LayerParams
 
 pytest.importorskip("triton")
 
@@ -137,6 +137,9 @@ def test_a_captured_steps_buffers_are_refilled(fakes: None) -> None:
     table = step.block_table
     assert planned["indices"].tolist() == [*table[0, :2].tolist(), *table[1, :4].tolist()]
     assert captured.lease.room.pages[:6].tolist() == planned["indices"].tolist()
+    longer = paged_batch(form, [1, 1], [64, 65], list(range(17)))
+    with pytest.raises(BatchError, match="17 pages, its captured graph room for 16"):
+        backend.plan(longer, captured)
     aside = backend.plan(step)  # an eager step of this size beside it
     assert aside.lease is not captured.lease
 

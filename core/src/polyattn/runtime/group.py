@@ -132,8 +132,8 @@ class LayerGroup:
             return found
         if not isinstance(plan, StepPlan):
             raise BatchError(
-                f"plan={plan!r} must be a plan of this layer's group, or a Batch; attention takes "
-                "(query, key, value, cache, plan)"
+                f"plan={plan!r} must be a plan of this layer's group, or a Batch: layer(query, "
+                "key, value, cache, plan), of latents (query, latent, rope_key, cache, plan)"
             )
         if plan.group is not self:
             raise BatchError(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from polyattn.kernel import Batch, CacheFormat, KVCache
+from polyattn.kernel import Batch, BatchError, CacheFormat, KVCache
 from torch import Tensor
 
 
@@ -67,11 +67,15 @@ def page_lists(
     stride, count = table.stride(0), len(row)
     places = row * stride + column
     # The table as it lies, rows and what is between them: one index a page, not two.
-    flat = table.as_strided(
-        (stride * (len(table) - 1) + table.shape[1] if len(table) else 0,), (1,)
-    )
+    width = stride * (len(table) - 1) + table.shape[1] if table.numel() else 0
+    flat = table.as_strided((width,), (1,))
     if room is None:
         indices = flat[upload(places, batch.device)]
+    elif count > len(room.pages):
+        raise BatchError(
+            f"the step has {count} pages, its captured graph room for {len(room.pages)}; capture one for "
+            "longer sequences"
+        )
     else:
         at = upload(places, batch.device, room.places[:count])
         indices = torch.index_select(flat, 0, at, out=room.pages[:count])

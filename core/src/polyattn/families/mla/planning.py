@@ -37,6 +37,8 @@ from polyattn.runtime.store import claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
 
+ALIGNED = 16
+"""Bytes: what kernels store at a time."""
 EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 
@@ -96,8 +98,9 @@ class LatentStep(StepPlan):
             taken = query[rows]
             given = taken if weights is None else absorb(taken, weights[0])
             view = call.view(cache)
-            # Straight to the caller's, where that is what a backend writes: dense and all rows.
-            whole = weights is None and call.rows is None and out.is_contiguous()
+            # Straight to the caller's, where that is what a backend writes: all rows, dense, aligned.
+            whole = weights is None and call.rows is None
+            whole = whole and out.is_contiguous() and out.data_ptr() % ALIGNED == 0
             found, found_lse = out, lse
             if not whole:
                 found = query.new_empty(*given.shape[:2], cache.value.shape[3])

@@ -90,7 +90,8 @@ def latent(
     spec = layer.spec
     _refuse_traced_gradients(query, latents, rope_key)
     if out is None:
-        out = query.new_empty((query.shape[0], spec.num_heads, spec.v_head_size))
+        width = spec.v_head_size if layer.w_uk is not None else spec.latent.rank
+        out = query.new_empty((query.shape[0], spec.num_heads, width))
     lse = None
     if spec.needs_lse:
         lse = query.new_empty((query.shape[0], spec.num_heads), dtype=torch.float32)

@@ -97,6 +97,11 @@ def check_tensors(batch: Batch) -> None:
                 f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of shape "
                 f"({wanted})"
             )
+        if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+            raise BatchError(
+                f"{name}'s columns are {tensor.stride(1)} apart; kernels read them as neighbours: "
+                f"give {name}.contiguous()"
+            )
         if not same_device(tensor.device, batch.device):
             raise BatchError(f"{name} is on {tensor.device}, the batch on {batch.device}; move one")
     _check_shape_of_positions(batch)

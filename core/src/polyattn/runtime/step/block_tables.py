@@ -25,7 +25,7 @@ def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = No
         into = table.new_empty(table.shape[0], table.shape[1] * ratio)
     step = ratio * (2 if cache.interleaved else 1)
     for offset in range(ratio):  # in place: a captured step's replay allocates nothing
-        torch.mul(table, step, out=into[:, offset::ratio]).add_(offset)
+        into[:, offset::ratio].copy_(table).mul_(step).add_(offset)
     return batch.with_block_table(into)
 
 

@@ -102,9 +102,8 @@ def widening(spec: LayerSpec, batch: Batch, block_n: int) -> Widening | None:
     if 4 * count * spec.num_kv_heads * spec.head_size > MOST_BYTES:
         return None
     moved = count
-    if (
-        spec.qkv_dtype != "auto"
-    ):  # queries are copied too, half as many bytes as a key and its value
+    # Queries of 8 bits are copied too, half as many bytes as a key and its value.
+    if spec.qkv_dtype != "auto":
         moved += batch.num_tokens * spec.gqa_ratio // 2
     gained = seen(spec, queries, lens) * spec.gqa_ratio - ROWS_A_KEY * moved
     if gained * spec.num_kv_heads * spec.head_size < LEAST:

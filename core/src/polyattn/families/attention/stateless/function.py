@@ -66,7 +66,10 @@ def attention(
     except (AttributeError, TypeError, UnreadableMask) as error:
         # Who is wrong is asked here, so that a call that is right pays nothing.
         lists = {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
-        _refuse(error, (query, key, value), (mask, sinks, alibi_slopes), lists, asked)
+        try:
+            _refuse(error, (query, key, value), (mask, sinks, alibi_slopes), lists, asked)
+        except BatchError as named:
+            raise named from None
         raise
     return out if lse is None else (out, lse)
 
@@ -126,9 +129,7 @@ def _refuse(
             integers(name, values)
     for name, value in asked._asdict().items():
         if not isinstance(value, Hashable):
-            raise BatchError(
-                f"{name}={shown(value)} must be one value, a number or a name"
-            ) from None
+            raise BatchError(f"{name}={shown(value)} must be one value, a number or a name")
     if isinstance(error, UnreadableMask):
         raise UnreadableMask(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "

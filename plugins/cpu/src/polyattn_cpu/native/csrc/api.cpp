@@ -176,9 +176,10 @@ bool plan_sequence(pa_plan *plan, Items &items, int32_t seq, int32_t head_parts)
     return true;
   }
   int32_t most = pa_max(1, plan->kernels->matrix_rows / ratio);
-  int32_t blocks = (queries + most - 1) / most, tokens = (queries + blocks - 1) / blocks;
-  for (int32_t token = 0; token < queries; token += tokens) {
-    Item item = item_of(plan, seq, token, pa_min(tokens, queries - token));
+  int32_t blocks = (queries + most - 1) / most;
+  for (int32_t block = 0; block < blocks; block++) {
+    int32_t token = (int64_t)queries * block / blocks, end = (int64_t)queries * (block + 1) / blocks;
+    Item item = item_of(plan, seq, token, end - token);
     item.heads = 1;
     for (item.head0 = 0; item.head0 < layer.num_kv_heads; item.head0++) {
       if (!add_pieces(plan, items, item, blocks == 1 ? 2 * SPLIT_KEYS : 0)) return false;

@@ -23,6 +23,12 @@ constexpr bool MAY_BE_FAR = true;
 constexpr bool MAY_BE_FAR = false;
 #endif
 
+// Whether an item is one of few rows and of no more keys than there is room for: a long prompt's
+// last block may have few rows, too, and all keys.
+PA_ONCE bool is_few(const pa_layer &layer, const Item &item, int most) {
+  return item.tokens * (layer.num_heads / layer.num_kv_heads) <= most && item.to - item.from <= DOT_KEYS;
+}
+
 #include "dot_asks.h"
 
 // Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].

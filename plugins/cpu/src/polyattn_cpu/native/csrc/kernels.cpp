@@ -93,8 +93,7 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
   int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
   if (rows <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
-  const int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
-  if (rows <= FEW_ROWS) return pair_item<T>(run, item, turn);
+  if (is_few(run->plan->layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
@@ -138,10 +137,7 @@ int32_t dot_rows(const pa_layer *) { return DOT_ROWS; }
 
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
-  const pa_layer &layer = run->plan->layer;
-  if (item.tokens * (layer.num_heads / layer.num_kv_heads) <= DOT_ROWS) {
-    return dot_item_of<T>(run, item, turn);
-  }
+  if (is_few(run->plan->layer, item, DOT_ROWS)) return dot_item_of<T>(run, item, turn);
   matrix_item<T, FloatEngine>(run, item, turn);
 }
 
