@@ -6,7 +6,7 @@ import pytest
 from polyattn import LayerSpec
 from polyattn.families.attention import reference
 from polyattn.kernel import Batch, KVCache
-from test_native import ISAS, Step, isa  # noqa: F401
+from test_native import Step, isa, needs_library  # noqa: F401
 
 # Heads of one KV head, tokens: whose last block of rows was small, on which instruction set.
 PROMPTS = {
@@ -15,6 +15,7 @@ PROMPTS = {
 }  # fmt: skip
 
 
+@needs_library
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_a_long_prompt_s_last_tokens_see_all_keys(prompt: str, isa: str) -> None:  # noqa: F811
     heads, tokens, dtype = PROMPTS[prompt]
