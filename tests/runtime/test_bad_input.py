@@ -270,7 +270,10 @@ def test_no_plan_and_profiles() -> None:
     step = Step()
     with pytest.raises(BatchError, match=r"plan=None must be a plan .* key, value, cache, plan\)"):
         step.layer(**step.tensors, cache=step.cache)
-    assert repr(step.layer.plan(Batch(**step.batch))).startswith("<AttentionStep: prefill: 2 seq")
+    said = repr(step.layer.plan(Batch(**step.batch)))  # in one call or two
+    assert said.startswith(("<AttentionStep: prefill: 2 seq", "<AttentionStep: decode: 1 seq")), (
+        said
+    )
     with pytest.raises(PluginError, match="profile to reason about"):
         Attention(select(SPEC, "x86-amx"))
     other = LayerGroup(select(SPEC, "cpu"))
