@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from h200_serving import DEVICE, SPEC, Row, _graph, _kit, guarded, main
+from h200_serving import DEVICE, SPEC, Model, Row, _kit, guarded, main, replayed
 from h200_widened import Widened, compile_side_by_side, every_step, steps
 from polyattn import LayerSpec, select
 from polyattn.checking.compare import output_error
@@ -237,7 +237,7 @@ def fa2_section(seconds: float) -> list[Row]:
     return within(
         seconds,
         [
-            ("graph FLASH_ATTN", lambda: _graph(plain, "FLASH_ATTN")),
+            ("graph FLASH_ATTN", lambda: replayed(Model(plain, "FLASH_ATTN"))),
             ("FLASH_ATTN's captured cases", _captured_cases),
         ],
     )

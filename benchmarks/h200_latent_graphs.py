@@ -11,13 +11,12 @@ Without a GPU the sections say that they need one.
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
 import torch
-from h200_serving import DEVICE, LAYERS, LONGEST, SIZES, Row, guarded, main, over_own
-from polyattn import Batch, LatentAttention, LayerGroup, LayerSpec, StepGraphs, select
+from h200_serving import DEVICE, LAYERS, LONGEST, SIZES, Row, guarded, main, replayed
+from polyattn import Batch, LatentAttention, LayerGroup, LayerSpec, select
 from polyattn.kernel import StoreBackend
 from polyattn.spec.layer import LatentSpec
 
@@ -82,39 +81,9 @@ class Model:
             )
 
 
-def _graph(backend: str) -> Row:
-    model = Model(backend)
-    graphs = StepGraphs([model.group], model.step, SIZES, LONGEST)
-    graphs.capture(model.inputs(1))
-    different = allocated = replays = 0
-    end = time.monotonic() + 25
-    while replays < 200 and time.monotonic() < end:
-        rows = int(torch.randint(1, max(SIZES) + 1, ()))
-        batch, inputs = model.batch(rows), model.inputs(rows)
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        found = graphs.replay(batch, inputs)
-        allocated += torch.cuda.memory_stats()["allocation.all.allocated"] - before
-        found = [one.clone() for one in found]
-        graph = graphs.find(batch)
-        assert graph is not None
-        padded = model.group.plan(graph.buffers.fill(batch))
-        eager = model.step({model.group: padded}, **graph.inputs)
-        different += not all(torch.equal(a, b[:rows]) for a, b in zip(found, eager, strict=True))
-        replays += 1
-    overhead = {}
-    for graph in graphs.graphs:
-        rows = graph.buffers.num_seqs
-        batch = model.batch(rows)
-        graphs.replay(batch, model.inputs(rows))
-        # FlashMLA's schedule is made once a capture: the replay's own has one.
-        overhead[rows] = over_own(model, graph, model.group.plan(graph.buffers.fill(batch)))
-    return {
-        "replays": replays, "different": different, "allocations": allocated, "overhead": overhead,
-    }  # fmt: skip
-
-
 def section(backend: str, seconds: float) -> list[Row]:
-    return [guarded(f"graph {backend}", lambda: _graph(backend))]
+    # FlashMLA's schedule is made once a capture: the replay's own plan has one.
+    return [guarded(f"graph {backend}", lambda: replayed(Model(backend), planned=False))]
 
 
 if __name__ == "__main__":

@@ -75,6 +75,10 @@ class Model:
                 stored.copy_(torch.randn(stored.shape, device=DEVICE).to(stored.dtype))
         self.order = torch.arange(1, self.blocks)
 
+    def batch(self, rows: int) -> Batch:
+        """Return rows of random lengths, their blocks in random order."""
+        return random_batch(self.group, rows, self.order)
+
     def inputs(self, tokens: int) -> dict[str, torch.Tensor]:
         """Return random queries, keys and values of one token each."""
         spec = self.group.spec
@@ -121,20 +125,25 @@ def graph_section(seconds: float) -> list[Row]:
                 kv_cache_dtype=stored, fp8_compute=stored == "fp8" and backend == "FLASH_ATTN_V3"
             )
             rows.append(
-                guarded(f"graph {backend} {stored}", lambda s=spec, b=backend: _graph(s, b))
+                guarded(
+                    f"graph {backend} {stored}", lambda s=spec, b=backend: replayed(Model(s, b))
+                )
             )
     return rows
 
 
-def _graph(spec: LayerSpec, backend: str) -> Row:
-    model = Model(spec, backend)
+def replayed(model: Any, planned: bool = True) -> Row:
+    """Capture a model's step and replay it; `planned`: as `_overhead`.
+
+    A model has a `group`, and makes each `batch` and its `inputs`; `step` and `own_calls` run it.
+    """
     graphs = StepGraphs([model.group], model.step, SIZES, LONGEST)
     graphs.capture(model.inputs(1))
     different = unpadded = allocated = 0
     replays, end = 0, time.monotonic() + 25
     while replays < 200 and time.monotonic() < end:
         rows = int(torch.randint(1, max(SIZES) + 1, ()))
-        batch, inputs = random_batch(model.group, rows, model.order), model.inputs(rows)
+        batch, inputs = model.batch(rows), model.inputs(rows)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         found = graphs.replay(batch, inputs)
         allocated += torch.cuda.memory_stats()["allocation.all.allocated"] - before
@@ -150,18 +159,22 @@ def _graph(spec: LayerSpec, backend: str) -> Row:
     return {
         "replays": replays, "different": different, "unlike the step unpadded": unpadded,
         "allocations": allocated,
-        "overhead": _overhead(model, graphs),
+        "overhead": _overhead(model, graphs, planned),
     }  # fmt: skip
 
 
-def _overhead(model: Model, graphs: StepGraphs) -> dict[int, float]:
-    """Return by how much the captured step takes longer than its own calls, captured, by batch size."""
+def _overhead(model: Any, graphs: StepGraphs, planned: bool) -> dict[int, float]:
+    """Return by how much the captured step takes longer than its own calls, captured, by batch size.
+
+    `planned`: the calls are those of the replay's plan; else of one without what the capture left in it.
+    """
     found = {}
     for graph in graphs.graphs:
         rows = graph.buffers.num_seqs
-        batch, inputs = random_batch(model.group, rows, model.order), model.inputs(rows)
-        graphs.replay(batch, inputs)
-        found[rows] = over_own(model, graph)
+        batch = model.batch(rows)
+        graphs.replay(batch, model.inputs(rows))
+        plan = None if planned else model.group.plan(graph.buffers.fill(batch))
+        found[rows] = over_own(model, graph, plan)
     return found
 
 

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from polyattn_cuda.paging import PackedKeys
 from polyattn_cuda.providers import vllm_library
+from polyattn_cuda.splits import captured_splits
 
-MAX_SPLITS = 32
 SHORT = 16
 """Query tokens up to which the KV-cache kernel runs: it splits the keys, the varlen one doesn't."""
 
@@ -67,8 +67,7 @@ class FlashAttention2(AttentionBackend):
         short = self.splits_short and self.cache is not None and batch.max_query_len <= SHORT
         splits = 0
         if self.num_sms:  # a captured step's table is wider than an eager one's
-            programs = max(1, batch.num_seqs * self.spec.num_kv_heads)
-            splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
+            splits = captured_splits(self.num_sms, batch.num_seqs * self.spec.num_kv_heads)
         return FlashPlan(batch, self.cache, short, splits)
 
     def run(

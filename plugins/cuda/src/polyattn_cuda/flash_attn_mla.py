@@ -19,9 +19,9 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.flash_attn_v3 import MAX_SPLITS
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
 from polyattn_cuda.providers import vllm_library
+from polyattn_cuda.splits import captured_splits
 
 TILE_HEADS = 64
 """Heads of a token that one of its programs takes."""
@@ -51,8 +51,8 @@ class FlashAttentionMLA(LatentAdapter):
         plan = SplitPlan(batch, reuse)
         plan.splits = 0
         if self.num_sms:
-            tiles = max(1, batch.num_tokens * -(-self.spec.num_heads // TILE_HEADS))
-            plan.splits = min(MAX_SPLITS, max(1, self.num_sms // tiles))
+            programs = batch.num_tokens * -(-self.spec.num_heads // TILE_HEADS)
+            plan.splits = captured_splits(self.num_sms, programs)
         return plan
 
     def run(

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from polyattn_cuda.paging import PackedKeys, ragged, upload
 from polyattn_cuda.providers import vllm_library
+from polyattn_cuda.splits import captured_splits
 
-MAX_SPLITS = 32
 SHORT = 16
 """Query tokens up to which keys are split by a captured step, as decodes' are."""
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -71,8 +71,7 @@ class FlashAttention3(AttentionBackend):
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Flash3Plan:
         splits = 0
         if self.spec.graph_capture and batch.max_query_len <= SHORT and not batch.num_contexts:
-            programs = max(1, batch.num_seqs * self.spec.num_kv_heads)
-            splits = min(MAX_SPLITS, max(1, self.num_sms // programs))
+            splits = captured_splits(self.num_sms, batch.num_seqs * self.spec.num_kv_heads)
         elif batch.lens_are_bounds:
             splits = 1
         into = reuse.seq_of if isinstance(reuse, Flash3Plan) else None
