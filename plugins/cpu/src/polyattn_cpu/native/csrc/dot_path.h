@@ -26,7 +26,7 @@ constexpr bool MAY_BE_FAR = false;
 // Whether an item is one of few rows and of no more keys than there is room for: a long prompt's
 // last block may have few rows, too, and all keys.
 PA_ONCE bool is_few(const pa_layer &layer, const Item &item, int most) {
-  return item.tokens * (layer.num_heads / layer.num_kv_heads) <= most && item.to - item.from <= DOT_KEYS;
+  return rows_per_head(layer, item) <= most && item.to - item.from <= DOT_KEYS;
 }
 
 #include "dot_asks.h"
@@ -454,7 +454,7 @@ static void dot_item(Run *run, const Item &item, Turn *turn) {
 #if defined(PA_PAIR_DOTS)
 template <class T>
 static void pair_item(Run *run, const Item &item, Turn *turn) {
-  const int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  const int rows = rows_per_head(run->plan->layer, item);
   if (rows <= 1) return dot_item<T, 1, 1, true>(run, item, turn);
   if (rows <= 2) return dot_item<T, 2, 1, true>(run, item, turn);
   if (rows <= 4) return dot_item<T, 4, 1, true>(run, item, turn);
@@ -463,7 +463,7 @@ static void pair_item(Run *run, const Item &item, Turn *turn) {
 #else
 template <class T>
 static void dot_item_of(Run *run, const Item &item, Turn *turn) {
-  const int per_head = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
+  const int per_head = rows_per_head(run->plan->layer, item);
   const DotLayout is(run->plan->layer, item.heads, per_head, FEWER_ROWS<T>);
   if constexpr (W >= 16) {
     if (is.rows == 4 && is.parts > 2) return dot_item<T, 4, 4>(run, item, turn);

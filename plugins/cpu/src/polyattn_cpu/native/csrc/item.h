@@ -9,6 +9,10 @@ struct Source {  // of one sequence's keys and values
   int64_t num_blocks;
 };
 
+PA_ONCE int rows_per_head(const pa_layer &layer, const Item &item) {
+  return item.tokens * (layer.num_heads / layer.num_kv_heads);
+}
+
 PA_ONCE Source source_of(const Run *run, int seq) {
   const pa_plan *plan = run->plan;
   const pa_tensors &t = run->t;

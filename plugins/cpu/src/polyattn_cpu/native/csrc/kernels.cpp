@@ -90,27 +90,30 @@ int32_t dot_rows(const pa_layer *layer) {
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
 #if defined(__AMX_BF16__)
-  int rows = item.tokens * (run->plan->layer.num_heads / run->plan->layer.num_kv_heads);
-  if (rows <= TILE_ROWS) return tile_item<T>(run, item, turn);
+  if (rows_per_head(run->plan->layer, item) <= TILE_ROWS) return tile_item<T>(run, item, turn);
 #elif defined(PA_PAIR_DOTS)
   if (is_few(run->plan->layer, item, FEW_ROWS)) return pair_item<T>(run, item, turn);
 #endif
   matrix_item<T, PA_ENGINE>(run, item, turn);
 }
 
+// Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
+bool is_bases(const pa_layer &layer, const Item &item) {
+#if defined(__AMX_BF16__)
+  // Few rows waste a tile register, and are worth it where each element costs more to make.
+  const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;
+  return !dear && rows_per_head(layer, item) <= 4;
+#elif defined(PA_PAIR_DOTS)
+  return false;
+#else
+  return rows_per_head(layer, item) <= FEW_ROWS;
+#endif
+}
+
 void run_item(Run *run, Turn *turn) {
   const Item &item = run->plan->items[turn->index];
   const pa_layer &layer = run->plan->layer;
-  const int rows = item.tokens * (layer.num_heads / layer.num_kv_heads);
-#if defined(__AMX_BF16__)
-  // Few rows waste a tile register, and are worth it where each element costs more to make.
-  const int most = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2 ? 0 : 4;
-#elif defined(PA_PAIR_DOTS)
-  const int most = 0;
-#else
-  const int most = FEW_ROWS;
-#endif
-  if (!multiplies_bf16(layer) || rows <= most) return PA_BASE.run_item(run, turn);
+  if (!multiplies_bf16(layer) || is_bases(layer, item)) return PA_BASE.run_item(run, turn);
   switch (layer.cache_dtype) {
     case PA_BF16: return run_item_of<bf16>(run, item, turn);
     case PA_E4M3: return run_item_of<e4m3>(run, item, turn);
