@@ -63,12 +63,17 @@ class Visit(CallBars):
         """Each case beside what this process reads and multiplies in the same rounds."""
         for name in self.native.CASES:
             case, bounds = self.case(name), self.limits()
+            what, bar = self.bar_of(name)
             calls = {"native": case.call(self.native.NativeAttention)}
             calls |= {key: call for key, (call, _) in bounds.items()}
+            if what == "read":
+                calls |= self.native.readings(case)
             best = least(calls, self.seconds, time.thread_time)
             took = best["native"]
             rate = {key: amount / best[key] for key, (_, amount) in bounds.items()}
-            what, bar = self.bar_of(name)
+            floors = [best[key] for key in best if key.startswith("blocks")]
+            if floors:  # the same bytes in the same order, and nothing else done
+                rate["blocks"] = case.bytes / min(floors)
             amount = case.bytes if what == "read" else case.flops
             self.row(
                 name, amount / took / rate[what], f"of {what}", bar, ms=took * 1e3,

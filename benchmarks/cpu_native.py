@@ -10,12 +10,16 @@ only ratios of one run mean anything. The limits are what this process reads of 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import platform
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from polyattn.kernel import (
     KVCache,
     LayerParams,
 )
+from polyattn_cpu.native import build
 from polyattn_cpu.native.backends import NativeAttention
 from polyattn_cpu.native.library import isa
 from polyattn_cpu.sdpa import TorchSDPA
@@ -110,6 +115,36 @@ class Case:
         )
         plan, params = made.plan(self.batch), LayerParams(k_scale=0.1, v_scale=0.1)
         return lambda: made.run(plan, self.query, None, None, self.cache, params, self.out, None)
+
+
+@cache
+def reader() -> Any:
+    """Build and load what only reads (cpu_read.cpp)."""
+    made = Path(tempfile.mkdtemp()) / "cpu_read.so"
+    source = Path(__file__).with_suffix("").with_name("cpu_read.cpp")
+    flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-Wno-psabi")
+    subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
+    read = ctypes.CDLL(str(made)).read_runs
+    read.restype, read.argtypes = ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    return read
+
+
+def readings(case: Case) -> dict[str, Callable[[], object]]:
+    """Return calls that read what `case` does, block after block as its table names them: the floor.
+
+    Each asks for lines so many bytes ahead; the fastest is what this order of memory allows.
+    """
+    key, value, read = case.cache.key, case.cache.value, reader()
+    size = key.stride(0) * key.element_size()
+    latent = key.data_ptr() == value.data_ptr()
+    first = [t.data_ptr() for t in ((key,) if latent else (key, value))]
+    lens = case.batch.seq_lens.tolist()
+    used = [row[: n // 16] for row, n in zip(case.batch.block_table.tolist(), lens, strict=True)]
+    runs = torch.tensor([at + block * size for row in used for block in row for at in first])
+    return {
+        f"blocks {ahead}": lambda ahead=ahead: read(runs.data_ptr(), len(runs), size, ahead)
+        for ahead in (0, 8192, 16384, 65536)
+    }
 
 
 def limits() -> dict[str, tuple[Callable[[], object], float]]:

@@ -55,11 +55,33 @@ struct Ahead {
     credit &= 0xffffffff;
   }
   void all() { ask(INT32_MAX); }
+  // Lines [at, end) that the caller asks for itself, beside products that take so many cycles and have
+  // room for `room` lines. What is due beyond those is asked for now.
+  struct Lines {
+    const char *at, *end;
+  };
+  Lines take(int cycles, int room) {
+    credit += cycles * rate;
+    const int due = (int)(credit >> 32);
+    credit &= 0xffffffff;
+    const int lines = pa_min(pa_min(due, room), (int)((end - at + 63) / 64));
+    const Lines taken = {at, at + 64 * lines};
+    at += 64 * lines;
+    if (lines && at >= end) turn();
+    if (lines < due) ask(due - lines);
+    return taken;
+  }
 
  private:
   void key() {
     at = keys[token] + key_offset + head * key_head;
     end = at + key_bytes;
+    if (value_bytes) return;
+    // Tokens that lie one after another are one run of memory.
+    while (token + 1 < tokens && keys[token + 1] + key_offset + head * key_head == end) {
+      token++;
+      end += key_bytes;
+    }
   }
   void ask(int due) {
     while (due > 0 && at != end) {

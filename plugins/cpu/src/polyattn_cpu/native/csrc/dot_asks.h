@@ -1,5 +1,43 @@
 // Which lines does decode ask for, beside which products? Included by dot_path.h.
 
+constexpr int DISTANCE = 4096;  // bytes that are asked for ahead of their use
+// Where lines are asked for into the second cache: bytes of a tile's keys and values at most, as half of
+// these and the other half of the tile before are there at a time; and keys at least.
+constexpr int FAR_BYTES = 192 << 10, FAR_KEYS = 16;
+// There values are added to all heads, then the next ones: bytes of those, and keys at least.
+constexpr int RUN_BYTES = 16 << 10, RUN_KEYS = 8;
+
+// Keys of a tile where lines are asked for into the second cache: of the layer alone, as bits depend on it.
+PA_INLINE int far_keys(const pa_layer &layer, int64_t itemsize) {
+  const int64_t token = layer.num_kv_heads * (layer.head_size + layer.v_head_size) * itemsize;
+  int keys = DOT_TILE;
+  while (keys > FAR_KEYS && keys * token > FAR_BYTES) keys /= 2;
+  return keys;
+}
+// Keys of a tile whose values are added to all heads before the next ones'. So lines are read much in the
+// order of their addresses, which the processor's own prefetchers follow: The sums are stored as often, which pays where arithmetic is cheap.
+PA_INLINE int run_keys(const pa_layer &layer, int tile, int64_t itemsize) {
+  int keys = tile;
+  while (keys > RUN_KEYS && keys * layer.num_kv_heads * layer.v_head_size * itemsize > RUN_BYTES) {
+    keys /= 2;
+  }
+  return keys;
+}
+
+// The item that the thread does next; NULL where it has none.
+PA_ONCE const Item *following_item(Run *run, Turn *turn) {
+  const int32_t index = pa_following(turn);
+  return index < turn->count ? &run->plan->items[index] : NULL;
+}
+// The addresses of an item's first tokens, at most `tile`; returns how many.
+PA_ONCE int first_tokens(Run *run, const Item *item, int tile, const char **keys, const char **values) {
+  if (!item) return 0;
+  Tiles first = {item, item->from, tile, 0, 0};
+  if (!first.next()) return 0;
+  bool fine = token_addresses(source_of(run, item->seq), first.first_key, first.count, keys, values);
+  return fine ? first.count : 0;
+}
+
 // What a product asks for: lines of `next`, of every SHAREth token where so many parts share that, as
 // it reads the same ones of its own tokens.
 template <int SHARE>
@@ -20,15 +58,31 @@ struct RowsAhead {
 
 // Where the plan wants lines in the second cache: a tile's values are asked for while its keys are
 // multiplied, and the next tile's keys while values are added, both in the order of their addresses.
+// A Zen 4 drops what it is asked for while some fifty lines are on their way, so asks keep apart: each
+// address waits for the one before it, by SPACING multiplications, as more rows take longer.
+template <int SPACING>
 struct FarAhead {
-  Ahead *ahead;
+  Ahead::Lines lines;
   template <int KEYS>
-  PA_INLINE void keys(const FarAhead &of, int64_t) {
-    (*of.ahead)(64 * KEYS);
+  PA_INLINE void keys(FarAhead &of, int64_t) {
+    of.some<KEYS>();
   }
   template <int BYTES>
-  PA_INLINE void values(const FarAhead &of, int) {
-    (*of.ahead)(BYTES);
+  PA_INLINE void values(FarAhead &of, int) {
+    of.some<BYTES < 64 ? 1 : BYTES / 64>();
+  }
+  template <int LINES>
+  PA_ALWAYS void some() {
+    if (lines.at >= lines.end) return;
+    PA_UNROLLED
+    for (int i = 0; i < LINES; i++) {
+      prefetch_l2(lines.at);
+      lines.at += 64;
+#if defined(__x86_64__)
+      PA_UNROLLED
+      for (int j = 0; j < SPACING; j++) __asm__ volatile("imul $1, %0, %0" : "+r"(lines.at));
+#endif
+    }
   }
 };
 

@@ -1,9 +1,13 @@
 // Decode: few rows per KV head, so memory sets the pace. Included inside an anonymous namespace.
 //
 // All KV heads of a range of keys are one item: the rows of a token lie one after another, and only
-// the scores are kept. Each load of a row prefetches the same line of the row that is read a few
-// visits later, so that the memory is never idle while there is arithmetic to do; where rows have
-// several parts and values lie in the keys, lines of the next tile, in the order of their addresses.
+// the scores are kept. The memory must never be idle while there is arithmetic to do, so lines are asked
+// for ahead of their use, in one of three ways:
+// - near: each load of a row prefetches the same line of the row that is read a few visits later;
+// - latents, where rows have several parts and values lie in the keys: lines of the next tile, in the
+//   order of their addresses;
+// - far, where the plan wants it: a tile's values while its keys are multiplied, then the next tile's
+//   keys, into the second cache, in the order of their addresses.
 
 constexpr int PART_ROWS = W < 8 ? W : 8;   // rows that share a load of a key or a value
 constexpr int DOT_ROWS = 2 * PART_ROWS;    // per KV head at most: parts, all but one out of the cache
@@ -13,10 +17,6 @@ template <class T>
 constexpr int FEWER_ROWS = W >= 16 && sizeof(T) == 4 ? 4 : PART_ROWS;
 constexpr int DOT_KEYS = 2 * SPLIT_KEYS;   // of an item at most
 constexpr int DOT_TILE = 64;             // keys whose scores are kept
-constexpr int DISTANCE = 4096;           // bytes that are asked for ahead of their use
-// Where lines are asked for into the second cache: bytes of a tile's keys and values at most, as half of
-// these and the other half of the tile before are there at a time; and keys at least.
-constexpr int FAR_BYTES = 192 << 10, FAR_KEYS = 16;
 #if defined(__AVX2__)
 constexpr bool MAY_BE_FAR = true;
 #else
@@ -30,122 +30,7 @@ PA_ONCE bool is_few(const pa_layer &layer, const Item &item, int most) {
 }
 
 #include "dot_asks.h"
-
-// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row].
-template <class T, int ROWS, class Asks>
-PA_NOINLINE vf dots(const char *const *keys, int64_t offset, const float *q, int ldq, int size,
-                  Asks asks) {
-  constexpr int KEYS = W / ROWS, LINE = 64 / (int)sizeof(T);
-  vf acc[W];
-  PA_UNROLLED
-  for (int i = 0; i < W; i++) acc[i] = vf{};
-  int d = 0;
-  auto row_at = [&](int r, int at) __attribute__((always_inline)) {
-    vf row = loadf(q + r * ldq + at);
-    if (KEYS > 1) in_register(row);
-    return row;
-  };
-  auto two = [&](int at) __attribute__((always_inline)) {  // vectors of elements, which may be apart
-    if constexpr (KEYS <= 2) {
-      vf x[KEYS][2];
-      PA_UNROLLED
-      for (int k = 0; k < KEYS; k++) Apart<T>::both((const T *)(keys[k] + offset) + at, x[k]);
-      PA_UNROLLED
-      for (int i = 0; i < 2 * ROWS; i++) {
-        vf row = row_at(i % ROWS, at + i / ROWS * W);
-        PA_UNROLLED
-        for (int k = 0; k < KEYS; k++) acc[k * ROWS + i % ROWS] += x[k][i / ROWS] * row;
-      }
-    } else {
-      vf row[2 * ROWS];
-      PA_UNROLLED
-      for (int i = 0; i < 2 * ROWS; i++) row[i] = row_at(i % ROWS, at + i / ROWS * W);
-      PA_UNROLLED
-      for (int k = 0; k < KEYS; k++) {
-        vf x[2];
-        Apart<T>::both((const T *)(keys[k] + offset) + at, x);
-        PA_UNROLLED
-        for (int i = 0; i < 2 * ROWS; i++) acc[k * ROWS + i % ROWS] += x[i / ROWS] * row[i];
-      }
-    }
-  };
-  auto step = [&](int at, int some) __attribute__((always_inline)) {
-    vf row[ROWS];
-    PA_UNROLLED
-    for (int r = 0; r < ROWS; r++) row[r] = row_at(r, at);
-    PA_UNROLLED
-    for (int k = 0; k < KEYS; k++) {
-      const T *key = (const T *)(keys[k] + offset) + at;
-      vf x = some < W ? load_some<Apart<T>>(key, some) : Apart<T>::some(key);
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) acc[k * ROWS + r] += x * row[r];
-    }
-  };
-  for (; d + LINE <= size; d += LINE) {
-    Asks::template keys<KEYS>(asks, d * sizeof(T));
-    PA_UNROLLED
-    for (int at = 0; at < LINE; at += Apart<T>::ANY ? 2 * W : W) {
-      if constexpr (Apart<T>::ANY) {
-        two(d + at);
-      } else {
-        step(d + at, W);
-      }
-    }
-  }
-  if (d < size) {
-    Asks::template keys<KEYS>(asks, d * sizeof(T));
-    for (; d + W <= size; d += W) step(d, W);
-    if (d < size) step(d, size - d);
-  }
-  return sums(acc);
-}
-
-// o[row][0 .. C * W) += weights of `count` keys times their values. `some` < W: the last elements of
-// a value, of which there are so many. Asks at every SHAREth key.
-template <class T, int ROWS, int C, int SHARE, class Asks>
-PA_NOINLINE void add_values(const char *const *values, int64_t offset, int count, const float *p,
-                          int ldp, float *o, int ldo, int some, Asks asks) {
-  vf acc[ROWS][C];
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
-  }
-  auto one = [&](int t) __attribute__((always_inline)) {
-    const T *value = (const T *)(values[t] + offset);
-    vf weight[ROWS];
-    PA_UNROLLED
-    for (int r = 0; r < ROWS; r++) {
-      weight[r] = splat(p[(int64_t)t * ldp + r]);
-      if (C > 1) in_register(weight[r]);
-    }
-    if constexpr (C > 1) {
-      PA_UNROLLED
-      for (int c = 0; c < C; c += 2) {
-        vf x[2];
-        Apart<T>::both(value + c * W, x);
-        PA_UNROLLED
-        for (int i = 0; i < 2 * ROWS; i++) acc[i % ROWS][c + i / ROWS] += x[i / ROWS] * weight[i % ROWS];
-      }
-    } else {
-      vf x = some < W ? load_some<Apart<T>>(value, some) : Apart<T>::some(value);
-      PA_UNROLLED
-      for (int r = 0; r < ROWS; r++) acc[r][0] += x * weight[r];
-    }
-  };
-  int t = 0;
-  for (; t + SHARE <= count; t += SHARE) {
-    Asks::template values<C * W * (int)sizeof(T)>(asks, t);
-    PA_UNROLLED
-    for (int i = 0; i < SHARE; i++) one(t + i);
-  }
-  for (; t < count; t++) one(t);
-  PA_UNROLLED
-  for (int r = 0; r < ROWS; r++) {
-    PA_UNROLLED
-    for (int c = 0; c < C; c++) write(o + r * ldo + c * W, acc[r][c]);
-  }
-}
+#include "dot_products.h"
 
 // Whether a key's bytes hold its value, as a latent's do.
 PA_INLINE bool values_in_keys(const Source &s, const pa_layer &layer, int64_t size) {
@@ -171,60 +56,8 @@ static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
   return floats * 4 + 2 * (DOT_KEYS + DOT_TILE) * (int64_t)sizeof(char *) + 16 * 64;
 }
 
-template <bool PAIRS>
-struct DotForms {
-  typedef Floats Form;
-};
-#if defined(PA_PAIR_DOTS)
-#include "pair_dots.h"
-#endif
-
-// Elements of even and of odd number, of each two vectors, apart and together again.
-PA_ONCE void apart(float *x, int size) {
-  for (int d = 0; d < size; d += 2 * W, x += 2 * W) {
-    float each[2 * W];
-    __builtin_memcpy(each, x, sizeof each);
-    for (int i = 0; i < 2 * W; i++) x[i % 2 * W + i / 2] = each[i];
-  }
-}
-template <class T>
-PA_ONCE void together(float *x, int size, int all) {
-  for (int d = 0; d < size; d += 2 * W) {
-    float each[2 * W];
-    __builtin_memcpy(each, x + d, sizeof each);
-    for (int i = 0; i < 2 * W; i++) x[d + i] = each[i % 2 * W + i / 2];
-  }
-  if (Apart<T>::FACTOR != 1) {
-    for (int d = 0; d < all; d++) x[d] *= 1 / Apart<T>::FACTOR;
-  }
-}
-
-// The addresses of the first tokens, at most `tile`, that the thread's next item reads, where it has one;
-// returns how many.
-PA_ONCE int following_addresses(Run *run, Turn *turn, int tile, const char **keys, const char **values) {
-  const int32_t index = pa_following(turn);
-  if (index >= turn->count) return 0;
-  const Item &item = run->plan->items[index];
-  Tiles first = {&item, item.from, tile, 0, 0};
-  if (!first.next()) return 0;
-  bool fine = token_addresses(source_of(run, item.seq), first.first_key, first.count, keys, values);
-  return fine ? first.count : 0;
-}
-
-// Keys of a tile where lines are asked for into the second cache: of the layer alone, as bits depend on it.
-PA_INLINE int far_keys(const pa_layer &layer, int64_t itemsize) {
-  const int64_t token = layer.num_kv_heads * (layer.head_size + layer.v_head_size) * itemsize;
-  int keys = DOT_TILE;
-  while (keys > FAR_KEYS && keys * token > FAR_BYTES) keys /= 2;
-  return keys;
-}
-
 // How many vectors of a value are added at a time where so many whole ones are left. A vector of a few
 // elements, or a last one, goes alone; of pairs two do, as they hold the elements of one load.
-template <int VECTORS_>
-struct Wide {
-  static constexpr int VECTORS = VECTORS_;
-};
 template <int C, bool PAIRS>
 PA_INLINE int value_vectors(int whole) {
   for (int each = C; each > 1; each -= 2) {
@@ -233,245 +66,334 @@ PA_INLINE int value_vectors(int whole) {
   return PAIRS ? 2 : 1;
 }
 
-// PAIRS: products of bfloat16, of pairs of elements.
+// One item. SHARE: parts that share the asking for a line. PAIRS: products of bfloat16, of pairs of
+// elements.
 template <class T, int ROWS, int SHARE, bool PAIRS = false>
-static void dot_item(Run *run, const Item &item, Turn *turn) {
-  constexpr int LINE = 64 / (int)sizeof(T);
-  constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
-  const pa_plan *plan = run->plan;
-  const pa_layer &layer = plan->layer;
-  const int ratio = layer.num_heads / layer.num_kv_heads, rows = item.tokens * ratio;
-  const DotLayout is(layer, item.heads, rows, FEWER_ROWS<T>);
-  const int heads = item.heads, size = layer.head_size, v_size = layer.v_head_size;
-  const int used = heads * is.parts * ROWS;  // lanes
-  Arena arena = {turn->scratch};
-  float *q = arena.take<float>((int64_t)used * is.ldq);
-  float *o = arena.take<float>((int64_t)used * is.ldo);
-  float *s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
-  uint32_t *pairs = arena.take<uint32_t>((int64_t)DOT_TILE / 2 * is.lanes);
-  float *alpha = arena.take<float>(is.lanes);
-  Lanes lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
-  const char **keys = arena.take<const char *>(DOT_KEYS + DOT_TILE);
-  const char **values = arena.take<const char *>(DOT_KEYS + DOT_TILE);
+struct Decode {
+  static constexpr int KEYS = W / ROWS, SIZE = (int)sizeof(T), LINE = 64 / SIZE;
+  static constexpr int C = (W >= 16 ? 16 : 8) / ROWS > 8 ? 8 : (W >= 16 ? 16 : 8) / ROWS;
 
-  const int total = item.to - item.from;
-  const Source source = source_of(run, item.seq);
-  {
+  Run *run;
+  const Item &item;
+  Turn *turn;
+  const pa_layer &layer;
+  const int ratio, rows, heads, size, v_size;  // query heads of a KV head; rows of one
+  const DotLayout is;
+  const int used, total;  // lanes; keys
+  const Source source;
+  const int64_t key_base, value_base;
+  const bool in_keys, latents, far;
+  float *q, *o, *s, *alpha;
+  uint32_t *pairs;
+  Lanes lanes;
+  const char **keys, **values;  // of the item's tokens, then of those that follow
+
+  Decode(Run *run, const Item &item, Turn *turn)
+      : run(run), item(item), turn(turn), layer(run->plan->layer),
+        ratio(layer.num_heads / layer.num_kv_heads), rows(item.tokens * ratio), heads(item.heads),
+        size(layer.head_size), v_size(layer.v_head_size), is(layer, heads, rows, FEWER_ROWS<T>),
+        used(heads * is.parts * ROWS), total(item.to - item.from), source(source_of(run, item.seq)),
+        key_base(item.head0 * source.key_head), value_base(item.head0 * source.value_head),
+        in_keys(values_in_keys(source, layer, SIZE)), latents(SHARE > 1 && in_keys),
+        far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)) {
+    Arena arena = {turn->scratch};
+    q = arena.take<float>((int64_t)used * is.ldq);
+    o = arena.take<float>((int64_t)used * is.ldo);
+    s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
+    pairs = arena.take<uint32_t>((int64_t)DOT_TILE / 2 * is.lanes);
+    alpha = arena.take<float>(is.lanes);
+    lanes = lanes_at(arena.take<char>(4L * LANE_ARRAYS * is.lanes), is.lanes);
+    keys = arena.take<const char *>(DOT_KEYS + DOT_TILE);
+    values = arena.take<const char *>(DOT_KEYS + DOT_TILE);
+  }
+
+  int lane_of(int h, int r) const { return (h * is.parts + r / is.each) * ROWS + r % is.each; }
+
+  // False where the block table points outside the cache.
+  bool find_keys() {
     Tiles piece = {&item, item.from, DOT_KEYS, 0, 0};
     for (int at = 0; piece.next(); at += piece.count) {
-      if (!token_addresses(source, piece.first_key, piece.count, keys + at, values + at)) {
-        __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
-        return;
-      }
+      if (!token_addresses(source, piece.first_key, piece.count, keys + at, values + at)) return false;
     }
     for (int i = total; total && i < total + DOT_TILE; i++) {  // a visit may reach over the end
       keys[i] = keys[total - 1];
       values[i] = values[total - 1];
     }
+    return true;
   }
-  const bool in_keys = values_in_keys(source, layer, sizeof(T)), latents = SHARE > 1 && in_keys;
-  const bool far = PAIRS || (MAY_BE_FAR && plan->far && !latents);
-  if (latents) following_addresses(run, turn, DOT_TILE, keys + total, values + total);
-  clear_lanes(lanes, is.lanes);
-  __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
-  __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
-  if (is.lanes > used) {  // lanes of no row: nothing else writes them
-    __builtin_memset(s, 0, sizeof(float) * (pa_min(total, DOT_TILE) + W) * is.lanes);
-  }
-  const int64_t query_row = plan->query_starts[item.seq] + item.token0;
-  auto lane_of = [&](int h, int r) { return (h * is.parts + r / is.each) * ROWS + r % is.each; };
-  for (int h = 0; h < heads; h++) {
-    for (int r = 0; r < rows; r++) {
-      int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
-      int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
-      const char *from = (const char *)run->t.query + at * itemsize(layer.dtype);
-      float *to = q + (int64_t)lane * is.ldq;
-      if constexpr (PAIRS) {
-        __builtin_memcpy(to, from, 2 * size);
-      } else {
-        widen_any(from, layer.dtype, to, size);
-        if (Apart<T>::ANY) apart(to, size / LINE * LINE);
-      }
-      set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
+
+  void take_rows() {
+    clear_lanes(lanes, is.lanes);
+    __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
+    __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
+    if (is.lanes > used) {  // lanes of no row: nothing else writes them
+      __builtin_memset(s, 0, sizeof(float) * (pa_min(total, DOT_TILE) + W) * is.lanes);
     }
-  }
-  Logits how = logits_of(run);
-  if (!PAIRS) how.scale /= Apart<T>::FACTOR;
-  constexpr int KEYS = W / ROWS;
-  const int64_t key_base = item.head0 * source.key_head;
-  const int64_t value_base = item.head0 * source.value_head;
-  // As many visits ahead as cover the memory's latency: at 5 bytes a cycle 800 cycles.
-  const int visits = pa_max(1, DISTANCE / (KEYS * size * (int)sizeof(T)));
-  const int each = value_vectors<C, PAIRS>(v_size / W);
-  const bool one_row = rows == ratio && item.tokens == 1;
-  // What is read of each token, by all parts: bytes of keys, and of values.
-  const int key_bytes = used / ROWS * size * (int)sizeof(T);
-  const int value_bytes = used / ROWS * v_size * (int)sizeof(T);
-  Ahead next_keys(item, source.key_head, size * (int)sizeof(T));
-  Ahead next_values(item, source.value_head, v_size * (int)sizeof(T));
-  const int tile_keys = far ? far_keys(layer, sizeof(T)) : DOT_TILE;
-  if (far && !turn->asked) {
-    next_keys.turn_to(keys, keys, pa_min(tile_keys, total), 1);
-    next_keys.all();
-  }
-  int done = 0;
-  Tiles tile = {&item, item.from, tile_keys, 0, 0};
-  while (tile.next()) {
-    const int count = tile.count, left = pa_min(tile_keys, total - done - count);
-    Ahead &beside_keys = in_keys ? next_keys : next_values;
-    if (far) {
-      const char *const *next = in_keys ? keys + done + count : values + done;
-      beside_keys.turn_to(next, next, in_keys ? left : count, count * key_bytes);
-    }
-    const char *const *k = keys + done, *const *v = values + done;
-    KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, is.parts, count,
-                          visits);
-    LatentsAhead latent(k + count, size * (int)sizeof(T), count);
-    for (int t = 0; t < count; t += KEYS) {
-      for (int lane = 0; lane < used; lane += ROWS, ahead.next()) {
-        const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
-        auto dots_of = [&](auto asks) {
-          const float *rows = q + (int64_t)lane * is.ldq;
-          if constexpr (PAIRS) {
+    const int64_t query_row = run->plan->query_starts[item.seq] + item.token0;
+    for (int h = 0; h < heads; h++) {
+      for (int r = 0; r < rows; r++) {
+        int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
+        int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
+        const char *from = (const char *)run->t.query + at * itemsize(layer.dtype);
+        float *to = q + (int64_t)lane * is.ldq;
+        if constexpr (PAIRS) {
+          __builtin_memcpy(to, from, 2 * size);
 #if defined(PA_PAIR_DOTS)
-            return pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)rows, 2 * is.ldq, size, asks);
+          turn_to_keys<T>((uint16_t *)to, size);
 #endif
-          } else {
-            return dots<T, ROWS>(k + t, offset, rows, is.ldq, size, asks);
-          }
-        };
-        RowsAhead<SHARE> rows_ahead = {ahead.at + ahead.part % SHARE, ahead.offset};
+        } else {
+          widen_any(from, layer.dtype, to, size);
+          if (Apart<T>::ANY) apart(to, size / LINE * LINE);
+        }
+        set_lane(run, item, lanes, lane, item.token0 + r / ratio, head);
+      }
+    }
+  }
+
+  // The scores of `count` keys. `next` says what each visit, KEYS keys of one part of a head's rows, asks
+  // for.
+  template <class Next>
+  PA_ALWAYS void scores(const char *const *k, int count, Next next) {
+    for (int t = 0; t < count; t += KEYS) {
+      for (int lane = 0; lane < used; lane += ROWS) {
+        const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
+        const float *row = q + (int64_t)lane * is.ldq;
         vf found;
-        if (far) {
-          if constexpr (MAY_BE_FAR) found = dots_of(FarAhead{&beside_keys});
-        } else if constexpr (SHARE > 1) {
-          found = latents ? dots_of(latent.for_keys()) : dots_of(rows_ahead);
-        } else if constexpr (!PAIRS) {
-          found = dots_of(rows_ahead);
+        if constexpr (PAIRS) {
+#if defined(PA_PAIR_DOTS)
+          found = pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)row, 2 * is.ldq, size, next());
+#endif
+        } else {
+          found = dots<T, ROWS>(k + t, offset, row, is.ldq, size, next());
         }
-        float each[W];
-        write(each, found);
-        for (int i = 0; i < KEYS; i++) {
-          __builtin_memcpy(s + (int64_t)(t + i) * is.lanes + lane, each + i * ROWS, 4 * ROWS);
-        }
+        put_scores<ROWS>(found, s + (int64_t)t * is.lanes + lane, is.lanes);
       }
     }
-    for (int t = KEYS; !far && !latents && t < count; t++) {  // of the first visit to the values
-      for (int b = 0; b < C * W * (int)sizeof(T); b += 64) prefetch(v[t] + value_base + b);
-    }
+  }
+
+  void weigh(int count, int first_key, const Logits &how) {
     // A single query token sees every key that its item was given.
-    bool changed = softmax_tile<typename DotForms<PAIRS>::Form>(s, {is.lanes, W, W}, is.lanes / W, count,
-                                                               tile.first_key, how, lanes, !one_row,
-                                                               alpha, pairs);
-    if (changed) {
-      for (int row = 0; row < used; row++) {
-        if (alpha[row] == 1.0f) continue;
-        vf by = splat(alpha[row]);
-        float *at = o + (int64_t)row * is.ldo;
-        for (int i = 0; i < is.ldo; i += W) write(at + i, loadf(at + i) * by);
-      }
+    const bool one_row = rows == ratio && item.tokens == 1;
+    typedef typename DotForms<PAIRS>::Form Form;
+    if (!softmax_tile<Form>(s, {is.lanes, W, W}, is.lanes / W, count, first_key, how, lanes, !one_row,
+                            alpha, pairs)) {
+      return;
     }
-    done += count;
-    if (far && !in_keys) {
-      const int few = left ? left : following_addresses(run, turn, tile_keys, keys + total, values + total);
-      next_keys.turn_to(keys + done, keys + done, few, count * value_bytes);
-      turn->asked_after = !left && few;
+    for (int row = 0; row < used; row++) {
+      if (alpha[row] == 1.0f) continue;
+      vf by = splat(alpha[row]);
+      float *at = o + (int64_t)row * is.ldo;
+      for (int i = 0; i < is.ldo; i += W) write(at + i, loadf(at + i) * by);
     }
-    const char *const *after = done < total ? keys + done : v;
+  }
+
+  // Adds the values of the keys [first, first + count) of a tile. `next` says what a visit asks for: of
+  // one head `step` elements from the `c`th on, by one part of its rows.
+  template <class Next>
+  PA_ALWAYS void add(const char *const *v, int first, int count, Next next) {
+    const int most = value_vectors<C, PAIRS>(v_size / W);
     for (int h = 0; h < heads; h++) {
       const int lane = h * is.parts * ROWS;
       const int64_t base = value_base + h * source.value_head;
-      for (int c = 0; c < v_size;) {
-        const int vectors = c + each * W <= v_size ? each : PAIRS ? 2 : 1, step = vectors * W;
-        bool ends = c + step >= v_size, last = ends && h + 1 == heads;
-        // Values in the keys are in the cache by now: half of the next tile's keys take their place.
-        bool keys_early = in_keys && done < total && c / step % 2 == 0;
-        const char *const *next = last || keys_early ? after : v;
-        int64_t next_offset = keys_early ? key_base + h * source.key_head + c * (int64_t)sizeof(T)
-                              : last     ? key_base
-                              : ends     ? base + source.value_head
-                                         : base + (c + step) * (int64_t)sizeof(T);
-        int few = next != v && done < total ? pa_min(count, total - done) : count;
-        const char *const *safe = few < count ? v : next;
-        int64_t safe_offset = few < count ? base : next_offset;
-        int64_t offset = base + c * (int64_t)sizeof(T);
+      for (int c = 0, step; c < v_size; c += step) {
+        const int vectors = c + most * W <= v_size ? most : PAIRS ? 2 : 1;
+        step = vectors * W;
         for (int part = 0; part < is.parts; part++) {
-          const float *p = s + lane + part * ROWS;
-          float *to = o + (int64_t)(lane + part * ROWS) * is.ldo + c;
-          RowsAhead<SHARE> rows_ahead = {safe + part % SHARE, safe_offset};
-          auto add = [&](auto asks) {
-            auto some = [&](auto wide) __attribute__((always_inline)) {
-              constexpr int V = decltype(wide)::VECTORS;
-              if constexpr (V > C) {
-                return;
-              } else if constexpr (PAIRS) {
-#if defined(PA_PAIR_DOTS)
-                add_value_pairs<T, ROWS, V>(v, offset, count, pairs + lane + part * ROWS, is.lanes, to,
-                                            is.ldo, v_size - c, asks);
-#endif
-              } else {
-                add_values<T, ROWS, V, SHARE>(v, offset, count, p, is.lanes, to, is.ldo,
-                                              pa_min(W, v_size - c), asks);
-              }
-            };
-            switch (vectors) {
-              case 8: return some(Wide<8>{});
-              case 6: return some(Wide<6>{});
-              case 4: return some(Wide<4>{});
-              case 2: return some(Wide<2>{});
-              default: return some(Wide<PAIRS ? 2 : 1>{});
-            }
-          };
-          if (far) {
-            if constexpr (MAY_BE_FAR) add(FarAhead{&next_keys});
-          } else if constexpr (SHARE > 1) {
-            latents ? add(latent.for_values(pa_max(1, count / SHARE))) : add(rows_ahead);
-          } else if constexpr (!PAIRS) {
-            add(rows_ahead);
-          }
+          const int row = lane + part * ROWS;
+          add_some(vectors, v + first, base + c * (int64_t)SIZE, first, count, row, c, next(h, c, step, part));
         }
-        c += step;
       }
     }
   }
-  for (int h = 0; h < heads; h++) {
-    for (int r = 0; r < rows; r++) {
-      int lane = lane_of(h, r);
-      float *sums = o + (int64_t)lane * is.ldo;
-      if constexpr (PAIRS) {
+  template <class Asks>
+  PA_ALWAYS void add_some(int vectors, const char *const *v, int64_t offset, int first, int count, int row,
+                          int c, Asks asks) {
+    switch (vectors) {
+      case 8: return add_wide<8>(v, offset, first, count, row, c, asks);
+      case 6: return add_wide<6>(v, offset, first, count, row, c, asks);
+      case 4: return add_wide<4>(v, offset, first, count, row, c, asks);
+      case 2: return add_wide<2>(v, offset, first, count, row, c, asks);
+      default: return add_wide<PAIRS ? 2 : 1>(v, offset, first, count, row, c, asks);
+    }
+  }
+  template <int V, class Asks>
+  PA_ALWAYS void add_wide(const char *const *v, int64_t offset, int first, int count, int row, int c,
+                          Asks asks) {
+    float *to = o + (int64_t)row * is.ldo + c;
+    if constexpr (V > C) {
+      return;
+    } else if constexpr (PAIRS) {
 #if defined(PA_PAIR_DOTS)
-        pairs_together(sums, v_size);
+      add_value_pairs<T, ROWS, V>(v, offset, count, pairs + first / 2 * (int64_t)is.lanes + row, is.lanes,
+                                  to, is.ldo, v_size - c, asks);
 #endif
-      } else if (Apart<T>::ANY) {
-        together<T>(sums, v_size / (2 * W) * (2 * W), v_size);
-      }
-      leave(run, item, h, r, sums, lanes.m[lane], lanes.l[lane]);
+    } else {
+      add_values<T, ROWS, V, SHARE>(v, offset, count, s + first * (int64_t)is.lanes + row, is.lanes, to,
+                                    is.ldo, pa_min(W, v_size - c), asks);
     }
   }
-  end_item(run, item, o);
-}
+
+  void leave_rows() {
+    for (int h = 0; h < heads; h++) {
+      for (int r = 0; r < rows; r++) {
+        int lane = lane_of(h, r);
+        float *sums = o + (int64_t)lane * is.ldo;
+        if constexpr (PAIRS) {
+#if defined(PA_PAIR_DOTS)
+          pairs_together(sums, v_size);
+#endif
+        } else if (Apart<T>::ANY) {
+          together<T>(sums, v_size / (2 * W) * (2 * W), v_size);
+        }
+        leave(run, item, h, r, sums, lanes.m[lane], lanes.l[lane]);
+      }
+    }
+    end_item(run, item, o);
+  }
+
+  Logits logits() const {
+    Logits how = logits_of(run);
+    if (!PAIRS) how.scale /= Apart<T>::FACTOR;
+    return how;
+  }
+
+  void near_tiles() {
+    const Logits how = logits();
+    // As many visits ahead as cover the memory's latency: at 5 bytes a cycle 800 cycles.
+    const int visits = pa_max(1, DISTANCE / (KEYS * size * SIZE));
+    int done = 0;
+    Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
+    for (; tile.next(); done += tile.count) {
+      const int count = tile.count;
+      const char *const *k = keys + done, *const *v = values + done;
+      KeysAhead<KEYS> ahead(k, v, key_base, source.key_head, value_base, heads, is.parts, count, visits);
+      scores(k, count, [&] {
+        RowsAhead<SHARE> asks = {ahead.at + ahead.part % SHARE, ahead.offset};
+        ahead.next();
+        return asks;
+      });
+      for (int t = KEYS; t < count; t++) {  // of the first visit to the values
+        for (int b = 0; b < C * W * SIZE; b += 64) prefetch(v[t] + value_base + b);
+      }
+      weigh(count, tile.first_key, how);
+      const int left = total - done - count;
+      const char *const *after = left ? k + count : v;
+      add(v, 0, count, [&](int h, int c, int step, int part) {
+        const bool ends = c + step >= v_size, last = ends && h + 1 == heads;
+        // Values in the keys are in the cache by now: half of the next tile's keys take their place.
+        const bool keys_early = in_keys && left && c / step % 2 == 0;
+        const int64_t base = value_base + h * source.value_head, byte = c * (int64_t)SIZE;
+        if ((last || keys_early) && left < count && left) {  // fewer tokens than are visited
+          return RowsAhead<SHARE>{v + part % SHARE, base};
+        }
+        const char *const *next = last || keys_early ? after : v;
+        const int64_t offset = keys_early ? key_base + h * source.key_head + byte
+                               : last     ? key_base
+                               : ends     ? base + source.value_head
+                                          : base + byte + step * SIZE;
+        return RowsAhead<SHARE>{next + part % SHARE, offset};
+      });
+    }
+  }
+
+  void latent_tiles() {
+    const Logits how = logits();
+    first_tokens(run, following_item(run, turn), DOT_TILE, keys + total, values + total);
+    int done = 0;
+    Tiles tile = {&item, item.from, DOT_TILE, 0, 0};
+    for (; tile.next(); done += tile.count) {
+      const int count = tile.count;
+      const char *const *k = keys + done, *const *v = values + done;
+      LatentsAhead latent(k + count, size * SIZE, count);
+      scores(k, count, [&] { return latent.for_keys(); });
+      weigh(count, tile.first_key, how);
+      add(v, 0, count, [&](int, int, int, int) { return latent.for_values(pa_max(1, count / SHARE)); });
+    }
+  }
+
+  void far_tiles() {
+    typedef FarAhead<(ROWS > 4 ? 2 : 1)> Far;
+    const Logits how = logits();
+    // What is read of each token, by all parts: bytes of keys, and of values.
+    const int key_bytes = used / ROWS * size * SIZE, value_bytes = used / ROWS * v_size * SIZE;
+    const int lines = KEYS * ((size * SIZE + 63) / 64);
+    const bool dear = ROWS > (PAIRS ? 2 : 1) * SIZE;  // products of a byte, in cycles
+    const int tile_keys = far_keys(layer, SIZE), at_once = in_keys || dear ? tile_keys : run_keys(layer, tile_keys, SIZE);
+    Ahead next_keys(item, source.key_head, size * SIZE), next_values(item, source.value_head, v_size * SIZE);
+    if (!turn->asked) {
+      next_keys.turn_to(keys, keys, pa_min(tile_keys, total), 1);
+      next_keys.all();
+    }
+    int done = 0;
+    Tiles tile = {&item, item.from, tile_keys, 0, 0};
+    while (tile.next()) {
+      const int count = tile.count;
+      const char *const *k = keys + done, *const *v = values + done;
+      if (!in_keys) next_values.turn_to(v, v, count, count * key_bytes);
+      done += count;
+      auto turn_to_keys = [&](int cycles) {
+        int few = pa_min(tile_keys, total - done);
+        if (!few) {
+          const Item *then = following_item(run, turn);
+          few = first_tokens(run, then, tile_keys, keys + total, values + total);
+          if (few) next_keys = Ahead(*then, source.key_head, size * SIZE);
+          turn->asked_after = few;
+        }
+        next_keys.turn_to(keys + done, keys + done, few, cycles);
+      };
+      if (in_keys) turn_to_keys(count * (key_bytes + value_bytes));
+      Ahead &beside_keys = in_keys ? next_keys : next_values;
+      scores(k, count, [&] { return Far{beside_keys.take(KEYS * size * SIZE, lines)}; });
+      weigh(count, tile.first_key, how);
+      if (!in_keys) turn_to_keys(count * value_bytes);
+      for (int t = 0; t < count; t += at_once) {
+        const int some = pa_min(at_once, count - t);
+        add(v, t, some, [&](int, int c, int step, int) {
+          const int bytes = pa_min(step, v_size - c) * SIZE;
+          return Far{next_keys.take(some * bytes, some / SHARE * pa_max(1, bytes / 64))};
+        });
+      }
+    }
+  }
+
+  void all() {
+    if (!find_keys()) {
+      __atomic_store_n(&run->bad, 1, __ATOMIC_RELAXED);
+      return;
+    }
+    take_rows();
+    if (far) {
+      if constexpr (MAY_BE_FAR) far_tiles();
+    } else if (latents) {
+      if constexpr (SHARE > 1) latent_tiles();
+    } else {
+      if constexpr (!PAIRS) near_tiles();
+    }
+    leave_rows();
+  }
+};
 
 #if defined(PA_PAIR_DOTS)
 template <class T>
 static void pair_item(Run *run, const Item &item, Turn *turn) {
   const int rows = rows_per_head(run->plan->layer, item);
-  if (rows <= 1) return dot_item<T, 1, 1, true>(run, item, turn);
-  if (rows <= 2) return dot_item<T, 2, 1, true>(run, item, turn);
-  if (rows <= 4) return dot_item<T, 4, 1, true>(run, item, turn);
-  return dot_item<T, 8, 1, true>(run, item, turn);
+  if (rows <= 1) return Decode<T, 1, 1, true>(run, item, turn).all();
+  if (rows <= 2) return Decode<T, 2, 1, true>(run, item, turn).all();
+  if (rows <= 4) return Decode<T, 4, 1, true>(run, item, turn).all();
+  return Decode<T, 8, 1, true>(run, item, turn).all();
 }
 #else
 template <class T>
-static void dot_item_of(Run *run, const Item &item, Turn *turn) {
+static void dot_item(Run *run, const Item &item, Turn *turn) {
   const int per_head = rows_per_head(run->plan->layer, item);
   const DotLayout is(run->plan->layer, item.heads, per_head, FEWER_ROWS<T>);
   if constexpr (W >= 16) {
-    if (is.rows == 4 && is.parts > 2) return dot_item<T, 4, 4>(run, item, turn);
-    if (is.rows == 8 && is.parts > 1) return dot_item<T, 8, 2>(run, item, turn);
+    if (is.rows == 4 && is.parts > 2) return Decode<T, 4, 4>(run, item, turn).all();
+    if (is.rows == 8 && is.parts > 1) return Decode<T, 8, 2>(run, item, turn).all();
   }
-  if (is.rows <= 1) return dot_item<T, 1, 1>(run, item, turn);
-  if (is.rows <= 2) return dot_item<T, 2, 1>(run, item, turn);
-  if (is.rows <= 4) return dot_item<T, 4, 1>(run, item, turn);
-  if constexpr (PART_ROWS >= 8) return dot_item<T, 8, 1>(run, item, turn);
+  if (is.rows <= 1) return Decode<T, 1, 1>(run, item, turn).all();
+  if (is.rows <= 2) return Decode<T, 2, 1>(run, item, turn).all();
+  if (is.rows <= 4) return Decode<T, 4, 1>(run, item, turn).all();
+  if constexpr (PART_ROWS >= 8) return Decode<T, 8, 1>(run, item, turn).all();
 }
 #endif

@@ -1,9 +1,14 @@
 // Stored elements as bfloat16, by AVX-512 and its byte tables. Included inside an anonymous namespace.
 
-// 64 stored elements as bfloat16, in order, those beyond `count` zero; reads no byte of them.
+// Of 8 bits, which are looked up: whether elements leave in order, or of each 16 those whose number is below
+// 8, then the others.
+enum Order { IN_ORDER, AS_LOOKED_UP };
+
+// 64 stored elements as bfloat16, those beyond `count` zero; reads no byte of them.
 struct Halves {
   __m512i part[2];
 };
+template <Order = IN_ORDER>
 PA_INLINE Halves halves(const bf16 *p, int count) {
   if (count >= 64) return {{_mm512_loadu_si512(p), _mm512_loadu_si512(p + 32)}};
   uint64_t valid = ((uint64_t)1 << count) - 1;
@@ -28,7 +33,8 @@ constexpr uint32_t bf16_of_byte(e5m2, uint32_t m) {
   if (m >= 0x7c) return m == 0x7c ? 0x7f80 : 0x7fc0;
   return m < 4 ? bf16_of(m, -16) : bf16_of(4 + (m & 3), (int)(m >> 2) - 17);
 }
-constexpr uint32_t bf16_of_byte(int8_t, uint32_t m) { return bf16_of(m, 0); }
+// Of -128 the magnitude is 0 in 7 bits, as of 0, which is told apart.
+constexpr uint32_t bf16_of_byte(int8_t, uint32_t m) { return bf16_of(m ? m : 128, 0); }
 template <class T>
 constexpr ByteTables byte_tables() {
   ByteTables t = {};
@@ -46,22 +52,24 @@ constexpr bool INTEGER<int8_t> = true;
 template <class T>
 alignas(64) constexpr ByteTables BYTE_TABLES = byte_tables<T>();
 
-PA_INLINE __m512i look_up(const uint8_t *table, __m512i index) {
-  return _mm512_permutex2var_epi8(_mm512_load_si512(table), index, _mm512_load_si512(table + 64));
-}
-template <class T>
+template <Order ORDER = IN_ORDER, class T>
 PA_INLINE Halves halves(const T *p, int count) {
   static_assert(sizeof(T) == 1);
   const ByteTables &tables = BYTE_TABLES<T>;
+  const __m512i high_table[2] = {_mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)};
+  const __m512i low_table[2] = {_mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64)};
   __m512i x = count >= 64 ? _mm512_loadu_si512(p)
                           : _mm512_maskz_loadu_epi8(((uint64_t)1 << count) - 1, p);
-  x = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), x);
-  __m512i magnitude = x;
-  if constexpr (INTEGER<T>) magnitude = _mm512_abs_epi8(x);
-  __m512i high = look_up(tables.high, magnitude), low = look_up(tables.low, magnitude);
-  high = _mm512_or_si512(high, _mm512_and_si512(x, _mm512_set1_epi8((char)0x80)));
-  if constexpr (INTEGER<T>) {  // of -128, which has no magnitude of 7 bits
-    high = _mm512_mask_mov_epi8(high, _mm512_movepi8_mask(magnitude), _mm512_set1_epi8((char)0xc3));
+  if (ORDER == IN_ORDER) x = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), x);
+  __m512i high, low;
+  if constexpr (INTEGER<T>) {
+    const __m512i magnitude = _mm512_abs_epi8(x);
+    high = _mm512_maskz_permutex2var_epi8(_mm512_test_epi8_mask(x, x), high_table[0], magnitude, high_table[1]);
+    low = _mm512_permutex2var_epi8(low_table[0], magnitude, low_table[1]);
+  } else {
+    high = _mm512_permutex2var_epi8(high_table[0], x, high_table[1]);
+    low = _mm512_permutex2var_epi8(low_table[0], x, low_table[1]);
   }
+  high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8((char)0x80), 0xf8);  // high | x & 0x80
   return {{_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}};
 }

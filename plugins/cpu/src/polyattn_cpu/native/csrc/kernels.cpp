@@ -98,7 +98,7 @@ void run_item_of(Run *run, const Item &item, Turn *turn) {
 }
 
 // Whether the base instruction set is the faster with an item whose bfloat16 this one could multiply.
-bool is_bases(const pa_layer &layer, const Item &item) {
+bool is_bases([[maybe_unused]] const pa_layer &layer, [[maybe_unused]] const Item &item) {
 #if defined(__AMX_BF16__)
   // Few rows waste a tile register, and are worth it where each element costs more to make.
   const bool dear = layer.cache_dtype == PA_E4M3 || layer.cache_dtype == PA_E5M2;
@@ -140,7 +140,7 @@ int32_t dot_rows(const pa_layer *) { return DOT_ROWS; }
 
 template <class T>
 void run_item_of(Run *run, const Item &item, Turn *turn) {
-  if (is_few(run->plan->layer, item, DOT_ROWS)) return dot_item_of<T>(run, item, turn);
+  if (is_few(run->plan->layer, item, DOT_ROWS)) return dot_item<T>(run, item, turn);
   matrix_item<T, FloatEngine>(run, item, turn);
 }
 

@@ -11,7 +11,18 @@ PA_INLINE vf add_pairs(vf acc, __m512i a, __m512i b) {
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
 }
 
-// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row]; `q` is zero beyond `size`.
+// A query in the order of keys of 8 bits, as they are looked up: of each 64 elements.
+template <class T>
+PA_ONCE void turn_to_keys(uint16_t *q, int size) {
+  for (int d = 0; sizeof(T) == 1 && d + 64 <= size; d += 64, q += 64) {
+    uint16_t each[64];
+    __builtin_memcpy(each, q, sizeof each);
+    for (int i = 0; i < 64; i++) q[i % 16 / 8 * 32 + i / 16 * 8 + i % 8] = each[i];
+  }
+}
+
+// Dot products of W / ROWS keys with ROWS rows, as one vector, [key][row]; `q` is zero beyond `size`, and
+// as `turn_to_keys` leaves it.
 template <class T, int ROWS, class Asks>
 PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t *q, int ldq, int size,
                          Asks asks) {
@@ -19,7 +30,7 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
   vf acc[W];
   PA_UNROLLED
   for (int i = 0; i < W; i++) acc[i] = vf{};
-  auto step = [&](int d, int some) __attribute__((always_inline)) {
+  auto step = [&](int d, auto key) __attribute__((always_inline)) {
     Asks::template keys<KEYS>(asks, d * sizeof(T));
     __m512i row[PARTS * ROWS];
     PA_UNROLLED
@@ -28,7 +39,7 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
     }
     PA_UNROLLED
     for (int k = 0; k < KEYS; k++) {
-      const Halves x = halves((const T *)(keys[k] + offset) + d, some);
+      const Halves x = key((const T *)(keys[k] + offset) + d);
       PA_UNROLLED
       for (int i = 0; i < PARTS * ROWS; i++) {
         vf &to = acc[k * ROWS + i % ROWS];
@@ -37,8 +48,12 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
     }
   };
   int d = 0;
-  for (; d + LINE <= size; d += LINE) step(d, LINE);
-  if (d < size) step(d, size - d);
+  for (; d + LINE <= size; d += LINE) {
+    step(d, [](const T *at) __attribute__((always_inline)) { return halves<AS_LOOKED_UP>(at, LINE); });
+  }
+  if (d < size) {
+    step(d, [=](const T *at) __attribute__((always_inline)) { return halves(at, size - d); });
+  }
   return sums(acc);
 }
 

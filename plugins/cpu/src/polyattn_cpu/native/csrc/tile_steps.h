@@ -8,7 +8,7 @@
 
 // What fills the time of a product, where nothing does.
 struct Idle {
-  inline __attribute__((always_inline)) void operator()() {}
+  PA_ALWAYS void operator()() {}
 };
 
 // Of the scores that are there, the largest; two keys at a time.
@@ -17,7 +17,7 @@ struct Tops {
   int at = 0, there = 0;  // keys
   vf best[2][2] = {{splat(MASKED), splat(MASKED)}, {splat(MASKED), splat(MASKED)}};
 
-  inline __attribute__((always_inline)) void operator()() {
+  PA_ALWAYS void operator()() {
     if (at + 2 > there) return;
     PA_UNROLLED
     for (int v = 0; v < 2; v++) {
@@ -27,7 +27,7 @@ struct Tops {
     }
     at += 2;
   }
-  inline __attribute__((always_inline)) void rest(int keys) {
+  PA_ALWAYS void rest(int keys) {
     there = keys;
     while (at + 2 <= keys) (*this)();
     for (int v = 0; at < keys && v < 2; v++) {
@@ -44,13 +44,13 @@ struct Weights {
   Weigh by[2] = {};
   vf sum[2][2] = {};
 
-  inline __attribute__((always_inline)) vf of(int v, int key) const {
+  PA_ALWAYS vf of(int v, int key) const {
     return Pairs::exp2(loadf(s + (v * TILE_STEP + key) * W) * by[v].scale - by[v].next);
   }
-  inline __attribute__((always_inline)) uint32_t *to(int v) const {
+  PA_ALWAYS uint32_t *to(int v) const {
     return pairs + v * (TILE_STEP / 2) * W;
   }
-  inline __attribute__((always_inline)) void operator()() {
+  PA_ALWAYS void operator()() {
     if (at + 2 > keys) return;
     PA_UNROLLED
     for (int v = 0; v < 2; v++) {
@@ -62,7 +62,7 @@ struct Weights {
     at += 2;
   }
   // Those that are left; zeros follow, up to a whole tile register.
-  inline __attribute__((always_inline)) void rest(const Lanes &lanes) {
+  PA_ALWAYS void rest(const Lanes &lanes) {
     while (at + 2 <= keys) (*this)();
     const int used = (keys + 1) / 2;
     for (int v = 0; v < 2; v++) {
