@@ -284,6 +284,9 @@ def test_captured_steps_share_where_they_were_captured_to(once: type[Once]) -> N
             assert once.told.pop() == told and plan.calls[0].backend is captured.calls[0].backend
         group.plan(buffers.fill(given(batch, None)), reuse=captured)
         assert once.told.pop() == (() if shares else None)
+    nothing = torch.zeros(2, 0, dtype=torch.int32)
+    (call,) = group.plan(Batch([0, 1, 2], [0, 0], nothing, shared_prefix=())).calls
+    assert call.backend.name == "ONCE" and call.plan.batch.block_table.shape == (2, 1)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from polyattn import (
     resolve_device,
     select,
 )
+from polyattn.errors import BatchError, SelectionError
 from polyattn.families.mla.inputs import latent_weights
 from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
 from polyattn.registry.machine import availability
@@ -96,6 +97,31 @@ def test_cross_attention_without_an_encoder_s_tokens(backend: str) -> None:
     table = torch.zeros(2, 1, dtype=torch.int32)
     out = layer(torch.ones(3, 4, 32), None, None, cache, Batch([0, 1, 3], [0, 0], table))
     assert isinstance(out, torch.Tensor) and bool((out == 0).all())
+
+
+@pytest.mark.parametrize("backend", backends(AttentionKind.ATTENTION))
+def test_empty_rows_over_a_table_without_columns(backend: str) -> None:
+    """A kernel may read a row's first entry before its length: TRITON_ATTN's decode does."""
+    layer = Attention(select(ATTENTION.replace(block_size=16), "cpu", backend=backend), checks=True)
+    cache = layer.group.allocate_cache(1)
+    cache.key.fill_(torch.nan)
+    cache.value.fill_(torch.nan)
+    table, nowhere = torch.zeros(3, 0, dtype=torch.int32), torch.full((3,), -1)
+    batch = Batch([0, 1, 2, 3], [0, 0, 0], table, nowhere)
+    plan = layer.group.plan(batch)
+    assert [tuple(call.plan.batch.block_table.shape) for call in plan.calls] == [(3, 1)]
+    query, key, value = (torch.ones(3, heads, 32) for heads in (4, 2, 2))
+    out = layer(query, key, value, cache, plan)
+    assert isinstance(out, torch.Tensor) and bool((out == 0).all())
+    state = layer.group.spec.replace(needs_lse=True)
+    try:
+        layer = Attention(select(state, "cpu", backend=backend), checks=True)
+    except SelectionError:
+        return
+    out, lse = layer(query, key, value, cache, batch)
+    assert bool((out == 0).all() and (lse == -torch.inf).all())
+    with pytest.raises(BatchError, match=r"block_table has 0 blocks of 16 a .*length 5 needs 1"):
+        layer.group.plan(Batch([0, 1, 2, 3], [0, 0, 5], table, nowhere))
 
 
 @pytest.mark.parametrize("table", [TABLE, NARROW], ids=["a wide table", "a table without columns"])

@@ -92,7 +92,7 @@ class Backend:
         """
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
-        """Prepare one step from metadata only.
+        """Prepare one step from metadata only. A block table has a column at least.
 
         `reuse` is an earlier plan of this backend that a captured graph reads: what is returned must
         hold the new step in that one's buffers. A plan that reads nothing but the batch's own tensors

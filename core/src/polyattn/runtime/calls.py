@@ -6,7 +6,7 @@ from typing import Any
 
 from polyattn.runtime.decompositions import Part
 from polyattn.runtime.plan import Call
-from polyattn.runtime.step.block_tables import expand
+from polyattn.runtime.step.block_tables import expand, with_a_column
 from polyattn.selection.cache_format import CacheFormat
 
 
@@ -23,7 +23,7 @@ def planned_call(
     `cache`: the group's, None where the backend walks no blocks of it. `earlier`: the captured call,
     whose plan and block table hold this step then.
     """
-    batch, size = part.batch, None
+    batch, size = with_a_column(part.batch), None
     if cache is not None and backend.cache.block_size != cache.block_size:
         size = backend.cache.block_size
         into = None if earlier is None else earlier.plan.batch.block_table

@@ -13,6 +13,7 @@ from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import Call, Rows
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.block_tables import with_a_column
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -98,7 +99,7 @@ class Sharing:
         if way is None:
             return None
         known = None if earlier is None else earlier.plan
-        plan = way.plan(batch.with_shared_prefix(levels), known)
+        plan = way.plan(with_a_column(batch).with_shared_prefix(levels), known)
         return Call("decode", way.name, way, plan, rows, saved_bytes=saved)
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:

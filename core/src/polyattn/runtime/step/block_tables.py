@@ -1,4 +1,4 @@
-"""How is a block table read otherwise? In smaller blocks, or from a later block on."""
+"""How is a block table read otherwise? In smaller blocks, from a later block on, with a first column."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from torch import Tensor
 
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.cache_format import CacheFormat
+
+
+def with_a_column(batch: Batch) -> Batch:
+    """Return the batch with a block table that kernels can look into before they know a length.
+
+    A table without columns, which only empty sequences can have, becomes one of block 0 alone.
+    """
+    table = batch.block_table
+    if table is None or table.shape[1]:
+        return batch
+    return batch.with_block_table(table.new_zeros(table.shape[0], 1))
 
 
 def expand(batch: Batch, cache: CacheFormat, size: int, into: Tensor | None = None) -> Batch:
