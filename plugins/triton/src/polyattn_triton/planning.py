@@ -45,6 +45,7 @@ from polyattn_triton.schedule import (
     key_tiles,
     max_parts,
     most_key_tiles,
+    most_keys,
     rows_of,
     stretches,
     whole,
@@ -214,12 +215,7 @@ class PlannedAttention(AttentionBackend):
         spec = self.spec
         if not self.least_split:
             return 1
-        longest = batch.max_seq_len
-        for limit in (
-            spec.sliding_window and spec.sliding_window + spec.sink_tokens,
-            spec.chunk_size,
-        ):
-            longest = min(longest, limit or longest)
+        longest = int(most_keys(spec, batch.max_seq_len, 1))
         programs = max(1, batch.num_seqs * spec.num_kv_heads)
         # To merge many splits takes longer than a second program on a multiprocessor gains.
         wanted = min(even_splits(programs, self.num_sms), max(FEW_SPLITS, self.num_sms // programs))
@@ -238,8 +234,9 @@ class PlannedAttention(AttentionBackend):
         bound = self.spec.graph_capture or self.spec.length_bounds
         if bound or batch.max_query_len > LONGEST_FEW:
             return False
-        tiles = -(-batch.host_query_lens * group // self.tallest_few)
-        read = int(tiles @ batch.host_lens) * self.spec.num_kv_heads
+        queries = batch.host_query_lens
+        tiles = -(-queries * group // self.tallest_few)
+        read = int(tiles @ most_keys(self.spec, batch.host_lens, queries)) * self.spec.num_kv_heads
         return read <= self.most_few_keys * self.num_sms
 
     def _plan_few(self, plan: AttentionPlan, before: Tensor | None, lister: Lister | None) -> None:

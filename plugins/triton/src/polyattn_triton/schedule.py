@@ -282,6 +282,16 @@ def part_of(program: int, begun: bool) -> int:
     return 2 * program + begun
 
 
+def most_keys(spec: LayerSpec, lens: Ints | int, queries: Ints | int) -> Any:
+    """Return how many of `lens` keys the last `queries` tokens see together, or a little more."""
+    seen = lens
+    if spec.sliding_window:
+        seen = np.minimum(seen, spec.sliding_window + spec.sink_tokens + queries - 1)
+    if spec.chunk_size:
+        seen = np.minimum(seen, spec.chunk_size + queries - 1)
+    return seen
+
+
 def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
     """Return how many tiles of `block` keys the queries at positions `first` to `last` see.
 
