@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from polyattn import (
     Attention,
+    AttentionState,
     Batch,
     CacheFormat,
     KVCache,
     LayerGroup,
     LayerSpec,
+    StateCache,
     merge_states,
     select,
 )
@@ -198,6 +201,23 @@ def test_caches_that_cannot_be() -> None:
         cache_of(dtype="float23")
     with pytest.raises(CacheError, match="must both be"):
         KVCache(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4))
+    for key, value in ((np.zeros((2, 8, 4, 16)), torch.zeros(2, 8, 4, 16)), (None, None)):
+        for one, other, name in ((key, value, "key"), (torch.zeros(2, 8, 4, 16), key, "value")):
+            with pytest.raises(
+                CacheError, match=rf"{name}(=None| is an array .* and) must be a tensor"
+            ):
+                KVCache(one, other)
+    for make in (
+        KVCache.packed,
+        KVCache.contiguous,
+        lambda t: KVCache.joined(t, cache_of().format),
+    ):
+        with pytest.raises(
+            CacheError, match="storage is an array .* must be a tensor; torch.as_ten"
+        ):
+            make(np.zeros((2, 2, 8, 4, 16)))
+    with pytest.raises(CacheError, match="data is an array .* must be a tensor; torch.as_tensor"):
+        StateCache(np.zeros((2, 8)))
     with pytest.raises(CacheError, match="contiguous"):
         KVCache(*(torch.zeros(2, 8, 4, 16).transpose(2, 3),) * 2)
     with pytest.raises(CacheError, match=r"CacheFormat.layout='hnd' is unknown.*'HND'"):
@@ -238,8 +258,27 @@ def test_what_is_no_batch_spec_or_store() -> None:
         Attention(select(SPEC.replace(learned_sinks=True), "cpu"), sinks=[1])  # type: ignore[arg-type]
     with pytest.raises(SettingsError, match="argument backend=3 must be a backend's name"):
         select(SPEC, "cpu", backend=3)  # type: ignore[arg-type]
-    with pytest.raises(BatchError, match="states is empty"):
-        merge_states([])
+
+
+def test_states_that_cannot_be_merged() -> None:
+    good = AttentionState(torch.zeros(3, 4, 8), torch.zeros(3, 4))
+    assert merge_states([good]).lse.shape == (3, 4)
+    output, lse = good.output, good.lse
+    for states, says in (
+        ([], r"states=\[\] must be a list of one AttentionState or more"),
+        (good, "must be a list of one AttentionState or more"),
+        ([good, (1, 2)], r"states\[1\]=\(1, 2\) must be an AttentionState: AttentionState\(out"),
+        ([AttentionState(output.numpy(), lse)], r"states\[0\]\.output is an array .* torch.as_ten"),
+        ([good, AttentionState(output, None)], r"states\[1\]\.lse=None must be a tensor"),
+        (
+            [good, AttentionState(output[:1], lse[:1])],
+            r"states\[1\]\.output is \(1, 4, 8\) .*\(3, 4",
+        ),
+        # What torch would broadcast.
+        ([AttentionState(output, lse[:, :1])], r"states\[0\]\.lse is \(3, 1\) .* must be \(3, 4\)"),
+    ):
+        with pytest.raises(BatchError, match=says):
+            merge_states(states)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,16 @@ def same_device(one: torch.device, other: torch.device) -> bool:
     return one == other or (one.type == other.type and None in (one.index, other.index))
 
 
-def check_is_tensor(name: str, given: Any, where: str = "") -> None:
-    """Check that an argument is a tensor at all. Raises `BatchError`."""
+def check_is_tensor(
+    name: str, given: Any, where: str = "", error: type[PolyattnError] = BatchError
+) -> None:
+    """Check that an argument is a tensor at all. Raises `BatchError`, or the `error` given."""
     if isinstance(given, Tensor):
         return
     shape = getattr(given, "shape", None)
     found = f"={shown(given, 40)}" if shape is None else f" is an array of shape {shown(shape)} and"
     remedy = "" if given is None else "; torch.as_tensor makes one of an array or a list"
-    raise BatchError(f"{name}{found} must be a tensor{where}{remedy}")
+    raise error(f"{name}{found} must be a tensor{where}{remedy}")
 
 
 def check_tensor(name: str, given: Any, device: torch.device) -> None:

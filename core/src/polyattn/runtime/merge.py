@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, shown
 from polyattn.runtime.backend import MergeBackend
+from polyattn.runtime.inputs import bad_input, check_is_tensor
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,7 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
 
     Outputs are averaged with the weights `exp(lse_i - lse)`, where `lse = log(sum_i exp(lse_i))`.
     """
-    if not states:
-        raise BatchError("states is empty; merge_states needs at least one state")
+    _check(states)
     lses = torch.stack([state.lse for state in states])
     lse = torch.logsumexp(lses, 0)
     # A row that no part saw has lse -inf; its weights would be exp(nan).
@@ -48,6 +49,27 @@ def merge_states(states: list[AttentionState]) -> AttentionState:
     for state, weight in zip(states, weights, strict=True):
         total += state.output.to(weights.dtype) * weight[..., None]
     return AttentionState(total.to(states[0].output.dtype), lse)
+
+
+def _check(states: list[AttentionState]) -> None:
+    """Check states, whose LSEs torch would broadcast. Raises `BatchError`."""
+    if not isinstance(states, Sequence) or not states:
+        raise BatchError(
+            f"states={shown(states)} must be a list of one AttentionState or more, over the same queries"
+        )
+    for index, state in enumerate(states):
+        if not isinstance(state, AttentionState):
+            raise BatchError(
+                f"states[{index}]={shown(state)} must be an AttentionState: AttentionState(output, lse)"
+            )
+        name = f"states[{index}]"
+        check_is_tensor(f"{name}.output", state.output)
+        check_is_tensor(f"{name}.lse", state.lse)
+        shape = states[0].output.shape
+        if state.output.shape != shape:
+            raise bad_input(f"{name}.output", state.output, tuple(shape))
+        if state.lse.shape != shape[:-1]:
+            raise bad_input(f"{name}.lse", state.lse, tuple(shape[:-1]))
 
 
 class MergeBuffers:

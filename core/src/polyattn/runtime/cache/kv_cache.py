@@ -12,6 +12,7 @@ from torch import Tensor
 
 from polyattn.errors import CacheError, nearest
 from polyattn.runtime.cache import nvfp4
+from polyattn.runtime.inputs import check_is_tensor
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.kinds import LAYOUTS
 
@@ -41,6 +42,8 @@ class KVCache:
     __slots__ = ("__dict__", "key", "value")
 
     def __init__(self, key: Tensor, value: Tensor, form: CacheFormat | None = None):
+        check_is_tensor("key", key, error=CacheError)
+        check_is_tensor("value", value, error=CacheError)
         if key.dim() != 4 or value.dim() != 4 or key.shape[:3] != value.shape[:3]:
             raise CacheError(
                 f"key {tuple(key.shape)} and value {tuple(value.shape)} must both be (num_blocks, "
@@ -93,6 +96,7 @@ class KVCache:
     @classmethod
     def packed(cls, storage: Tensor, layout: str = "NHD") -> KVCache:
         """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
+        check_is_tensor("storage", storage, error=CacheError)
         if storage.dim() != 5 or storage.shape[1] != 2:
             raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
         if layout == "contiguous":
@@ -113,6 +117,7 @@ class KVCache:
         """
         of_key, of_value = map(form.stored_width, (form.head_size, form.v_head_size))
         width = of_key if form.value_in_key else of_key + of_value
+        check_is_tensor("storage", storage, error=CacheError)
         if storage.dim() not in (3, 4) or storage.shape[-1] < width:
             raise CacheError(
                 f"storage {tuple(storage.shape)} must have 3 or 4 sizes, the last at least {width}"

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import CacheError
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.inputs import check_is_tensor
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 
@@ -63,6 +64,7 @@ class StateCache:
     __slots__ = ("data",)
 
     def __init__(self, data: Tensor):
+        check_is_tensor("data", data, error=CacheError)
         if not data.is_contiguous():
             raise CacheError(f"states of shape {tuple(data.shape)} must be contiguous")
         self.data = data
