@@ -46,7 +46,7 @@ def test_answers_and_failures() -> None:
 
 def test_a_call_that_hangs_costs_its_time() -> None:
     started = time.perf_counter()
-    with pytest.raises(LatePluginError, match=r"within 0\.1 s \(THE_SETTING\)"):
+    with pytest.raises(LatePluginError, match=r"within 0\.1 s; .* set THE_SETTING higher"):
         ask(lambda: time.sleep(30), 0.1)
     assert time.perf_counter() - started < 5
 

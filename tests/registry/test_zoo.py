@@ -16,10 +16,10 @@ import pytest
 import torch  # before the clock of a detector runs that imports it
 from defaults import CPU_DEFAULT
 from polyattn import LayerSpec, select
-from polyattn.errors import PolyattnError
+from polyattn.errors import DeviceError, PolyattnError
 from polyattn.registry import discovery
 from polyattn.registry.discovery import discover
-from polyattn.registry.machine import availabilities
+from polyattn.registry.machine import availabilities, detect
 from polyattn.tools.cli.doctoring import examine
 from polyattn.tools.cli.listing import backend_rows, plugin_rows
 from zoo.animals import ANIMALS, HEALTHY, Animal
@@ -84,7 +84,13 @@ def test_each_fault_is_named_with_distribution_and_remedy(
             inside["problems"] if animal.where == "problems" else inside["doctor"]["problems"]
         )
         lines = [line for line in problems if f"zoo-{animal.name} 1.2" in line]
-        assert any(f"pip uninstall zoo-{animal.name}" in line for line in lines), lines
+    disabling = f"DISABLE_PLUGINS={animal.name}"
+    if animal.name == "point-name":  # which no list can name
+        disabling = "PLUGINS to the names of the others"
+    remedy = f"pip uninstall zoo-{animal.name}, or set POLYATTN_{disabling}"
+    assert any(remedy in line for line in lines), lines
+    if animal.says == "did not answer within":
+        assert any("and doesn't hang, set POLYATTN_P" in line for line in lines), lines
     assert any(animal.says in line for line in lines), lines
     assert all(line.isprintable() and len(line) < 1000 for line in lines)
 
@@ -192,6 +198,21 @@ def test_a_name_of_ours_stays_ours(inside: dict[str, Any]) -> None:
 def test_a_disabled_animal_is_not_imported(zoo: Path) -> None:
     out, _ = command(zoo, "list", POLYATTN_DISABLE_PLUGINS=f"import-exits,{HANGING}")
     assert "plugin 'import-exits'" not in out and "plugin 'import-base'" in out
+
+
+def test_an_animal_that_no_list_can_name_is_left_out_by_naming_others(zoo: Path) -> None:
+    out, _ = command(zoo, "list", POLYATTN_PLUGINS="healthy", POLYATTN_DISABLE_PLUGINS="")
+    assert "HEALTHY" in out and "zoo-point-name" in out and "problem: " not in out
+
+
+def test_where_no_device_is_found_detectors_that_failed_are_named(inside: dict[str, Any]) -> None:
+    with pytest.raises(DeviceError) as caught:
+        detect(inside["registry"], "no_such_device")
+    assert (
+        "chip_raises: its detector zoo_detector_raises:ask failed: RuntimeError: no chip (plugin "
+        "'detector-raises' of zoo-detector-raises 1.2; pip uninstall zoo-detector-raises, or set "
+        "POLYATTN_DISABLE_PLUGINS=detector-raises)"
+    ) in str(caught.value)
 
 
 def test_a_late_policy_is_asked_once(inside: dict[str, Any]) -> None:

@@ -63,8 +63,9 @@ class PluginRecord:
         if self.dist == BY_HAND:
             return "register one that is mended"
         disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"
-        unnameable = plugin_name_problem(self.name) is not None
-        return f"pip uninstall {self.dist}" + ("" if unnameable else f", or set {disabling}")
+        if plugin_name_problem(self.name) is not None:  # no list can name it
+            disabling = "POLYATTN_PLUGINS to the names of the others"
+        return f"pip uninstall {self.dist}, or set {disabling}"
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,10 @@ class PluginCall:
         `setting` names the variable that `seconds` comes from.
         """
         if not self._done.wait(seconds):
-            raise LatePluginError(f"{self.what} did not answer within {seconds:g} s ({setting})")
+            raise LatePluginError(
+                f"{self.what} did not answer within {seconds:g} s; if it is slow and doesn't hang, set "
+                f"{setting} higher"
+            )
         if isinstance(self._error, PluginError):
             raise PluginError(describe(self._error)) from self._error
         if self._error is not None:

@@ -35,9 +35,9 @@ def detect(registry: Registry, torch_device: str | None = None) -> Device:
         try:
             device = ask_detector(platform, torch_device)
         except PluginError as error:
-            owner = registry.platform_owners[platform.name].origin
-            said.append(f"{platform.name}: {error} ({owner})")
-            log.warning("platform %s is passed over: %s (%s)", platform.name, error, owner)
+            owner = registry.platform_owners[platform.name]
+            said.append(f"{platform.name}: {error} ({owner.origin}; {owner.removal})")
+            log.warning("platform %s is passed over: %s (%s)", platform.name, error, owner.origin)
             continue
         if device is not None:
             return device

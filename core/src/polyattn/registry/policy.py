@@ -24,7 +24,7 @@ def rerank(
 ) -> tuple[str, ...]:
     """Return the ranking after every `polyattn_rank` hook, each within `seconds`."""
     policies = {impl.plugin_name for impl in registry.manager.hook.polyattn_rank.get_hookimpls()}
-    owners = {p.name: p.origin for p in registry.plugins if p.status == "ok"}
+    owners = {p.name: p for p in registry.plugins if p.status == "ok"}
     for name, plugin in registry.manager.list_name_plugin():
         if name not in policies or name not in owners or name in registry.late_policies:
             continue
@@ -40,7 +40,11 @@ def rerank(
         except PluginError as error:  # a policy that fails must not stop the choice
             if isinstance(error, LatePluginError):  # to wait once is enough
                 registry.late_policies.add(name)
-            log.warning("polyattn_rank of %s is passed over: %s", owners[name], error)
+            owner = owners[name]
+            log.warning(
+                "polyattn_rank of %s is passed over: %s (until it is mended: %s)",
+                owner.origin, error, owner.removal,
+            )  # fmt: skip
     return ranking
 
 

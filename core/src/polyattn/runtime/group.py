@@ -272,5 +272,6 @@ def load_backend(
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"backend {info.name} can't be loaded from {info.path}: {describe(error)}"
+            f"backend {info.name} can't be loaded from {info.path}: {describe(error)}; until its plugin "
+            "is mended, POLYATTN_BACKEND or backend= may name another"
         ) from error
