@@ -241,15 +241,21 @@ def test_doctor_names_who_keeps_others_waiting(tmp_path: Path) -> None:
     from zoo.animals import backends
     from zoo.build import install
 
-    for name, first in (("early", "import torch"), ("late", "__import__('time').sleep(0.6)")):
+    sources = {"early": "import torch", "late": "__import__('time').sleep(0.6)"}
+    sources |= {"more": "from torch import Tensor", "other": "import torch; print('torch')"}
+    for name, first in sources.items():
         install(tmp_path, Animal(name, f"{first}\n{backends(f'[info({name.upper()!r})]')}", ""))
     env = {"POLYATTN_PLUGIN_TIMEOUT": "30"}
     said = json.loads(command(tmp_path, "doctor", "--json", **env, POLYATTN_DISABLE_PLUGINS="")[0])
-    early, late = said["notes"]
+    early, late, *others = said["notes"]
+    assert [note.split(", ")[0] for note in others] == [
+        f"plugin {name!r} of zoo-{name} 1.2: its hook module imports torch"
+        for name in ("more", "other")
+    ]
     assert early.startswith("plugin 'early' of zoo-early 1.2: its hook module imports torch, ")
     assert late.startswith("plugin 'late' of zoo-late 1.2: its import and hooks are slow, 0.")
     assert all("before anybody can list or select; move what" in note for note in said["notes"])
-    text, _ = command(tmp_path, "doctor", **env, POLYATTN_DISABLE_PLUGINS="early")
+    text, _ = command(tmp_path, "doctor", **env, POLYATTN_DISABLE_PLUGINS="early,more,other")
     assert "note: plugin 'late' of zoo-late" in text and "no problem found" in text
 
 

@@ -98,6 +98,15 @@ class Registry:
         return [f"{p.origin}: {p.note}" for p in self.plugins if p.note]
 
     @property
+    def torch_importers(self) -> dict[str, str]:
+        """Of those the one that imported torch, by its name: who comes behind it finds torch there."""
+        return {
+            p.name: f"{p.origin}: {p.note}"
+            for p in self.plugins
+            if p.note.startswith(IMPORTS_TORCH)
+        }
+
+    @property
     def disabled(self) -> list[str]:
         """A line for each plugin that settings (`plugins`, `disable_plugins`) leave out."""
         return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
@@ -298,11 +307,14 @@ SLOW = 0.5
 """Seconds that a plugin may take to be asked before it is named; each of ours takes some milliseconds."""
 
 
+IMPORTS_TORCH = "its hook module imports torch"
+
+
 def _cost(imports_torch: bool, seconds: float) -> str:
     """Say what asking a plugin costs everybody who lists or selects, if it is much."""
     if not imports_torch and seconds < SLOW:
         return ""
-    what = "its hook module imports torch" if imports_torch else "its import and hooks are slow"
+    what = IMPORTS_TORCH if imports_torch else "its import and hooks are slow"
     remedy = "move what its hooks don't need to the backends' modules, or disable the plugin"
     return f"{what}, {seconds:.1f} s before anybody can list or select; {remedy}"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
+import subprocess
 import sys
 from importlib import metadata
 from typing import Any
@@ -68,7 +70,7 @@ def examine() -> dict[str, Any]:
     except PolyattnError as error:
         problems.append(str(error))
     else:
-        report["notes"] += registry.notes
+        report["notes"] += registry.notes + _more_torch_importers(registry, settings)
         devices = _devices(registry, problems)
         report["devices"] = [str(device) for device in devices.values()]
         report["plugins"] = plugin_rows(registry)
@@ -100,6 +102,30 @@ def _requirements() -> list[str]:
         return []
     own = [text for text in needed if "extra ==" not in text]
     return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
+
+
+def _more_torch_importers(registry: Registry, settings: Settings) -> list[str]:
+    """Return the notes on plugins that import torch behind the first, which had imported it for all.
+
+    They are asked in a process of their own, without those that are known, until there is no more.
+    """
+    code = "from polyattn import discover; import json; found = discover().torch_importers\n"
+    code += "print('', json.dumps(found), sep='\\n')"  # a hook may have printed
+    found, known, notes = registry.torch_importers, list(settings.disabled_plugins), []
+    while found:
+        known += found
+        environment = os.environ | {"POLYATTN_DISABLE_PLUGINS": ",".join(known)}
+        try:
+            said = subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
+                check=True, timeout=settings.plugin_timeout * len(registry.plugins),
+            )  # fmt: skip
+            found = json.loads(said.stdout.splitlines()[-1])
+        except (OSError, subprocess.SubprocessError, ValueError, IndexError):
+            notes.append("whether more plugins' hook modules import torch couldn't be asked")
+            break
+        notes += found.values()
+    return notes
 
 
 def _devices(registry: Registry, problems: list[str]) -> dict[str, Device]:
