@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -117,7 +118,10 @@ def test_random_weights_are_served_from_the_command(
     (tmp_path / "model.safetensors").unlink()
     model = with_fields(tmp_path, tmp_path, dtype="bfloat16")
     assert show(options(model=str(model), weights="random", arrivals="poisson:2")) == 0
-    data = json.loads(capsys.readouterr().out)
+    said = capsys.readouterr()
+    data = json.loads(said.out)
+    waits = r"polyattn: drawing random weights, [0-9.e-]+ GiB, before the first step\n"
+    assert re.fullmatch(waits, said.err)
     assert data["weights"] == "random" and data["arrivals"] == "poisson:2"
     assert data["generated_tokens"] == 9 and data["checked_tokens"] > 0
     assert 0 < data["latency"]["ttft_p50_ms"] <= data["latency"]["ttft_p99_ms"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +43,19 @@ class Whole:
         dtype = str(self.model.dtype).removeprefix("torch.")
         return f"weights: {self.name}, {self.bytes / 2**30:.3g} GiB, {dtype}"
 
+    def announce(self) -> None:
+        """Say on standard error what is waited for before anything is served."""
+        doing = (
+            "drawing random weights"
+            if isinstance(self.source, RandomWeights)
+            else "reading weights"
+        )
+        size = f"{self.bytes / 2**30:.3g} GiB"
+        print(f"polyattn: {doing}, {size}, before the first step", file=sys.stderr, flush=True)
+
     def load(self, device: Device) -> Decoder:
         """Return the model with its weights on the device. Raises `WeightsError`."""
+        self.announce()
         load(self.model, self.source, torch.device(str(device.torch_device)))
         return self.model
 
