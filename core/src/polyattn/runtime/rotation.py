@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 
@@ -52,6 +54,14 @@ class Rotation:
         """Return the query rotated and multiplied by its temperature."""
         query = self.applied(query)
         return query if self.query_scale is None else query * self.query_scale[:, None, None]
+
+    @cached_property
+    def angles(self) -> Tensor:
+        """float64 (num_tokens, size / 2): where a captured step's angles are computed, from its first
+        replay on.
+        """
+        pairs = self.size // 2
+        return self.turns.new_empty(self.turns.shape[0], pairs, dtype=torch.float64)
 
     def refilled(self, other: Rotation) -> Rotation:
         """Put another step's turns into these tensors, which a captured graph reads."""

@@ -61,12 +61,12 @@ def rotation_of(spec: LayerSpec, batch: Batch, reuse: Rotation | None = None) ->
     if rope is None or rope.positions == "cache":
         return None
     check_positions(batch, 1 if rope.sections is None else len(rope.sections))
-    host = batch.device.type not in OWN_DOUBLES
     positions = batch.token_positions
-    found = _at(spec, positions.cpu() if host else positions, batch.query_lens, batch.text_lens)
-    if host:
-        scale = None if found.query_scale is None else found.query_scale.to(batch.device)
-        found = Rotation(found.turns.to(batch.device), scale, found.pairing, found.size, found.last)
+    if batch.device.type in OWN_DOUBLES:
+        return _at(spec, positions, batch.query_lens, batch.text_lens, reuse)
+    found = _at(spec, positions.cpu(), batch.query_lens, batch.text_lens)
+    scale = None if found.query_scale is None else found.query_scale.to(batch.device)
+    found = Rotation(found.turns.to(batch.device), scale, found.pairing, found.size, found.last)
     return found if reuse is None else reuse.refilled(found)
 
 
@@ -102,20 +102,31 @@ def rotation_at(spec: LayerSpec, positions: Tensor, length: int) -> Rotation:
     return _at(spec, positions, [len(positions)], [length])
 
 
-def _at(spec: LayerSpec, positions: Tensor, counts: list[int], lens: list[int]) -> Rotation:
+def _at(
+    spec: LayerSpec,
+    positions: Tensor,
+    counts: list[int],
+    lens: list[int],
+    into: Rotation | None = None,
+) -> Rotation:
     """Return the rotation at positions (num_tokens,) or (axes, num_tokens), float64 or int64.
 
-    `counts` says how many of the tokens are each sequence's, `lens` how long the sequences are.
+    `counts` says how many of the tokens are each sequence's, `lens` how long the sequences are. `into`:
+    whose tensors it is computed in, so that a captured step's replay allocates nothing.
     """
     rope = spec.rope
     assert rope is not None
     dtype = torch.float64 if spec.dtype == "float64" else torch.float32
     frequencies = _frequencies(rope, counts, lens, positions.device)
-    along = positions if positions.dim() == 1 else positions[_axes(rope, positions.device)].T
-    along = along.to(torch.float64)
-    turn = (along[:, None] if positions.dim() == 1 else along) * frequencies
+    along = positions[:, None]
+    if positions.dim() > 1:
+        along = positions[_axes(rope, positions.device)].T
+    turn = torch.mul(along, frequencies, out=None if into is None else into.angles)
     pairs = turn.shape[1]
-    turns = torch.empty(turn.shape[0], 2 * pairs, dtype=dtype, device=positions.device)
+    if into is None:
+        turns = torch.empty(turn.shape[0], 2 * pairs, dtype=dtype, device=positions.device)
+    else:
+        turns = into.turns
     torch.cos(turn, out=turns[:, :pairs])
     torch.sin(turn, out=turns[:, pairs:])
     if rope.attention_factor != 1.0:
@@ -124,7 +135,8 @@ def _at(spec: LayerSpec, positions: Tensor, counts: list[int], lens: list[int]) 
     if rope.temperature:
         first = positions if positions.dim() == 1 else positions[0]
         scale = query_temperature(rope, first).to(dtype)
-    return Rotation(turns, scale, rope.pairing, 2 * pairs, last=spec.latent is not None)
+    found = Rotation(turns, scale, rope.pairing, 2 * pairs, last=spec.latent is not None)
+    return found if into is None else into.refilled(found)
 
 
 def _frequencies(
