@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import SpecError, describe, plain, shown
+from polyattn.errors import SettingsError, SpecError, describe, plain, shown
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
@@ -22,6 +22,7 @@ from polyattn.selection.rotating import noted, prepared_for
 from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
+from polyattn.spec.checks import flag
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.layer import LayerSpec
 
@@ -53,7 +54,11 @@ def select(
     """
     if not isinstance(spec, LayerSpec):
         raise SpecError(f"spec={shown(spec)} must be a LayerSpec; from_dict makes one of a mapping")
-    settings = current() if settings is None else settings
+    settings = _checked(settings, verify)
+    if not isinstance(backend, str | None):
+        raise SettingsError(
+            f"argument backend={shown(backend)} must be a backend's name, or scope=NAME"
+        )
     resolved = resolve_device(device, settings)
     # All that can change the answer, so that threads with other settings don't disturb each other.
     key = (spec, resolved, backend, verify, settings, generation())
@@ -92,7 +97,7 @@ def select_layers(
 
     Warns (logger `polyattn`) about an override whose scope matched no layer.
     """
-    settings = current() if settings is None else settings
+    settings, specs = _checked(settings, verify), _listed(specs)
     groups = [
         SelectedLayers(spec, tuple(layers), select(spec, device, settings=settings, verify=verify))
         for spec, layers in group_layers(specs).items()
@@ -100,6 +105,26 @@ def select_layers(
     for note in unmatched_overrides([g.spec for g in groups], settings):
         log.warning(note)
     return groups
+
+
+def _checked(settings: Settings | None, verify: bool | None) -> Settings:
+    """Return the settings that were given, else the current ones. Raises `SettingsError`."""
+    if verify is not None:
+        flag("argument verify", verify, SettingsError)
+    if not isinstance(settings, Settings | None):
+        raise SettingsError(f"argument settings={shown(settings)} must be Settings, or None")
+    return current() if settings is None else settings
+
+
+def _listed(specs: Iterable[LayerSpec]) -> list[LayerSpec]:
+    """Return a model's layers as a list. Raises `SpecError`."""
+    if not isinstance(specs, Iterable):
+        raise SpecError(f"specs={shown(specs)} must be a list of LayerSpec, one for each layer")
+    found = list(specs)
+    for index, spec in enumerate(found):
+        if not isinstance(spec, LayerSpec):
+            raise SpecError(f"specs[{index}]={shown(spec)} must be a LayerSpec")
+    return found
 
 
 def unmatched_overrides(specs: Sequence[LayerSpec], settings: Settings) -> list[str]:

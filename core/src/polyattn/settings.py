@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import SettingsError, describe, nearest
+from polyattn.errors import SettingsError, describe, nearest, shown
+from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS, AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 
@@ -96,6 +97,20 @@ class Settings:
     plugins_source: str = "POLYATTN_PLUGINS"
     disabled_source: str = "POLYATTN_DISABLE_PLUGINS"
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("verify", "checks"):
+            if getattr(self, name) is not None:
+                flag(f"Settings.{name}", getattr(self, name), SettingsError)
+        for name in ("plugins", "disabled_plugins"):
+            if not isinstance(getattr(self, name), tuple | None):
+                raise SettingsError(
+                    f"Settings.{name}={shown(getattr(self, name))} must be a tuple of plugins' names"
+                )
+        if self.layout is not None and self.layout not in LAYOUTS:
+            raise SettingsError(
+                f"Settings.layout={shown(self.layout)} is unknown{nearest(self.layout, LAYOUTS)}"
+            )
 
     def __hash__(self) -> int:
         """Return the hash of all fields, found once: callers that keep nothing look up by settings."""

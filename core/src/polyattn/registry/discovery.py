@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from polyattn._version import __version__
-from polyattn.errors import PluginError, describe, nearest, plain, shown
+from polyattn.errors import PluginError, SettingsError, describe, nearest, plain, shown
 from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.builtin_variants import SHIPPED
 from polyattn.registry.extras import our_distributions
@@ -173,7 +173,9 @@ def generation() -> int:
 
 def discover(settings: Settings | None = None) -> Registry:
     """Return the registry of installed plugins, cached until something changes it."""
-    settings = settings or current()
+    settings = current() if settings is None else settings
+    if not isinstance(settings, Settings):
+        raise SettingsError(f"settings={shown(settings)} must be Settings, or None")
     key = (settings.plugins, settings.disabled_plugins, tuple(sys.path), _generation)
     if key not in _cache:
         _cache[key] = _build(settings)

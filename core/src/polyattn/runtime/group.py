@@ -218,6 +218,10 @@ class LayerGroup:
         wanted = self.cache_format
         if wanted is None:
             raise CacheError(f"{self.spec} keeps no cache; pass cache=None")
+        if not isinstance(given, CacheFormat):
+            raise CacheError(
+                f"cache_format={shown(given)} must be a CacheFormat: a cache's .format"
+            )
         one_order = wanted.num_kv_heads == 1 or wanted.block_size == 1
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size", "dtype", "layout"):
             theirs, ours = getattr(given, name), getattr(wanted, name)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, PolyattnError, shown
+from polyattn.errors import BatchError, PolyattnError, describe, shown
 
 
 def bad_input(
@@ -26,6 +26,14 @@ def bad_input(
     return BatchError(f"{name} is {found}; it must be {wanted}")
 
 
+def torch_device(given: Any, error: type[PolyattnError] = BatchError) -> torch.device:
+    """Return a torch device, given by its name or itself. Raises `BatchError`, or the `error` given."""
+    try:
+        return torch.device(given)
+    except (TypeError, ValueError, RuntimeError) as why:
+        raise error(f"device={shown(given)} is no torch device: {describe(why)}") from why
+
+
 def same_device(one: torch.device, other: torch.device) -> bool:
     """Whether two devices are one; without an index (`cuda`) a device is any of its type."""
     return one == other or (one.type == other.type and None in (one.index, other.index))
@@ -41,6 +49,16 @@ def check_is_tensor(
     found = f"={shown(given, 40)}" if shape is None else f" is an array of shape {shown(shape)} and"
     remedy = "" if given is None else "; torch.as_tensor makes one of an array or a list"
     raise error(f"{name}{found} must be a tensor{where}{remedy}")
+
+
+def as_tensor(name: str, given: Any, error: type[PolyattnError] = BatchError) -> Tensor:
+    """Return a tensor, of numbers too. Raises `BatchError`, or the `error` given."""
+    if isinstance(given, Tensor):
+        return given
+    try:
+        return torch.tensor(given)
+    except (TypeError, ValueError, RuntimeError) as why:
+        raise error(f"{name}={shown(given)} must be a tensor or numbers: {describe(why)}") from why
 
 
 def check_tensor(name: str, given: Any, device: torch.device) -> None:

@@ -13,6 +13,7 @@ from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
+from polyattn.spec.checks import flag
 from polyattn.spec.layer import LayerSpec
 
 NAMES = {"attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent"}
@@ -36,6 +37,8 @@ class Layer(nn.Module):
             raise SpecError(
                 f"{self.spec} is no layer for {NAMES[self.family]}; use {NAMES[needed]}"
             )
+        if checks is not None:
+            flag("checks", checks)
         self.checks = current().checks if checks is None else checks
         self._handle = torch_compile.handle(self)
 

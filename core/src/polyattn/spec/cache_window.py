@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from polyattn.errors import SpecError
+from polyattn.spec.checks import integer
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -23,13 +24,24 @@ class CacheWindow:
 
     `window`: a query sees itself and the `window - 1` tokens before it; `sinks`: the first tokens,
     which stay; `chunk`: a query sees its own chunk of as many tokens alone. Blocks leave `step` at a
-    time, so that chunks begin where they did.
+    time, so that chunks begin where they did. Raises `SpecError`.
     """
 
     block_size: int
     window: int | None
     sinks: int = 0
     chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        integer("CacheWindow.block_size", self.block_size, 1)
+        integer("CacheWindow.sinks", self.sinks, 0)
+        for name in ("window", "chunk"):
+            if getattr(self, name) is not None:
+                integer(f"CacheWindow.{name}", getattr(self, name), 1, hint="; use None for none")
+        if self.window is None and self.chunk is None:
+            raise SpecError(
+                "CacheWindow.window=None without a chunk keeps everything; give one of both"
+            )
 
     @classmethod
     def of(cls, spec: LayerSpec, block_size: int) -> CacheWindow | None:
@@ -39,8 +51,7 @@ class CacheWindow:
         ALiBi or chunks, whose places count; rotations that go by a sequence's whole length.
         Raises `SpecError`.
         """
-        if type(block_size) is not int or block_size < 1:
-            raise SpecError(f"block_size={block_size!r} must be a positive integer")
+        integer("block_size", block_size, 1)
         windowed = spec.sliding_window is not None or spec.chunk_size is not None
         if not windowed or not (spec.cached and spec.causal and spec.role is Role.DECODER):
             return None

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Any
 
-from polyattn.errors import SpecError, nearest
+from polyattn.errors import PolyattnError, SpecError, nearest, shown
 from polyattn.spec.kinds import (
     DTYPES,
     FEATURE_MAPS,
@@ -59,6 +59,12 @@ def number(name: str, value: Any, hint: str) -> None:
         raise SpecError(f"{name}={value!r} must be {hint}")
 
 
+def flag(name: str, value: Any, error: type[PolyattnError] = SpecError) -> None:
+    """Refuse anything but True and False: a text, "no" too, would count as True."""
+    if not isinstance(value, bool):
+        raise error(f"{name}={shown(value)} must be True or False")
+
+
 def choice(name: str, value: Any, valid: Collection[str]) -> None:
     """Check that a field's value is one of the names that it can have."""
     if not isinstance(value, str) or value not in valid:
@@ -77,8 +83,7 @@ def check_fields(spec: LayerSpec) -> None:
         integer("window_right", spec.window_right, 0, 1 << 40, "; use None for none")
     integer("sink_tokens", spec.sink_tokens, 0)
     for name in _FLAGS:
-        if not isinstance(getattr(spec, name), bool):
-            raise SpecError(f"{name}={getattr(spec, name)!r} must be True or False")
+        flag(name, getattr(spec, name))
     for name, valid in (
         ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("qkv_dtype", QUANTISED_DTYPES),
         ("out_dtype", QUANTISED_DTYPES), ("scales", SCALES),
@@ -328,5 +333,4 @@ def check_recurrent(recurrent: RecurrentSpec) -> None:
     integer("recurrent.channel_groups", recurrent.channel_groups, 1)
     choice("recurrent.state_dtype", recurrent.state_dtype, STATE_DTYPES)
     for name in ("dt_softplus", "qk_norm", "gated", "bc_in_float32"):
-        if not isinstance(getattr(recurrent, name), bool):
-            raise SpecError(f"recurrent.{name}={getattr(recurrent, name)!r} must be True or False")
+        flag(f"recurrent.{name}", getattr(recurrent, name))

@@ -10,12 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.errors import BatchError, shown
+from polyattn.runtime.inputs import bad_input, check_is_tensor
+
 
 def page_bounds(keys: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """Return each page's least and greatest keys by element, (pages, num_kv_heads, head_size) each.
 
-    `keys` (length, num_kv_heads, head_size): one sequence's; its last page may be short.
+    `keys` (length, num_kv_heads, head_size): one sequence's; its last page may be short. Raises
+    `BatchError`.
     """
+    check_is_tensor("keys", keys)
+    if keys.dim() != 3 or not len(keys):
+        raise bad_input("keys", keys, ("length from 1", "num_kv_heads", "head_size"))
+    _check_count("page_size", page_size)
     pages = keys.split(page_size)
     low, high = (torch.stack([f(page, 0) for page in pages]) for f in (torch.amin, torch.amax))
     return low, high
@@ -24,8 +32,17 @@ def page_bounds(keys: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
 def page_scores(query: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Return an upper bound of each page's products, (num_heads, pages), in the bounds' dtype.
 
-    `query` (num_heads, head_size): one token's; `low`, `high`: `page_bounds`.
+    `query` (num_heads, head_size): one token's; `low`, `high`: `page_bounds`. Raises `BatchError`.
     """
+    for name, given in (("query", query), ("low", low), ("high", high)):
+        check_is_tensor(name, given)
+    if low.dim() != 3:
+        raise bad_input("low", low, ("pages", "num_kv_heads", "head_size"))
+    if high.shape != low.shape:
+        raise bad_input("high", high, tuple(low.shape))
+    _, heads, size = low.shape
+    if query.dim() != 2 or query.shape[1] != size or query.shape[0] % heads:
+        raise bad_input("query", query, (f"a multiple of {heads}", size))
     group = query.shape[0] // low.shape[1]
     low, high = (bound.repeat_interleave(group, 1).transpose(0, 1) for bound in (low, high))
     return torch.maximum(query[:, None] * low, query[:, None] * high).sum(-1)
@@ -35,9 +52,18 @@ def choose_pages(scores: Tensor, count: int) -> list[int]:
     """Return the `count` pages of the highest scores and the last, in order: one choice for all heads.
 
     `scores` (num_heads, pages): the highest of any head counts. Quest's own choice is by head; a
-    `BlockSparseMask` has one for a sequence.
+    `BlockSparseMask` has one for a sequence. Raises `BatchError`.
     """
+    check_is_tensor("scores", scores)
+    if scores.dim() != 2 or not scores.numel():
+        raise bad_input("scores", scores, ("num_heads from 1", "pages from 1"))
+    _check_count("count", count)
     best = scores.amax(0)
     best[-1] = torch.inf  # the newest token's own page
     chosen = best.topk(min(count, len(best))).indices
     return sorted(int(page) for page in chosen)
+
+
+def _check_count(name: str, given: int) -> None:
+    if type(given) is not int or given < 1:
+        raise BatchError(f"{name}={shown(given)} must be a positive integer")

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError, nearest
+from polyattn.errors import CacheError, nearest, shown
 from polyattn.runtime.cache import nvfp4
-from polyattn.runtime.inputs import check_is_tensor
+from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
@@ -58,6 +59,15 @@ class KVCache:
             raise CacheError("the head-size dimension of key and value must be contiguous")
         self.key, self.value = key, value
         if form is not None:
+            _check_form(form)
+            widths = map(form.stored_width, (form.head_size, form.v_head_size))
+            sizes = (form.block_size, form.num_kv_heads, *widths)
+            if sizes != (*key.shape[1:], value.shape[3]):
+                raise CacheError(
+                    f"form says blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
+                    f"{form.head_size}/{form.v_head_size}; key {tuple(key.shape)} and value "
+                    f"{tuple(value.shape)} are others"
+                )
             self.__dict__["format"] = form
 
     @classmethod
@@ -67,7 +77,9 @@ class KVCache:
         """Return an uninitialised cache of `num_blocks` blocks of this form."""
         if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks <= 0:
             raise CacheError(f"num_blocks={num_blocks!r} must be a positive integer")
-        special = ALLOCATORS.get(torch.device(device).type)
+        _check_form(form)
+        device = torch_device(device, CacheError)
+        special = ALLOCATORS.get(device.type)
         if special is not None:
             return special(form, num_blocks)
         dtype, n, b, h = STORAGE_DTYPES[form.dtype], num_blocks, form.block_size, form.num_kv_heads
@@ -115,18 +127,33 @@ class KVCache:
         of its key, (num_blocks, block_size, head_size). Bytes are read as `form.dtype`. Raises
         `CacheError`.
         """
+        _check_form(form)
+        check_is_tensor("storage", storage, error=CacheError)
+        flag("heads_first", heads_first, CacheError)
         of_key, of_value = map(form.stored_width, (form.head_size, form.v_head_size))
         width = of_key if form.value_in_key else of_key + of_value
-        check_is_tensor("storage", storage, error=CacheError)
-        if storage.dim() not in (3, 4) or storage.shape[-1] < width:
+        dtype = STORAGE_DTYPES[form.dtype]
+        if storage.dtype not in (dtype, torch.uint8, torch.int8):
             raise CacheError(
-                f"storage {tuple(storage.shape)} must have 3 or 4 sizes, the last at least {width}"
+                f"storage is {storage.dtype}; it must be {dtype}, the form's, or bytes"
             )
-        whole = storage.view(STORAGE_DTYPES[form.dtype])
+        room = storage.shape[-1:].numel() * storage.dtype.itemsize // dtype.itemsize
+        if storage.dim() not in (3, 4) or room < width:
+            raise CacheError(
+                f"storage {tuple(storage.shape)} must have 3 or 4 sizes, the last at least {width} of "
+                f"{dtype}"
+            )
+        whole = storage.view(dtype)
         if whole.dim() == 3:
             whole = whole[:, :, None]
         elif heads_first:
             whole = whole.transpose(1, 2)
+        if whole.shape[1:3] != (form.block_size, form.num_kv_heads):
+            raise CacheError(
+                f"storage {tuple(storage.shape)} with heads_first={heads_first} has blocks of "
+                f"{whole.shape[1]} and {whole.shape[2]} KV heads; the form's have {form.block_size} and "
+                f"{form.num_kv_heads}"
+            )
         key, rest = whole[..., :of_key], whole[..., of_key:]
         return cls(key, (key if form.value_in_key else rest)[..., :of_value])
 
@@ -148,8 +175,10 @@ class KVCache:
         """
         if self.layout != "contiguous":
             raise CacheError(f"{self} isn't contiguous: its block tables are the engine's")
-        if isinstance(sequences, Tensor):
+        if hasattr(sequences, "tolist"):  # a tensor or an array
             sequences = sequences.tolist()
+        if not isinstance(sequences, Sequence):
+            raise CacheError(f"sequences={shown(sequences)} must be a list of places, or a tensor")
         for index, place in enumerate(sequences):
             if type(place) is not int or not 0 <= place < self.num_blocks:
                 raise CacheError(
@@ -213,6 +242,8 @@ class KVCache:
         """
         found = self._blocks.get(size)
         if found is None:
+            if type(size) is not int or size < 1:
+                raise CacheError(f"size={shown(size)} must be a positive integer")
             key, step = _split_blocks(self.key, size)
             value, value_step = _split_blocks(self.value, size)
             if step != value_step:
@@ -255,6 +286,14 @@ def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tenso
     raise CacheError(
         f"key or value is {tensor.dtype}, the cache {dtype}; cast one, or set kv_cache_dtype"
     )
+
+
+def _check_form(form: Any) -> None:
+    """Check that a form is one. Raises `CacheError`."""
+    if not isinstance(form, CacheFormat):
+        raise CacheError(
+            f"form={shown(form)} must be a CacheFormat; a group's is group.cache_format"
+        )
 
 
 def _elements(stored: Tensor) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn.errors import CacheError
+from polyattn.errors import CacheError, shown
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
-from polyattn.runtime.inputs import check_is_tensor
+from polyattn.runtime.inputs import bad_input, check_is_tensor
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import form_of, shape_of
 
@@ -23,7 +23,7 @@ class StateCacheSpec:
     dtype: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.num_slots, int) or self.num_slots <= 0:
+        if type(self.num_slots) is not int or self.num_slots <= 0:
             raise CacheError(
                 f"StateCacheSpec.num_slots={self.num_slots!r} must be a positive integer"
             )
@@ -80,14 +80,22 @@ class StateCache:
 
         `targets`: the step's `state_targets`, (num_seqs, tokens); `counts` (num_seqs,): how many of each
         one's tokens count, 1 or more; a padding row's is 1. Never waits for the device.
+        Raises `BatchError`.
         """
+        for name, given, dims in (("targets", targets, 2), ("counts", counts, 1)):
+            check_is_tensor(name, given)
+            if given.dim() != dims or given.dtype not in (torch.int64, torch.int32):
+                shape = ("num_seqs", "tokens")[:dims]
+                raise bad_input(name, given, shape, torch.int64)
         return targets.gather(1, counts.to(targets)[:, None] - 1)[:, 0]
 
     def copy(self, source: int, target: int) -> None:
         """Copy one slot to another: a prefix's state, to be reused by a sequence that shares it."""
         for name, slot in (("source", source), ("target", target)):
-            if not 0 <= slot < self.num_slots:
-                raise CacheError(f"{name}={slot} is out of range: there are {self.num_slots} slots")
+            if not isinstance(slot, int) or not 0 <= slot < self.num_slots:
+                raise CacheError(
+                    f"{name}={shown(slot)} is out of range: there are {self.num_slots} slots, from 0"
+                )
         self.data[target].copy_(self.data[source])
 
     def __repr__(self) -> str:

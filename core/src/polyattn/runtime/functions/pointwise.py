@@ -15,6 +15,7 @@ from polyattn.registry.discovery import generation
 from polyattn.registry.info import load_object
 from polyattn.registry.variants import variant_named, variant_of
 from polyattn.runtime.functions import variants as core_variants
+from polyattn.runtime.inputs import as_tensor
 from polyattn.runtime.parameters import Weight
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
@@ -152,13 +153,15 @@ def layer_inputs(
     declared = {} if pointwise is None else pointwise.inputs
     sizes = {"num_heads": spec.num_heads, "num_kv_heads": spec.num_kv_heads}
     found = {}
+    if given is not None and not isinstance(given, Mapping):
+        raise SpecError(f"inputs={shown(given)} must map names to tensors or numbers")
     for name, value in (given or {}).items():
         if name not in declared:
             raise SpecError(
                 f"inputs has {name!r}, which {spec} takes none of; it takes "
                 f"{', '.join(declared) or 'none'}"
             )
-        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+        tensor = as_tensor(f"inputs[{name!r}]", value, SpecError)
         if not declared[name].fits(tuple(tensor.shape), sizes):
             raise SpecError(
                 f"inputs[{name!r}] has shape {tuple(tensor.shape)}; it must be {declared[name]}"

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from polyattn.spec.checks import flag, integer
+
 
 def sigmoid(
     score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor, *, sigmoid_bias: Tensor
@@ -34,7 +36,11 @@ def t5_buckets(num_buckets: int = 32, max_distance: int = 128, *, bidirectional:
 
     As in Raffel et al. (2020): half of the buckets are exact distances, the rest grow logarithmically up
     to `max_distance`. `bidirectional`: an encoder's, half of whose buckets are for keys to come.
+    Raises `SpecError`.
     """
+    flag("bidirectional", bidirectional)
+    integer("num_buckets", num_buckets, 4 if bidirectional else 2)
+    integer("max_distance", max_distance, num_buckets // (4 if bidirectional else 2) + 1)
     distance = torch.arange(-max_distance, max_distance + 1)
     buckets = torch.zeros_like(distance)
     if bidirectional:
@@ -55,8 +61,10 @@ def deberta_buckets(num_buckets: int = 256, max_distance: int = 512) -> Tensor:
 
     As in DeBERTa-v2 and v3 (He et al., 2021), counted from 0: 2 * num_buckets of them, those near 0 of
     one distance each, the rest growing logarithmically. `relative_bias` counts key minus query, DeBERTa
-    query minus key, so the order is reversed.
+    query minus key, so the order is reversed. Raises `SpecError`.
     """
+    integer("num_buckets", num_buckets, 2)
+    integer("max_distance", max_distance, num_buckets // 2 + 2)
     distance = -torch.arange(-max_distance, max_distance + 1)
     exact = num_buckets // 2
     far = distance.abs().clamp(min=exact)

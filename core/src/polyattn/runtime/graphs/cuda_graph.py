@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError
+from polyattn.errors import BatchError, shown
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
+from polyattn.spec.checks import flag
 
 Step = Callable[..., Any]
 """`step(plans, **inputs)`: runs the layers with their groups' plans; returns tensors by token."""
@@ -105,6 +106,9 @@ class StepGraphs:
         query_len: int = 1,
         shared_prefix: bool = False,
     ):
+        if not isinstance(groups, Sequence) or not all(isinstance(g, LayerGroup) for g in groups):
+            raise BatchError(f"groups={shown(groups)} must be a list of LayerGroup")
+        flag("shared_prefix", shared_prefix, BatchError)
         blocks = {g.cache_format.block_size for g in groups if g.cache_format is not None}
         if not groups or len(blocks) > 1:
             raise BatchError(

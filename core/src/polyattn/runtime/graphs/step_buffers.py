@@ -12,6 +12,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.step.batch import Batch
+from polyattn.spec.checks import flag
 from polyattn.spec.kinds import GraphCapture
 
 
@@ -35,6 +36,7 @@ class StepSize:
             value, least = getattr(self, name), int(name == "query_len")
             if type(value) is not int or value < least:
                 raise BatchError(f"StepSize.{name}={value!r} must be an integer, {least} or more")
+        flag("StepSize.state_targets", self.state_targets, BatchError)
         if (self.prompts > 0) != (self.prompt_tokens > 0):
             raise BatchError(
                 f"StepSize.prompts={self.prompts} and prompt_tokens={self.prompt_tokens} are both "

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, describe, shown
+from polyattn.errors import BatchError, shown
+from polyattn.runtime.inputs import torch_device
 from polyattn.runtime.step.batch_checks import (
     LARGEST,
     check_lengths,
@@ -111,7 +112,7 @@ class Batch(Lengths):
         if device is None:
             given = (block_table, slot_mapping, state_slots, positions)
             device = next((t.device for t in given if isinstance(t, Tensor)), "cpu")
-        self.device = _device(device)
+        self.device = torch_device(device)
         if isinstance(slot_mapping, Tensor) and slot_mapping.dtype == torch.int32:
             slot_mapping = slot_mapping.long()  # what kernels read, once for all layers
         self.block_table, self.slot_mapping = block_table, slot_mapping
@@ -126,11 +127,11 @@ class Batch(Lengths):
         self.inputs = step_inputs(self, inputs)
         if host_block_table is not None:
             shape = None if block_table is None else tuple(block_table.shape)
-            theirs = getattr(host_block_table, "shape", None)
-            if not isinstance(host_block_table, np.ndarray) or theirs != shape:
+            theirs = [getattr(host_block_table, name, None) for name in ("shape", "dtype")]
+            if not isinstance(host_block_table, np.ndarray) or theirs != [shape, np.int32]:
                 raise BatchError(
-                    f"host_block_table is {type(host_block_table).__name__} of shape {theirs}; it must "
-                    f"be an ndarray of block_table's, {shape}"
+                    f"host_block_table is {type(host_block_table).__name__} of shape {theirs[0]} and "
+                    f"dtype {theirs[1]}; it must be an int32 ndarray of block_table's shape, {shape}"
                 )
             self.__dict__["host_block_table"] = host_block_table
         if shared_prefix is not None:
@@ -363,13 +364,6 @@ class Batch(Lengths):
 
     def __repr__(self) -> str:
         return f"<Batch: {self.num_seqs} sequences, {self.num_tokens} query tokens>"
-
-
-def _device(given: Any) -> torch.device:
-    try:
-        return torch.device(given)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise BatchError(f"device={shown(given)} is no torch device: {describe(error)}") from error
 
 
 def _one_each(name: str, given: Sequence[int], lens: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from polyattn.errors import BatchError, shown
-from polyattn.runtime.inputs import same_device
+from polyattn.runtime.inputs import check_is_tensor, same_device
 from polyattn.runtime.step.shared_prefix import check_shared_blocks
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ def integers(name: str, values: Any) -> list[int]:
         return list(values.tolist())
     if not isinstance(values, (Sequence, np.ndarray)) or isinstance(values, (str, bytes)):
         raise BatchError(f"{name}={shown(values)} must be a list of integers, or an int32 tensor")
-    found = list(values) if not isinstance(values, np.ndarray) else values.ravel().tolist()
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise BatchError(f"{name} has shape {values.shape}; it must be one-dimensional")
+    found = list(values) if not isinstance(values, np.ndarray) else values.tolist()
     for index, value in enumerate(found if set(map(type, found)) - {int} else ()):
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool):
             remedy = "; .tolist() has a tensor's" if isinstance(value, torch.Tensor) else ""
@@ -126,6 +128,7 @@ def _check_shape_of_positions(batch: Batch) -> None:
     positions = batch.positions
     if positions is None:
         return
+    check_is_tensor("positions", positions)
     whole = positions.dtype in (torch.int64, torch.int32)
     fits = positions.dim() in (1, 2) and positions.shape[-1] == batch.num_tokens
     if not whole or not fits:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, nearest
+from polyattn.errors import BatchError, nearest, shown
 from polyattn.runtime.step.batch import Batch
+from polyattn.spec.checks import flag
 
 
 def _missing(view: object, name: str) -> str:
@@ -24,6 +25,11 @@ def _missing(view: object, name: str) -> str:
         f"{type(view).__name__} has no {name!r}: a batch doesn't hold its engine's limits, requests and "
         f"cache manager{nearest(name, names)}"
     )
+
+
+def _check_batch(batch: Batch) -> None:
+    if not isinstance(batch, Batch):
+        raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
 
 
 class TensorRTLLMMetadata:
@@ -49,6 +55,8 @@ class TensorRTLLMMetadata:
         prompt_lens: Sequence[int] | None = None,
         cross: bool = False,
     ):
+        _check_batch(batch)
+        flag("cross", cross, BatchError)
         if num_contexts is not None and not 0 <= num_contexts <= batch.num_seqs:
             raise BatchError(
                 f"num_contexts={num_contexts} must be from 0 to the batch's {batch.num_seqs} sequences"
@@ -167,6 +175,7 @@ class VLLMMetadata:
     """A batch by the names of vLLM's `CommonAttentionMetadata`; `causal` is the layer spec's."""
 
     def __init__(self, batch: Batch):
+        _check_batch(batch)
         self.batch = batch
 
     def __getattr__(self, name: str) -> Any:

@@ -48,16 +48,21 @@ def shared_prefixes(
     shared. Rows of a run, and runs of a level by their first row, are in ascending order; each
     run's rows but not all of them go on in one run of the level above. Raises `BatchError`.
     """
+    if not isinstance(block_table, np.ndarray) or block_table.dtype.kind != "i":
+        raise BatchError(f"block_table={shown(block_table)} must be an ndarray of int32")
     if block_table.ndim != 2 or len(lens) != block_table.shape[0]:
         raise BatchError(
             f"block_table has shape {block_table.shape} and lens {len(lens)} entries; they must be "
             "(num_seqs, max_blocks) and num_seqs"
         )
-    if block_size < 1:
-        raise BatchError(f"block_size={block_size} must be positive")
+    if not isinstance(block_size, int) or block_size < 1:
+        raise BatchError(f"block_size={shown(block_size)} must be a positive integer")
     if not may_share(block_table):
         return ()
-    full = np.minimum(np.asarray(lens, np.int64) // block_size, block_table.shape[1])
+    tokens = np.asarray(lens)
+    if tokens.dtype.kind != "i" or tokens.min() < 0:
+        raise BatchError(f"lens={shown(lens)} must be integers, 0 or more")
+    full = np.minimum(tokens // block_size, block_table.shape[1])
     levels: list[tuple[SharedRun, ...]] = []
     rows = np.arange(len(full))
     group = column = np.zeros(len(full), np.int64)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
+from polyattn.runtime.inputs import as_tensor, check_is_tensor
 from polyattn.runtime.step.batch_checks import integers
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ class CustomMask(StepMask):
 
     @classmethod
     def pack(cls, masks: Sequence[Tensor], over: str = "new") -> CustomMask:
-        """Pack a mask (query_len, keys) of each sequence."""
+        """Pack a mask (query_len, keys) of each sequence. Raises `BatchError`."""
+        for index, mask in enumerate(masks):
+            check_is_tensor(f"masks[{index}]", mask)
         rows = [mask.flatten() for mask in masks]
         return cls(torch.cat(rows) if rows else torch.zeros(0, dtype=torch.bool), over)
 
@@ -62,8 +65,9 @@ class CustomMask(StepMask):
         """
         masks = []
         for index, family in enumerate(parents):
-            mask = torch.eye(len(family), dtype=torch.bool)
-            for token, parent in enumerate(integers(f"parents[{index}]", family)):
+            places = integers(f"parents[{index}]", family)
+            mask = torch.eye(len(places), dtype=torch.bool)
+            for token, parent in enumerate(places):
                 if not -1 <= parent < token:
                     raise BatchError(
                         f"parents[{index}][{token}]={parent} must be a token before it, or -1"
@@ -79,10 +83,11 @@ class CustomMask(StepMask):
     ) -> CustomMask:
         """Return the mask of a prefix-LM: a prefix is seen by all, what follows it is causal.
 
-        For layers with `causal=False`. `prefixes`: tokens of each sequence's prefix.
+        For layers with `causal=False`. `prefixes`: tokens of each sequence's prefix. Raises `BatchError`.
         """
         masks = []
-        for prefix, queries, keys in zip(prefixes, query_lens, seq_lens, strict=True):
+        counts = _counts(prefixes=prefixes, query_lens=query_lens, seq_lens=seq_lens)
+        for prefix, queries, keys in zip(*counts, strict=True):
             query = torch.arange(keys - queries, keys)[:, None]
             key = torch.arange(keys)
             masks.append((key < prefix) | (key <= query))
@@ -92,11 +97,13 @@ class CustomMask(StepMask):
     def documents(cls, documents: Sequence[Sequence[int]], query_lens: Sequence[int]) -> CustomMask:
         """Return the mask of documents packed into sequences: a token sees those of its own.
 
-        `documents`: for each sequence every key's document, any numbers.
+        `documents`: for each sequence every key's document, any integers. Raises `BatchError`.
         """
         masks = []
-        for ids, queries in zip(documents, query_lens, strict=True):
-            keys = torch.tensor(list(ids), dtype=torch.int64)
+        ids = [integers(f"documents[{i}]", each) for i, each in enumerate(documents)]
+        (queries_of, _) = _counts(query_lens=query_lens, documents=[len(each) for each in ids])
+        for each, queries in zip(ids, queries_of, strict=True):
+            keys = torch.tensor(each, dtype=torch.int64)
             masks.append(keys[len(keys) - queries :, None] == keys)
         return cls.pack(masks, "all")
 
@@ -154,6 +161,9 @@ class BlockSparseMask(StepMask):
 
         Exactly that mask where its borders are blocks' borders (always, for blocks of 1 x 1).
         """
+        if not isinstance(mask, CustomMask):
+            raise BatchError(f"mask={shown(mask)} must be a CustomMask")
+        query_lens, seq_lens = _counts(query_lens=query_lens, seq_lens=seq_lens)
         sizes = [n if mask.over == "all" else q for q, n in zip(query_lens, seq_lens, strict=True)]
         held = sum(q * n for q, n in zip(query_lens, sizes, strict=True))
         if held != len(mask.bits):
@@ -184,6 +194,7 @@ class BlockSparseMask(StepMask):
         if type(window) is not int or window < 1:
             raise BatchError(f"window={shown(window)} must be 1 or more: a query sees itself")
         height, width = _checked(block)
+        query_lens, seq_lens = _counts(query_lens=query_lens, seq_lens=seq_lens)
         indptr, indices = [0], list[int]()
         for queries, keys in zip(query_lens, seq_lens, strict=True):
             for first in range(keys - queries, keys, height):
@@ -235,9 +246,29 @@ class BlockSparseMask(StepMask):
 
 def _checked(block: tuple[int, int]) -> tuple[int, int]:
     """Return a block's size. Raises `BatchError`."""
-    if len(block) != 2 or any(type(n) is not int or n < 1 for n in block):
+    if (
+        not isinstance(block, tuple | list)
+        or len(block) != 2
+        or any(type(n) is not int or n < 1 for n in block)
+    ):
         raise BatchError(f"block={shown(block)} must be (query rows, keys), 1 or more each")
-    return block
+    height, width = block
+    return height, width
+
+
+def _counts(**counts: Sequence[int]) -> list[list[int]]:
+    """Return counts of tokens of as many sequences each. Raises `BatchError`."""
+    found = {name: integers(name, values) for name, values in counts.items()}
+    first = next(iter(found))
+    for name, values in found.items():
+        if len(values) != len(found[first]):
+            raise BatchError(
+                f"{name} has {len(values)} entries and {first} {len(found[first])}; both have one for "
+                "each sequence"
+            )
+        if min(values, default=0) < 0:
+            raise BatchError(f"{name}={shown(values)} must be 0 or positive integers")
+    return list(found.values())
 
 
 def _ended(bits: Tensor) -> Tensor:
@@ -255,8 +286,12 @@ def _columns(device: Any, **columns: list[int]) -> dict[str, Tensor]:
 def step_inputs(batch: Batch, given: Mapping[str, Any] | None) -> dict[str, Tensor]:
     """Return what a batch brings by name, on its device, its mask's tensors too. Raises `BatchError`."""
     found = {}
+    if given is not None and not isinstance(given, Mapping):
+        raise BatchError(f"inputs={shown(given)} must map names to tensors or numbers")
     for name, value in (given or {}).items():
-        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+        if not isinstance(name, str):
+            raise BatchError(f"inputs has {shown(name)}; its keys are the variant's names")
+        tensor = as_tensor(f"inputs[{name!r}]", value)
         if name.startswith("mask_") and batch.mask is not None:
             raise BatchError(f"inputs[{name!r}]: that name is the step's mask's; rename it")
         found[name] = tensor.to(batch.device)

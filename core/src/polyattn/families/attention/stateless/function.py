@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from polyattn.errors import BatchError, shown
+from polyattn.errors import BatchError, SpecError, shown
 from polyattn.families.attention.stateless.dense import Asked, dense
 from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
 from polyattn.runtime.inputs import check_is_tensor
 from polyattn.runtime.step.batch_checks import integers
+from polyattn.spec.checks import flag
 
 
 def attention(
@@ -63,7 +64,7 @@ def attention(
                 query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
                 first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
-    except (AttributeError, TypeError, UnreadableMask) as error:
+    except (AttributeError, TypeError, SpecError, UnreadableMask) as error:
         # Who is wrong is asked here, so that a call that is right pays nothing.
         lists = {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
         try:
@@ -130,6 +131,7 @@ def _refuse(
     for name, value in asked._asdict().items():
         if not isinstance(value, Hashable):
             raise BatchError(f"{name}={shown(value)} must be one value, a number or a name")
+    flag("return_lse", asked.needs_lse, BatchError)
     if isinstance(error, UnreadableMask):
         raise UnreadableMask(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "
