@@ -56,8 +56,9 @@ from polyattn.runtime.merge import AttentionState, TorchMerge, merge_states
 from polyattn_triton.state_merge import TritonMerge
 
 for dtype, heads, size in ((torch.float16, 3, 20), (torch.float32, 5, 128), (torch.float32, 8, 64)):
-    wide = torch.randn(2, 6, heads, size + 9, dtype=torch.float64)
-    lse = torch.randn(2, 6, heads + 2, dtype=torch.float64) * 30
+    # float32's numbers, as the kernel has them: an LSE of 60 rounded is 4e-6 of a weight.
+    wide = torch.randn(2, 6, heads, size + 9).double()
+    lse = (torch.randn(2, 6, heads + 2) * 30).double()
     lse[0, 0], lse[1, 1], lse[:, 2] = -torch.inf, -torch.inf, -torch.inf
     wide[0, 0], wide[1, 1], wide[:, 2] = 0.0, 0.0, 0.0
     parts = [AttentionState(wide[i, ..., :size], lse[i, :, :heads]) for i in range(2)]
