@@ -240,7 +240,7 @@ struct Decode {
         float *sums = o + (int64_t)lane * is.ldo;
         if constexpr (PAIRS) {
 #if defined(PA_PAIR_DOTS)
-          pairs_together(sums, v_size);
+          pairs_together<T>(sums, v_size, value_vectors<C, true>(v_size / W));
 #endif
         } else if (Apart<T>::ANY) {
           together<T>(sums, v_size / (2 * W) * (2 * W), v_size);

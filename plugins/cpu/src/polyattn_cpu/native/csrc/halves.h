@@ -52,15 +52,13 @@ constexpr bool INTEGER<int8_t> = true;
 template <class T>
 alignas(64) constexpr ByteTables BYTE_TABLES = byte_tables<T>();
 
-template <Order ORDER = IN_ORDER, class T>
-PA_INLINE Halves halves(const T *p, int count) {
+// Of each 128 bits the lower eight bytes' elements, then the upper eight's.
+template <class T>
+PA_INLINE Halves looked_up(__m512i x) {
   static_assert(sizeof(T) == 1);
   const ByteTables &tables = BYTE_TABLES<T>;
   const __m512i high_table[2] = {_mm512_load_si512(tables.high), _mm512_load_si512(tables.high + 64)};
   const __m512i low_table[2] = {_mm512_load_si512(tables.low), _mm512_load_si512(tables.low + 64)};
-  __m512i x = count >= 64 ? _mm512_loadu_si512(p)
-                          : _mm512_maskz_loadu_epi8(((uint64_t)1 << count) - 1, p);
-  if (ORDER == IN_ORDER) x = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), x);
   __m512i high, low;
   if constexpr (INTEGER<T>) {
     const __m512i magnitude = _mm512_abs_epi8(x);
@@ -72,4 +70,11 @@ PA_INLINE Halves halves(const T *p, int count) {
   }
   high = _mm512_ternarylogic_epi32(high, x, _mm512_set1_epi8((char)0x80), 0xf8);  // high | x & 0x80
   return {{_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)}};
+}
+template <Order ORDER = IN_ORDER, class T>
+PA_INLINE Halves halves(const T *p, int count) {
+  __m512i x = count >= 64 ? _mm512_loadu_si512(p)
+                          : _mm512_maskz_loadu_epi8(((uint64_t)1 << count) - 1, p);
+  if (ORDER == IN_ORDER) x = _mm512_permutexvar_epi64(_mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0), x);
+  return looked_up<T>(x);
 }

@@ -57,9 +57,24 @@ PA_NOINLINE vf pair_dots(const char *const *keys, int64_t offset, const uint16_t
   return sums(acc);
 }
 
+// 64 elements of two keys' values, each pair in 32 bits; no second key: zeros.
+template <class T>
+PA_INLINE void value_pairs(const T *a, const T *b, __m512i *pairs) {
+  const __m512i x = _mm512_loadu_si512(a), y = b ? _mm512_loadu_si512(b) : __m512i{};
+  if constexpr (sizeof(T) == 1) {
+    const Halves low = looked_up<T>(_mm512_unpacklo_epi8(x, y)), high = looked_up<T>(_mm512_unpackhi_epi8(x, y));
+    pairs[0] = low.part[0], pairs[1] = low.part[1];
+    pairs[2] = high.part[0], pairs[3] = high.part[1];
+  } else {
+    const __m512i z = _mm512_loadu_si512(a + 32), w = b ? _mm512_loadu_si512(b + 32) : __m512i{};
+    pairs[0] = _mm512_unpacklo_epi16(x, y), pairs[1] = _mm512_unpackhi_epi16(x, y);
+    pairs[2] = _mm512_unpacklo_epi16(z, w), pairs[3] = _mm512_unpackhi_epi16(z, w);
+  }
+}
+
 // o[row][0 .. C * W) += weights of `count` keys times their values, two keys at a time; `p` has both
-// weights in 32 bits. Of each 32 elements o has first those whose number is 0 to 3 modulo 8. `some` < 32:
-// the last elements of a value, of which there are so many.
+// weights in 32 bits. `some` < 32: the last elements of a value, of which there are so many. o isn't in order
+// until `pairs_together`.
 template <class T, int ROWS, int C, class Asks>
 PA_NOINLINE void add_value_pairs(const char *const *values, int64_t offset, int count, const uint32_t *p,
                                  int ldp, float *o, int ldo, int some, Asks asks) {
@@ -71,24 +86,26 @@ PA_NOINLINE void add_value_pairs(const char *const *values, int64_t offset, int 
     for (int c = 0; c < C; c++) acc[r][c] = loadf(o + r * ldo + c * W);
   }
   auto two = [&](int t, bool both) __attribute__((always_inline)) {
-    auto value = [&](int i, int c) __attribute__((always_inline)) {
-      const int most = C > 2 ? pa_min(64, (C - c) * W) : pa_min(2 * W, some);
-      return halves((const T *)(values[t + i] + offset) + c * W, most);
-    };
+    const T *a = (const T *)(values[t] + offset), *b = both ? (const T *)(values[t + 1] + offset) : NULL;
     __m512i weight[ROWS];
     PA_UNROLLED
     for (int r = 0; r < ROWS; r++) weight[r] = _mm512_set1_epi32((int)p[(int64_t)(t / 2) * ldp + r]);
     PA_UNROLLED
     for (int c = 0; c < C; c += 4) {
-      const Halves x = value(0, c), y = both ? value(1, c) : Halves{};
+      __m512i pairs[4];
+      if (C - c >= 4) {
+        value_pairs(a + c * W, b ? b + c * W : NULL, pairs);
+      } else {
+        const int most = C > 2 ? 2 * W : pa_min(2 * W, some);
+        const __m512i x = halves(a + c * W, most).part[0], y = b ? halves(b + c * W, most).part[0] : __m512i{};
+        pairs[0] = _mm512_unpacklo_epi16(x, y), pairs[1] = _mm512_unpackhi_epi16(x, y);
+      }
       constexpr int most = C < 4 ? C : 4;
       PA_UNROLLED
       for (int i = 0; i < most; i++) {
         if (c + i >= C) break;
-        const __m512i a = x.part[i / 2], b = y.part[i / 2];
-        const __m512i pair = i % 2 ? _mm512_unpackhi_epi16(a, b) : _mm512_unpacklo_epi16(a, b);
         PA_UNROLLED
-        for (int r = 0; r < ROWS; r++) acc[r][c + i] = add_pairs(acc[r][c + i], pair, weight[r]);
+        for (int r = 0; r < ROWS; r++) acc[r][c + i] = add_pairs(acc[r][c + i], pairs[i], weight[r]);
       }
     }
   };
@@ -106,11 +123,22 @@ PA_NOINLINE void add_value_pairs(const char *const *values, int64_t offset, int 
   }
 }
 
-// Elements of each 32 from the order in which they were added back into their own.
-PA_ONCE void pairs_together(float *x, int size) {
-  for (int d = 0; d < size; d += 2 * W) {
-    float each[2 * W];
-    __builtin_memcpy(each, x + d, sizeof each);
-    for (int i = 0; i < 2 * W; i++) x[d + i] = each[i % 8 / 4 * W + i / 8 * 4 + i % 4];
+// Elements back in their order: those that were added 64 at a time, of which `most` vectors tell, and the
+// others, 32 at a time. A vector has of each 16 (of a lookup of 64) or 8 elements four.
+template <class T>
+PA_ONCE void pairs_together(float *x, int size, int most) {
+  for (int d = 0; d < size;) {
+    const int vectors = d + most * W <= size ? most : 2;
+    for (int v = 0; v < vectors; v += 4) {
+      const int some = pa_min(4, vectors - v), each_lane = sizeof(T) == 1 && some == 4 ? 4 : 2;
+      float each[4 * W];
+      __builtin_memcpy(each, x + d, some * W * sizeof(float));
+      for (int i = 0; i < some * W; i++) {
+        const int lane = i / (4 * each_lane), vector = i / 4 % each_lane;
+        const int second = each_lane == 2 ? lane / 4 * 2 : 0;  // of bfloat16, 32 elements are a load
+        x[d + i] = each[(vector + second) * W + lane % 4 * 4 + i % 4];
+      }
+      d += some * W;
+    }
   }
 }
