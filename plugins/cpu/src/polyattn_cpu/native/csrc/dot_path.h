@@ -155,18 +155,20 @@ struct Decode {
   template <class Next>
   PA_ALWAYS void scores(const char *const *k, int count, Next next) {
     for (int t = 0; t < count; t += KEYS) {
-      for (int lane = 0; lane < used; lane += ROWS) {
-        const int64_t offset = key_base + lane / ROWS / is.parts * source.key_head;
-        const float *row = q + (int64_t)lane * is.ldq;
-        vf found;
-        if constexpr (PAIRS) {
+      int64_t offset = key_base;
+      for (int h = 0, lane = 0; h < heads; h++, offset += source.key_head) {
+        for (int part = 0; part < is.parts; part++, lane += ROWS) {
+          const float *row = q + (int64_t)lane * is.ldq;
+          vf found;
+          if constexpr (PAIRS) {
 #if defined(PA_PAIR_DOTS)
-          found = pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)row, 2 * is.ldq, size, next());
+            found = pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)row, 2 * is.ldq, size, next());
 #endif
-        } else {
-          found = dots<T, ROWS>(k + t, offset, row, is.ldq, size, next());
+          } else {
+            found = dots<T, ROWS>(k + t, offset, row, is.ldq, size, next());
+          }
+          put_scores<ROWS>(found, s + (int64_t)t * is.lanes + lane, is.lanes);
         }
-        put_scores<ROWS>(found, s + (int64_t)t * is.lanes + lane, is.lanes);
       }
     }
   }

@@ -17,7 +17,7 @@ PA_ONCE void turn_to_keys(uint16_t *q, int size) {
   for (int d = 0; sizeof(T) == 1 && d + 64 <= size; d += 64, q += 64) {
     uint16_t each[64];
     __builtin_memcpy(each, q, sizeof each);
-    for (int i = 0; i < 64; i++) q[i % 16 / 8 * 32 + i / 16 * 8 + i % 8] = each[i];
+    for (int i = 0; i < 64; i += 8) __builtin_memcpy(q + i % 16 / 8 * 32 + i / 16 * 8, each + i, 16);
   }
 }
 
@@ -133,10 +133,10 @@ PA_ONCE void pairs_together(float *x, int size, int most) {
       const int some = pa_min(4, vectors - v), each_lane = sizeof(T) == 1 && some == 4 ? 4 : 2;
       float each[4 * W];
       __builtin_memcpy(each, x + d, some * W * sizeof(float));
-      for (int i = 0; i < some * W; i++) {
+      for (int i = 0; i < some * W; i += 4) {
         const int lane = i / (4 * each_lane), vector = i / 4 % each_lane;
         const int second = each_lane == 2 ? lane / 4 * 2 : 0;  // of bfloat16, 32 elements are a load
-        x[d + i] = each[(vector + second) * W + lane % 4 * 4 + i % 4];
+        __builtin_memcpy(x + d + i, each + (vector + second) * W + lane % 4 * 4, 16);
       }
       d += some * W;
     }
