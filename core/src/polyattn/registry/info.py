@@ -83,6 +83,7 @@ class BackendInfo:
       the vendor's library: look it up with `find_spec` and `importlib.metadata`.
     - `runs`: `"package.module:function"`, or None. Called as the probe is, where that found nothing
       against the backend; returns in a word what of it runs here (an instruction set), or None.
+      What follows the word, after a space, is for readers (what its build lacks).
     - `variant_check`: `"package.module:function"`, or None. Of a backend that claims `"variant"`: takes a
       layer's `AttentionVariant` and returns None, or why this backend can't serve it.
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
@@ -143,7 +144,8 @@ class BackendInfo:
         `runs`: what of it runs there, which may be proven to another degree.
         """
         there = self.proof.get(device.arch) or self.proof.get(device.platform)
-        return Proof.UNPROVEN if there is None else self.proof_of_runs.get(runs, there)
+        name, _, _ = runs.partition(" ")
+        return Proof.UNPROVEN if there is None else self.proof_of_runs.get(name, there)
 
 
 def _claims(variant: Variant) -> dict[str, Any]:

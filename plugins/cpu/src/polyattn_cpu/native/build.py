@@ -2,7 +2,8 @@
 
 Imports the standard library only: the build hook runs this file where nothing is installed.
 `python -m polyattn_cpu.native.build` builds again in place. `CXX` names the compiler, `CXXFLAGS` adds
-flags (sanitizers: `-fsanitize=address,undefined`), `TARGET_MACHINE` is for a compiler that crosses.
+flags (sanitizers: `-fsanitize=address,undefined`), `TARGET_MACHINE` is for a compiler that crosses,
+`EVERY_ISA=1` is for wheels that others will run: no instruction set may be left out.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ LIBRARY = FOLDER / "kernels.lib"
 REPORT = FOLDER / "build.txt"
 
 COMPILERS = ("c++", "g++", "clang++")
+NEEDED = "GCC 12 or Clang 11"
+EVERY_VARIABLE = "EVERY_ISA"
 COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"),
     *("-fno-math-errno", "-fno-trapping-math"),
     *("-Wall", "-Wextra", "-Wno-psabi", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+    "-Wno-unknown-warning-option",
 )
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
@@ -90,7 +94,13 @@ def fingerprint() -> str:
     command = compiler()
     # By its version, too: a container that sees this folder may call another compiler the same.
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
-    said = (command, version, os.environ.get("CXXFLAGS", ""), machine())
+    said = (
+        command,
+        version,
+        os.environ.get("CXXFLAGS", ""),
+        machine(),
+        os.environ.get(EVERY_VARIABLE),
+    )
     digest = hashlib.sha256(repr(said).encode())
     for path in (Path(__file__), *sorted(SOURCES.iterdir())):
         digest.update(path.read_bytes())
@@ -100,7 +110,8 @@ def fingerprint() -> str:
 def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...]:
     """Build `library`; returns the instruction sets in it. Raises `BuildError`.
 
-    An instruction set that the compiler doesn't know is left out, the last of the list never.
+    An instruction set that the compiler doesn't know is left out, the last of the list never, and
+    none with `EVERY_ISA=1`.
     """
     command = [*compiler(), *COMMON, *shlex.split(os.environ.get("CXXFLAGS", ""))]
     wanted = ISAS.get(machine(), {"generic": ()})
@@ -114,21 +125,24 @@ def build(library: Path = LIBRARY, folder: Path | None = None) -> tuple[str, ...
                 failures[isa] = f"it needs {BASES[isa]}"
         base = list(wanted)[-1]
         if base in failures:
-            raise BuildError(f"the compiler failed: {failures[base][-2000:]}")
+            raise BuildError(f"the compiler failed: {failures[base]} ({NEEDED} is needed)")
+        without = "; ".join(f"without {isa}: {text}" for isa, text in failures.items())
+        if without and os.environ.get(EVERY_VARIABLE) == "1":
+            raise BuildError(f"{EVERY_VARIABLE}=1, but {without}")
         built = tuple(isa for isa in wanted if isa not in failures)
-        listed = " ".join(f"X({isa})" for isa in built)
+        lists = [
+            f"-DPA_{name}(X)={' '.join(f'X({isa})' for isa in isas)}"
+            for name, isas in (("BUILT", built), ("LEFT_OUT", failures))
+        ]
         for name in ("api", "pool"):
-            _run(
-                [*command, f"-DPA_BUILT(X)={listed}", "-c", f"{SOURCES / name}.cpp"],
-                out / f"{name}.o",
-            )
+            _run([*command, *lists, "-c", f"{SOURCES / name}.cpp"], out / f"{name}.o")
         objects = [str(out / f"{name}.o") for name in (*built, "api", "pool")]
         made = out / "library"
         _run([*command, "-shared", *objects, "-lpthread", "-lm"], made)
         library.unlink(missing_ok=True)  # a process may have it mapped: never write into it
         shutil.copyfile(made, library)
-    for isa, text in failures.items():
-        print(f"polyattn-cpu: without {isa}: {text.splitlines()[0]}", file=sys.stderr)
+    if without:
+        print(f"polyattn-cpu: {without}", file=sys.stderr)
     return built
 
 
@@ -166,7 +180,8 @@ def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> 
 def _run(command: list[str], output: Path) -> None:
     done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
     if done.returncode:
-        raise BuildError(done.stderr.strip() or f"{command[0]} returned {done.returncode}")
+        lines = done.stderr.strip().splitlines() or [f"{command[0]} returned {done.returncode}"]
+        raise BuildError(next((line for line in lines if "error:" in line), lines[-1]).strip())
 
 
 if __name__ == "__main__":

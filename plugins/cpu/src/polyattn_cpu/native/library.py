@@ -74,7 +74,14 @@ def why_not() -> str | None:
 @cache
 def isas() -> tuple[str, ...]:
     """Return the instruction sets that were built and that this processor has, the best first."""
-    return tuple(load().pa_isas().decode().split(","))
+    there, _, _ = load().pa_isas().decode().partition(";")
+    return tuple(there.split(","))
+
+
+def runs() -> str:
+    """Return `isa()`, and what this processor has and the build's compiler failed at."""
+    _, _, left_out = load().pa_isas().decode().partition(";")
+    return f"{isa()} (built without {left_out.replace(',', ', ')})" if left_out else isa()
 
 
 def isa() -> str:

@@ -7,16 +7,7 @@
 
 #include "internal.h"
 #include "pool.h"
-
-#if defined(__x86_64__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#elif defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#include <sys/prctl.h>
-#elif defined(__APPLE__)
-#include <sys/sysctl.h>
-#endif
+#include "processor.h"
 
 extern "C" {
 #define PA_DECLARE(name) extern const KernelTable pa_kernels_##name;
@@ -28,68 +19,15 @@ namespace {
 #define PA_POINTER(name) &pa_kernels_##name,
 const KernelTable *const TABLES[] = {PA_BUILT(PA_POINTER)};  // best first
 
+#define PA_NAME(name) #name,
+const char *const LEFT_OUT[] = {PA_LEFT_OUT(PA_NAME) nullptr};  // what the compiler failed at
+
 thread_local char error_text[256] = "";
 
 template <class... Args>
 void *fail(const char *format, Args... args) {
   std::snprintf(error_text, sizeof error_text, format, args...);
   return nullptr;
-}
-
-bool has(const char *name) {
-  if (!std::strcmp(name, "generic") || !std::strcmp(name, "neon")) return true;
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-              __builtin_cpu_supports("f16c");
-  bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (!std::strcmp(name, "avx2")) return avx2;
-  if (!std::strcmp(name, "avx512")) return avx512;
-  bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi");
-  if (!std::strcmp(name, "avx512_bf16")) return bf16;
-#if defined(__linux__)
-  if (!std::strcmp(name, "amx")) {
-    unsigned a = 7, b = 0, c = 0, d = 0;
-    __asm__("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-    bool tiles = (d >> 22 & 1) && (d >> 24 & 1);  // AMX-BF16, AMX-TILE
-    // Tile registers are the kernel's to give: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA.
-    return bf16 && tiles && syscall(SYS_arch_prctl, 0x1023, 18) == 0;
-  }
-#endif
-#elif defined(__aarch64__) && defined(__linux__)
-  const unsigned long more = getauxval(AT_HWCAP2);
-  if (!std::strcmp(name, "neon_bf16")) return more >> 14 & 1;  // HWCAP2_BF16
-  // HWCAP_SVE, PR_SVE_GET_VL: compiled for vectors of 32 bytes, right for no others.
-  bool sve256 = (getauxval(AT_HWCAP) >> 22 & 1) && (prctl(51) & 0xffff) == 32;
-  if (!std::strcmp(name, "sve256")) return sve256;
-  if (!std::strcmp(name, "sve256_bf16")) return sve256 && (more >> 12 & 1);  // HWCAP2_SVEBF16
-#elif defined(__aarch64__) && defined(__APPLE__)
-  int there = 0;
-  size_t size = sizeof there;
-  if (!std::strcmp(name, "neon_bf16")) {
-    return !sysctlbyname("hw.optional.arm.FEAT_BF16", &there, &size, nullptr, 0) && there;
-  }
-#endif
-  return false;
-}
-
-bool is_amd() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
-// vdpbf16ps is half as fast as two float32 FMAs on Intel's processors, twice on AMD's.
-bool pairs_are_slow() {
-#if defined(__x86_64__)
-  return !is_amd();
-#else
-  return false;
-#endif
 }
 
 struct Items {  // grows; the plan takes its memory
@@ -278,9 +216,9 @@ const char *pa_isas(void) {
   if (names[0]) return names;
   char text[128] = "";
   const KernelTable *later = nullptr;
-  auto list = [&text](const KernelTable *each) {
-    if (text[0]) std::strcat(text, ",");
-    std::strcat(text, each->name);
+  auto list = [&text](const char *name, const char *between = ",") {
+    if (text[0]) std::strcat(text, between);
+    std::strcat(text, name);
   };
   for (const KernelTable *each : TABLES) {
     if (!has(each->name)) continue;
@@ -288,8 +226,14 @@ const char *pa_isas(void) {
       later = each;
       continue;
     }
-    list(each);
-    if (later && !std::strcmp(each->name, "avx512")) list(later);
+    list(each->name);
+    if (later && !std::strcmp(each->name, "avx512")) list(later->name);
+  }
+  const char *between = ";";
+  for (int i = 0; LEFT_OUT[i]; i++) {
+    if (!has(LEFT_OUT[i])) continue;
+    list(LEFT_OUT[i], between);
+    between = ",";
   }
   std::strcpy(names, text);
   return names;

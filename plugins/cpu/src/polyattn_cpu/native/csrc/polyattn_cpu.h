@@ -60,7 +60,8 @@ typedef struct pa_plan pa_plan;
 PA_EXPORT int pa_abi(void);
 PA_EXPORT const char *pa_error(void);
 
-// The instruction sets that were built and that this processor has, best first, comma-separated.
+// The instruction sets that were built and that this processor has, best first, comma-separated; after a
+// semicolon those that it has and that the compiler failed at, where there are any.
 PA_EXPORT const char *pa_isas(void);
 
 PA_EXPORT pa_plan *pa_plan_new(const char *isa, const pa_layer *layer, const pa_batch *batch);
