@@ -25,7 +25,7 @@ LIBRARY = FOLDER / "kernels.lib"
 REPORT = FOLDER / "build.txt"
 
 COMPILERS = ("c++", "g++", "clang++")
-NEEDED = "GCC 12 or Clang 11"
+NEEDED = "GCC 12 or Clang 14"
 EVERY_VARIABLE = "EVERY_ISA"
 COMMON = (
     *("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast"),
@@ -180,8 +180,9 @@ def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> 
 def _run(command: list[str], output: Path) -> None:
     done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
     if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"{command[0]} returned {done.returncode}"]
-        raise BuildError(next((line for line in lines if "error:" in line), lines[-1]).strip())
+        lines = done.stderr.strip().splitlines()
+        last = f"{command[0]} returned {done.returncode}{''.join(f': {x}' for x in lines[-1:])}"
+        raise BuildError(next((line.strip() for line in lines if "error:" in line), last))
 
 
 if __name__ == "__main__":
