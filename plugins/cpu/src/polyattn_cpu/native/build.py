@@ -179,10 +179,11 @@ def _object(command: list[str], isa: str, flags: tuple[str, ...], out: Path) -> 
 
 def _run(command: list[str], output: Path) -> None:
     done = subprocess.run([*command, "-o", str(output)], capture_output=True, text=True)
+    if done.returncode < 0:
+        raise BuildError(f"{command[0]} died of signal {-done.returncode}")
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        last = f"{command[0]} returned {done.returncode}{''.join(f': {x}' for x in lines[-1:])}"
-        raise BuildError(next((line.strip() for line in lines if "error:" in line), last))
+        lines = done.stderr.strip().splitlines() or [f"{command[0]} returned {done.returncode}"]
+        raise BuildError(next((line for line in lines if "error:" in line), lines[-1]).strip())
 
 
 if __name__ == "__main__":
