@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class Case:
 def reader() -> Any:
     """Build and load what only reads (cpu_read.cpp)."""
     made = Path(tempfile.mkdtemp()) / "cpu_read.so"
-    source = Path(__file__).with_suffix("").with_name("cpu_read.cpp")
+    source = Path(__file__).with_name("cpu_read.cpp")
     flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-Wno-psabi")
     subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
     read = ctypes.CDLL(str(made)).read_runs
@@ -142,9 +142,13 @@ def readings(case: Case) -> dict[str, Callable[[], object]]:
     used = [row[: n // 16] for row, n in zip(case.batch.block_table.tolist(), lens, strict=True)]
     runs = torch.tensor([at + block * size for row in used for block in row for at in first])
     return {
-        f"blocks {ahead}": lambda ahead=ahead: read(runs.data_ptr(), len(runs), size, ahead)
+        f"blocks {ahead}": partial(_read, read, runs, size, ahead)
         for ahead in (0, 8192, 16384, 65536)
     }
+
+
+def _read(read: Any, runs: torch.Tensor, size: int, ahead: int) -> None:
+    read(runs.data_ptr(), len(runs), size, ahead)
 
 
 def limits() -> dict[str, tuple[Callable[[], object], float]]:
