@@ -137,9 +137,13 @@ def readings(case: Case) -> dict[str, Callable[[], object]]:
     key, value, read = case.cache.key, case.cache.value, reader()
     size = key.stride(0) * key.element_size()
     latent = key.data_ptr() == value.data_ptr()
-    first = [t.data_ptr() for t in ((key,) if latent else (key, value))]
+    table, first = (
+        case.batch.block_table,
+        [t.data_ptr() for t in ((key,) if latent else (key, value))],
+    )
+    assert table is not None
     lens = case.batch.seq_lens.tolist()
-    used = [row[: n // 16] for row, n in zip(case.batch.block_table.tolist(), lens, strict=True)]
+    used = [row[: n // 16] for row, n in zip(table.tolist(), lens, strict=True)]
     runs = torch.tensor([at + block * size for row in used for block in row for at in first])
     return {
         f"blocks {ahead}": partial(_read, read, runs, size, ahead)
