@@ -4,7 +4,7 @@ constexpr int DISTANCE = 4096;  // bytes that are asked for ahead of their use
 // Where lines are asked for into the second cache: bytes of a tile's keys and values at most, as half of
 // these and the other half of the tile before are there at a time; and keys at least.
 constexpr int FAR_BYTES = 192 << 10, FAR_KEYS = 16;
-// There values are added to all heads, then the next ones: bytes of those, and keys at least.
+// There some keys' values are added to all heads, then the next ones': bytes of those, and keys at least.
 constexpr int RUN_BYTES = 16 << 10, RUN_KEYS = 8;
 
 // Keys of a tile where lines are asked for into the second cache: of the layer alone, as bits depend on it.
@@ -14,8 +14,9 @@ PA_INLINE int far_keys(const pa_layer &layer, int64_t itemsize) {
   while (keys > FAR_KEYS && keys * token > FAR_BYTES) keys /= 2;
   return keys;
 }
-// Keys of a tile whose values are added to all heads before the next ones'. So lines are read much in the
-// order of their addresses, which the processor's own prefetchers follow: The sums are stored as often, which pays where arithmetic is cheap.
+// Keys of a tile whose values are added to all heads before the next ones' are. So lines are read much in
+// the order of their addresses, which the processor's own prefetchers follow; the sums are stored once for
+// each such run, which pays where arithmetic is cheap.
 PA_INLINE int run_keys(const pa_layer &layer, int tile, int64_t itemsize) {
   int keys = tile;
   while (keys > RUN_KEYS && keys * layer.num_kv_heads * layer.v_head_size * itemsize > RUN_BYTES) {

@@ -56,16 +56,6 @@ static int64_t dot_scratch(const pa_layer &layer, int heads, int rows) {
   return floats * 4 + 2 * (DOT_KEYS + DOT_TILE) * (int64_t)sizeof(char *) + 16 * 64;
 }
 
-// How many vectors of a value are added at a time where so many whole ones are left. A vector of a few
-// elements, or a last one, goes alone; of pairs two do, as they hold the elements of one load.
-template <int C, bool PAIRS>
-PA_INLINE int value_vectors(int whole) {
-  for (int each = C; each > 1; each -= 2) {
-    if (whole > 1 && whole / 2 * 2 % each == 0) return each;
-  }
-  return PAIRS ? 2 : 1;
-}
-
 // One item. SHARE: parts that share the asking for a line. PAIRS: products of bfloat16, of pairs of
 // elements.
 template <class T, int ROWS, int SHARE, bool PAIRS = false>
@@ -174,11 +164,10 @@ struct Decode {
   }
 
   void weigh(int count, int first_key, const Logits &how) {
-    // A single query token sees every key that its item was given.
-    const bool one_row = rows == ratio && item.tokens == 1;
+    const bool masked = item.tokens > 1;  // a single token sees every key that its item was given
     typedef typename DotForms<PAIRS>::Form Form;
-    if (!softmax_tile<Form>(s, {is.lanes, W, W}, is.lanes / W, count, first_key, how, lanes, !one_row,
-                            alpha, pairs)) {
+    if (!softmax_tile<Form>(s, {is.lanes, W, W}, is.lanes / W, count, first_key, how, lanes, masked, alpha,
+                            pairs)) {
       return;
     }
     for (int row = 0; row < used; row++) {
@@ -320,7 +309,8 @@ struct Decode {
     const int key_bytes = used / ROWS * size * SIZE, value_bytes = used / ROWS * v_size * SIZE;
     const int lines = KEYS * ((size * SIZE + 63) / 64);
     const bool dear = ROWS > (PAIRS ? 2 : 1) * SIZE;  // products of a byte, in cycles
-    const int tile_keys = far_keys(layer, SIZE), at_once = in_keys || dear ? tile_keys : run_keys(layer, tile_keys, SIZE);
+    const int tile_keys = far_keys(layer, SIZE);
+    const int at_once = in_keys || dear ? tile_keys : run_keys(layer, tile_keys, SIZE);
     Ahead next_keys(item, source.key_head, size * SIZE), next_values(item, source.value_head, v_size * SIZE);
     if (!turn->asked) {
       next_keys.turn_to(keys, keys, pa_min(tile_keys, total), 1);
@@ -333,7 +323,7 @@ struct Decode {
       const char *const *k = keys + done, *const *v = values + done;
       if (!in_keys) next_values.turn_to(v, v, count, count * key_bytes);
       done += count;
-      auto turn_to_keys = [&](int cycles) {
+      auto turn_to_next = [&](int cycles) {  // tile's keys, or the following item's first ones
         int few = pa_min(tile_keys, total - done);
         if (!few) {
           const Item *then = following_item(run, turn);
@@ -343,11 +333,11 @@ struct Decode {
         }
         next_keys.turn_to(keys + done, keys + done, few, cycles);
       };
-      if (in_keys) turn_to_keys(count * (key_bytes + value_bytes));
+      if (in_keys) turn_to_next(count * (key_bytes + value_bytes));
       Ahead &beside_keys = in_keys ? next_keys : next_values;
       scores(k, count, [&] { return Far{beside_keys.take(KEYS * size * SIZE, lines)}; });
       weigh(count, tile.first_key, how);
-      if (!in_keys) turn_to_keys(count * value_bytes);
+      if (!in_keys) turn_to_next(count * value_bytes);
       for (int t = 0; t < count; t += at_once) {
         const int some = pa_min(at_once, count - t);
         add(v, t, some, [&](int, int c, int step, int) {

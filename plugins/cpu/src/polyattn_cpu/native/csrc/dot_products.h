@@ -117,6 +117,16 @@ PA_NOINLINE void add_values(const char *const *values, int64_t offset, int count
   }
 }
 
+// How many vectors of a value are added at a time where so many whole ones are left. A vector of a few
+// elements, or a last one, goes alone; of pairs two do, as they hold the elements of one load.
+template <int C, bool PAIRS>
+PA_INLINE int value_vectors(int whole) {
+  for (int each = C; each > 1; each -= 2) {
+    if (whole > 1 && whole / 2 * 2 % each == 0) return each;
+  }
+  return PAIRS ? 2 : 1;
+}
+
 // W / ROWS keys' scores of ROWS rows to their places; a key is `ld` on.
 template <int ROWS>
 PA_INLINE void put_scores(vf found, float *s, int64_t ld) {

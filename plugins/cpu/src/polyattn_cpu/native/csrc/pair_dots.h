@@ -62,7 +62,8 @@ template <class T>
 PA_INLINE void value_pairs(const T *a, const T *b, __m512i *pairs) {
   const __m512i x = _mm512_loadu_si512(a), y = b ? _mm512_loadu_si512(b) : __m512i{};
   if constexpr (sizeof(T) == 1) {
-    const Halves low = looked_up<T>(_mm512_unpacklo_epi8(x, y)), high = looked_up<T>(_mm512_unpackhi_epi8(x, y));
+    const Halves low = looked_up<T>(_mm512_unpacklo_epi8(x, y));
+    const Halves high = looked_up<T>(_mm512_unpackhi_epi8(x, y));
     pairs[0] = low.part[0], pairs[1] = low.part[1];
     pairs[2] = high.part[0], pairs[3] = high.part[1];
   } else {
