@@ -71,9 +71,13 @@ class Visit(CallBars):
             best = least(calls, self.seconds, time.thread_time)
             took = best["native"]
             rate = {key: amount / best[key] for key, (_, amount) in bounds.items()}
-            floors = [best[key] for key in best if key.startswith("blocks")]
-            if floors:  # the same bytes in the same order, and nothing else done
-                rate["blocks"] = case.bytes / min(floors)
+            for way in (
+                "blocks",
+                "products",
+            ):  # the same bytes in the same order, nothing else done
+                floors = [best[key] for key in best if key.startswith(way)]
+                if floors:
+                    rate[way] = case.bytes / min(floors)
             amount = case.bytes if what == "read" else case.flops
             self.row(
                 name, amount / took / rate[what], f"of {what}", bar, ms=took * 1e3,

@@ -130,7 +130,10 @@ class CallBars:
                  best["without attending"] - best["its own"], "us", own=best["its own"])  # fmt: skip
 
     def scan(self) -> None:
-        """A step of recurrent layers: bytes of the states, read and written, beside reading."""
+        """A step of recurrent layers: bytes of the states, read and written, beside reading.
+
+        `in_place`: the share of who reads and writes as many and does nothing else.
+        """
         from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
         from polyattn.families.recurrent.inputs import (
             recurrent_inputs,
@@ -157,14 +160,18 @@ class CallBars:
                     [*range(seqs + 1)], [100] * seqs, state_slots=self.torch.randperm(seqs)
                 )
                 plan, amount = group.plan(batch), 2 * states.data.numel() * states.data.itemsize
+                same = states.data.clone()
                 calls: Calls = {
                     "scan": lambda: layer(*inputs, states=states, plan=plan),  # noqa: B023
                     "read": lambda: memory.sum(),
+                    "in place": lambda: same.neg_(),  # noqa: B023
                 }
                 best = least(calls, self.seconds, time.thread_time)
-                share = amount / best["scan"] / (64 * 2**20 / best["read"])
+                rate = 64 * 2**20 / best["read"]
+                share, floor = (amount / best[what] / rate for what in ("scan", "in place"))
                 asked = bar if backend == "NATIVE_SCAN" else None
-                self.row(f"{name} {backend}", share, "of read", asked, ms=best["scan"] * 1e3)
+                self.row(f"{name} {backend}", share, "of read", asked, ms=best["scan"] * 1e3,
+                         in_place=floor)  # fmt: skip
 
     def run(self) -> None:
         """`polyattn run` of the default model, two threads: by what is chosen beside TORCH_SDPA."""

@@ -125,34 +125,38 @@ def reader() -> Any:
     flags = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-Wno-psabi")
     subprocess.run([*build.compiler(), *flags, str(source), "-o", str(made)], check=True)
     read = ctypes.CDLL(str(made)).read_runs
-    read.restype, read.argtypes = ctypes.c_int64, [ctypes.c_void_p, *[ctypes.c_int64] * 3]
+    read.restype, read.argtypes = ctypes.c_float, [ctypes.c_void_p, *[ctypes.c_int64] * 4]
     return read
 
 
 def readings(case: Case) -> dict[str, Callable[[], object]]:
     """Return calls that read what `case` does, block after block as its table names them: the floor.
 
-    Each asks for lines so many bytes ahead; the fastest is what this order of memory allows.
+    `blocks` adds the lines up, `products` multiplies each as often as the case's query heads must, and
+    that is all. Each asks for lines so many bytes ahead; the fastest is what this order allows.
     """
-    key, value, read = case.cache.key, case.cache.value, reader()
-    size = key.stride(0) * key.element_size()
-    latent = key.data_ptr() == value.data_ptr()
-    table, first = (
-        case.batch.block_table,
-        [t.data_ptr() for t in ((key,) if latent else (key, value))],
-    )
+    key, value, table = case.cache.key, case.cache.value, case.batch.block_table
     assert table is not None
+    size = key.stride(0) * key.element_size()
+    first = [t.data_ptr() for t in ((key,) if key.data_ptr() == value.data_ptr() else (key, value))]
     lens = case.batch.seq_lens.tolist()
     used = [row[: n // 16] for row, n in zip(table.tolist(), lens, strict=True)]
     runs = torch.tensor([at + block * size for row in used for block in row for at in first])
+    pairs = isa() == "avx512_bf16" and case.spec.dtype == "bfloat16"
+    elements = (
+        64 // key.element_size() // (32 if pairs else 16)
+    )  # of a line, by vectors of products
+    products = case.spec.num_heads // case.spec.num_kv_heads * elements
+    ways = {"blocks": 0} | ({"products": products} if products in (1, 2, 4, 8) else {})
     return {
-        f"blocks {ahead}": partial(_read, read, runs, size, ahead)
+        f"{way} {ahead}": partial(_read, runs, size, ahead, count)
+        for way, count in ways.items()
         for ahead in (0, 8192, 16384, 65536)
     }
 
 
-def _read(read: Any, runs: torch.Tensor, size: int, ahead: int) -> None:
-    read(runs.data_ptr(), len(runs), size, ahead)
+def _read(runs: torch.Tensor, size: int, ahead: int, products: int) -> None:
+    reader()(runs.data_ptr(), len(runs), size, ahead, products)
 
 
 def limits() -> dict[str, tuple[Callable[[], object], float]]:
