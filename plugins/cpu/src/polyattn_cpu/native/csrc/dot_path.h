@@ -70,6 +70,7 @@ struct Decode {
   const int ratio, rows, heads, size, v_size;  // query heads of a KV head; rows of one
   const DotLayout is;
   const int used, total;  // lanes; keys
+  const int ldq;          // floats of a row of q; bfloat16 takes half, so that q and o share the first cache
   const Source source;
   const int64_t key_base, value_base;
   const bool in_keys, latents, far;
@@ -82,12 +83,13 @@ struct Decode {
       : run(run), item(item), turn(turn), layer(run->plan->layer),
         ratio(layer.num_heads / layer.num_kv_heads), rows(item.tokens * ratio), heads(item.heads),
         size(layer.head_size), v_size(layer.v_head_size), is(layer, heads, rows, FEWER_ROWS<T>),
-        used(heads * is.parts * ROWS), total(item.to - item.from), source(source_of(run, item.seq)),
+        used(heads * is.parts * ROWS), total(item.to - item.from),
+        ldq(PAIRS ? pa_round_up(layer.head_size, 4 * W) / 2 : is.ldq), source(source_of(run, item.seq)),
         key_base(item.head0 * source.key_head), value_base(item.head0 * source.value_head),
         in_keys(values_in_keys(source, layer, SIZE)), latents(SHARE > 1 && in_keys),
         far(PAIRS || (MAY_BE_FAR && run->plan->far && !latents)) {
     Arena arena = {turn->scratch};
-    q = arena.take<float>((int64_t)used * is.ldq);
+    q = arena.take<float>((int64_t)used * ldq);
     o = arena.take<float>((int64_t)used * is.ldo);
     s = arena.take<float>((int64_t)(DOT_TILE + W) * is.lanes);
     pairs = arena.take<uint32_t>((int64_t)DOT_TILE / 2 * is.lanes);
@@ -114,7 +116,7 @@ struct Decode {
 
   void take_rows() {
     clear_lanes(lanes, is.lanes);
-    __builtin_memset(q, 0, sizeof(float) * used * is.ldq);
+    __builtin_memset(q, 0, sizeof(float) * used * ldq);
     __builtin_memset(o, 0, sizeof(float) * used * is.ldo);
     if (is.lanes > used) {  // lanes of no row: nothing else writes them
       __builtin_memset(s, 0, sizeof(float) * (pa_min(total, DOT_TILE) + W) * is.lanes);
@@ -125,7 +127,7 @@ struct Decode {
         int head = (item.head0 + h) * ratio + r % ratio, lane = lane_of(h, r);
         int64_t at = (query_row + r / ratio) * run->t.query_token + head * run->t.query_head;
         const char *from = (const char *)run->t.query + at * itemsize(layer.dtype);
-        float *to = q + (int64_t)lane * is.ldq;
+        float *to = q + (int64_t)lane * ldq;
         if constexpr (PAIRS) {
           __builtin_memcpy(to, from, 2 * size);
 #if defined(PA_PAIR_DOTS)
@@ -148,14 +150,14 @@ struct Decode {
       int64_t offset = key_base;
       for (int h = 0, lane = 0; h < heads; h++, offset += source.key_head) {
         for (int part = 0; part < is.parts; part++, lane += ROWS) {
-          const float *row = q + (int64_t)lane * is.ldq;
+          const float *row = q + (int64_t)lane * ldq;
           vf found;
           if constexpr (PAIRS) {
 #if defined(PA_PAIR_DOTS)
-            found = pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)row, 2 * is.ldq, size, next());
+            found = pair_dots<T, ROWS>(k + t, offset, (const uint16_t *)row, 2 * ldq, size, next());
 #endif
           } else {
-            found = dots<T, ROWS>(k + t, offset, row, is.ldq, size, next());
+            found = dots<T, ROWS>(k + t, offset, row, ldq, size, next());
           }
           put_scores<ROWS>(found, s + (int64_t)t * is.lanes + lane, is.lanes);
         }
