@@ -49,11 +49,7 @@ struct Ahead {
     at = end = NULL;
     if (tokens) key();
   }
-  void operator()(int cycles) {
-    credit += cycles * rate;
-    ask((int)(credit >> 32));
-    credit &= 0xffffffff;
-  }
+  void operator()(int cycles) { ask(due_over(cycles)); }
   void all() { ask(INT32_MAX); }
   // Lines [at, end) that the caller asks for itself, beside products that take so many cycles and have
   // room for `room` lines. What is due beyond those is asked for now.
@@ -61,9 +57,7 @@ struct Ahead {
     const char *at, *end;
   };
   Lines take(int cycles, int room) {
-    credit += cycles * rate;
-    const int due = (int)(credit >> 32);
-    credit &= 0xffffffff;
+    const int due = due_over(cycles);
     const int lines = pa_min(pa_min(due, room), (int)((end - at + 63) / 64));
     const Lines taken = {at, at + 64 * lines};
     at += 64 * lines;
@@ -73,6 +67,13 @@ struct Ahead {
   }
 
  private:
+  // Whole lines that so many cycles make due; what is left counts for the next ones.
+  int due_over(int cycles) {
+    credit += cycles * rate;
+    const int due = (int)(credit >> 32);
+    credit &= 0xffffffff;
+    return due;
+  }
   void key() {
     at = keys[token] + key_offset + head * key_head;
     end = at + key_bytes;
