@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cpu_bars_calls import CallBars, least
+from cpu_bars_calls import CallBars, least, timed
 
 ONEDNN = {
     "amx": "ALL", "avx512_bf16": "AVX512_CORE_BF16", "avx512": "AVX512_CORE", "avx2": "AVX2",
@@ -71,10 +71,8 @@ class Visit(CallBars):
             best = least(calls, self.seconds, time.thread_time)
             took = best["native"]
             rate = {key: amount / best[key] for key, (_, amount) in bounds.items()}
-            for way in (
-                "blocks",
-                "products",
-            ):  # the same bytes in the same order, nothing else done
+            # The same bytes in the same order, and nothing else done.
+            for way in ("blocks", "products"):
                 floors = [best[key] for key in best if key.startswith(way)]
                 if floors:
                     rate[way] = case.bytes / min(floors)
@@ -162,27 +160,17 @@ class Visit(CallBars):
             gather.PARALLEL = pieces
 
     def _beside_four(self, name: str, call: Callable[[], object], bar: float | None) -> None:
-        alone = self._median(call)
+        alone = timed(call, self.seconds)[1]
         others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
         try:
             time.sleep(0.3)
-            loaded = self._median(call)
+            loaded = timed(call, self.seconds)[1]
         finally:
             for other in others:
                 other.kill()
                 other.wait()
         self.row(f"{name} beside four, median", loaded / alone, "x alone", bar,
                  alone_ms=alone * 1e3, loaded_ms=loaded * 1e3)  # fmt: skip
-
-    def _median(self, call: Callable[[], object]) -> float:
-        import statistics
-
-        taken, until = [], time.perf_counter() + self.seconds
-        while len(taken) < 9 or time.perf_counter() < until:
-            started = time.perf_counter()
-            call()
-            taken.append(time.perf_counter() - started)
-        return statistics.median(taken)
 
 
 def child(isa: str, seconds: float, sections: list[str], out: Path) -> None:

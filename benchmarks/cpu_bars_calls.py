@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -41,6 +42,18 @@ def least(calls: Calls, seconds: float, clock: Callable[[], float]) -> dict[str,
             best[name] = min(best[name], clock() - started)
         rounds += 1
     return best
+
+
+def timed(call: Callable[[], object], seconds: float) -> tuple[float, float]:
+    """Return the least and the median of a call's seconds by the wall clock, of nine calls at least."""
+    call()
+    taken: list[float] = []
+    until = time.perf_counter() + seconds
+    while len(taken) < 9 or time.perf_counter() < until:
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return min(taken), statistics.median(taken)
 
 
 class CallBars:

@@ -143,10 +143,8 @@ def readings(case: Case) -> dict[str, Callable[[], object]]:
     used = [row[: n // 16] for row, n in zip(table.tolist(), lens, strict=True)]
     runs = torch.tensor([at + block * size for row in used for block in row for at in first])
     pairs = isa() == "avx512_bf16" and case.spec.dtype == "bfloat16"
-    elements = (
-        64 // key.element_size() // (32 if pairs else 16)
-    )  # of a line, by vectors of products
-    products = case.spec.num_heads // case.spec.num_kv_heads * elements
+    vectors = 64 // key.element_size() // (32 if pairs else 16)  # of products, that a line makes
+    products = case.spec.num_heads // case.spec.num_kv_heads * vectors
     ways = {"blocks": 0} | ({"products": products} if products in (1, 2, 4, 8) else {})
     return {
         f"{way} {ahead}": partial(_read, runs, size, ahead, count)

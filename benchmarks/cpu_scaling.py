@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import cpu_native
 import torch
+from cpu_bars_calls import timed
 from polyattn_cpu.native.backends import NativeAttention
 from polyattn_cpu.native.library import isa
 
@@ -37,18 +35,6 @@ def cases() -> dict[str, cpu_native.Case]:
                  "prefill 4x512 bf16", "decode 8x2048 MLA 16 heads bf16"):  # fmt: skip
         named[name] = cpu_native.CASES[name]
     return {name: cpu_native.Case(*given) for name, given in named.items()}
-
-
-def timed(call: Callable[[], object], seconds: float) -> tuple[float, float]:
-    """Return the least and the median of a call's seconds."""
-    call()
-    taken: list[float] = []
-    until = time.perf_counter() + seconds
-    while len(taken) < 5 or time.perf_counter() < until:
-        started = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - started)
-    return min(taken), statistics.median(taken)
 
 
 def main() -> None:

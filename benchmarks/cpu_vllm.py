@@ -21,6 +21,7 @@ from typing import Any
 
 import cpu_native
 import torch
+from cpu_bars_calls import least
 from polyattn_cpu.native.backends import NativeAttention
 from polyattn_cpu.native.library import isa
 
@@ -58,18 +59,6 @@ def theirs(case: Any, isa_name: str, out: torch.Tensor) -> Callable[[], object]:
     )  # fmt: skip
 
 
-def least(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Return each call's least seconds of one thread; they take turns, five rounds at least."""
-    best, until, rounds = dict.fromkeys(calls, float("inf")), time.perf_counter() + seconds, 0
-    while rounds < 5 or time.perf_counter() < until:
-        for name, call in calls.items():
-            started = time.thread_time()
-            call()
-            best[name] = min(best[name], time.thread_time() - started)
-        rounds += 1
-    return best
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", type=Path)
@@ -94,7 +83,7 @@ def main() -> None:
         for call in calls.values():
             call()
         apart = (out.float() - case.out.float()).abs().max().item() / case.out.float().std().item()
-        best = least(calls, chosen.seconds)
+        best = least(calls, chosen.seconds, time.thread_time)
         read = case.bytes / best["ours"] / (64 * 2**20 / best["read"])
         rows.append(
             {"case": name, "vllm_ms": best["vLLM"] * 1e3, "ours_ms": best["ours"] * 1e3,
