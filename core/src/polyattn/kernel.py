@@ -26,7 +26,6 @@ from polyattn.runtime.conventions import (
     decode_window_sizes,
     empty_rows,
     store_lse,
-    window_sizes,
 )
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
@@ -42,6 +41,7 @@ from polyattn.runtime.step.uniform_rows import UniformRows
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.settings import current as current_settings
 from polyattn.spec.decompose import absorbed
+from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 from polyattn.spec.rope import RopeSpec
@@ -65,6 +65,7 @@ __all__ = [
     "Function",
     "GraphCapture",
     "KVCache",
+    "KeyRanges",
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
@@ -98,6 +99,7 @@ __all__ = [
     "decode_window_sizes",
     "empty_rows",
     "inv_freq",
+    "key_ranges",
     "merge_states",
     "over_chosen_pages",
     "prepared",

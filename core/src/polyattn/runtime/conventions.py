@@ -6,15 +6,8 @@ import torch
 from torch import Tensor
 
 from polyattn.runtime.step.batch import Batch
+from polyattn.spec.key_ranges import window_sizes
 from polyattn.spec.layer import LayerSpec
-
-
-def window_sizes(spec: LayerSpec) -> tuple[int, int]:
-    """Return flash-attn's (left, right): keys beside the query, itself not counted; -1 is none."""
-    left = -1 if spec.sliding_window is None else spec.sliding_window - 1
-    if spec.causal:
-        return left, 0
-    return left, left if spec.window_right is None else spec.window_right
 
 
 def decode_window_sizes(spec: LayerSpec) -> tuple[int, int]:
