@@ -1,4 +1,4 @@
-"""Mask geometry by exhaustion: the ranges of a block of queries are exactly the keys that its masks show."""
+"""Mask geometry by exhaustion: a block's ranges are exactly the keys that its masks show."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Which keys may a query, or a block of neighbouring queries, see? `key_ranges` is the one answer.
 
-Planners, kernels' work lists and costs take it from here, so that a window, kept first tokens, a chunk and
-causality mean the same thing on every backend. It imports neither torch nor numpy: ints, numpy arrays and
+Planners, kernels' work lists and costs take it from here, so that a window, kept first tokens, a chunk
+and causality mean the same on every backend. It imports neither torch nor numpy: ints, numpy arrays and
 torch tensors pass through the same formulas.
 """
 
