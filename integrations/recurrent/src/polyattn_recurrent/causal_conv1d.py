@@ -11,7 +11,7 @@ from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import given, refuse_gradients
+from polyattn_recurrent.calls import blank_padding, given, leave, refuse_gradients, states_of
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -40,11 +40,12 @@ def causal_conv1d_update(
     """Convolve new tokens, (batch, channels) or (batch, channels, seqlen), after `conv_state`.
 
     `conv_state` (batch or slots, channels, width - 1 or more) holds the last inputs and is changed in
-    place; `conv_state_indices` (batch,): each sequence's slot. `cache_seqlens` (batch,): tokens that each
+    place; `conv_state_indices` (batch,): each sequence's slot. A row whose slot is negative is padding:
+    it reads and writes no state, and its output is 0. `cache_seqlens` (batch,): tokens that each
     sequence had; then `conv_state` is a ring, position p's input in column p modulo its columns.
     """
     tokens = x[..., None] if x.dim() == 2 else x
-    before = conv_state if conv_state_indices is None else conv_state[conv_state_indices]
+    before = states_of(conv_state, conv_state_indices)
     width, columns = weight.shape[1], before.shape[-1]
     if cache_seqlens is not None:  # the oldest input first
         turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None]
@@ -54,10 +55,8 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None] + tokens.shape[2]
         kept = torch.empty_like(kept).scatter_(2, _columns(turn, kept), kept)
-    if conv_state_indices is None:
-        conv_state.copy_(kept)
-    else:
-        conv_state[conv_state_indices] = kept
+    leave(conv_state, conv_state_indices, kept)
+    out = blank_padding(out, conv_state_indices)
     return out[..., 0] if x.dim() == 2 else out
 
 
