@@ -96,6 +96,18 @@ def test_convolution_over_a_ring(columns: int) -> None:
 
 
 @torch.no_grad()
+def test_convolution_of_several_sequences_in_a_row() -> None:
+    x, weight, bias = rand(2, 6, 9), rand(6, 4), rand(6)
+    seq_idx = torch.tensor([[4] * 5 + [0] * 4, [0] * 2 + [1] * 6 + [-1]], dtype=torch.int32)
+    out = causal_conv1d.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, activation="silu")
+    for row, first, last in ((0, 0, 5), (0, 5, 9), (1, 0, 2), (1, 2, 8)):
+        part = x[row : row + 1, :, first:last]
+        wanted = modeling_mamba2.causal_conv1d_fn(part, weight, bias, activation="silu")
+        close(out[row : row + 1, :, first:last], wanted)
+    assert not out[1, :, 8].any()
+
+
+@torch.no_grad()
 def test_convolution_over_slots() -> None:
     pool, weight, slots = rand(5, 6, 3), rand(6, 4), torch.tensor([3, 1])
     before, x = pool.clone(), rand(2, 6)
@@ -380,8 +392,10 @@ def test_what_is_refused() -> None:
     for name, gates in (("g", (None, beta)), ("beta", (g, None))):
         with pytest.raises(PolyattnError, match=rf"{name}=None: it must be \(1, 3, 4\)"):
             gated_delta_rule.chunk_gated_delta_rule(q, k, v, *gates)
-    with torch.no_grad(), pytest.raises(PolyattnError, match="seq_idx is given"):
-        causal_conv1d.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 4))
+    with torch.no_grad(), pytest.raises(PolyattnError, match="seq_idx beside initial_states"):
+        causal_conv1d.causal_conv1d_fn(
+            x, weight, seq_idx=torch.zeros(1, 4), return_final_states=True
+        )
 
 
 def fresh(name: str) -> ModuleType:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import AttentionKind
+from polyattn import AttentionKind, PolyattnError
 from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
@@ -23,9 +22,18 @@ def causal_conv1d_fn(
 ) -> Any:  # fmt: skip
     """Convolve `x` (batch, channels, seqlen) by `weight` (channels, width).
 
-    States (batch, channels, width - 1). Returns the output, or (output, final states).
+    States (batch, channels, width - 1). `seq_idx` (batch, seqlen): which sequence each token of a row is
+    of, negative for padding, whose output is 0; then there are no states. Returns the output, or
+    (output, final states).
     """
-    refuse(seq_idx=seq_idx)
+    if seq_idx is not None:
+        if initial_states is not None or return_final_states:
+            raise PolyattnError(
+                "seq_idx beside initial_states or return_final_states: a row of several sequences has "
+                "no state of its own; leave one out"
+            )
+        out, _ = _convolve(x, weight, bias, None, activation, _lens(seq_idx))
+        return out.masked_fill((seq_idx < 0)[:, None], 0)
     out, after = _convolve(x, weight, bias, initial_states, activation)
     if not return_final_states:
         return out
@@ -60,14 +68,23 @@ def causal_conv1d_update(
     return out[..., 0] if x.dim() == 2 else out
 
 
+def _lens(seq_idx: Tensor) -> list[int]:
+    """Return how many tokens each sequence has, row after row."""
+    lens: list[int] = []
+    for row in seq_idx:
+        lens += row.unique_consecutive(return_counts=True)[1].tolist()
+    return lens
+
+
 def _columns(positions: Tensor, ring: Tensor) -> Tensor:
     """Return the columns of `ring` (batch, channels, columns) that hold positions (batch, columns)."""
     return (positions % ring.shape[2])[:, None].expand_as(ring).long()
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, activation: str | None,
+    lens: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_gradients(x, weight, bias)
     rows, channels, count = x.shape
     recurrent = RecurrentSpec(
@@ -75,7 +92,7 @@ def _convolve(
     )
     out, after = recurrence(
         [x.transpose(1, 2).reshape(rows * count, channels)], given(weight=weight, bias=bias),
-        [count] * rows, states, kind=AttentionKind.SHORT_CONV, num_heads=channels, head_size=1,
+        lens or [count] * rows, states, kind=AttentionKind.SHORT_CONV, num_heads=channels, head_size=1,
         recurrent=recurrent,
     )  # fmt: skip
     return out.view(rows, count, channels).transpose(1, 2), after

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from polyattn import LayerSpec
+from polyattn.kernel import key_ranges
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -295,33 +296,19 @@ def most_keys(spec: LayerSpec, lens: Ints | int, queries: Ints | int) -> Any:
 def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
     """Return how many tiles of `block` keys the queries at positions `first` to `last` see.
 
-    As the kernels count them: `lens` are the keys there are, and between sink tokens and the window
-    nothing is counted.
+    As `tiles.tiles_seen` counts them: `lens` are the keys there are, and between kept tokens and the
+    window nothing is counted.
     """
-    high = lens
-    if spec.causal:
-        high = np.minimum(high, last + 1)
-    low = None
-    if spec.sliding_window:
-        low = np.maximum(first - (spec.sliding_window - 1), 0)
-        if not spec.causal:
-            high = np.minimum(high, last + spec.sliding_window)
-    if spec.chunk_size:
-        chunk = spec.chunk_size
-        begins = np.maximum(first, 0) // chunk * chunk
-        low = begins if low is None else np.maximum(low, begins)
-        high = np.minimum(high, (np.maximum(last, 0) // chunk + 1) * chunk)
-    upper = (high + (block - 1)) // block
-    if low is None:
-        nearest: Ints = np.maximum(upper, 0)  # more queries than keys: the first see none
-        return nearest
-    lower = low // block
-    seen: Ints = upper - lower
+    low, kept, near, high = key_ranges(spec, first, last, lens, np.minimum, np.maximum)
+    near_tile = near // block
+    seen: Ints = np.zeros_like(near)
     if spec.sink_tokens:
-        kept = -(-spec.sink_tokens // block)
-        # Rotated keys' tiles are the kept tokens' and the window's apart.
-        seen = seen + (np.where(high > 0, kept, 0) if spec.rope else np.minimum(kept, lower))
-    return np.maximum(seen, 0)
+        first_tile = low // block
+        kept_tile = np.where(kept > low, -(-kept // block), first_tile)
+        seen = kept_tile - first_tile
+        if not spec.rope:  # rotated keys' tiles are the kept tokens' and the window's apart
+            near_tile = np.maximum(near_tile, kept_tile)
+    return seen + np.where(high > near, np.maximum(-(-high // block) - near_tile, 0), 0)
 
 
 def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
@@ -330,7 +317,8 @@ def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: 
     What lies in a window or chunk begins at another place of a tile for each length.
     """
     high = np.minimum(lens, last + 1) if spec.causal else lens
-    most: Ints = np.maximum((high + (block - 1)) // block, 0)
+    twice = bool(spec.rope and spec.sink_tokens)  # the tile in which the kept tokens end
+    most: Ints = np.maximum((high + (block - 1)) // block + twice, 0)
     sides = 1 if spec.causal else 2
     for width in (spec.sliding_window, spec.chunk_size):
         if width is not None:
