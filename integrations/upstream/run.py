@@ -1,15 +1,15 @@
 """Runs libraries' own tests on the CPU with polyattn's functions in place of their kernels.
 
-    python integrations/upstream.py LIBRARY CHECKOUT MOST [pytest's arguments]
+    python integrations/upstream/run.py LIBRARY CHECKOUT MOST [pytest's arguments]
 
 `LIBRARY` is one of `LIBRARIES`, `CHECKOUT` a clone of its repository, and `MOST` how many tests to
 choose, at random, as many of each function. Nothing of the checkout is built or copied; its Python files
 give the references that the tests compare with. The tests need `pip install einops`. Tensors that a test
 asks for on "cuda" are made on the CPU. Left out are sizes that a CPU takes minutes for, what tests the
-kernels themselves or functions that the drop-ins don't have, and dropout and ALiBi without a causal mask,
-which the page refuses. The recurrences are forward only: there `backward` does nothing, gradients read as
-0 on both sides, and such a test counts as "forward only". A test that ends in a `PolyattnError` counts as
-refused, and its message is printed.
+kernels themselves or functions that the drop-ins don't have, and what flash-attn's page says is refused:
+dropout, ALiBi without a causal mask, qv and fp8. The recurrences are forward only: there `backward` does
+nothing, gradients read as 0 on both sides, and such a test counts as "forward only". A test that ends in
+a `PolyattnError` counts as refused, and its message is printed.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def rotary(x: Any, cos: Any, sin: Any, seqlen_offsets: Any = 0, interleaved: boo
 def flash_attention(checkout: Path) -> None:
     """Install both versions' functions, and what the tests ask a GPU for."""
     polyattn_flash_attn.install()
+    sys.path.append(str(checkout / "hopper"))  # helpers of version 3's tests
     layers, found = ModuleType("flash_attn.layers"), ModuleType("flash_attn.layers.rotary")
     found.apply_rotary_emb = rotary  # type: ignore[attr-defined]
     sys.modules |= {"flash_attn.layers": layers, "flash_attn.layers.rotary": found}
@@ -125,6 +126,8 @@ def attention_fits(given: dict[str, Any], head_sizes: tuple[int, ...]) -> bool:
     return not (
         given.get("dropout_p")
         or given.get("deterministic")
+        or given.get("has_qv")
+        or given.get("dtype") is torch.float8_e4m3fn
         or (given.get("alibi") and not given.get("causal"))
         or given.get("d", head_sizes[0]) not in head_sizes
         or lens[0] * lens[1] > 300 * 300
@@ -144,7 +147,7 @@ LIBRARIES = {
     ),
     "flash-attention-3": Library(
         ("hopper/test_flash_attn.py",), flash_attention,
-        ("race_condition", "bw_compatibility", "linearize"),
+        ("race_condition", "bw_compatibility", "linearize", "cluster"),
         lambda given: attention_fits(given, (64, 96, 128)),
     ),
     "causal-conv1d": Library(
@@ -200,7 +203,8 @@ class Plugin:
             taken[item.originalname] += 1
             if taken[item.originalname] <= share:
                 items.append(item)
-        config.hook.pytest_deselected(items=[item for item in kept if item not in items])
+        chosen = set(items)
+        config.hook.pytest_deselected(items=[item for item in kept if item not in chosen])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: Any) -> Any:
