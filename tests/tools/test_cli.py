@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from defaults import CPU_DEFAULT
+from polyattn.registry.catalogue import install_advice
 from polyattn.registry.devices import profiles
 from polyattn.registry.discovery import discover
-from polyattn.registry.extras import install_advice
 from polyattn.tools.cli import doctoring
 from polyattn.tools.cli.models import bundled, bundled_models
 from polyattn.tools.replay.trace import read_trace
@@ -138,7 +138,7 @@ def test_an_unknown_type_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
 def test_a_profile_is_its_plugins() -> None:
     command = ("explain", "llama-3.1-8b", "--device", "gaudi3")
     text = polyattn(*command, code=2, POLYATTN_DISABLE_PLUGINS="hpu").stderr
-    assert "device 'gaudi3' is unknown" in text
+    assert "device 'gaudi3' isn't here: polyattn-hpu has it, but its plugin is disabled" in text
 
 
 def test_every_extra_that_is_advised_exists() -> None:

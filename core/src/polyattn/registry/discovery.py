@@ -16,7 +16,7 @@ from polyattn._version import __version__
 from polyattn.errors import PluginError, SettingsError, describe, nearest, plain, shown
 from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.builtin_variants import SHIPPED
-from polyattn.registry.extras import our_distributions
+from polyattn.registry.catalogue import our_distributions
 from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo

@@ -111,11 +111,16 @@ def options(
 
 
 @app.command("list")
-def list_command(json: Json = False) -> None:
+def list_command(
+    everything: Annotated[
+        bool, typer.Option("--all", help="List what isn't installed, and how to install it, too.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """List plugins and backends, and what is wrong with any of them."""
     from polyattn.tools.cli.listing import show
 
-    _finish(lambda: show(json))
+    _finish(lambda: show(json, everything))
 
 
 @app.command()
