@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from polyattn import LayerSpec
 from polyattn.errors import ConfigError, SpecError
 from polyattn.spec.decompose import group_layers
@@ -108,7 +111,7 @@ def test_config_object_and_nested_text_config() -> None:
         ({"num_heads": 0}, "num_heads=0"),
         ({"head_size": -1}, "head_size=-1"),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not divisible by num_kv_heads=4"),
-        ({"dtype": "bf16"}, "dtype='bf16'"),
+        ({"dtype": "bf17"}, "dtype='bf17'"),
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4'"),
         ({"sliding_window": 0}, "use None for none"),
@@ -247,3 +250,34 @@ def test_a_pickled_spec_is_found_by_another_process(tmp_path: Path) -> None:
             command, env=environment, capture_output=True, text=True, check=False
         )
         assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.bfloat16, "bfloat16"), ("torch.float16", "float16"), ("bf16", "bfloat16"),
+     ("half", "float16"), (torch.float32, "float32"), ("FP16", "float16")],
+)  # fmt: skip
+def test_a_dtype_is_taken_as_people_type_it(dtype: Any, name: str) -> None:
+    spec = LayerSpec(num_heads=8, head_size=64, dtype=dtype)
+    assert spec.dtype == name and spec == LayerSpec(num_heads=8, head_size=64, dtype=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float8_e4m3fn, "fp8_e4m3"), (torch.float8_e5m2, "fp8_e5m2"), ("fp8", "fp8_e4m3"),
+     (torch.int8, "int8"), (torch.bfloat16, "auto"), ("bfloat16", "auto")],
+)  # fmt: skip
+def test_a_caches_dtype_is_taken_as_people_type_it(dtype: Any, name: str) -> None:
+    assert LayerSpec(num_heads=8, head_size=64, kv_cache_dtype=dtype).kv_cache_dtype == name
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("head_dim", "head_size"), ("num_key_value_heads", "num_kv_heads"), ("sm_scale", "scale"),
+     ("window_left", "window_left + 1"), ("num_head", "did you mean 'num_heads'")],
+)  # fmt: skip
+def test_another_engines_name_of_a_field_is_told_ours(field: str, name: str) -> None:
+    for build in (lambda f: LayerSpec(**f), LayerSpec.from_dict):
+        with pytest.raises(SpecError, match=re.escape(name)) as error:
+            build({"num_heads": 8, "head_size": 64, field: 8})
+        assert f"no field {field!r}" in str(error.value)

@@ -42,6 +42,33 @@ def member(name: str, value: Any, enum: type[Enum]) -> Enum:
         raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}") from None
 
 
+FIELDS_ELSEWHERE = {
+    "head_dim": "head_size", "qk_head_dim": "head_size", "head_dim_qk": "head_size",
+    "v_head_dim": "v_head_size", "head_dim_v": "v_head_size", "head_dim_vo": "v_head_size",
+    "num_attention_heads": "num_heads", "num_qo_heads": "num_heads", "num_q_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads", "num_heads_kv": "num_kv_heads",
+    "sm_scale": "scale", "softmax_scale": "scale", "scaling": "scale", "page_size": "block_size",
+    "softcap": "logit_soft_cap", "soft_cap": "logit_soft_cap", "logits_soft_cap": "logit_soft_cap",
+    "attn_logit_softcapping": "logit_soft_cap", "is_causal": "causal",
+    "attention_chunk": "chunk_size", "attention_chunk_size": "chunk_size",
+    "window": "sliding_window", "window_size": "sliding_window",
+    "window_left": "sliding_window, which counts the query itself: window_left + 1",
+    "kv_dtype": "kv_cache_dtype", "kv_data_type": "kv_cache_dtype", "cache_dtype": "kv_cache_dtype",
+    "q_data_type": "dtype", "torch_dtype": "dtype", "sinks": "learned_sinks",
+    "return_lse": "needs_lse", "alibi_slopes": "alibi", "rope_theta": "rope=RopeSpec(base=...)",
+}  # fmt: skip
+"""What transformers, vLLM, FlashInfer and flash-attn call a field, and its name here."""
+
+
+def no_field(of: str, name: str, known: Collection[str]) -> str:
+    """Say that there is no such field, and what it is called here."""
+    here = FIELDS_ELSEWHERE.get(name, "")
+    hint = (
+        f"; polyattn calls it {here}" if here.partition(",")[0].partition("=")[0] in known else ""
+    )
+    return f"{of} has no field {name!r}{hint or nearest(name, known)}"
+
+
 def integer(name: str, value: Any, low: int, high: int = LARGEST, hint: str = "") -> None:
     """Refuse anything but an integer from `low` to `high`."""
     whole = isinstance(value, int) and not isinstance(value, bool)

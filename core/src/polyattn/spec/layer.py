@@ -9,18 +9,19 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Self
 
-from polyattn.errors import SpecError, nearest, shown
+from polyattn.errors import SpecError, shown
 from polyattn.spec.checks import (
     check_fields,
     check_latent,
     check_recurrent,
     check_relations,
     member,
+    no_field,
 )
 from polyattn.spec.features import features
-from polyattn.spec.kinds import DTYPE_ALIASES, AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Role, dtype_name
 from polyattn.spec.rope import RopeSpec
 
 
@@ -152,6 +153,12 @@ class LayerSpec:
     variant: str | None = None
     mask: str | None = None
 
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                raise SpecError(no_field("LayerSpec", name, cls.__dataclass_fields__))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         for name, enum in (
@@ -160,10 +167,11 @@ class LayerSpec:
             ("graph_capture", GraphCapture),
         ):
             set_(self, name, member(name, getattr(self, name), enum))
-        for name in ("kv_cache_dtype", "qkv_dtype", "out_dtype"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                set_(self, name, DTYPE_ALIASES.get(value, value))
+        for name in ("dtype", "kv_cache_dtype", "qkv_dtype", "out_dtype"):
+            dtype = dtype_name(getattr(self, name))
+            if name != "dtype" and {type(dtype), type(self.dtype)} == {str} and dtype == self.dtype:
+                dtype = "auto"
+            set_(self, name, dtype)
         for name, default in self._derived().items():
             value = getattr(self, name)
             if type(value) is type(_DERIVED[name]) and value == _DERIVED[name]:
@@ -243,10 +251,6 @@ class LayerSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
         """Build a spec from `to_dict`'s form. Raises `SpecError` on an unknown field."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise SpecError(f"LayerSpec has no field {name!r}{nearest(name, known)}")
         given = dict(values)
         for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
             if isinstance(given.get(name), Mapping):
@@ -334,7 +338,7 @@ def _part(name: str, part: type[Any], values: Mapping[str, Any]) -> Any:
     known = {f.name for f in dataclasses.fields(part)}
     for field in values:
         if field not in known:
-            raise SpecError(f"{name} has no field {field!r}{nearest(str(field), known)}")
+            raise SpecError(no_field(name, str(field), known))
     try:
         return part(**values)
     except TypeError as error:
