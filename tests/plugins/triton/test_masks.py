@@ -21,10 +21,10 @@ def test_kernels_see_what_key_ranges_says(step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
+    ("first", "step"),
+    [(0, STRIDE), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in range(4))],
 )
-def test_every_mask_of_the_grid(first: int) -> None:
-    step = 4 if first else STRIDE
+def test_every_mask_of_the_grid(first: int, step: int) -> None:
     found = interpreted(HERE / "masks.py", "grid", str(first), str(step), seconds=1400).split()
     assert found == [str(len(range(first, len(GRID), step))), "0"]
 
