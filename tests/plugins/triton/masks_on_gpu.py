@@ -1,9 +1,9 @@
 """Are TRITON_ATTN's masks right on a GPU? The tests' mask grid, in float32 and bfloat16, by every kernel.
 
-    PYTHONPATH=tests python benchmarks/h200_masks.py [--workers 12] [--table grid] [--show 8]
+    PYTHONPATH=tests python tests/plugins/triton/masks_on_gpu.py [--workers 12] [--table grid]
 
-Prints one line a pass and table: right, wrong, refused (`window_right` isn't claimed), then the first wrong
-ones. "hopper" is the kernel of Hopper's own where it serves a layer, "portable" the other one always.
+Prints a line for each pass and table: right, wrong, refused (`window_right` isn't claimed), then the
+first wrong ones. "hopper" passes use Hopper's own kernel where it serves a layer, "portable" never do.
 """
 
 from __future__ import annotations
