@@ -63,17 +63,16 @@ def key_ranges(
     zero = length * 0
     start, stop = zero, length
     if spec.chunk_size is not None:  # floors, so that positions below 0 are in chunks of their own
-        start = maximum(start, first // spec.chunk_size * spec.chunk_size)
+        start = minimum(maximum(start, first // spec.chunk_size * spec.chunk_size), length)
         stop = minimum(stop, (last // spec.chunk_size + 1) * spec.chunk_size)
     if spec.causal:
         stop = minimum(stop, last + 1)
-    start = minimum(start, length)
     stop = maximum(stop, start)
     kept_stop, near_start, near_stop = start, start, stop
     left, right = window_sizes(spec)
     if left >= 0:
         near_start = minimum(maximum(near_start, first - left), stop)
-    if right >= 0:
+    if right >= 0 and not spec.causal:
         near_stop = maximum(minimum(near_stop, last + right + 1), near_start)
     if spec.sink_tokens and (left >= 0 or right > 0):
         kept_stop = maximum(minimum(stop, zero + spec.sink_tokens), start)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 from polyattn import LayerSpec
+from polyattn.kernel import key_ranges
 
 Ints = NDArray[np.signedinteger[Any]]
 
@@ -295,33 +296,29 @@ def most_keys(spec: LayerSpec, lens: Ints | int, queries: Ints | int) -> Any:
 def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
     """Return how many tiles of `block` keys the queries at positions `first` to `last` see.
 
-    As the kernels count them: `lens` are the keys there are, and between sink tokens and the window
-    nothing is counted.
+    As `tiles.tiles_seen` counts them: `lens` are the keys there are, and between kept tokens and the
+    window nothing is counted.
     """
-    high = lens
-    if spec.causal:
-        high = np.minimum(high, last + 1)
-    low = None
-    if spec.sliding_window:
-        low = np.maximum(first - (spec.sliding_window - 1), 0)
-        if not spec.causal:
-            high = np.minimum(high, last + spec.sliding_window)
-    if spec.chunk_size:
-        chunk = spec.chunk_size
-        begins = np.maximum(first, 0) // chunk * chunk
-        low = begins if low is None else np.maximum(low, begins)
-        high = np.minimum(high, (np.maximum(last, 0) // chunk + 1) * chunk)
-    upper = (high + (block - 1)) // block
-    if low is None:
-        nearest: Ints = np.maximum(upper, 0)  # more queries than keys: the first see none
-        return nearest
-    lower = low // block
-    seen: Ints = upper - lower
+    if not (spec.sliding_window or spec.chunk_size):
+        return _tiles_before(spec, last, lens, block)
+    low, kept, near, high = key_ranges(spec, first, last, lens, np.minimum, np.maximum)
+    near_tile, seen = near // block, 0
     if spec.sink_tokens:
-        kept = -(-spec.sink_tokens // block)
-        # Rotated keys' tiles are the kept tokens' and the window's apart.
-        seen = seen + (np.where(high > 0, kept, 0) if spec.rope else np.minimum(kept, lower))
-    return np.maximum(seen, 0)
+        first_tile = low // block
+        kept_tile = np.where(kept > low, (kept + (block - 1)) // block, first_tile)
+        seen = kept_tile - first_tile
+        if not spec.rope:  # rotated keys' tiles are the kept tokens' and the window's apart
+            near_tile = np.maximum(near_tile, kept_tile)
+    nearest = np.maximum((high + (block - 1)) // block - near_tile, 0)
+    tiles: Ints = seen + np.where(high > near, nearest, 0)
+    return tiles
+
+
+def _tiles_before(spec: LayerSpec, last: Ints, lens: Ints, block: int) -> Ints:
+    """Return the tiles of all keys that no causality hides; 0 where all queries are before the first."""
+    high = np.minimum(lens, last + 1) if spec.causal else lens
+    tiles: Ints = np.maximum((high + (block - 1)) // block, 0)
+    return tiles
 
 
 def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
@@ -329,8 +326,9 @@ def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: 
 
     What lies in a window or chunk begins at another place of a tile for each length.
     """
-    high = np.minimum(lens, last + 1) if spec.causal else lens
-    most: Ints = np.maximum((high + (block - 1)) // block, 0)
+    most = _tiles_before(spec, last, lens, block)
+    if spec.rope and spec.sink_tokens:
+        most = most + 1  # the tile in which the kept tokens end counts twice
     sides = 1 if spec.causal else 2
     for width in (spec.sliding_window, spec.chunk_size):
         if width is not None:

@@ -34,6 +34,7 @@ from polyattn_triton.kernels.tiles import (
     piece_of,
     row_places,
     tile_at,
+    tiles_seen,
 )
 
 
@@ -121,21 +122,15 @@ def _attend(
     if WAY > 0:
         changed = ROWS_OF(INPUTS, seq, head, row_pos)
 
-    # Which keys: [low, high), in tiles [first, last).
-    low, high = keys_seen(first_pos, last_pos, seq_len, CAUSAL and FEW, WINDOW, CHUNK)
-    first = low // BLOCK_N
-    last = tl.cdiv(high, BLOCK_N)
-    skip_from = 0
-    skip_by = 0
-    if SINK_TOKENS > 0:
-        # The first tiles, then those of the window: one range with a gap.
-        skip_from = tl.minimum((SINK_TOKENS + BLOCK_N - 1) // BLOCK_N, first)
-        if ROPE > 0:  # the window's tiles once more, where they are the first ones
-            skip_from = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
-        skip_by = first - skip_from
-        low = 0
-        first = 0
-        last -= skip_by
+    low, kept_stop, near, high = keys_seen(
+        first_pos, last_pos, seq_len, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS
+    )
+    if SINK_TOKENS == 0:
+        low = near
+    # With kept tokens their tiles, then those of the window: one range with a gap.
+    first, last, skip_from, skip_by = tiles_seen(
+        low, kept_stop, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
+    )
     last = tl.minimum(last, first + end)
     first += begin
 

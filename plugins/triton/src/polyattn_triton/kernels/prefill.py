@@ -26,6 +26,7 @@ from polyattn_triton.kernels.softmax import finish, logit_scale, logits, value_s
 from polyattn_triton.kernels.tile_lists import list_of
 from polyattn_triton.kernels.tiles import (
     blocks_of,
+    floored,
     keys_seen,
     load_cached_rows,
     load_rows,
@@ -35,6 +36,7 @@ from polyattn_triton.kernels.tiles import (
     piece_of,
     row_places,
     tile_at,
+    tiles_seen,
 )
 
 WEIGHT_SCALE = tl.constexpr(256.0)
@@ -172,10 +174,14 @@ def _attend(
     first_pos = context + start // G
     last_pos = context + (tl.minimum(start + BLOCK_M, query_len * G) - 1) // G
 
-    # Which key tiles: [low, high), of which [full_low, full_high) needs no mask.
-    low, high = keys_seen(first_pos, last_pos, seq_len, CAUSAL, WINDOW, CHUNK)
-    low_tile = low // BLOCK_N
-    high_tile = tl.cdiv(high, BLOCK_N)
+    # Which key tiles: with kept tokens theirs, then those of the window, one range with a gap; else one
+    # of which [full_low, full_high) needs no mask.
+    low, kept_stop, near, high = keys_seen(
+        first_pos, last_pos, seq_len, CAUSAL, WINDOW, CHUNK, SINK_TOKENS
+    )
+    low_tile, high_tile, skip_from, skip_by = tiles_seen(
+        low, kept_stop, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
+    )
     full_low = low_tile
     full_high = high // BLOCK_N
     if CAUSAL:
@@ -185,18 +191,9 @@ def _attend(
         if not CAUSAL:
             full_high = low_tile
     if CHUNK > 0:
-        full_low = tl.maximum(full_low, tl.cdiv(last_pos // CHUNK * CHUNK, BLOCK_N))
-        full_high = tl.minimum(full_high, (first_pos // CHUNK + 1) * CHUNK // BLOCK_N)
-    skip_from = 0
-    skip_by = 0
+        full_low = tl.maximum(full_low, tl.cdiv(floored(last_pos, CHUNK) * CHUNK, BLOCK_N))
+        full_high = tl.minimum(full_high, (floored(first_pos, CHUNK) + 1) * CHUNK // BLOCK_N)
     if SINK_TOKENS > 0:
-        # The first tiles, then those of the window: one range with a gap.
-        skip_from = tl.minimum((SINK_TOKENS + BLOCK_N - 1) // BLOCK_N, low_tile)
-        if ROPE > 0:  # the window's tiles once more, where they are the first ones
-            skip_from = (SINK_TOKENS + BLOCK_N - 1) // BLOCK_N
-        skip_by = low_tile - skip_from
-        low_tile = 0
-        high_tile = high_tile - skip_by
         full_low = high_tile
         full_high = high_tile
     if LISTED:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from polyattn_triton.kernels.tiles import floored
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -50,7 +52,7 @@ def logits(
                 near = near | (key_pos < SINK_TOKENS)[None, :]
             seen = seen & near
         if CHUNK > 0:
-            seen = seen & ((key_pos // CHUNK)[None, :] == (row_pos // CHUNK)[:, None])
+            seen = seen & ((key_pos // CHUNK)[None, :] == floored(row_pos, CHUNK)[:, None])
         s = tl.where(seen, s, HIDDEN)
     return s
 

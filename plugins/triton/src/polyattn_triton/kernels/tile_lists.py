@@ -56,10 +56,10 @@ def list_kernel(
     context = seq_len - query_len
     row_pos = context + rows // G
     last_pos = context + (tl.minimum(start + BLOCK_M, query_len * G) - 1) // G
-    low, high = keys_seen(context + start // G, last_pos, seq_len, CAUSAL, WINDOW, CHUNK)
-    first = low // BLOCK_N
-    if SINK_TOKENS > 0:
-        first = 0
+    low, _kept, near, high = keys_seen(
+        context + start // G, last_pos, seq_len, CAUSAL, WINDOW, CHUNK, SINK_TOKENS
+    )
+    first = (low if SINK_TOKENS > 0 else near) // BLOCK_N
     changed = ROWS_OF(INPUTS, seq, kv_head * G + rows % G, row_pos)
     LIST = LISTS + (tile.to(tl.int64) * tl.num_programs(1) + kv_head) * (width + 5)
     none = tl.zeros([BLOCK_M], tl.float32)

@@ -106,22 +106,63 @@ def row_places(start, rows, kv_head, G: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def floored(x, BY: tl.constexpr):
+    """`x // BY`, rounded down below zero, too, where Triton's division rounds up."""
+    return tl.where(x < 0, x - (BY - 1), x) // BY
+
+
+@triton.jit
 def keys_seen(
-    first_pos, last_pos, seq_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr
-):
-    """The keys [low, high) that queries at these positions see; sink tokens beside."""
-    low = 0
+    first_pos, last_pos, seq_len, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The keys that queries at these positions see: [low, kept) and [near, high).
+
+    As `polyattn.kernel.key_ranges` on the host, range by range.
+    """
+    low = seq_len * 0
     high = seq_len
+    if CHUNK > 0:
+        low = tl.minimum(tl.maximum(low, floored(first_pos, CHUNK) * CHUNK), seq_len)
+        high = tl.minimum(high, (floored(last_pos, CHUNK) + 1) * CHUNK)
     if CAUSAL:
         high = tl.minimum(high, last_pos + 1)
+    high = tl.maximum(high, low)
+    kept = low
+    near = low
     if WINDOW > 0:
-        low = tl.maximum(low, first_pos - WINDOW + 1)
+        stop = high
+        near = tl.minimum(tl.maximum(low, first_pos - WINDOW + 1), stop)
         if not CAUSAL:
-            high = tl.minimum(high, last_pos + WINDOW)
-    if CHUNK > 0:
-        low = tl.maximum(low, first_pos // CHUNK * CHUNK)
-        high = tl.minimum(high, (last_pos // CHUNK + 1) * CHUNK)
-    return low, high
+            high = tl.maximum(tl.minimum(stop, last_pos + WINDOW), near)
+        if SINK_TOKENS > 0:
+            kept = tl.maximum(tl.minimum(stop, SINK_TOKENS), low)
+            near = tl.maximum(near, kept)
+            high = tl.maximum(high, near)
+    return low, kept, near, high
+
+
+@triton.jit
+def tiles_seen(
+    low, kept, near, high, BLOCK_N: tl.constexpr, SINK_TOKENS: tl.constexpr, APART: tl.constexpr
+):
+    """The key tiles of `keys_seen`'s ranges: `first` to `last`, as `tile_at` reads them.
+
+    `APART`: a tile of both ranges counts twice. `schedule.key_tiles` counts as many.
+    """
+    first = near // BLOCK_N
+    last = tl.where(high > near, tl.cdiv(high, BLOCK_N), first)
+    skip_from = 0
+    skip_by = 0
+    if SINK_TOKENS > 0:
+        near_tile = first
+        first = low // BLOCK_N
+        skip_from = tl.where(kept > low, tl.cdiv(kept, BLOCK_N), first)
+        if not APART:
+            near_tile = tl.maximum(near_tile, skip_from)
+        skip_by = near_tile - skip_from
+        last = tl.maximum(last, near_tile) - skip_by
+    return first, last, skip_from, skip_by
 
 
 @triton.jit
