@@ -257,6 +257,32 @@ def test_state_slots_are_checked(slots: list[int], message: str) -> None:
     assert not states.data.any()
 
 
+@pytest.mark.parametrize("backend", ["VANILLA_SCAN", "TORCH_SCAN", "NATIVE_SCAN"])
+@pytest.mark.parametrize("lens", [(1, 1, 1), (3, 2, 4)])
+@pytest.mark.parametrize("negative", [-1, -5])
+def test_negative_slots_touch_no_state(backend: str, lens: tuple[int, ...], negative: int) -> None:
+    """Without checks, beside a length too: the first and the last slot are other requests'."""
+    spec = MAMBA2.replace(dtype="float32")
+    group = LayerGroup(select(spec, "cpu", backend=backend))
+    generator = torch.Generator().manual_seed(0)
+    layer = Recurrent(group, checks=False, **recurrent_params(spec, generator))
+    inputs = recurrent_inputs(spec, sum(lens), generator)
+    states = group.allocate_states(3)
+    states.data.fill_(torch.nan)
+    states.data[1] = torch.randn(states.data[1].shape, generator=generator)
+    alone = group.allocate_states(1)
+    alone.data.copy_(states.data[1:2])
+    mine = slice(lens[0], lens[0] + lens[1])
+    rest = Batch.from_lens([lens[1]], [9], state_slots=torch.tensor([0]))
+    wanted = layer(*(x[mine] for x in inputs), states=alone, plan=rest)
+    slots = torch.tensor([negative, 1, negative])
+    batch = Batch.from_lens(lens, [9, 9, 9], state_slots=slots)
+    out = layer(*inputs, states=states, plan=batch)
+    assert output_error(out[mine], wanted) < 1e-6
+    assert output_error(states.data[1], alone.data[0]) < 1e-6
+    assert states.data[[0, 2]].isnan().all()
+
+
 def test_a_capture_s_warm_up_may_consist_of_padding() -> None:
     """What a graph records first: lengths are the most, slots none, and the checks are on."""
     layer, inputs, _ = recurrent_step([1, 1], [1, 1], [0, 1])

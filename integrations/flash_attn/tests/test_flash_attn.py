@@ -132,8 +132,14 @@ def test_kvcache(seed: int, version: int, paged: bool) -> None:
     if new:
         extra |= {"k": k, "v": v}
     q = torch.randn(rows, queries, 4, 16)
+    lens = torch.tensor(before, dtype=torch.int32)
+    if version == 3:  # it changes nothing: no rotation, or the positions that are used anyway
+        extra["rotary_seqlens"] = lens
+        if seed % 2:
+            turns = {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.zeros(64, 8)}
+            extra |= turns if new else {}
     out, lse = module.flash_attn_with_kvcache(
-        q, caches[0], caches[1], cache_seqlens=torch.tensor(before, dtype=torch.int32),
+        q, caches[0], caches[1], cache_seqlens=lens,
         return_softmax_lse=True, **extra, **given,
     )  # fmt: skip
     for row, length in enumerate(before):
@@ -288,6 +294,11 @@ def test_what_is_refused() -> None:
     for given in ({"k": q}, {"rotary_sin": torch.ones(8, 4)}):
         with pytest.raises(PolyattnError, match="one of a pair is missing"):
             flash_attn_2.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3, **given)
+    turns = {"rotary_cos": torch.ones(8, 4), "rotary_sin": torch.zeros(8, 4)}
+    with pytest.raises(PolyattnError, match="rotary_seqlens is given"):
+        flash_attn_3.flash_attn_with_kvcache(
+            q, cache, cache, cache_seqlens=3, rotary_seqlens=torch.tensor([1]), **turns
+        )
     with pytest.raises(PolyattnError, match="begin with 1; they begin with 0"):
         flash_attn_2.flash_attn_varlen_func(q[0, 1:], q[0], q[0], cu - 1, cu, 2, 2)
     with pytest.raises(PolyattnError, match="num_heads_q"):

@@ -96,6 +96,18 @@ def test_convolution_over_a_ring(columns: int) -> None:
 
 
 @torch.no_grad()
+def test_convolution_of_several_sequences_in_a_row() -> None:
+    x, weight, bias = rand(2, 6, 9), rand(6, 4), rand(6)
+    seq_idx = torch.tensor([[4] * 5 + [0] * 4, [0] * 2 + [1] * 6 + [-1]], dtype=torch.int32)
+    out = causal_conv1d.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, activation="silu")
+    for row, first, last in ((0, 0, 5), (0, 5, 9), (1, 0, 2), (1, 2, 8)):
+        part = x[row : row + 1, :, first:last]
+        wanted = modeling_mamba2.causal_conv1d_fn(part, weight, bias, activation="silu")
+        close(out[row : row + 1, :, first:last], wanted)
+    assert not out[1, :, 8].any()
+
+
+@torch.no_grad()
 def test_convolution_over_slots() -> None:
     pool, weight, slots = rand(5, 6, 3), rand(6, 4), torch.tensor([3, 1])
     before, x = pool.clone(), rand(2, 6)
@@ -149,9 +161,129 @@ def test_one_token_of_mamba_2(slots: bool) -> None:
     close(ours if at is None else ours[at], theirs)
     if at is not None:
         assert torch.equal(ours[[1, 3]], pool[[1, 3]])
-    own = [*step[:2], A[:, None, None] * rand(6, 8, 4), *step[3:]]
-    with pytest.raises(PolyattnError, match="A .* differs within a head"):
-        mamba_state.selective_state_update(ours, *own, **more, state_batch_indices=at)
+    # Each of a head's sizes has numbers of its own.
+    theirs = ours[at] if at is not None else ours.clone()
+    own = [
+        step[0], rand(2, 6, 8), -torch.rand(6, 8, 4), *step[3:5], rand(6, 8)
+    ]  # fmt: skip
+    more["dt_bias"] = rand(6, 8)
+    wanted = one_token(theirs, *own, **more)
+    found = mamba_state.selective_state_update(ours, *own, **more, state_batch_indices=at)
+    close(found, wanted)
+    close(ours if at is None else ours[at], theirs)
+    with pytest.raises(PolyattnError, match="D .* differs within a head"):
+        mamba2.mamba_chunk_scan_combined(
+            x, dt, A, B, C, 4, D=rand(6, 8), dt_bias=rand(6), dt_softplus=True
+        )
+
+
+def one_token(
+    state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor, z: Tensor,
+    dt_bias: Tensor, dt_softplus: bool = True,
+) -> Tensor:  # fmt: skip
+    """Take one token as mamba-ssm's documentation says, (batch, heads, size) in float64."""
+    assert dt_softplus
+    step = softplus((dt + dt_bias).double())[..., None]
+    B, C = (t.double().repeat_interleave(x.shape[1] // t.shape[1], 1) for t in (B, C))
+    after = state * torch.exp(step * A) + step * B[:, :, None] * x.double()[..., None]
+    state.copy_(after)
+    out = (after * C[:, :, None]).sum(-1) + D * x.double()
+    return out * silu(z.double())
+
+
+PADDED = [(-1, 3, -1, 0), (3, 0, -5, -1), (-1, -1, -1, -2), (2, 4, 0, 3)]
+
+
+@pytest.mark.parametrize("at", PADDED)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@torch.no_grad()
+def test_padding_rows_of_a_convolution(at: tuple[int, ...], dtype: torch.dtype) -> None:
+    """A row whose slot is negative has no state; the last slot is a live request's."""
+    slots, weight, x = torch.tensor(at, dtype=dtype), rand(6, 4), rand(4, 6, 2)
+    live = slots >= 0
+    for cache_seqlens in (None, torch.tensor([5, 2, 9, 7], dtype=torch.int32)):
+        pool = rand(5, 6, 4)
+        pool[[i for i in range(5) if i not in at]] = torch.nan
+        wanted, mine = pool.clone(), pool[slots[live]]
+        seqlens = None if cache_seqlens is None else cache_seqlens[live]
+        if live.any():
+            alone = causal_conv1d.causal_conv1d_update(x[live], mine, weight, cache_seqlens=seqlens)
+            wanted[slots[live]] = mine
+        out = causal_conv1d.causal_conv1d_update(
+            x, pool, weight, cache_seqlens=cache_seqlens, conv_state_indices=slots
+        )
+        assert not out[~live].any()
+        assert not live.any() or torch.equal(out[live], alone)
+        assert torch.equal(pool.nan_to_num(nan=9e9), wanted.nan_to_num(nan=9e9))
+
+
+@pytest.mark.parametrize("at", PADDED)
+@pytest.mark.parametrize("heads", [False, True])
+@torch.no_grad()
+def test_padding_rows_of_a_mamba(at: tuple[int, ...], heads: bool) -> None:
+    slots, size = torch.tensor(at, dtype=torch.int32), (3, 8) if heads else (6,)
+    live, pool = slots >= 0, rand(5, *size, 4)
+    pool[[i for i in range(5) if i not in at]] = torch.nan
+    one = [rand(4, *size), rand(4, *size), -torch.rand(*size, 4)]
+    B, C = (rand(4, 3, 4), rand(4, 3, 4)) if heads else (rand(4, 4), rand(4, 4))
+    more: dict[str, Any] = {"dt_bias": rand(*size), "dt_softplus": True}
+    z, wanted, mine = rand(4, *size), pool.clone(), pool[slots[live]]
+    if live.any():
+        alone = mamba_state.selective_state_update(
+            mine, one[0][live], one[1][live], one[2], B[live], C[live], z=z[live], **more
+        )
+        wanted[slots[live]] = mine
+    out = mamba_state.selective_state_update(
+        pool, *one, B, C, z=z, **more, state_batch_indices=slots
+    )
+    assert not out[~live].any()
+    if live.any():
+        close(out[live], alone)
+    close(pool.nan_to_num(nan=9e9), wanted.nan_to_num(nan=9e9))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_b_and_c_are_not_rounded(tied: bool) -> None:
+    """B and C in float32 beside x in 16 bits: the state says whether they were rounded."""
+    (x, dt, A, B, C), given = scan_inputs(count=1)
+    x, z = x.bfloat16(), torch.zeros(2, 6, 8)
+    if tied:
+        dts, As = dt[:, 0, :, None].expand(-1, -1, 8), A[:, None, None].expand(-1, 8, 4)
+        D, bias = (given[n][:, None].expand(-1, 8) for n in ("D", "dt_bias"))
+    else:
+        dts, As, D, bias = rand(2, 6, 8), -torch.rand(6, 8, 4), rand(6, 8), rand(6, 8)
+    ours = rand(2, 6, 8, 4)
+    theirs = ours.double()
+    step = (x[:, 0], dts, As, B[:, 0], C[:, 0], D)
+    one_token(theirs, *step, z=z, dt_bias=bias)
+    mamba_state.selective_state_update(ours, *step, dt_bias=bias, dt_softplus=True)
+    close(ours, theirs, 1e-5)
+    if tied:
+        _, last = mamba2.mamba_chunk_scan_combined(
+            x, dt, A, B, C, 4, return_final_states=True, **given
+        )
+        fresh = torch.zeros(2, 6, 8, 4, dtype=torch.float64)
+        one_token(fresh, *step, z=z, dt_bias=bias)
+        close(last, fresh, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_groups_of_mamba_1(dtype: torch.dtype) -> None:
+    x, dt, A = rand(2, 6, 9).to(dtype), rand(2, 6, 9), -torch.rand(6, 4)
+    B, C, D = rand(2, 3, 4, 9), rand(2, 3, 4, 9), rand(6)
+    out, last = mamba1.selective_scan_fn(x, dt, A, B, C, D, return_last_state=True)
+    for i in range(3):
+        cut = slice(2 * i, 2 * i + 2)
+        wanted, state = modeling_mamba.mamba_selective_scan(
+            x[:, cut].float(), dt[:, cut], A[cut], B[:, i], C[:, i], D=D[cut],
+            return_last_state=True,
+        )  # fmt: skip
+        close(out[:, cut], wanted, 1e-4 if dtype == torch.float32 else 2e-2)
+        close(last[:, cut], state, 1e-4)
+    with pytest.raises(PolyattnError, match=r"B \(6, 4\), C .*: both must be"):
+        mamba1.selective_scan_fn(x, dt, A, rand(6, 4), C[:, 0])
 
 
 @torch.no_grad()
@@ -205,6 +337,51 @@ def test_gated_delta_rule(name: str) -> None:
     close(last, after, 1e-4)
 
 
+@pytest.mark.parametrize("name", ["chunk", "fused_recurrent"])
+@torch.no_grad()
+def test_options_of_the_gated_delta_rule(name: str) -> None:
+    """The decay from raw gates, the states transposed, beta from its logits, nothing rounded."""
+    ours = getattr(gated_delta_rule, f"{name}_gated_delta_rule")
+    q, k, v, g, beta = delta_inputs(2, 5)
+    state, A_log, bias, wide = rand(2, 4, 8, 6), rand(4), rand(4), {"output_final_state": True}
+    raw = {"use_gate_in_kernel": True, "A_log": A_log}
+    for dt_bias in (None, bias):
+        moved = g if dt_bias is None else g + dt_bias
+        decay = (-A_log.double().exp() * softplus(moved.double())).float()
+        wanted = ours(q, k, v, g=decay, beta=beta, initial_state=state, **wide)
+        found = ours(q, k, v, g=g, beta=beta, initial_state=state, dt_bias=dt_bias, **raw, **wide)
+        close(found, wanted)
+    # Without use_gate_in_kernel fla reads neither.
+    wanted = ours(q, k, v, g=g, beta=beta, initial_state=state, **wide)
+    close(ours(q, k, v, g=g, beta=beta, initial_state=state, A_log=A_log, **wide), wanted)
+    out, last = ours(q, k, v, g=g, beta=beta, initial_state=state.mT, state_v_first=True, **wide)
+    close((out, last.mT), wanted)
+    logits = torch.logit(beta / 2)
+    more: dict[str, Any] = {"allow_neg_eigval": True, "use_beta_sigmoid_in_kernel": True}
+    close(ours(q, k, v, g=g, beta=logits, initial_state=state, **more, **wide), wanted, 1e-4)
+    narrow = q.bfloat16()
+    found = ours(narrow, k, v, g=g, beta=beta, initial_state=state, **wide)
+    close(found, ours(narrow.float(), k, v, g=g, beta=beta, initial_state=state, **wide))
+
+
+@pytest.mark.parametrize("name", ["chunk", "fused_recurrent"])
+@torch.no_grad()
+def test_what_the_gated_delta_rule_refuses(name: str) -> None:
+    ours = getattr(gated_delta_rule, f"{name}_gated_delta_rule")
+    q, k, v, g, beta = delta_inputs(1, 3)
+    ours(q, k, v, g=g, beta=beta, head_first=False)
+    for more, words in (
+        ({"head_first": True}, "head_first is given"),
+        ({"transpose_state_layout": True}, "transpose_state_layout is given"),
+        ({"use_gate_in_kernel": True}, "A_log=None: use_gate_in_kernel=True needs it"),
+        ({"allow_neg_eigval": True}, "allow_neg_eigval=True needs use_beta_sigmoid"),
+    ):
+        with pytest.raises(PolyattnError, match=words):
+            ours(q, k, v, g=g, beta=beta, **more)
+    with pytest.raises(PolyattnError, match="g=None"):
+        ours(q, k, v, g=None, beta=beta, use_gate_in_kernel=True, A_log=rand(4))
+
+
 def test_what_is_refused() -> None:
     x, weight = rand(1, 6, 4), torch.nn.Parameter(rand(6, 4))
     with pytest.raises(PolyattnError, match="gradients are asked for"):
@@ -215,8 +392,10 @@ def test_what_is_refused() -> None:
     for name, gates in (("g", (None, beta)), ("beta", (g, None))):
         with pytest.raises(PolyattnError, match=rf"{name}=None: it must be \(1, 3, 4\)"):
             gated_delta_rule.chunk_gated_delta_rule(q, k, v, *gates)
-    with torch.no_grad(), pytest.raises(PolyattnError, match="seq_idx is given"):
-        causal_conv1d.causal_conv1d_fn(x, weight, seq_idx=torch.zeros(1, 4))
+    with torch.no_grad(), pytest.raises(PolyattnError, match="seq_idx beside initial_states"):
+        causal_conv1d.causal_conv1d_fn(
+            x, weight, seq_idx=torch.zeros(1, 4), return_final_states=True
+        )
 
 
 def fresh(name: str) -> ModuleType:
@@ -310,7 +489,8 @@ def test_signatures_are_the_recorded_ones() -> None:
         recorded = json.loads((SIGNATURES / f"{library}.json").read_text())["functions"]
         for module in (causal_conv1d, mamba2, mamba_state, gated_delta_rule):
             for function in set(module.__all__) & recorded.keys():
-                names = list(inspect.signature(getattr(module, function)).parameters)
+                parameters = inspect.signature(getattr(module, function)).parameters.values()
+                names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
                 assert names == recorded[function]["positional"], function
                 checked.add(function)
     assert len(checked) == 6

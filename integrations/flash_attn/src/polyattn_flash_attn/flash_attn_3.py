@@ -96,7 +96,8 @@ def flash_attn_with_kvcache(
 ) -> Found | Tensor:  # fmt: skip
     """Append `k`, `v` to the cache in place and attend; rows padded, or packed by `cu_seqlens_q`."""
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    refuse(rotary_seqlens=rotary_seqlens)
+    if rotary_cos is not None and rotary_seqlens is not cache_seqlens:
+        refuse(rotary_seqlens=rotary_seqlens)
     asked = asked_of(
         softmax_scale, causal, window_size, softcap, None, return_softmax_lse, attention_chunk
     )

@@ -20,6 +20,7 @@ VERSIONS = {"causal_conv1d": "1.7.0", "mamba_ssm": "2.3.2", "fla": "0.6.0"}
 _stand_ins = StandIns(
     {
         "causal_conv1d": causal_conv1d,
+        "causal_conv1d.causal_conv1d_interface": causal_conv1d,
         "mamba_ssm": None,
         "mamba_ssm.ops": None,
         "mamba_ssm.ops.selective_scan_interface": mamba1,

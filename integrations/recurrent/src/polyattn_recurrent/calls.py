@@ -1,4 +1,4 @@
-"""What the functions share: gradients refused, gates, one number a head."""
+"""What the functions share: gradients refused, pools of states, gates, one number a head."""
 
 from __future__ import annotations
 
@@ -19,21 +19,63 @@ def refuse_gradients(*tensors: Tensor | None) -> None:
         )
 
 
+def is_per_head(tensor: Tensor | None, dims: int) -> bool:
+    """Whether a tensor is one number a head, expanded over its `dims` last sizes and not copied."""
+    return tensor is None or all(
+        tensor.shape[-1 - i] == 1 or tensor.stride(-1 - i) == 0 for i in range(dims)
+    )
+
+
 def per_head(name: str, tensor: Tensor, dims: int) -> Tensor:
-    """Return what is one number for each head and was expanded over `dims` last sizes, not copied."""
-    for _ in range(dims):
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 0:
-            raise PolyattnError(
-                f"{name} {tuple(tensor.shape)} differs within a head; expand one number over its sizes"
-            )
-        tensor = tensor[..., 0]
-    return tensor
+    """Return one number a head of a tensor expanded over its last `dims` sizes.
+
+    Raises `PolyattnError`.
+    """
+    if not is_per_head(tensor, dims):
+        raise PolyattnError(
+            f"{name} {tuple(tensor.shape)} differs within a head; expand one number over its sizes"
+        )
+    return tensor[(..., *[0] * dims)]
 
 
 def limited(dt: Tensor, bias: Tensor | None, softplus_: bool, limit: tuple[float, float]) -> Tensor:
     """Return Mamba's step size as it is in the end, float32, within `limit`."""
     dt = dt.float() if bias is None else dt.float() + bias.float()
     return (softplus(dt) if softplus_ else dt).clamp(*limit)
+
+
+def widths(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> tuple[list[Tensor], bool]:
+    """Return all four in dtypes that Mamba's recurrences take, and whether B and C alone are float32.
+
+    Nothing is rounded: what is not in `x`'s dtype becomes float32.
+    """
+    wide = x.dtype in (torch.bfloat16, torch.float16) and not B.dtype == C.dtype == x.dtype
+    dtype = torch.float32 if wide else x.dtype
+    return [x, dt if dt.dtype == x.dtype else dt.float(), B.to(dtype), C.to(dtype)], wide
+
+
+def states_of(pool: Tensor, slots: Tensor | None) -> Tensor:
+    """Return each row's state. A padding row, whose slot is negative, gets any slot's."""
+    return pool if slots is None else pool[slots.clamp(min=0)]
+
+
+def leave(pool: Tensor, slots: Tensor | None, states: Tensor) -> None:
+    """Write each row's state to its slot, and a padding row's nowhere. Never waits for the device."""
+    if slots is None:
+        pool.copy_(states)
+    elif len(slots):
+        live = slots >= 0
+        # A padding row repeats what a live row writes. Without a live row, slot 0 keeps its state.
+        rows = torch.where(live, torch.arange(len(slots), device=slots.device), live.int().argmax())
+        at = slots[rows].clamp(min=0)
+        pool[at] = torch.where(live.any(), states[rows].to(pool.dtype), pool[at])
+
+
+def blank_padding(out: Tensor, slots: Tensor | None) -> Tensor:
+    """Return the output (batch, …), 0 in padding rows."""
+    if slots is None:
+        return out
+    return out.masked_fill((slots < 0).view(-1, *[1] * (out.dim() - 1)), 0)
 
 
 def gated(out: Tensor, z: Tensor | None) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import AttentionKind
+from polyattn import AttentionKind, PolyattnError
 from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import given, refuse_gradients
+from polyattn_recurrent.calls import blank_padding, given, leave, refuse_gradients, states_of
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update"]
 
@@ -23,9 +22,18 @@ def causal_conv1d_fn(
 ) -> Any:  # fmt: skip
     """Convolve `x` (batch, channels, seqlen) by `weight` (channels, width).
 
-    States (batch, channels, width - 1). Returns the output, or (output, final states).
+    States (batch, channels, width - 1). `seq_idx` (batch, seqlen): which sequence each token of a row is
+    of, negative for padding, whose output is 0; then there are no states. Returns the output, or
+    (output, final states).
     """
-    refuse(seq_idx=seq_idx)
+    if seq_idx is not None:
+        if initial_states is not None or return_final_states:
+            raise PolyattnError(
+                "seq_idx beside initial_states or return_final_states: a row of several sequences has "
+                "no state of its own; leave one out"
+            )
+        out, _ = _convolve(x, weight, bias, None, activation, _lens(seq_idx))
+        return out.masked_fill((seq_idx < 0)[:, None], 0)
     out, after = _convolve(x, weight, bias, initial_states, activation)
     if not return_final_states:
         return out
@@ -40,11 +48,12 @@ def causal_conv1d_update(
     """Convolve new tokens, (batch, channels) or (batch, channels, seqlen), after `conv_state`.
 
     `conv_state` (batch or slots, channels, width - 1 or more) holds the last inputs and is changed in
-    place; `conv_state_indices` (batch,): each sequence's slot. `cache_seqlens` (batch,): tokens that each
+    place; `conv_state_indices` (batch,): each sequence's slot. A row whose slot is negative is padding:
+    it reads and writes no state, and its output is 0. `cache_seqlens` (batch,): tokens that each
     sequence had; then `conv_state` is a ring, position p's input in column p modulo its columns.
     """
     tokens = x[..., None] if x.dim() == 2 else x
-    before = conv_state if conv_state_indices is None else conv_state[conv_state_indices]
+    before = states_of(conv_state, conv_state_indices)
     width, columns = weight.shape[1], before.shape[-1]
     if cache_seqlens is not None:  # the oldest input first
         turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None]
@@ -54,11 +63,17 @@ def causal_conv1d_update(
     if cache_seqlens is not None:
         turn = torch.arange(columns, device=x.device) + cache_seqlens[:, None] + tokens.shape[2]
         kept = torch.empty_like(kept).scatter_(2, _columns(turn, kept), kept)
-    if conv_state_indices is None:
-        conv_state.copy_(kept)
-    else:
-        conv_state[conv_state_indices] = kept
+    leave(conv_state, conv_state_indices, kept)
+    out = blank_padding(out, conv_state_indices)
     return out[..., 0] if x.dim() == 2 else out
+
+
+def _lens(seq_idx: Tensor) -> list[int]:
+    """Return how many tokens each sequence has, row after row."""
+    lens: list[int] = []
+    for row in seq_idx:
+        lens += row.unique_consecutive(return_counts=True)[1].tolist()
+    return lens
 
 
 def _columns(positions: Tensor, ring: Tensor) -> Tensor:
@@ -67,8 +82,9 @@ def _columns(positions: Tensor, ring: Tensor) -> Tensor:
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, activation: str | None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, activation: str | None,
+    lens: list[int] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse_gradients(x, weight, bias)
     rows, channels, count = x.shape
     recurrent = RecurrentSpec(
@@ -76,7 +92,7 @@ def _convolve(
     )
     out, after = recurrence(
         [x.transpose(1, 2).reshape(rows * count, channels)], given(weight=weight, bias=bias),
-        [count] * rows, states, kind=AttentionKind.SHORT_CONV, num_heads=channels, head_size=1,
+        lens or [count] * rows, states, kind=AttentionKind.SHORT_CONV, num_heads=channels, head_size=1,
         recurrent=recurrent,
     )  # fmt: skip
     return out.view(rows, count, channels).transpose(1, 2), after

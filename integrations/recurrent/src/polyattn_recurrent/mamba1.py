@@ -9,7 +9,7 @@ from polyattn.families.recurrent.function import recurrence
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import gated, given, refuse_gradients
+from polyattn_recurrent.calls import gated, given, refuse_gradients, widths
 
 __all__ = ["selective_scan_fn"]
 
@@ -19,15 +19,16 @@ def selective_scan_fn(
     z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
     return_last_state: bool = False,
 ) -> Any:  # fmt: skip
-    """Scan `u`, `delta`, `z` (batch, channels, seqlen), `B`, `C` (batch, state size, seqlen).
+    """Scan `u`, `delta`, `z` (batch, channels, seqlen), `B`, `C` (batch, [groups,] state size, seqlen).
 
     `A` (channels, state size). Returns the output, or (output, last state float32).
     """
-    if B.dim() != 3 or C.dim() != 3:
+    if B.dim() not in (3, 4) or C.dim() != B.dim():
         raise PolyattnError(
-            f"B {tuple(B.shape)}, C {tuple(C.shape)}: they are (batch, state, seqlen)"
+            f"B {tuple(B.shape)}, C {tuple(C.shape)}: both must be (batch, state size, seqlen), or "
+            "(batch, groups, state size, seqlen)"
         )
-    tokens = [_tokens(t) for t in (u, delta.float(), B.to(u.dtype), C.to(u.dtype))]
+    tokens = [_tokens(t) for t in (u, delta, B, C)]
     rows, channels, count = u.shape
     out, state = scan(tokens, [count] * rows, A, D, delta_bias, delta_softplus, None)
     out = gated(out.view(rows, count, channels).transpose(1, 2), z)
@@ -35,17 +36,26 @@ def selective_scan_fn(
 
 
 def _tokens(tensor: Tensor) -> Tensor:
-    return tensor.transpose(1, 2).reshape(-1, tensor.shape[1])
+    return tensor.movedim(-1, 1).flatten(0, 1)
 
 
 def scan(
     inputs: list[Tensor], lens: list[int], A: Tensor, D: Tensor | None, bias: Tensor | None,
     softplus: bool, states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run Mamba-1 over packed x, dt, B and C. Returns the output and the states afterwards."""
+    """Run Mamba-1 over packed x, dt, B and C; B and C (tokens, [groups,] state size).
+
+    Returns the output and the states afterwards.
+    """
     refuse_gradients(*inputs, A, D, bias)
-    recurrent = RecurrentSpec(state_size=A.shape[1], dt_softplus=softplus)
+    (x, dt, B, C), wide = widths(*inputs)
+    groups = B.shape[1] if B.dim() == 3 else 1
+    if groups == 1:
+        B, C = B.flatten(1), C.flatten(1)
+    recurrent = RecurrentSpec(
+        state_size=A.shape[1], dt_softplus=softplus, channel_groups=groups, bc_in_float32=wide
+    )
     return recurrence(
-        inputs, given(A=A, D=D, dt_bias=bias), lens, states, kind=AttentionKind.MAMBA1,
+        [x, dt, B, C], given(A=A, D=D, dt_bias=bias), lens, states, kind=AttentionKind.MAMBA1,
         num_heads=A.shape[0], head_size=1, recurrent=recurrent,
     )  # fmt: skip

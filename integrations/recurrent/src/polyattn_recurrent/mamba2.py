@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from polyattn import AttentionKind
 from polyattn.families.recurrent.function import recurrence
 from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import gated, given, limited, per_head, refuse_gradients
+from polyattn_recurrent.calls import gated, given, limited, per_head, refuse_gradients, widths
 
 __all__ = ["mamba_chunk_scan_combined"]
 
@@ -48,15 +47,14 @@ def scan(
     softplus: bool, limit: tuple[float, ...], states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run Mamba-2 over packed x, dt, B and C. Returns the output and the states afterwards."""
-    x, dt, B, C = inputs
     refuse_gradients(*inputs, A, D, bias)
+    (x, dt, B, C), wide = widths(*inputs)
     if limit != NO_LIMIT:
         dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False
     skip = D if D is None or D.dim() == 1 else per_head("D", D, D.dim() - 1)
-    recurrent = RecurrentSpec(state_size=B.shape[-1], dt_softplus=softplus)
-    dt = dt if dt.dtype == torch.float32 else dt.to(x.dtype)
+    recurrent = RecurrentSpec(state_size=B.shape[-1], dt_softplus=softplus, bc_in_float32=wide)
     return recurrence(
-        [x, dt, B.to(x.dtype), C.to(x.dtype)], given(A=A, D=skip, dt_bias=bias), lens, states,
+        [x, dt, B, C], given(A=A, D=skip, dt_bias=bias), lens, states,
         kind=AttentionKind.MAMBA2, num_heads=x.shape[1], num_kv_heads=B.shape[1],
         head_size=x.shape[2], recurrent=recurrent,
     )  # fmt: skip

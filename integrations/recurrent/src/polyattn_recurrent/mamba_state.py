@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polyattn_recurrent import mamba1, mamba2
-from polyattn_recurrent.calls import gated, per_head
+from polyattn_recurrent.calls import blank_padding, gated, is_per_head, leave, per_head, states_of
 
 __all__ = ["selective_state_update"]
 
@@ -19,20 +19,24 @@ def selective_state_update(
 
     Mamba-1: `x`, `dt` (batch, channels), `state` (batch or slots, channels, state size), `A` likewise
     without the batch. Mamba-2: `x` (batch, heads, size), `state` (…, heads, size, state size), and
-    `dt`, `A`, `D`, `dt_bias` one number a head, expanded over the head's sizes.
+    `dt`, `A`, `D`, `dt_bias` one number a head, expanded over the head's sizes. A head whose sizes have
+    numbers of their own is as many channels of Mamba-1. A row whose slot in `state_batch_indices` is
+    negative is padding: it reads and writes no state, and its output is 0.
     """
-    before = state if state_batch_indices is None else state[state_batch_indices]
+    before = states_of(state, state_batch_indices)
     lens = [1] * x.shape[0]
-    if x.dim() == 2:
-        tokens = [x, dt.float(), B.to(x.dtype), C.to(x.dtype)]
-        out, after = mamba1.scan(tokens, lens, A, D, dt_bias, dt_softplus, before)
-    else:
+    tied = is_per_head(A, 2) and all(is_per_head(t, 1) for t in (dt, D, dt_bias))
+    if x.dim() == 3 and tied:
         dt, A = per_head("dt", dt, 1), per_head("A", A, 2)
         bias = None if dt_bias is None else per_head("dt_bias", dt_bias, 1)
         tokens = [x, dt, B, C]
         out, after = mamba2.scan(tokens, lens, A, D, bias, dt_softplus, mamba2.NO_LIMIT, before)
-    if state_batch_indices is None:
-        state.copy_(after)
     else:
-        state[state_batch_indices] = after.to(state.dtype)
-    return gated(out, z)
+        channels = [x.flatten(1), dt.flatten(1), B, C]
+        skip, bias = (t if t is None else t.flatten() for t in (D, dt_bias))
+        out, after = mamba1.scan(
+            channels, lens, A.flatten(0, -2), D=skip, bias=bias, softplus=dt_softplus,
+            states=before.flatten(1, -2),
+        )  # fmt: skip
+    leave(state, state_batch_indices, after.view(before.shape))
+    return blank_padding(gated(out.view(x.shape), z), state_batch_indices)

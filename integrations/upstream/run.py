@@ -1,0 +1,256 @@
+"""Runs libraries' own tests on the CPU with polyattn's functions in place of their kernels.
+
+    python integrations/upstream/run.py LIBRARY CHECKOUT MOST [pytest's arguments]
+
+`LIBRARY` is one of `LIBRARIES`, `CHECKOUT` a clone of its repository, and `MOST` how many tests to
+choose, at random, as many of each function. Nothing of the checkout is built or copied; its Python files
+give the references that the tests compare with. The tests need `pip install einops`. Tensors that a test
+asks for on "cuda" are made on the CPU. Left out are sizes that a CPU takes minutes for, what tests the
+kernels themselves or functions that the drop-ins don't have, and what flash-attn's page says is refused:
+dropout, ALiBi without a causal mask, qv and fp8. The recurrences are forward only: there `backward` does
+nothing, gradients read as 0 on both sides, and such a test counts as "forward only". A test that ends in
+a `PolyattnError` counts as refused, and its message is printed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import polyattn_flash_attn
+import polyattn_recurrent
+import pytest
+import torch
+from polyattn import PolyattnError
+from torch.overrides import TorchFunctionMode
+
+
+class OnTheCPU(TorchFunctionMode):
+    """Sends every tensor that is asked for on a GPU to the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args = tuple("cpu" if _is_cuda(arg) else arg for arg in args)
+        named = {n: "cpu" if _is_cuda(value) else value for n, value in (kwargs or {}).items()}
+        return func(*args, **named)
+
+
+def _is_cuda(value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith("cuda")
+
+
+class ForwardOnly(OnTheCPU):
+    """Skips every backward, and gives 0 for each gradient."""
+
+    asked = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == torch.Tensor.backward:
+            self.asked = True
+            return None
+        if func == torch.Tensor.grad.__get__:  # type: ignore[attr-defined]
+            return torch.zeros_like(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def rotary(x: Any, cos: Any, sin: Any, seqlen_offsets: Any = 0, interleaved: bool = False) -> Any:
+    """Rotate (batch, seqlen, heads, size) by complex numbers: what the tests compare with."""
+    batch, seqlen, half = x.shape[0], x.shape[1], cos.shape[1]
+    offset = torch.as_tensor(seqlen_offsets).expand(batch)
+    at = offset[:, None] + torch.arange(seqlen)
+    turn = torch.complex(cos.float(), sin.float())[at][:, :, None]
+    part, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
+    pairs = part.unflatten(-1, (half, 2)) if interleaved else part.unflatten(-1, (2, half)).mT
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+    whole = turned.flatten(-2) if interleaved else turned.mT.flatten(-2)
+    return torch.cat([whole.to(x.dtype), rest], -1)
+
+
+def flash_attention(checkout: Path) -> None:
+    """Install both versions' functions, and what the tests ask a GPU for."""
+    polyattn_flash_attn.install()
+    sys.path.append(str(checkout / "hopper"))  # helpers of version 3's tests
+    layers, found = ModuleType("flash_attn.layers"), ModuleType("flash_attn.layers.rotary")
+    found.apply_rotary_emb = rotary  # type: ignore[attr-defined]
+    sys.modules |= {"flash_attn.layers": layers, "flash_attn.layers.rotary": found}
+    interface: Any = sys.modules["flash_attn.flash_attn_interface"]
+    interface._get_block_size_n, interface.USE_TRITON_ROCM = lambda *_: 64, False
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_properties = lambda *_: type("H100", (), {"total_memory": 80 << 30})
+    torch.cuda.synchronize = lambda *_: None
+
+
+def recurrences(checkout: Path) -> None:
+    """Install the functions, and take what else a module has from the checkout."""
+    polyattn_recurrent.install()
+    roots = polyattn_recurrent.VERSIONS
+    here = {n: checkout / n.replace(".", "/") for n in sys.modules if n.split(".")[0] in roots}
+    for name, path in here.items():
+        if path.is_dir():
+            sys.modules[name].__path__ = [str(path)]
+    for extension in ("causal_conv1d_cuda", "selective_scan_cuda"):
+        sys.modules[extension] = ModuleType(extension)
+    for name, path in here.items():
+        if path.with_suffix(".py").is_file():
+            spec = importlib.util.spec_from_file_location(f"{name}_own", path.with_suffix(".py"))
+            assert spec is not None and spec.loader is not None
+            own = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(own)
+            sys.modules[name].__dict__.update(
+                {k: v for k, v in vars(own).items() if not hasattr(sys.modules[name], k)}
+            )
+
+
+@dataclass(frozen=True)
+class Library:
+    """A library's tests: `left_out` are words in names of functions, `fits` says which values to run."""
+
+    tests: tuple[str, ...]
+    install: Callable[[Path], None]
+    left_out: tuple[str, ...]
+    fits: Callable[[dict[str, Any]], bool]
+    forward_only: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def attention_fits(given: dict[str, Any], head_sizes: tuple[int, ...]) -> bool:
+    """Whether a CPU runs values of an attention test's parameters."""
+    lens = [given.get(n, given.get("seqlen", 1)) for n in ("seqlen_q", "seqlen_k")]
+    return not (
+        given.get("dropout_p")
+        or given.get("deterministic")
+        or given.get("has_qv")
+        or given.get("dtype") is torch.float8_e4m3fn
+        or (given.get("alibi") and not given.get("causal"))
+        or given.get("d", head_sizes[0]) not in head_sizes
+        or lens[0] * lens[1] > 300 * 300
+    )
+
+
+def recurrence_fits(given: dict[str, Any]) -> bool:
+    """Whether a CPU runs values of a recurrence test's parameters."""
+    return given.get("seqlen", 1) * given.get("dim", 1) <= 1 << 20 and given.get("T", 1) <= 1100
+
+
+LIBRARIES = {
+    "flash-attention": Library(
+        ("tests/test_flash_attn.py",), flash_attention,
+        ("generator_arg", "num_splits", "race_condition", "deterministic", "bwd_transpose", "overflow"),
+        lambda given: attention_fits(given, (32, 59, 128)),
+    ),
+    "flash-attention-3": Library(
+        ("hopper/test_flash_attn.py",), flash_attention,
+        ("race_condition", "bw_compatibility", "linearize", "cluster"),
+        lambda given: attention_fits(given, (64, 96, 128)),
+    ),
+    "causal-conv1d": Library(
+        ("tests/test_causal_conv1d.py",), recurrences,
+        ("get_states", "race_condition", "bwd_d"), recurrence_fits, True,
+    ),
+    "mamba": Library(
+        ("tests/ops/test_selective_scan.py", "tests/ops/triton/test_selective_state_update.py"),
+        recurrences, ("inner",), recurrence_fits, True,
+    ),
+    "flash-linear-attention": Library(
+        ("tests/ops/test_gdn.py",), recurrences,
+        ("test_gate", "fwd_h", "wy_repr", "flash_qla"), recurrence_fits, True,
+        {"FLA_DISABLE_BACKEND_DISPATCH": "1"},
+    ),
+}  # fmt: skip
+
+
+class Plugin:
+    """Leaves out what doesn't fit before pytest makes half a million tests of it; runs on the CPU."""
+
+    def __init__(self, library: Library, most: int):
+        self.library, self.most = library, most
+        self.results: Counter[tuple[str, str]] = Counter()
+        self.refusals: Counter[str] = Counter()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_generate_tests(self, metafunc: Any) -> None:
+        for mark in metafunc.definition.own_markers:
+            if mark.name == "parametrize":
+                names = mark.args[0] if isinstance(mark.args[0], tuple) else mark.args[0].split(",")
+                names = [name.strip() for name in names]
+                mark.args[1][:] = [v for v in mark.args[1] if self._fits(names, v)]
+
+    def _fits(self, names: list[str], value: Any) -> bool:
+        value = value.values if hasattr(value, "values") else value
+        several = value if isinstance(value, tuple) and len(names) > 1 else (value,)
+        return self.library.fits(dict(zip(names, several, strict=len(names) > 1)))
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
+        kept = [
+            item
+            for item in items
+            if not any(word in item.originalname for word in self.library.left_out)
+            and self.library.fits(getattr(getattr(item, "callspec", None), "params", {}))
+        ]
+        random.Random(0).shuffle(kept)
+        functions = Counter(item.originalname for item in kept)
+        share = max(1, self.most // max(1, len(functions)))
+        taken: Counter[str] = Counter()
+        items[:] = []
+        for item in kept:
+            taken[item.originalname] += 1
+            if taken[item.originalname] <= share:
+                items.append(item)
+        chosen = set(items)
+        config.hook.pytest_deselected(items=[item for item in kept if item not in chosen])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: Any) -> Any:
+        mode = ForwardOnly() if self.library.forward_only else OnTheCPU()
+        result = "failed"
+        try:
+            with torch.set_grad_enabled(not self.library.forward_only), mode:
+                done = yield
+            result = "forward only" if getattr(mode, "asked", False) else "passed"
+            return done
+        except pytest.skip.Exception:
+            result = "skipped"
+            raise
+        except BaseException as error:
+            # A test that waits for another error raises its own over the refusal.
+            refusal = error if isinstance(error, PolyattnError) else error.__context__
+            if not isinstance(refusal, PolyattnError):
+                raise
+            result = "refused"
+            self.refusals[str(refusal)] += 1
+            pytest.skip(str(refusal))
+        finally:
+            self.results[item.originalname, result] += 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        write = terminalreporter.write_line
+        columns = ("passed", "forward only", "refused", "skipped", "failed")
+        write(f"| test | {' | '.join(columns)} |")
+        for function in sorted({name for name, _ in self.results}):
+            write(
+                f"| `{function}` | {' | '.join(str(self.results[function, c]) for c in columns)} |"
+            )
+        for message, count in self.refusals.most_common():
+            write(f"refused {count}: {message}")
+
+
+def main(name: str, checkout: str, most: str, *args: str) -> int:
+    """Run `most` tests of a library, chosen at random, and return pytest's status."""
+    torch.set_num_threads(1)
+    library, root = LIBRARIES[name], Path(checkout).resolve()
+    os.environ |= library.environment
+    library.install(root)
+    options = ["-p", "no:cacheprovider", "--noconftest", "--rootdir", "/tmp"]
+    tests = [str(root / test) for test in library.tests]
+    return int(pytest.main([*options, *tests, *args], [Plugin(library, int(most))]))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
