@@ -19,6 +19,7 @@ from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import windowed
@@ -62,12 +63,17 @@ class LayerGroup:
     - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
     - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
       the selection's. It must agree with the selection in all but how blocks lie in memory.
+    - `workspaces`: another group's, where both run one after another on one stream; default: its own.
 
     Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
     """
 
     def __init__(
-        self, selection: Selection | LayerSpec, *, cache_format: CacheFormat | None = None
+        self,
+        selection: Selection | LayerSpec,
+        *,
+        cache_format: CacheFormat | None = None,
+        workspaces: Workspaces | None = None,
     ) -> None:
         if isinstance(selection, LayerSpec):
             selection = select_for_layer(selection)
@@ -81,6 +87,7 @@ class LayerGroup:
         if cache_format is not None:
             self.check_format(cache_format)
             self.cache_format = cache_format
+        self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
         self._prepared: set[Any] = set()
         self._preparing: dict[Backend, tuple[str, ...]] | None = {}
@@ -175,6 +182,8 @@ class LayerGroup:
         found: BackendT | None = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
+            if isinstance(found, Backend):
+                found.workspaces = self.workspaces
         if (key, phase) not in self._prepared:
             self._prepared.add((key, phase))
             if isinstance(found, Backend) and self._preparing is not None:
