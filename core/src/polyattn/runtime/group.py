@@ -11,10 +11,11 @@ import torch
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe, shown
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.registry.variants import kernel_spec
+from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.runtime.backend import Backend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
 from polyattn.runtime.plan import StepPlan
@@ -83,6 +84,8 @@ class LayerGroup:
             )
         self.selection = selection
         self.spec, self.device = selection.spec, selection.device
+        if (variant := variant_of(self.spec)) is not None:
+            check_coupling(variant, self.spec)
         self.cache_format = selection.cache_format
         if cache_format is not None:
             self.check_format(cache_format)
