@@ -90,7 +90,8 @@ class Backend:
         """Compile what `phases` will run, so that no step has to wait for a compiler.
 
         Called before the first plan of any, once for all phases that the backend was chosen for, and
-        again for what another spec or cache format brings later.
+        again for what another spec or cache format brings later. A candidate's may run in a thread
+        beside the steps of other backends, so it runs no kernel over `workspaces`.
         """
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:

@@ -13,6 +13,7 @@ from polyattn.errors import BatchError, CacheError, PluginError, SpecError, desc
 from polyattn.registry.info import BackendInfo, load_object
 from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.runtime.backend import Backend
+from polyattn.runtime.builds import Builds
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
@@ -61,6 +62,10 @@ class LayerGroup:
     Layers of one group run one after another, on one stream; what runs on another stream at the same
     time is a group of its own.
 
+    The selection's own backends are built (compiled) before the group returns; candidates that may be
+    faster for some steps are built in a thread, and serve steps that are planned after that. A spec
+    with `graph_capture`, `deterministic` or `batch_invariant` has its first plan wait for all.
+
     - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
     - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
       the selection's. It must agree with the selection in all but how blocks lie in memory.
@@ -93,13 +98,14 @@ class LayerGroup:
         self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
         self._prepared: set[Any] = set()
-        self._preparing: dict[Backend, tuple[str, ...]] | None = {}
+        self.builds = Builds(str(self.spec))
+        # Where kernels must not change from one step to the next, the first waits for all.
+        spec = self.spec
+        self._waits = bool(spec.graph_capture or spec.deterministic or spec.batch_invariant)
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
-        waiting, self._preparing = self._preparing, None
-        for backend, phases in waiting.items():
-            backend.prepare(phases)
+        self.builds.start(self.torch_device)
         self.device_type = self.torch_device.type
 
     @cached_property
@@ -129,7 +135,14 @@ class LayerGroup:
             )
         if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
             raise BatchError("reuse= is a plan of another group; give the one that was captured")
+        if self._waits:
+            self.finish_builds()
         return self.planner.plan(batch, reuse)
+
+    def finish_builds(self) -> None:
+        """Wait until all candidates are built, so that the kernels of a step no longer change."""
+        self.builds.finish()
+        self._waits = False
 
     def plan_for(self, plan: StepPlan | Batch | None) -> StepPlan:
         """Return the plan that a layer was given, or the one that its batch has with this group."""
@@ -174,9 +187,11 @@ class LayerGroup:
         base: type[BackendT],
         spec: LayerSpec | None = None,
         cache: CacheFormat | None = None,
+        later: bool = False,
     ) -> BackendT:
         """Return this backend for `phase`, loaded once for each spec and cache format.
 
+        `later`: it may be built in the background; until `builds.ready` says so it runs no step.
         It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
         transforms.
         """
@@ -189,11 +204,8 @@ class LayerGroup:
                 found.workspaces = self.workspaces
         if (key, phase) not in self._prepared:
             self._prepared.add((key, phase))
-            if isinstance(found, Backend) and self._preparing is not None:
-                # All of a group's at once: what takes long is compiled side by side.
-                self._preparing[found] = (*self._preparing.get(found, ()), phase)
-            elif isinstance(found, Backend):
-                found.prepare((phase,))
+            if isinstance(found, Backend):
+                self.builds.add(info.name, found, phase, later)
         return found
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:
