@@ -74,6 +74,7 @@ class Runner:
 
     def __init__(self, layers: SelectedLayers, options: Options):
         self.group, self.spec = LayerGroup(layers.selection), layers.spec
+        self.group.finish_builds()
         self.generator = torch.Generator().manual_seed(options.seed)
         self.device = self.group.torch_device
         self.count = min(options.layers, len(layers.layers))
