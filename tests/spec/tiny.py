@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,8 @@ def tiny_values(cls: Any) -> dict[str, Any]:
     for alias, name in aliases.items():
         if alias in SIZES and name not in SIZES:
             values[name] = SIZES[alias]
+    if "kv_lora_rank" in fields:  # each head has its own key, expanded from the latent
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if hasattr(sub, "model_type") and sub.model_type:
             values[name] = tiny_values(sub)
@@ -122,15 +125,17 @@ class _Named:
         return self.cls(config)
 
 
-def build(config: Any) -> torch.nn.Module:
+def build(config: Any, autos: Sequence[Any] = ()) -> torch.nn.Module:
     """Return the model of a config with random weights, in float32.
 
-    Raises `MemoryError` where it isn't tiny: it is built without memory first.
+    `autos`: which automatic classes to try. Raises `MemoryError` where it isn't tiny: it is built
+    without memory first.
     """
     torch.manual_seed(0)
-    autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
-    if getattr(config, "is_encoder_decoder", False):
-        autos = autos[1:]
+    if not autos:
+        autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
+        if getattr(config, "is_encoder_decoder", False):
+            autos = autos[1:]
     named = BY_NAME.get(config.model_type)
     if named:
         autos = [_Named(getattr(transformers, named))]

@@ -8,6 +8,10 @@ from typing import Any
 import polyattn_transformers
 import pytest
 import torch
+from every_type import tiny_model
+from polyattn import PolyattnError
+from polyattn_transformers.attention import attention as attend
+from polyattn_transformers.masks import make_mask
 from tiny_models import SIZES, decoder
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -187,6 +191,30 @@ def test_weights_that_are_asked_for_fall_back() -> None:
             decoder("llama"), lambda m: m(ids, output_attentions=True).attentions[0]
         )
     close(expected, found)
+
+
+@torch.no_grad()
+def test_unknown_arguments_are_refused() -> None:
+    """A model may expect a kernel of its own to read them: eager attention doesn't say what they mean."""
+    model, ids = decoder("llama"), torch.randint(3, 96, (2, 9))
+    model.set_attn_implementation("polyattn")
+    model(ids, block_indices=None, position_ids=torch.arange(9)[None])
+    with pytest.raises(PolyattnError, match=r"LlamaAttention calls attention with block_indices="):
+        model(ids, block_indices=torch.zeros(1))
+    layer, heads = model.model.layers[0].self_attn, torch.randn(1, 4, 9, 16)
+    with pytest.raises(PolyattnError, match=r"indices= but without a mask"):
+        attend(layer, heads, heads, heads, None, indices=torch.zeros(1, 9, 3, dtype=torch.int32))
+
+
+@torch.no_grad()
+def test_a_causal_mask_is_never_made_for_models_that_do_not_read_it() -> None:
+    for name in ("llama", "gpt_oss", "gemma2"):
+        config = decoder(name).config
+        assert make_mask(1, 7, 7, config=config) is None
+    config = tiny_model("splinter", AutoModel).config
+    assert (
+        make_mask(1, 7, 7, allow_is_bidirectional_skip=True, config=config).dtype == torch.float32
+    )
 
 
 def test_a_training_step_has_eagers_gradients() -> None:
