@@ -8,7 +8,7 @@ from typing import Any
 from polyattn.spec.huggingface.config import Config
 
 WHERE = ("quantization_config", "compression_config")
-PLAIN = (None, False, "", "none", "auto", [], {})
+PLAIN: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})
 """Values that leave the cache as it is."""
 
 
