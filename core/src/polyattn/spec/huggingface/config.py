@@ -135,6 +135,8 @@ class Config:
         if not isinstance(value, Mapping):
             raise self.error(name, value, "must be a JSON object")
         own = value.get("model_type") or default_type
+        if own == self.model_type and default_type:  # older files call a tower by its model's type
+            own = default_type
         if not isinstance(own, str):
             raise self.error(f"{name}.model_type", own, "must be a string")
         for shared in ("dtype", "torch_dtype"):

@@ -229,7 +229,9 @@ GPTJ_PAIRS = Decoder(rope=rotary(pairing="gptj"))
 MISTRAL = Decoder(types=all_of(SLIDING), window=window)
 QWEN2 = Decoder(types=qwen2_types, listed=True, window=optional_window)
 QWEN_MOE = Decoder(types=qwen2_moe_types, listed=True, window=optional_window)
-GRANITE = Decoder(scale=by_field("attention_multiplier"))
+GRANITE = Decoder(
+    scale=by_field("attention_multiplier"), only={"position_embedding_type": ("rope",)}
+)
 GEMMA2 = Decoder(
     types=every(2), listed=True, window=gemma2_window, scale=query_scalar,
     soft_cap="attn_logit_softcapping", only={"use_bidirectional_attention": (False,)},
