@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import LayerSpec
+from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
@@ -94,6 +94,27 @@ def test_layers_of_a_real_model(model: str) -> None:
 def test_gemma_scales_by_its_query_scalar() -> None:
     spec = LayerSpec.from_hf_config(bundled("models", "gemma-2-9b.json"))[0]
     assert spec.scale == 256**-0.5 and spec.logit_soft_cap == 50.0
+
+
+def test_a_layer_that_reads_anothers_keys_is_in_its_sources_group() -> None:
+    own = LayerSpec(num_heads=4, head_size=32, dtype="float32")
+    narrow = own.replace(sliding_window=8)
+    reader = own.replace(kv_source=0)
+    assert reader != own and "keys of layer 0" in str(reader)
+    (first, second) = select_layers([own, narrow, reader], "cpu")
+    assert (first.spec, first.layers, first.kv_source) == (own, (0, 2), (0, 0))
+    assert (first.num_caches(2), second.kv_source) == (1, (1,))
+    assert select(reader, "cpu") == select(own, "cpu")
+    for specs in (
+        [own, reader.replace(kv_source=1)],
+        [narrow, reader],
+        [own, reader, own.replace(kv_source=1)],
+    ):
+        with pytest.raises(SpecError, match="must be an earlier layer"):
+            select_layers(specs, "cpu")
+    for changes in ({"role": "encoder", "causal": False}, {"cached": False}):
+        with pytest.raises(SpecError, match="kv_source=0 is for a decoder's attention"):
+            reader.replace(**changes)
 
 
 def test_config_object_and_nested_text_config() -> None:
@@ -231,7 +252,7 @@ def test_heads_are_a_multiple_of_a_recurrence_s_groups(kind: str) -> None:
 
 HASH_IN_ANOTHER_PROCESS = """
 import pickle, sys
-from polyattn import LayerSpec
+from polyattn import LayerSpec, select, select_layers
 read = pickle.load(open(sys.argv[1], "rb"))
 fresh = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9)
 assert read == fresh and hash(read) == hash(fresh) and {fresh: 1}[read] == 1

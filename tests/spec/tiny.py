@@ -72,8 +72,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
     "modernbert": {"local_attention": 6, "global_attn_every_n_layers": 3},
     "modernbert-decoder": {"local_attention": 6},
-    "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "intermediate_size": [40] * 5,
-                     "activation_sparsity_pattern": [0.0] * 5},
+    "gemma3n_text": {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "intermediate_size": [40] * 6,
+                     "activation_sparsity_pattern": [0.0] * 6,
+                     "layer_types": ["sliding_attention", "full_attention"] * 3},
 }  # fmt: skip
 
 

@@ -135,6 +135,31 @@ def test_an_unknown_type_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
     assert code == 2 and "by its own type" in errors
 
 
+def test_layers_that_read_anothers_keys_have_no_cache(tmp_path: Path) -> None:
+    """Gemma 3n E4B: 35 layers of which 15 keep nothing; each is checked against the reference."""
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gemma3n_text", "dtype": "float32"}')
+    code, out, _ = here("explain", str(config), "--device=cpu")
+    assert code == 0 and "layers 20-23, 25-28, 30-33 read the keys of layer 18" in out
+    code, out, _ = here(
+        "run", str(config), "--device=cpu", "--layers=35", "--requests=1", "--scale=0.1",
+        "--max-tokens=2", "--json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert code == 0 and report["checked_tokens"] == 2 * 35
+
+
+def test_a_checkpoints_cache_is_what_the_caller_says(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    text = {"model_type": "llama", "num_hidden_layers": 1, "dtype": "float32"}
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
+    line = ["run", str(config), "--device=cpu", "--requests=1", "--scale=0.1", "--max-tokens=1"]
+    code, _, err = here(*line)
+    assert code == 2 and "quantization_config.kv_cache_quant_algo='FP8'" in err
+    for dtype in ("auto", "fp8"):
+        assert here(*line, f"--kv-cache-dtype={dtype}")[0] == 0
+
+
 def test_a_profile_is_its_plugins() -> None:
     command = ("explain", "llama-3.1-8b", "--device", "gaudi3")
     text = polyattn(*command, code=2, POLYATTN_DISABLE_PLUGINS="hpu").stderr

@@ -113,6 +113,8 @@ def check_fields(spec: LayerSpec) -> None:
             integer(name, getattr(spec, name), 1, high, "; use None for none")
     if spec.window_right is not None:
         integer("window_right", spec.window_right, 0, LARGEST_WINDOW, "; use None for none")
+    if spec.kv_source is not None:
+        integer("kv_source", spec.kv_source, 0, hint="; use None for the layer's own keys")
     integer("sink_tokens", spec.sink_tokens, 0, LARGEST_WINDOW)
     for name in _FLAGS:
         flag(name, getattr(spec, name))
@@ -181,6 +183,11 @@ def check_relations(spec: LayerSpec) -> None:
         spec.sliding_window or spec.window_right is not None or spec.chunk_size or spec.alibi
     ):
         raise SpecError("role='cross' has no positions to window, chunk or bias; drop those fields")
+    attends = spec.role is Role.DECODER and not spec.kind.is_recurrent
+    if spec.kv_source is not None and not (attends and spec.cached):
+        raise SpecError(
+            f"kv_source={spec.kv_source!r} is for a decoder's attention over cached keys; leave it out"
+        )
     if spec.length_bounds and not spec.cached:
         raise SpecError(
             "length_bounds=True speaks of a cache whose lengths the device has; leave it out"

@@ -98,6 +98,9 @@ class LayerSpec:
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
+    - `kv_source`: the index of the earlier layer, in the model's list of specs, whose cached keys and
+      values this layer reads; None: its own. Such a layer computes what its source does and belongs to
+      the source's group (`group_layers`): call it with the source's cache, and None as key and value.
     - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
       attention's kernels are asked for it only where `rope.positions` is `"cache"`.
     - `variant`: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
@@ -135,6 +138,7 @@ class LayerSpec:
     block_size: int | None = None
     role: Role = Role.DECODER
     cached: bool | None = None
+    kv_source: int | None = None
     causal: bool = True
     sliding_window: int | None = None
     window_right: int | None = None
@@ -285,16 +289,19 @@ class LayerSpec:
         *,
         assume: str | None = None,
         ignore: Collection[str] = (),
+        kv_cache_dtype: str | None = None,
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
         a directory that holds one. `assume` names the type to read it as; `ignore` the fields
-        that don't change attention. Raises `ConfigError`.
+        that don't change attention; `kv_cache_dtype` what the caches hold, `"auto"` for the model's
+        dtype. It has to be named where the checkpoint asks for a quantised cache. Raises
+        `ConfigError`.
         """
         from polyattn.spec.huggingface import layer_specs
 
-        return layer_specs(config, assume=assume, ignore=ignore)
+        return layer_specs(config, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype)
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""
@@ -320,6 +327,8 @@ class LayerSpec:
             words.append(self.role.value)
         if self.cached != self._derived()["cached"]:
             words.append("cached" if self.cached else "uncached")
+        if self.kv_source is not None:
+            words.append(f"keys of layer {self.kv_source}")
         words += sorted(features(self) - {"causal", "gqa"})
         if self.sliding_window:
             words[words.index("sliding_window")] = f"window {self.sliding_window}"

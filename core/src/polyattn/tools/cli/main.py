@@ -173,8 +173,9 @@ def run(
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."),
+    ] = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
