@@ -13,6 +13,7 @@ import pytest
 import torch
 from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
+from polyattn.spec.checks import LONGEST
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
 from polyattn.spec.layer import RecurrentSpec
@@ -192,6 +193,26 @@ def test_replace_keeps_what_was_derived_derived() -> None:
     assert spec.replace(head_size=16).scale == 0.25
     assert spec.replace(head_size=16).v_head_size == 16
     assert spec.replace(v_head_size=32).replace(head_size=16).v_head_size == 32
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "window_right", "chunk_size", "sink_tokens"])
+def test_more_than_the_longest_sequence_means_all_of_it(name: str) -> None:
+    """Positions plus or minus a window stay within int32, whatever an engine writes for none."""
+    base = LayerSpec(num_heads=1, head_size=64, causal=False, sliding_window=5)
+    longest = LONGEST - (name == "window_right")
+    spec = base.replace(**{name: longest})
+    for size in (LONGEST, 2**31 - 1, 2**31, 2**40):
+        wider = base.replace(**{name: size})
+        assert getattr(wider, name) == longest and (wider, hash(wider)) == (spec, hash(spec))
+        assert LayerSpec.from_json(wider.to_json()) == wider == wider.replace(num_heads=1)
+    assert getattr(base.replace(**{name: longest - 1}), name) == longest - 1
+    with pytest.raises(SpecError, match=f"{name}={2**40 + 1} is more than {2**40}"):
+        base.replace(**{name: 2**40 + 1})
+
+
+def test_endless_on_both_sides_is_one_window() -> None:
+    spec = LayerSpec(num_heads=1, head_size=64, causal=False, sliding_window=2**31)
+    assert spec.replace(window_right=2**31 - 1) == spec
 
 
 def test_features_are_complete() -> None:
