@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 LARGEST = 1 << 24
 """No head count, size or window of a model comes near; what exceeds it is a slip."""
 LARGEST_BLOCK = 1 << 16
+LONGEST = 1 << 29
+"""Tokens of the longest sequence. A window, chunk or number of kept tokens beyond it hides nothing more,
+and a position plus or minus either stays within int32, in which kernels count."""
+LARGEST_WINDOW = 1 << 40
+"""Engines write 2^31 - 1, 2^31 or 2^32 for none; what exceeds this is a slip."""
 
 
 def member(name: str, value: Any, enum: type[Enum]) -> Enum:
@@ -77,11 +82,11 @@ def check_fields(spec: LayerSpec) -> None:
         integer(name, getattr(spec, name), 1)
     for name in ("block_size", "sliding_window", "chunk_size"):
         if getattr(spec, name) is not None:
-            high = LARGEST_BLOCK if name == "block_size" else 1 << 40
+            high = LARGEST_BLOCK if name == "block_size" else LARGEST_WINDOW
             integer(name, getattr(spec, name), 1, high, "; use None for none")
     if spec.window_right is not None:
-        integer("window_right", spec.window_right, 0, 1 << 40, "; use None for none")
-    integer("sink_tokens", spec.sink_tokens, 0)
+        integer("window_right", spec.window_right, 0, LARGEST_WINDOW, "; use None for none")
+    integer("sink_tokens", spec.sink_tokens, 0, LARGEST_WINDOW)
     for name in _FLAGS:
         flag(name, getattr(spec, name))
     for name, valid in (

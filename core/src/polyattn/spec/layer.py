@@ -13,6 +13,7 @@ from typing import Any
 
 from polyattn.errors import SpecError, nearest, shown
 from polyattn.spec.checks import (
+    LONGEST,
     check_fields,
     check_latent,
     check_recurrent,
@@ -83,7 +84,8 @@ class LayerSpec:
     """One attention (or attention-like) layer: frozen, hashable, no tensors, JSON round trip.
 
     Sizes are in elements, windows in tokens. `v_head_size` defaults to `head_size`, `scale`
-    to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. Raises `SpecError`.
+    to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. A window, a chunk and kept tokens count up
+    to 2^29, the longest sequence; a larger value is stored as that one. Raises `SpecError`.
 
     - `sliding_window` W: a query sees itself and the W - 1 keys before it; without a causal mask also
       the W - 1 after it, or the `window_right` after it, where that is given (with or without W).
@@ -174,6 +176,9 @@ class LayerSpec:
                 raise SpecError(
                     f"{name}={shown(getattr(self, name))} must be a {part.__name__}, or None for none"
                 )
+        for name, most in _SATURATED.items():
+            if (getattr(self, name) or 0) > most:
+                set_(self, name, most)
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
         check_relations(self)
         if self.window_right is not None and self.window_right + 1 == self.sliding_window:
@@ -322,6 +327,11 @@ class LayerSpec:
 _PARTS: dict[str, type[Any]] = {
     "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec,
 }  # fmt: skip
+_SATURATED = {
+    "sliding_window": LONGEST, "window_right": LONGEST - 1, "chunk_size": LONGEST,
+    "sink_tokens": LONGEST,
+}  # fmt: skip
+"""What says "all keys" in each field; more of it means the same."""
 _DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
 """What says that a field was left out."""
 
