@@ -19,7 +19,8 @@ def distributions(name: str | None = None) -> Iterator[metadata.Distribution]:
 
     That ends with whatever an entry of `sys.meta_path` raises; here one that fails is passed over.
     """
-    context = metadata.DistributionFinder.Context(**({} if name is None else {"name": name}))
+    kind = metadata.DistributionFinder.Context
+    context = kind() if name is None else kind(name=name)
     for finder in tuple(sys.meta_path):
         try:
             yield from getattr(finder, "find_distributions", lambda _: ())(context)
