@@ -24,9 +24,9 @@ def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that polyattn-cuda isn't installed, and that polyattn came from a wheel."""
     monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cuda")
     polyattn.settings.reload()
-    there = catalogue._installed
+    there = catalogue.installed
     monkeypatch.setattr(
-        catalogue, "_installed", lambda name: name != "polyattn-cuda" and there(name)
+        catalogue, "installed", lambda name: None if name == "polyattn-cuda" else there(name)
     )
     monkeypatch.setattr(catalogue, "_checkout", lambda: None)
 

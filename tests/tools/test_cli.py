@@ -188,7 +188,7 @@ def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's pin may have replaced torch by one that pip would refuse."""
     needed = ["numpy>=1.26", "torch>=99", 'rich>=99; extra == "cli"']
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: needed)
+    monkeypatch.setattr("polyattn.tools.cli.doctoring.requires_of_polyattn", lambda: needed)
     problems = [problem for problem in doctoring.examine()["problems"] if "99" in problem]
     assert len(problems) == 1
     assert problems[0].startswith("torch 2.") and "torch>=99 is needed" in problems[0]

@@ -13,12 +13,12 @@ import shutil
 import sys
 from collections.abc import Iterable
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 from polyattn.errors import nearest
+from polyattn.registry.distributions import installed, requires_of_polyattn
 
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 PREFIX = "polyattn-"
@@ -35,7 +35,7 @@ def catalogue() -> dict[str, dict[str, list[str]]]:
 def _plugins_by_extra() -> dict[str, tuple[str, ...]]:
     """The plugins that each extra of polyattn installs, as its metadata says."""
     plugins: dict[str, list[str]] = {}
-    for text in metadata.requires("polyattn") or ():
+    for text in requires_of_polyattn():
         match = re.match(r"(polyattn-[a-z0-9-]+).*\bextra\s*==\s*['\"]([a-z0-9-]+)['\"]", text)
         if match:
             plugins.setdefault(match[2], []).append(match[1])
@@ -65,7 +65,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
         ours.update(brings[kind])
         if name.casefold() not in map(str.casefold, brings[kind]):
             continue
-        if not _installed(distribution):
+        if installed(distribution) is None:
             remedy = f"has it and isn't installed; run {install_command(distribution)}"
         else:
             remedy = "has it, but its plugin is disabled or broken; `polyattn list` says which"
@@ -75,7 +75,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 def not_installed() -> dict[str, dict[str, list[str]]]:
     """Return the part of the catalogue that isn't installed."""
-    return {name: brings for name, brings in catalogue().items() if not _installed(name)}
+    return {name: brings for name, brings in catalogue().items() if installed(name) is None}
 
 
 def install_advice(platform: str) -> str:
@@ -95,22 +95,15 @@ def install_command(distribution: str) -> str:
     checkout = _checkout()
     if checkout is None:
         return f'{_pip()} install "polyattn[{extra}]"'
-    wanted = [name for name in _plugins_by_extra()[extra] if not _installed(name)]
+    wanted = [name for name in _plugins_by_extra()[extra] if installed(name) is None]
     folders = [str(checkout / folder) for name in wanted for folder in catalogue()[name]["folder"]]
     return " ".join([_pip(), "install", *folders])
 
 
-def _installed(distribution: str) -> bool:
-    try:
-        metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def _checkout() -> Path | None:
     """Return the checkout that polyattn was installed from, None for a wheel (PEP 610)."""
-    text = metadata.distribution("polyattn").read_text("direct_url.json")
+    own = installed("polyattn")
+    text = None if own is None else own.read_text("direct_url.json")
     origin = json.loads(text) if text else {}
     if "dir_info" not in origin:
         return None
