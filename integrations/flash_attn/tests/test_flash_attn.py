@@ -128,7 +128,14 @@ def test_kvcache(seed: int, version: int, paged: bool) -> None:
         caches = torch.empty(2, rows * 4, page, 2, 16)
         caches[:, order] = whole.view(2, rows * 4, page, 2, 16)
     module = flash_attn_2 if version == 2 else flash_attn_3
-    extra = {"block_table" if version == 2 else "page_table": table}
+    at: dict[str, Any] = {}
+    if version == 3 and table is not None and seed % 3 == 0:  # rows of a table for more sequences
+        given_table = torch.full((5, 4), -7, dtype=torch.int32)
+        at["cache_batch_idx"] = torch.tensor([4, 0, 2], dtype=torch.int32)
+        given_table[[4, 0, 2]] = table
+    else:
+        given_table = table
+    extra = {"block_table" if version == 2 else "page_table": given_table, **at}
     if new:
         extra |= {"k": k, "v": v}
     q = torch.randn(rows, queries, 4, 16)

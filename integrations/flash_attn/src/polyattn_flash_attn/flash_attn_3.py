@@ -101,6 +101,10 @@ def flash_attn_with_kvcache(
     asked = asked_of(
         softmax_scale, causal, window_size, softcap, None, return_softmax_lse, attention_chunk
     )
+    if (
+        page_table is not None and cache_batch_idx is not None
+    ):  # then it says which rows of the table
+        page_table, cache_batch_idx = page_table[cache_batch_idx], None
     cache = Cache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     starts = cu_seqlens_q, cu_seqlens_k_new

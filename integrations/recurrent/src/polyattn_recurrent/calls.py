@@ -1,4 +1,4 @@
-"""What the functions share: gradients refused, pools of states, gates, one number a head."""
+"""What the functions share: gradients refused, pools of states, one number a head."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from polyattn import PolyattnError
 from torch import Tensor
-from torch.nn.functional import silu, softplus
+from torch.nn.functional import softplus
 
 
 def refuse_gradients(*tensors: Tensor | None) -> None:
@@ -44,14 +44,20 @@ def limited(dt: Tensor, bias: Tensor | None, softplus_: bool, limit: tuple[float
     return (softplus(dt) if softplus_ else dt).clamp(*limit)
 
 
-def widths(x: Tensor, dt: Tensor, B: Tensor, C: Tensor) -> tuple[list[Tensor], bool]:
-    """Return all four in dtypes that Mamba's recurrences take, and whether B and C alone are float32.
+def widths(
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
+) -> tuple[list[Tensor], bool]:
+    """Return all in dtypes that Mamba's recurrences take, and whether B and C alone are float32.
 
-    Nothing is rounded: what is not in `x`'s dtype becomes float32.
+    `z` is left out where it is None. Nothing is rounded: what is not in `x`'s dtype becomes float32, and
+    `x` is as wide as `z`.
     """
+    gate = [] if z is None else [z.to(torch.promote_types(x.dtype, z.dtype))]
+    x = x.to(gate[0].dtype) if gate else x
     wide = x.dtype in (torch.bfloat16, torch.float16) and not B.dtype == C.dtype == x.dtype
     dtype = torch.float32 if wide else x.dtype
-    return [x, dt if dt.dtype == x.dtype else dt.float(), B.to(dtype), C.to(dtype)], wide
+    dt = dt if dt.dtype == x.dtype else dt.float()
+    return [x, dt, B.to(dtype), C.to(dtype), *gate], wide
 
 
 def states_of(pool: Tensor, slots: Tensor | None) -> Tensor:
@@ -76,11 +82,6 @@ def blank_padding(out: Tensor, slots: Tensor | None) -> Tensor:
     if slots is None:
         return out
     return out.masked_fill((slots < 0).view(-1, *[1] * (out.dim() - 1)), 0)
-
-
-def gated(out: Tensor, z: Tensor | None) -> Tensor:
-    """Return the output times its gate."""
-    return out if z is None else (out.float() * silu(z.float())).to(out.dtype)
 
 
 def given(**params: Tensor | None) -> dict[str, Any]:

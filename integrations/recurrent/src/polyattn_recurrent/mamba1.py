@@ -9,7 +9,7 @@ from polyattn.families.recurrent.function import recurrence
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import gated, given, refuse_gradients, widths
+from polyattn_recurrent.calls import given, refuse_gradients, widths
 
 __all__ = ["selective_scan_fn"]
 
@@ -29,9 +29,10 @@ def selective_scan_fn(
             "(batch, groups, state size, seqlen)"
         )
     tokens = [_tokens(t) for t in (u, delta, B, C)]
+    gate = None if z is None else _tokens(z)
     rows, channels, count = u.shape
-    out, state = scan(tokens, [count] * rows, A, D, delta_bias, delta_softplus, None)
-    out = gated(out.view(rows, count, channels).transpose(1, 2), z)
+    out, state = scan(tokens, gate, [count] * rows, A, D, delta_bias, delta_softplus, None)
+    out = out.view(rows, count, channels).transpose(1, 2)
     return (out, state) if return_last_state else out
 
 
@@ -40,22 +41,24 @@ def _tokens(tensor: Tensor) -> Tensor:
 
 
 def scan(
-    inputs: list[Tensor], lens: list[int], A: Tensor, D: Tensor | None, bias: Tensor | None,
-    softplus: bool, states: Tensor | None,
+    inputs: list[Tensor], z: Tensor | None, lens: list[int], A: Tensor, D: Tensor | None,
+    bias: Tensor | None, softplus: bool, states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run Mamba-1 over packed x, dt, B and C; B and C (tokens, [groups,] state size).
+    """Run Mamba-1 over packed x, dt, B and C, gated by `z`; B and C (tokens, [groups,] state size).
 
     Returns the output and the states afterwards.
     """
-    refuse_gradients(*inputs, A, D, bias)
-    (x, dt, B, C), wide = widths(*inputs)
+    refuse_gradients(*inputs, z, A, D, bias)
+    (x, dt, B, C, *gate), wide = widths(*inputs, z)
     groups = B.shape[1] if B.dim() == 3 else 1
     if groups == 1:
         B, C = B.flatten(1), C.flatten(1)
     recurrent = RecurrentSpec(
-        state_size=A.shape[1], dt_softplus=softplus, channel_groups=groups, bc_in_float32=wide
-    )
-    return recurrence(
-        [x, dt, B, C], given(A=A, D=D, dt_bias=bias), lens, states, kind=AttentionKind.MAMBA1,
-        num_heads=A.shape[0], head_size=1, recurrent=recurrent,
+        state_size=A.shape[1], dt_softplus=softplus, gated=z is not None, channel_groups=groups,
+        bc_in_float32=wide,
     )  # fmt: skip
+    out, after = recurrence(
+        [x, dt, B, C, *gate], given(A=A, D=D, dt_bias=bias), lens, states,
+        kind=AttentionKind.MAMBA1, num_heads=A.shape[0], head_size=1, recurrent=recurrent,
+    )  # fmt: skip
+    return out.to(inputs[0].dtype), after

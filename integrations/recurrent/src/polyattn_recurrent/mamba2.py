@@ -10,7 +10,7 @@ from polyattn.runtime.inputs import refuse
 from polyattn.spec.layer import RecurrentSpec
 from torch import Tensor
 
-from polyattn_recurrent.calls import gated, given, limited, per_head, refuse_gradients, widths
+from polyattn_recurrent.calls import given, limited, per_head, refuse_gradients, widths
 
 __all__ = ["mamba_chunk_scan_combined"]
 
@@ -33,28 +33,35 @@ def mamba_chunk_scan_combined(
     refuse(seq_idx=seq_idx, cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
     rows, count = x.shape[:2]
     flat = [t.flatten(0, 1) for t in (x, dt, B, C)]
+    gate = None if z is None else z.flatten(0, 1)
     out, after = scan(
-        flat, [count] * rows, A, D, dt_bias, dt_softplus, tuple(dt_limit), initial_states
+        flat, gate, [count] * rows, A, D, dt_bias, dt_softplus, tuple(dt_limit), initial_states
     )  # fmt: skip
-    out = gated(out.view(x.shape), z)
+    out = out.view(x.shape)
     if not return_final_states:
         return out
     return out, after if initial_states is None else after.to(initial_states.dtype)
 
 
 def scan(
-    inputs: list[Tensor], lens: list[int], A: Tensor, D: Tensor | None, bias: Tensor | None,
-    softplus: bool, limit: tuple[float, ...], states: Tensor | None,
+    inputs: list[Tensor], z: Tensor | None, lens: list[int], A: Tensor, D: Tensor | None,
+    bias: Tensor | None, softplus: bool, limit: tuple[float, ...], states: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run Mamba-2 over packed x, dt, B and C. Returns the output and the states afterwards."""
-    refuse_gradients(*inputs, A, D, bias)
-    (x, dt, B, C), wide = widths(*inputs)
+    """Run Mamba-2 over packed x, dt, B and C, gated by `z`.
+
+    Returns the output and the states afterwards.
+    """
+    refuse_gradients(*inputs, z, A, D, bias)
+    (x, dt, B, C, *gate), wide = widths(*inputs, z)
     if limit != NO_LIMIT:
         dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False
     skip = D if D is None or D.dim() == 1 else per_head("D", D, D.dim() - 1)
-    recurrent = RecurrentSpec(state_size=B.shape[-1], dt_softplus=softplus, bc_in_float32=wide)
-    return recurrence(
-        [x, dt, B, C], given(A=A, D=skip, dt_bias=bias), lens, states,
+    recurrent = RecurrentSpec(
+        state_size=B.shape[-1], dt_softplus=softplus, gated=z is not None, bc_in_float32=wide
+    )
+    out, after = recurrence(
+        [x, dt, B, C, *gate], given(A=A, D=skip, dt_bias=bias), lens, states,
         kind=AttentionKind.MAMBA2, num_heads=x.shape[1], num_kv_heads=B.shape[1],
         head_size=x.shape[2], recurrent=recurrent,
     )  # fmt: skip
+    return out.to(inputs[0].dtype), after

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from polyattn_recurrent import mamba1, mamba2
-from polyattn_recurrent.calls import blank_padding, gated, is_per_head, leave, per_head, states_of
+from polyattn_recurrent.calls import blank_padding, is_per_head, leave, per_head, states_of
 
 __all__ = ["selective_state_update"]
 
@@ -30,13 +30,14 @@ def selective_state_update(
         dt, A = per_head("dt", dt, 1), per_head("A", A, 2)
         bias = None if dt_bias is None else per_head("dt_bias", dt_bias, 1)
         tokens = [x, dt, B, C]
-        out, after = mamba2.scan(tokens, lens, A, D, bias, dt_softplus, mamba2.NO_LIMIT, before)
+        out, after = mamba2.scan(tokens, z, lens, A, D, bias, dt_softplus, mamba2.NO_LIMIT, before)
     else:
         channels = [x.flatten(1), dt.flatten(1), B, C]
         skip, bias = (t if t is None else t.flatten() for t in (D, dt_bias))
+        gate = None if z is None else z.flatten(1)
         out, after = mamba1.scan(
-            channels, lens, A.flatten(0, -2), D=skip, bias=bias, softplus=dt_softplus,
+            channels, gate, lens, A.flatten(0, -2), D=skip, bias=bias, softplus=dt_softplus,
             states=before.flatten(1, -2),
         )  # fmt: skip
     leave(state, state_batch_indices, after.view(before.shape))
-    return blank_padding(gated(out.view(x.shape), z), state_batch_indices)
+    return blank_padding(out.view(x.shape), state_batch_indices)
