@@ -100,6 +100,12 @@ def test_functions_of_scores_that_reduce_are_refused(case: str) -> None:
             register_variant(AttentionVariant(name="coupled", mask_mod=seen))
 
 
+def test_the_callers_default_device_changes_nothing() -> None:
+    """Models are built on the meta device."""
+    with torch.device("meta"), pytest.raises(SpecError, match="query_mod gives one head"):
+        register_variant(AttentionVariant(name="coupled", query_mod=over_tokens))
+
+
 def normed(x: Tensor, b: Tensor, h: Tensor, at: Tensor, d: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6) * WEIGHT
 

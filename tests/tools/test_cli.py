@@ -40,6 +40,14 @@ def test_list() -> None:
     }
 
 
+def test_build_says_what_it_builds_and_for_how_long() -> None:
+    spec = json.dumps({"num_heads": 4, "head_size": 64})
+    found = polyattn("build", "--device", "cpu", "--spec", spec)
+    assert "1 layers: attention, 4 heads of 64, bfloat16: built in" in found.stdout
+    profile = polyattn("build", "llama-3.1-8b", "--device", "h100-sxm", code=2)
+    assert "is a profile to reason about" in profile.stderr
+
+
 def test_integrations_are_listed() -> None:
     pytest.importorskip("polyattn_transformers")  # core's bounds are tested without integrations
     text = polyattn("list").stdout

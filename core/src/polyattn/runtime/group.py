@@ -19,7 +19,7 @@ from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.plan import Call, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
@@ -36,6 +36,10 @@ class StepPlanner(ABC):
     @abstractmethod
     def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         """Return the step's calls and merges. Raises `BatchError`."""
+
+    def note(self, step: StepPlan, call: Call) -> str:
+        """Return what `StepPlan.explain` says of a call behind its line."""
+        return ""
 
     @property
     def padding_rows(self) -> bool:

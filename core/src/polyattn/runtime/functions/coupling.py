@@ -36,6 +36,11 @@ def check_coupling(variant: AttentionVariant, spec: LayerSpec = TOY) -> None:
     A function that can't run on the examples, whose own tensors are of a layer's sizes say, is judged
     when a layer of that `spec` is made. Raises `SpecError`.
     """
+    with torch.device("cpu"):  # whatever the caller's default is, the meta device say
+        _check(variant, spec)
+
+
+def _check(variant: AttentionVariant, spec: LayerSpec) -> None:
     generator = torch.Generator().manual_seed(0)
     inputs = example_inputs(Pointwise.of_variant(variant), spec, generator, num_seqs=SIZE)
     for which in FUNCTIONS:
@@ -62,8 +67,8 @@ def _example(which: str, spec: LayerSpec, generator: torch.Generator) -> list[Te
         return [values, tokens, torch.arange(heads)[:, None], tokens + 1, torch.arange(size)]
     sizes = (SIZE, spec.num_heads, SIZE, SIZE)
     places = [torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes)]
-    values = [] if which == "mask_mod" else [torch.randn(sizes, generator=generator)]
-    return [*values, *places]
+    drawn = [] if which == "mask_mod" else [torch.randn(sizes, generator=generator)]
+    return [*drawn, *places]
 
 
 def _problem(

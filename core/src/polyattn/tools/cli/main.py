@@ -145,6 +145,21 @@ def explain(
 
 
 @app.command()
+def build(
+    model: ModelArgument = None,
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    spec: SpecOption = None,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
+) -> None:
+    """Compile ahead what a model's layers may run on this machine."""
+    from polyattn.tools.cli.building import show
+
+    _finish(lambda: show(model, spec, device, backend, assume, ignore or []))
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Report versions, devices, plugins, variables; exit 1 when something is wrong."""
     from polyattn.tools.cli.doctoring import show
