@@ -78,6 +78,10 @@ def attention(
             why = str(error)
     if not torch.compiler.is_compiling():
         LEDGER.count_fallback(type(module).__name__, why)
+    if why in TRAINING and softcap is None and sinks is None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout, scaling, is_causal
+        )
     attention_mask = _as_added(attention_mask, query, key, is_causal)
     if softcap is not None:
         kwargs["softcap"] = softcap
@@ -137,6 +141,10 @@ def _own_attention(module: str) -> tuple[Callable[..., Any], frozenset[str]]:
     return found, frozenset(inspect.signature(found).parameters) - SERVED
 
 
+TRAINING = ("gradients are asked for", "dropout")
+"""Why sdpa serves instead, which has a backward and dropout, unless the layer has a soft cap or sinks."""
+
+
 def _refused(
     module: nn.Module,
     others: frozenset[str],
@@ -145,15 +153,15 @@ def _refused(
     kwargs: dict[str, Any],
 ) -> str | None:
     """Return why a call can't be served, None where it can, for all but its mask."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return "gradients are asked for"
-    if dropout and module.training:
-        return f"dropout={dropout}"
     if _weights_wanted(kwargs):
         return "output_attentions=True"
     for name in others:
         if kwargs.get(name) is not None:
             return f"the argument {name}"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return TRAINING[0]
+    if dropout and module.training:
+        return TRAINING[1]
     return None
 
 
