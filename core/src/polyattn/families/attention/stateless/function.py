@@ -155,7 +155,7 @@ def _check_is_real(name: str, tensor: Tensor) -> None:
         raise BatchError(
             f"{name} is on the meta device and holds no numbers; move it to a real device"
         )
-    if torch.jit.is_tracing():
+    if torch._C._get_tracing_state() is not None:
         raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         raise BatchError(
