@@ -69,7 +69,9 @@ def fields(cls: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     asked = ASKED | {own for alias, own in cls.attribute_map.items() if alias in ASKED}
     for field in dataclasses.fields(cls):
-        beside = OTHER_THAN_ATTENTION.fullmatch(field.name) and not field.name.endswith("hidden_act")
+        beside = OTHER_THAN_ATTENTION.fullmatch(field.name) and not field.name.endswith(
+            "hidden_act"
+        )
         if field.name in BASE or field.name not in asked or beside:
             continue
         value = field.default
@@ -122,7 +124,9 @@ def reads(paths: list[Path], declared: set[str]) -> dict[str, Any]:
 
 def declared(module: Any) -> set[str]:
     """Return every field and method of the config classes of a module."""
-    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, PretrainedConfig)]
+    classes = [
+        c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, PretrainedConfig)
+    ]
     return {
         name
         for cls in classes
@@ -158,7 +162,9 @@ def table() -> dict[str, Any]:
     names = BASE | set(vars(GenerationConfig())) | LEGACY
     for source in {types[name] for name in classes if name in types}:
         names |= {f.name for f in dataclasses.fields(CONFIG_MAPPING[source])}
-    beside = names - {n for c in classes.values() for n in (*c.get("reads", ()), *c.get("fields", ()))}
+    beside = names - {
+        n for c in classes.values() for n in (*c.get("reads", ()), *c.get("fields", ()))
+    }
     folder = Path(transformers.__file__).parent
     shared = reads([folder / f"{name}.py" for name in SHARED], SIZES)
     return {
