@@ -160,3 +160,31 @@ def test_states_of_other_sequences_are_refused() -> None:
                 [x], {"weight": weight}, [2, 4], torch.zeros(shape),
                 recurrent=RecurrentSpec(conv_width=3), **fields,
             )  # fmt: skip
+
+
+def test_a_mask_over_no_keys_shows_nothing() -> None:
+    none = torch.zeros(2, 0, 2, 8)
+    for mask in (torch.zeros(2, 1, 3, 0), torch.zeros(1, 1, 1, 0, dtype=torch.bool)):
+        out, lse = polyattn.attention(Q, none, none, mask=mask, return_lse=True)
+        assert not out.any() and bool((lse == -torch.inf).all())
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.filterwarnings("ignore")  # of the tracer
+def test_what_only_stands_for_tensors_is_named(packed: bool) -> None:
+    query, key = (FLAT, FLAT) if packed else (Q, K)
+    asked = {"query_lens": [6]} if packed else {}
+
+    def call(query: Tensor, key: Tensor) -> Any:
+        return polyattn.attention(query, key, key, **asked)
+
+    with pytest.raises(
+        BatchError, match="query is on the meta device and holds no numbers; move it"
+    ):
+        call(query.to("meta"), key.to("meta"))
+    with pytest.raises(BatchError, match=r"query is inside torch.vmap .*; pass the whole batch"):
+        torch.vmap(call)(query[None], key[None])
+    with pytest.raises(
+        BatchError, match=r"torch.jit.trace can't record attention; use torch.compile"
+    ):
+        torch.jit.trace(call, (query, key))

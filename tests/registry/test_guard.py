@@ -65,19 +65,22 @@ def test_a_real_interrupt_still_works() -> None:
     assert time.perf_counter() - started < 10
 
 
-def test_a_setting_that_a_probe_cannot_honour_is_the_users_error(
+def test_a_setting_that_a_probe_cannot_honour_leaves_its_backend_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    lanes = ["7"]
+
     def probe() -> None:
-        raise SettingsError("environment variable LANES=7: must be 8")
+        if lanes != ["8"]:
+            raise SettingsError(f"environment variable LANES={lanes[0]}: must be 8")
 
     monkeypatch.setattr(machine, "load_object", lambda path: probe)
     info = replace(discover().backend("VANILLA"), probe="lanes:probe", runs="lanes:probe")
-    for _ in range(2):  # nothing is remembered of it
-        with pytest.raises(SettingsError, match="LANES=7: must be 8"):
-            machine.availability(info, 5)
-        with pytest.raises(SettingsError, match="LANES=7: must be 8"):
-            machine.running(info, 5)
+    assert machine.availability(info, 5) == "environment variable LANES=7: must be 8"
+    lanes[:] = ["6"]  # nothing is remembered of it
+    assert machine.availability(info, 5) == "environment variable LANES=6: must be 8"
+    assert not isinstance(machine.availability(info, 5), machine.Fault)
+    assert machine.running(info, 5) == "environment variable LANES=6: must be 8"
 
 
 def test_an_import_that_exits_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +154,77 @@ class TestDetectors:
                 machine.ask_detector(platform)
         assert len(asked) == 1
         machine.forget_probes()
+
+
+def test_a_stranger_may_not_take_a_name_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zoo.animals import Animal
+    from zoo.build import install
+
+    install(tmp_path, Animal("stranger", "", "", point="cpu"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry = discover()
+    assert registry.owners["TORCH_SDPA"].status == "ok"
+    (problem,) = [text for text in registry.problems if "zoo-stranger" in text]
+    assert "polyattn-cpu keeps it" in problem and "pip uninstall zoo-stranger" in problem
+    assert "DISABLE_PLUGINS" not in problem
+
+
+class Failing:
+    """A finder of sys.meta_path that fails whenever something that isn't here is asked for."""
+
+    @staticmethod
+    def find_distributions(context: object) -> None:
+        raise RuntimeError("no distributions")
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        return None
+
+
+@pytest.mark.parametrize("at", [0, 99], ids=["first", "last"])
+def test_a_failing_finder_is_passed_over(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from polyattn.registry.discovery import refresh
+    from polyattn.registry.integrations import integrations
+    from polyattn.tools.cli.doctoring import examine
+    from polyattn.tools.cli.listing import backend_rows
+
+    before = [row["name"] for row in backend_rows(discover())], integrations()
+    finders = list(sys.meta_path)
+    finders.insert(at, Failing)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    refresh()
+    try:
+        after = [row["name"] for row in backend_rows(discover())]
+        assert after == before[0]
+        assert [i.name for i in integrations()] == [i.name for i in before[1]]
+        assert examine()["devices"]
+    finally:
+        monkeypatch.undo()
+        refresh()
+
+
+def test_a_policy_cannot_change_the_callers_spec() -> None:
+    from polyattn import LayerSpec, select
+    from polyattn.plugin import hookimpl
+    from polyattn.registry.discovery import register, unregister
+
+    class Vandal:
+        @hookimpl
+        def polyattn_api_versions(self) -> tuple[int, int]:
+            return (1, 1)
+
+        @hookimpl
+        def polyattn_rank(self, spec: LayerSpec) -> None:
+            object.__setattr__(spec, "sliding_window", 3)
+            if spec.rope is not None:
+                object.__setattr__(spec.rope, "theta", 3.0)
+
+    spec = LayerSpec(num_heads=4, head_size=64, dtype="float32")
+    register(Vandal(), "vandal")
+    try:
+        assert select(spec, "cpu").spec.sliding_window is None
+        assert spec.sliding_window is None
+    finally:
+        unregister("vandal")

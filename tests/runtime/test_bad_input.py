@@ -72,6 +72,7 @@ BATCHES: list[tuple[str, dict[str, Any], str]] = [
     ("lengths don't match", {"seq_lens": [20]}, "query_start_loc has 3 entries and seq_lens 1"),
     ("short seq", {"seq_lens": [20, 4]}, "seq_lens[1]=4 is shorter than its query of 5"),
     ("negative seq", {"seq_lens": [20, -4]}, "seq_lens[1]=-4 is negative"),
+    ("endless seq", {"seq_lens": [20, 2**29 + 1]}, "seq_lens[1]=536870913 is more than 536870912"),
     ("padding with a slot", {"seq_lens": [0, 33]}, "seq_lens[0]=0 is shorter than its query"),
     ("narrow table", {"block_table": TABLE[:, :2]}, "sequence 1 of length 33 needs 3"),
     ("table dtype", {"block_table": TABLE.long()}, "block_table is torch.int64"),

@@ -96,6 +96,13 @@ def test_what_is_saved_at_most_by_hand() -> None:
     assert most_saved(table[:2], lens[:2], 4) == 0
 
 
+@pytest.mark.filterwarnings("error")
+def test_stale_entries_of_empty_rows_save_nothing() -> None:
+    least = np.iinfo(np.int32).min
+    table = np.array([[least, 1], [least, 1], [2, 3]], np.int32)
+    assert most_saved(table, np.array([0, 0, 8], np.int64), 4) == 0
+
+
 def test_two_levels_by_hand() -> None:
     """Eight rows of one system prompt, in two groups of four with a document each."""
     table = np.arange(8 * 12, dtype=np.int32).reshape(8, 12) + 1000

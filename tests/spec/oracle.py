@@ -359,12 +359,16 @@ def differences(model: nn.Module, specs: list[LayerSpec | None], **inputs: Any) 
     attention = [spec for spec in specs if spec is None or not spec.kind.is_recurrent]
     recurrent = [recurrent_values(spec) for spec in specs if spec and spec.kind.is_recurrent]
     out = []
+    places = [call.key.data_ptr() for call in calls]  # all are alive, so equal ones are shared
     if len(calls) != len(attention):
         out.append(f"{len(attention)} attention layers, the model has {len(calls)}")
     for index, (spec, call) in enumerate(zip(attention, calls, strict=False)):
         if spec is None:
             continue
         out += [f"attention {index}: {line}" for line in attention_differences(spec, call)]
+        source = places.index(call.key.data_ptr())
+        if source != (index if spec.kv_source is None else spec.kv_source):
+            out.append(f"attention {index}: module reads the keys of layer {source}")
     held = recurrent_modules(model)
     if recurrent != held:
         out.append(f"recurrent layers: specs {recurrent}, modules {held}")

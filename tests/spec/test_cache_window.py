@@ -81,6 +81,26 @@ def test_everything_is_kept_where_places_count(spec: LayerSpec) -> None:
     assert CacheWindow.of(spec, 16) is None
 
 
+@pytest.mark.parametrize(
+    "masks",
+    [
+        {"sliding_window": 2**31 - 1},
+        {"chunk_size": 2**31 - 1},
+        {"sliding_window": 8, "sink_tokens": 2**31 - 1},
+    ],
+)
+def test_everything_is_kept_where_nothing_is_hidden(masks: dict[str, int]) -> None:
+    assert CacheWindow.of(LayerSpec(num_heads=1, head_size=64, **masks), 16) is None
+
+
+def test_a_limit_that_hides_nothing_bounds_nothing() -> None:
+    """Blocks leave by the window alone, and no kept token is beyond a chunk."""
+    base = LayerSpec(num_heads=1, head_size=64, sliding_window=40)
+    assert CacheWindow.of(base.replace(chunk_size=2**31 - 1), 16) == CacheWindow(16, 40)
+    chunks = base.replace(sliding_window=2**31 - 1, chunk_size=64)
+    assert CacheWindow.of(chunks, 16) == CacheWindow(16, None, chunk=64)
+
+
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, None])
 def test_bad_block_sizes_are_refused(size: object) -> None:
     with pytest.raises(SpecError, match="block_size="):

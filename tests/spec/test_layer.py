@@ -3,13 +3,17 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from polyattn import LayerSpec
+import torch
+from polyattn import LayerSpec, select, select_layers
 from polyattn.errors import ConfigError, SpecError
+from polyattn.spec.checks import LONGEST
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
 from polyattn.spec.layer import RecurrentSpec
@@ -93,6 +97,27 @@ def test_gemma_scales_by_its_query_scalar() -> None:
     assert spec.scale == 256**-0.5 and spec.logit_soft_cap == 50.0
 
 
+def test_a_layer_that_reads_anothers_keys_is_in_its_sources_group() -> None:
+    own = LayerSpec(num_heads=4, head_size=32, dtype="float32")
+    narrow = own.replace(sliding_window=8)
+    reader = own.replace(kv_source=0)
+    assert reader != own and "keys of layer 0" in str(reader)
+    (first, second) = select_layers([own, narrow, reader], "cpu")
+    assert (first.spec, first.layers, first.kv_source) == (own, (0, 2), (0, 0))
+    assert (first.num_caches(2), second.kv_source) == (1, (1,))
+    assert select(reader, "cpu") == select(own, "cpu")
+    for specs in (
+        [own, reader.replace(kv_source=1)],
+        [narrow, reader],
+        [own, reader, own.replace(kv_source=1)],
+    ):
+        with pytest.raises(SpecError, match="must be an earlier layer"):
+            select_layers(specs, "cpu")
+    for changes in ({"role": "encoder", "causal": False}, {"cached": False}):
+        with pytest.raises(SpecError, match="kv_source=0 is for a decoder's attention"):
+            reader.replace(**changes)
+
+
 def test_config_object_and_nested_text_config() -> None:
     class Config:
         def to_dict(self) -> dict[str, object]:
@@ -108,7 +133,7 @@ def test_config_object_and_nested_text_config() -> None:
         ({"num_heads": 0}, "num_heads=0"),
         ({"head_size": -1}, "head_size=-1"),
         ({"num_heads": 6, "num_kv_heads": 4}, "num_heads=6 is not divisible by num_kv_heads=4"),
-        ({"dtype": "bf16"}, "dtype='bf16'"),
+        ({"dtype": "bf17"}, "dtype='bf17'"),
         ({"dtype": "bfloat61"}, "did you mean 'bfloat16'"),
         ({"kv_cache_dtype": "fp4"}, "kv_cache_dtype='fp4'"),
         ({"sliding_window": 0}, "use None for none"),
@@ -170,6 +195,26 @@ def test_replace_keeps_what_was_derived_derived() -> None:
     assert spec.replace(v_head_size=32).replace(head_size=16).v_head_size == 32
 
 
+@pytest.mark.parametrize("name", ["sliding_window", "window_right", "chunk_size", "sink_tokens"])
+def test_more_than_the_longest_sequence_means_all_of_it(name: str) -> None:
+    """Positions plus or minus a window stay within int32, whatever an engine writes for none."""
+    base = LayerSpec(num_heads=1, head_size=64, causal=False, sliding_window=5)
+    longest = LONGEST - (name == "window_right")
+    spec = base.replace(**{name: longest})
+    for size in (LONGEST, 2**31 - 1, 2**31, 2**40):
+        wider = base.replace(**{name: size})
+        assert getattr(wider, name) == longest and (wider, hash(wider)) == (spec, hash(spec))
+        assert LayerSpec.from_json(wider.to_json()) == wider == wider.replace(num_heads=1)
+    assert getattr(base.replace(**{name: longest - 1}), name) == longest - 1
+    with pytest.raises(SpecError, match=f"{name}={2**40 + 1} is more than {2**40}"):
+        base.replace(**{name: 2**40 + 1})
+
+
+def test_endless_on_both_sides_is_one_window() -> None:
+    spec = LayerSpec(num_heads=1, head_size=64, causal=False, sliding_window=2**31)
+    assert spec.replace(window_right=2**31 - 1) == spec
+
+
 def test_features_are_complete() -> None:
     spec = LayerSpec(
         num_heads=4, num_kv_heads=2, head_size=64, v_head_size=32, sliding_window=8, chunk_size=8,
@@ -228,7 +273,7 @@ def test_heads_are_a_multiple_of_a_recurrence_s_groups(kind: str) -> None:
 
 HASH_IN_ANOTHER_PROCESS = """
 import pickle, sys
-from polyattn import LayerSpec
+from polyattn import LayerSpec, select, select_layers
 read = pickle.load(open(sys.argv[1], "rb"))
 fresh = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="float16", sliding_window=9)
 assert read == fresh and hash(read) == hash(fresh) and {fresh: 1}[read] == 1
@@ -247,3 +292,34 @@ def test_a_pickled_spec_is_found_by_another_process(tmp_path: Path) -> None:
             command, env=environment, capture_output=True, text=True, check=False
         )
         assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.bfloat16, "bfloat16"), ("torch.float16", "float16"), ("bf16", "bfloat16"),
+     ("half", "float16"), (torch.float32, "float32"), ("FP16", "float16")],
+)  # fmt: skip
+def test_a_dtype_is_taken_as_people_type_it(dtype: Any, name: str) -> None:
+    spec = LayerSpec(num_heads=8, head_size=64, dtype=dtype)
+    assert spec.dtype == name and spec == LayerSpec(num_heads=8, head_size=64, dtype=name)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float8_e4m3fn, "fp8_e4m3"), (torch.float8_e5m2, "fp8_e5m2"), ("fp8", "fp8_e4m3"),
+     (torch.int8, "int8"), (torch.bfloat16, "auto"), ("bfloat16", "auto")],
+)  # fmt: skip
+def test_a_caches_dtype_is_taken_as_people_type_it(dtype: Any, name: str) -> None:
+    assert LayerSpec(num_heads=8, head_size=64, kv_cache_dtype=dtype).kv_cache_dtype == name
+
+
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("head_dim", "head_size"), ("num_key_value_heads", "num_kv_heads"), ("sm_scale", "scale"),
+     ("window_left", "window_left + 1"), ("num_head", "did you mean 'num_heads'")],
+)  # fmt: skip
+def test_another_engines_name_of_a_field_is_told_ours(field: str, name: str) -> None:
+    for build in (lambda f: LayerSpec(**f), LayerSpec.from_dict):
+        with pytest.raises(SpecError, match=re.escape(name)) as error:
+            build({"num_heads": 8, "head_size": 64, field: 8})
+        assert f"no field {field!r}" in str(error.value)

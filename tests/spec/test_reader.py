@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,6 +171,69 @@ def test_scales_of_the_modelling_code() -> None:
     assert scale(model_type="granite", attention_multiplier=0.0078125) == 0.0078125
     assert scale(model_type="gpt_neo") == 1.0 and scale(model_type="gemma3n_text") == 1.0
     assert scale(model_type="gemma2", query_pre_attn_scalar=144) == 144**-0.5
+
+
+COMPRESSED = {"num_bits": 8, "type": "float", "dynamic": False, "strategy": "tensor"}
+SCHEMES: list[tuple[dict[str, Any], str]] = [
+    ({"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": COMPRESSED}},
+     "quantization_config.kv_cache_scheme={'num_bits': 8"),
+    ({"compression_config": {"kv_cache_scheme": COMPRESSED}}, "compression_config.kv_cache_scheme="),
+    ({"quantization_config": {"quant_method": "modelopt", "kv_cache_quant_algo": "FP8"}},
+     "quantization_config.kv_cache_quant_algo='FP8'"),
+    ({"quantization_config": {"quantization": {"kv_cache_quant_algo": "NVFP4"}}},
+     "quantization_config.quantization.kv_cache_quant_algo='NVFP4'"),
+    ({"quantization_config": {"quant_method": "quark", "export": {"kv_cache_group": ["*k_proj"]}}},
+     "quantization_config.export.kv_cache_group="),
+]  # fmt: skip
+PLAIN_SCHEMES: list[dict[str, Any]] = [
+    {"quantization_config": {"quant_method": "compressed-tensors", "kv_cache_scheme": None}},
+    {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    {"quantization_config": {"quant_method": "quark", "export": {"kv_cache_group": []}}},
+]
+
+
+@pytest.mark.parametrize(("scheme", "name"), SCHEMES)
+def test_a_quantised_cache_is_refused_unless_the_caller_names_its_dtype(
+    scheme: dict[str, Any], name: str
+) -> None:
+    text = refused(LLAMA | scheme)
+    assert name in text and "kv_cache_dtype='auto'" in text
+    assert name in refused({"model_type": "llava", "text_config": LLAMA | scheme})
+    assert layer_specs(LLAMA | scheme, kv_cache_dtype="auto") == layer_specs(LLAMA)
+    (spec, *_) = layer_specs(LLAMA | scheme, kv_cache_dtype="fp8")
+    assert spec.kv_cache_dtype == "fp8_e4m3"
+    assert "kv_cache_dtype='int3'" in refused(LLAMA | scheme, kv_cache_dtype="int3")
+
+
+@pytest.mark.parametrize("scheme", PLAIN_SCHEMES)
+def test_quantised_weights_alone_change_no_layer(scheme: dict[str, Any]) -> None:
+    assert layer_specs(LLAMA | scheme) == layer_specs(LLAMA)
+
+
+def test_modelopts_own_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "hf_quant_config.json").write_text(
+        json.dumps({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}})
+    )
+    with pytest.raises(ConfigError, match="kv_cache_quant_algo='FP8'"):
+        layer_specs(tmp_path)
+
+
+def test_layers_that_read_anothers_keys_say_whose() -> None:
+    """Gemma 3n E4B: 20 layers keep keys, the other 15 read those of the last of their type."""
+    shared = layer_specs({"model_type": "gemma3n_text"})
+    assert [spec.kv_source for spec in shared[:20]] == [None] * 20
+    assert [spec.kv_source for spec in shared[20:]] == [18, 18, 18, 18, 19] * 3
+    alone = layer_specs({"model_type": "gemma3n_text", "num_kv_shared_layers": 0})
+    assert [spec.replace(kv_source=None) for spec in shared] == alone != shared
+    assert "from 0 to 34" in refused({"model_type": "gemma3n_text", "num_kv_shared_layers": 35})
+    assert "of some type" in refused({"model_type": "gemma3n_text", "num_kv_shared_layers": 31})
+
+
+@pytest.mark.parametrize("name", ["num_kv_shared_layers", "kv_source_layers", "cla_share_factor"])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "deepseek_v3"])
+def test_shared_keys_are_never_dropped(model_type: str, name: str) -> None:
+    assert name in refused({"model_type": model_type, name: 2})
 
 
 @pytest.mark.parametrize("model", bundled_models())

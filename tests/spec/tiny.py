@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import transformers
+from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SIZES: dict[str, Any] = {
@@ -40,13 +43,6 @@ SIZES: dict[str, Any] = {
 
 MROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 4, 6]}
 PARTIAL_MROPE = MROPE | {"mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}
-TOWERS = {
-    "llava": ("llama", "clip_vision_model"), "llava_next": ("llama", "clip_vision_model"),
-    "llava_onevision": ("qwen2", "siglip_vision_model"), "gemma3": ("gemma3_text", "siglip_vision_model"),
-    "paligemma": ("gemma", "siglip_vision_model"), "mistral3": ("mistral", "pixtral"),
-    "idefics3": ("llama", "idefics3_vision"), "smolvlm": ("llama", "smolvlm_vision"),
-}  # fmt: skip
-
 SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 24, "n_groups": 2},
     "bamba": {"mamba_d_head": 24, "attn_layer_indices": [1]},
@@ -71,8 +67,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen3_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [4, 2, 2]}},
     "modernbert": {"local_attention": 6, "global_attn_every_n_layers": 3},
     "modernbert-decoder": {"local_attention": 6},
-    "gemma3n_text": {"num_hidden_layers": 5, "num_kv_shared_layers": 0, "intermediate_size": [40] * 5,
-                     "activation_sparsity_pattern": [0.0] * 5},
+    "gemma3n_text": {"num_hidden_layers": 6, "num_kv_shared_layers": 2, "intermediate_size": [40] * 6,
+                     "activation_sparsity_pattern": [0.0] * 6,
+                     "layer_types": ["sliding_attention", "full_attention"] * 3},
 }  # fmt: skip
 
 
@@ -96,15 +93,21 @@ def tiny_values(cls: Any) -> dict[str, Any]:
     for alias, name in aliases.items():
         if alias in SIZES and name not in SIZES:
             values[name] = SIZES[alias]
+    if "kv_lora_rank" in fields:  # each head has its own key, expanded from the latent
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
     for name, sub in (getattr(cls, "sub_configs", None) or {}).items():
         if hasattr(sub, "model_type") and sub.model_type:
             values[name] = tiny_values(sub)
-    if cls.model_type in TOWERS:
-        for name, kind in zip(
-            ("text_config", "vision_config"), TOWERS[cls.model_type], strict=True
-        ):
+        elif sub is AutoConfig and (kind := _default_type(cls, name)):
             values[name] = {"model_type": kind} | tiny_values(CONFIG_MAPPING[kind])
     return values | SPECIAL.get(cls.model_type, {})
+
+
+def _default_type(cls: Any, name: str) -> str | None:
+    """Return the type that a config has for one of its parts unless it is told."""
+    with contextlib.suppress(Exception):  # some have none
+        return getattr(cls(), name).model_type
+    return None
 
 
 BY_NAME = {
@@ -122,15 +125,17 @@ class _Named:
         return self.cls(config)
 
 
-def build(config: Any) -> torch.nn.Module:
+def build(config: Any, autos: Sequence[Any] = ()) -> torch.nn.Module:
     """Return the model of a config with random weights, in float32.
 
-    Raises `MemoryError` where it isn't tiny: it is built without memory first.
+    `autos`: which automatic classes to try. Raises `MemoryError` where it isn't tiny: it is built
+    without memory first.
     """
     torch.manual_seed(0)
-    autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
-    if getattr(config, "is_encoder_decoder", False):
-        autos = autos[1:]
+    if not autos:
+        autos = [transformers.AutoModelForCausalLM, transformers.AutoModel]
+        if getattr(config, "is_encoder_decoder", False):
+            autos = autos[1:]
     named = BY_NAME.get(config.model_type)
     if named:
         autos = [_Named(getattr(transformers, named))]
@@ -165,12 +170,19 @@ def inputs_of(model: torch.nn.Module, config: Any) -> dict[str, Any]:
         }
     if kind == "kimi_linear":
         return {"input_ids": tokens, "use_cache": False}
-    if model.main_input_name == "pixel_values" and kind not in TOWERS:
-        return {"pixel_values": torch.randn(1, 3, config.image_size, config.image_size)}
+    if model.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", 32)
+        height, width = (size, size) if isinstance(size, int) else size
+        return {"pixel_values": torch.randn(1, 3, height, width)}
     if kind == "whisper":
         frames = config.max_source_positions * 2
         features = torch.randn(1, config.num_mel_bins, frames)
         return {"input_features": features, "decoder_input_ids": tokens, "use_cache": False}
+    if model.main_input_name == "input_features" and hasattr(config, "num_mel_bins"):
+        features = torch.randn(
+            1, config.num_mel_bins, 2 * getattr(config, "max_source_positions", 12)
+        )
+        return {"input_features": features}
     if getattr(config, "is_encoder_decoder", False):
         return {"input_ids": tokens, "decoder_input_ids": tokens[:, :11], "use_cache": False}
     if kind == "mllama_text_model":

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 from defaults import CPU_DEFAULT
+from polyattn.registry.catalogue import install_advice
 from polyattn.registry.devices import profiles
 from polyattn.registry.discovery import discover
-from polyattn.registry.extras import install_advice
 from polyattn.tools.cli import doctoring
 from polyattn.tools.cli.models import bundled, bundled_models
 from polyattn.tools.replay.trace import read_trace
@@ -38,6 +38,14 @@ def test_list() -> None:
     assert {"TORCH_SDPA", "FLEX_ATTENTION", "EXAMPLE_ATTN"} <= {
         b["name"] for b in found["backends"]
     }
+
+
+def test_build_says_what_it_builds_and_for_how_long() -> None:
+    spec = json.dumps({"num_heads": 4, "head_size": 64})
+    found = polyattn("build", "--device", "cpu", "--spec", spec)
+    assert "1 layers: attention, 4 heads of 64, bfloat16: built in" in found.stdout
+    profile = polyattn("build", "llama-3.1-8b", "--device", "h100-sxm", code=2)
+    assert "is a profile to reason about" in profile.stderr
 
 
 def test_integrations_are_listed() -> None:
@@ -135,10 +143,35 @@ def test_an_unknown_type_is_read_as_it_is_said_to_be(tmp_path: Path) -> None:
     assert code == 2 and "by its own type" in errors
 
 
+def test_layers_that_read_anothers_keys_have_no_cache(tmp_path: Path) -> None:
+    """Gemma 3n E4B: 35 layers of which 15 keep nothing; each is checked against the reference."""
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "gemma3n_text", "dtype": "float32"}')
+    code, out, _ = here("explain", str(config), "--device=cpu")
+    assert code == 0 and "layers 20-23, 25-28, 30-33 read the keys of layer 18" in out
+    code, out, _ = here(
+        "run", str(config), "--device=cpu", "--layers=35", "--requests=1", "--scale=0.1",
+        "--max-tokens=2", "--json",
+    )  # fmt: skip
+    report = json.loads(out)
+    assert code == 0 and report["checked_tokens"] == 2 * 35
+
+
+def test_a_checkpoints_cache_is_what_the_caller_says(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    text = {"model_type": "llama", "num_hidden_layers": 1, "dtype": "float32"}
+    config.write_text(json.dumps(text | {"quantization_config": {"kv_cache_quant_algo": "FP8"}}))
+    line = ["run", str(config), "--device=cpu", "--requests=1", "--scale=0.1", "--max-tokens=1"]
+    code, _, err = here(*line)
+    assert code == 2 and "quantization_config.kv_cache_quant_algo='FP8'" in err
+    for dtype in ("auto", "fp8"):
+        assert here(*line, f"--kv-cache-dtype={dtype}")[0] == 0
+
+
 def test_a_profile_is_its_plugins() -> None:
     command = ("explain", "llama-3.1-8b", "--device", "gaudi3")
     text = polyattn(*command, code=2, POLYATTN_DISABLE_PLUGINS="hpu").stderr
-    assert "device 'gaudi3' is unknown" in text
+    assert "device 'gaudi3' isn't here: polyattn-hpu has it, but its plugin is disabled" in text
 
 
 def test_every_extra_that_is_advised_exists() -> None:
@@ -163,7 +196,7 @@ def test_explain_says_who_runs_a_batch_that_was_not_measured() -> None:
 def test_doctor_names_a_package_below_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine's pin may have replaced torch by one that pip would refuse."""
     needed = ["numpy>=1.26", "torch>=99", 'rich>=99; extra == "cli"']
-    monkeypatch.setattr("importlib.metadata.requires", lambda name: needed)
+    monkeypatch.setattr("polyattn.tools.cli.doctoring.requires_of_polyattn", lambda: needed)
     problems = [problem for problem in doctoring.examine()["problems"] if "99" in problem]
     assert len(problems) == 1
     assert problems[0].startswith("torch 2.") and "torch>=99 is needed" in problems[0]

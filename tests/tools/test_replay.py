@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from polyattn import Batch
 from polyattn.errors import CacheError, SettingsError, TraceError
 from polyattn.families.attention.reference import visible
-from polyattn.families.attention.roofline import visible_pairs
+from polyattn.families.attention.roofline import step_cost, visible_pairs
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.replay.blocks import BlockAllocator
@@ -143,19 +144,25 @@ def test_bad_batches_are_refused(text: str) -> None:
 
 @given(
     queries=st.integers(0, 30),
-    context=st.integers(0, 40),
+    keys=st.integers(0, 60),
+    causal=st.booleans(),
     window=st.none() | st.integers(1, 50),
-    sinks=st.integers(0, 4),
+    right=st.none() | st.integers(0, 50),
+    sinks=st.integers(0, 70),
     chunk=st.none() | st.integers(1, 50),
 )
 def test_counted_operations_are_those_the_mask_leaves(
-    queries: int, context: int, window: int | None, sinks: int, chunk: int | None
-) -> None:
-    if chunk is not None:
-        window, sinks = None, 0
+    queries: int, keys: int, causal: bool, window: int | None, right: int | None, sinks: int,
+    chunk: int | None,
+) -> None:  # fmt: skip
+    """And the keys that are read are those that some query sees."""
     spec = LayerSpec(
-        num_heads=1, head_size=8, sliding_window=window, sink_tokens=sinks if window else 0,
-        chunk_size=chunk,
+        num_heads=1, head_size=8, causal=causal, sliding_window=window, chunk_size=chunk,
+        window_right=None if causal else right, sink_tokens=sinks if window else 0, dtype="float32",
     )  # fmt: skip
-    keys = queries + context
-    assert visible_pairs(spec, queries, keys) == int(visible(spec, queries, keys).sum())
+    seen = visible(spec, queries, keys)
+    pairs, read = int(seen.sum()), int(seen.any(0).sum())
+    assert visible_pairs(spec, queries, keys) == pairs
+    # 4 bytes a number: 8 of a key and 8 of a value, and as many of a query and its output.
+    cost = step_cost(spec, Batch.from_lens([queries], [keys]))
+    assert (cost.flops, cost.bytes) == (2 * pairs * 16, 4 * 16 * (read + queries))

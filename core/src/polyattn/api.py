@@ -23,7 +23,7 @@ from polyattn.selection.selection import SelectedLayers, Selection
 from polyattn.selection.tree import Facts, decide
 from polyattn.settings import Settings, current
 from polyattn.spec.checks import flag
-from polyattn.spec.decompose import group_layers
+from polyattn.spec.decompose import group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
@@ -60,6 +60,8 @@ def select(
             f"argument backend={shown(backend)} must be a backend's name, or scope=NAME"
         )
     resolved = resolve_device(device, settings)
+    if spec.kv_source is not None:  # whose keys a layer reads changes no kernel
+        spec = spec.replace(kv_source=None)
     # All that can change the answer, so that threads with other settings don't disturb each other.
     key = (spec, resolved, backend, verify, settings, generation())
     found = _remembered.get(key)
@@ -99,7 +101,12 @@ def select_layers(
     """
     settings, specs = _checked(settings, verify), _listed(specs)
     groups = [
-        SelectedLayers(spec, tuple(layers), select(spec, device, settings=settings, verify=verify))
+        SelectedLayers(
+            spec,
+            tuple(layers),
+            select(spec, device, settings=settings, verify=verify),
+            kv_sources(specs, layers),
+        )
         for spec, layers in group_layers(specs).items()
     ]
     for note in unmatched_overrides([g.spec for g in groups], settings):

@@ -7,6 +7,7 @@ from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
 from polyattn.registry.sizes import ANY_SIZE, Sizes, multiples, one_of
 from polyattn.spec.decompose import absorbed, expanded
+from polyattn.spec.key_ranges import key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import AttentionVariant
@@ -33,6 +34,8 @@ __all__ = [
     "absorbed",
     "expanded",
     "hookimpl",
+    "key_ranges",
     "multiples",
     "one_of",
+    "window_sizes",
 ]

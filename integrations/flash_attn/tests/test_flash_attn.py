@@ -251,6 +251,17 @@ def test_gradients(seed: int) -> None:
         close(a, b.nan_to_num().double())
 
 
+def test_gradients_beside_a_sequence_of_no_keys() -> None:
+    q, k, v = (torch.randn(n, h, 16, requires_grad=True) for n, h in ((9, 4), (7, 2), (7, 2)))
+    queries, keys = (torch.tensor(at, dtype=torch.int32) for at in ([0, 4, 7, 9], [0, 5, 5, 7]))
+    out = flash_attn_2.flash_attn_varlen_func(q, k, v, queries, keys, 4, 5)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v))
+    first, last = expected(q[:4], k[:5], v[:5])[0], expected(q[7:], k[5:], v[5:])[0]
+    wanted = torch.autograd.grad(first.square().sum() + last.square().sum(), (q, k, v))
+    for a, b in zip(found, wanted, strict=True):
+        close(a, b.double())
+
+
 @torch.no_grad()
 def test_unused_tokens_of_version_3() -> None:
     q, k, v = torch.randn(12, 4, 16), torch.randn(14, 4, 16), torch.randn(14, 4, 16)

@@ -8,9 +8,10 @@ from pathlib import Path
 import polyattn_transformers
 import pytest
 import torch
+from every_type import tiny_model
 from polyattn import PolyattnError
 from tiny_models import decoder
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
 
@@ -57,6 +58,15 @@ def test_cuda_graphs_are_refused() -> None:
             polyattn_transformers.continuous_batching_manager(
                 decoder("llama"), continuous_batching_config=config
             )
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "falcon", "mpt", "git"])
+def test_models_with_attention_of_their_own_are_refused(model_type: str) -> None:
+    model = tiny_model(model_type, AutoModelForCausalLM)
+    before = model.config._attn_implementation
+    with pytest.raises(PolyattnError, match=r"ForCausalLM doesn't pass a paged cache on"):
+        polyattn_transformers.continuous_batching_manager(model)
+    assert model.config._attn_implementation == before
 
 
 def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:

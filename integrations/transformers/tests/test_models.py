@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import warnings
 from typing import Any
+from unittest import mock
 
 import polyattn_transformers
 import pytest
 import torch
+from every_type import tiny_model
+from polyattn import PolyattnError
+from polyattn_transformers.attention import attention as attend
+from polyattn_transformers.masks import make_mask
 from tiny_models import SIZES, decoder
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, PreTrainedModel
 
@@ -189,18 +194,72 @@ def test_weights_that_are_asked_for_fall_back() -> None:
     close(expected, found)
 
 
-def test_a_training_step_has_eagers_gradients() -> None:
-    ids = torch.randint(3, 96, (2, 12))
+@torch.no_grad()
+def test_unknown_arguments_are_refused() -> None:
+    """A model may expect a kernel of its own to read them: eager attention doesn't say what they mean."""
+    model, ids = decoder("llama"), torch.randint(3, 96, (2, 9))
+    model.set_attn_implementation("polyattn")
+    model(ids, block_indices=None, position_ids=torch.arange(9)[None])
+    with pytest.raises(PolyattnError, match=r"LlamaAttention calls attention with block_indices="):
+        model(ids, block_indices=torch.zeros(1))
+    layer, heads = model.model.layers[0].self_attn, torch.randn(1, 4, 9, 16)
+    with pytest.raises(PolyattnError, match=r"indices= but without a mask"):
+        attend(layer, heads, heads, heads, None, indices=torch.zeros(1, 9, 3, dtype=torch.int32))
+
+
+@torch.no_grad()
+def test_a_causal_mask_is_never_made_for_models_that_do_not_read_it() -> None:
+    for name in ("llama", "gpt_oss", "gemma2"):
+        config = decoder(name).config
+        assert make_mask(1, 7, 7, config=config) is None
+    config = tiny_model("splinter", AutoModel).config
+    assert (
+        make_mask(1, 7, 7, allow_is_bidirectional_skip=True, config=config).dtype == torch.float32
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss", "gemma2"])
+def test_a_training_step_has_eagers_gradients(name: str) -> None:
+    """By sdpa, but where a layer has what sdpa hasn't: sinks, a soft cap."""
+    ids, mask = torch.randint(3, 96, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :4] = 0
+    labels = ids.clone()
+    labels[0, :5] = -100  # the first real token's is what the last padding says
 
     def step(model: PreTrainedModel) -> torch.Tensor:
         model.zero_grad()
-        model(ids, labels=ids).loss.backward()
+        model(ids, attention_mask=mask, labels=labels).loss.backward()
         weights = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
         return torch.cat(weights)
 
-    with pytest.warns(UserWarning, match="gradients are asked for"):
-        expected, found = both(decoder("gpt_oss"), step)
-    close(expected, found)
+    model = decoder(name)
+    expected = step(model)
+    model.set_attn_implementation("polyattn")
+    own = "torch.nn.functional.scaled_dot_product_attention"
+    with (
+        pytest.warns(UserWarning, match="gradients are asked for"),
+        mock.patch(own, wraps=torch.nn.functional.scaled_dot_product_attention) as sdpa,
+    ):
+        found = step(model)
+    close(expected, found, 1e-4)
+    assert bool(sdpa.call_count) == (name in ("llama", "mistral"))
+
+
+def test_dropout_is_sdpas() -> None:
+    model, ids = decoder("llama"), torch.randint(3, 96, (2, 12))
+    model.config.attention_dropout = 0.5
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    model.train()
+    found = {}
+    for implementation in ("sdpa", "polyattn"):
+        model.set_attn_implementation(implementation)
+        torch.manual_seed(0)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            found[implementation] = model(ids).logits
+    close(found["sdpa"], found["polyattn"])
+    assert polyattn_transformers.report().fallbacks == {"LlamaAttention: dropout": 2}
 
 
 @torch.no_grad()

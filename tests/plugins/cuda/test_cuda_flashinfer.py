@@ -178,7 +178,7 @@ def test_scratch_holds_the_parts_of_large_groups(
     """An H200 refused rows of several tokens in groups of 16: 276,824,064 bytes of 128 MiB."""
     import torch
     from polyattn_cuda.flashinfer import scratch_bytes
-    from polyattn_cuda.workspaces import WORKSPACE_BYTES
+    from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES
 
     h200 = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h200)

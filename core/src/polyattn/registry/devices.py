@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import DeviceError, describe, nearest, shown
+from polyattn.errors import DeviceError, describe, shown
+from polyattn.registry.catalogue import catalogue, unknown
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import load_object
 from polyattn.registry.machine import detect
@@ -38,8 +39,10 @@ def _find(text: str, registry: Registry) -> Device:
         return detect(registry, text)
     known = profiles(registry)
     if text.lower() not in known:
-        hint = "" if known else '; no plugin is installed: pip install "polyattn[cpu]"'
-        raise DeviceError(f"device {text!r} is unknown{nearest(text, known)}{hint}")
+        platform = text.split(":")[0]
+        if any(platform in brings["platforms"] for brings in catalogue().values()):
+            raise DeviceError(f"device {text!r} {unknown('platforms', platform, ())}")
+        raise DeviceError(f"device {text!r} {unknown('profiles', text, known)}")
     return known[text.lower()]
 
 

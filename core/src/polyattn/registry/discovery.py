@@ -16,7 +16,8 @@ from polyattn._version import __version__
 from polyattn.errors import PluginError, SettingsError, describe, nearest, plain, shown
 from polyattn.registry.builtin import BUILTIN
 from polyattn.registry.builtin_variants import SHIPPED
-from polyattn.registry.extras import our_distributions
+from polyattn.registry.catalogue import our_distributions
+from polyattn.registry.distributions import distributions
 from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
@@ -35,7 +36,7 @@ from polyattn.spec.variant import AttentionVariant
 class PluginRecord:
     """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
 
-    `note` says what asking it cost where it keeps others waiting.
+    `note` says what asking it cost where it keeps others waiting. `shadowed`: its name is one of ours.
     """
 
     name: str
@@ -45,6 +46,7 @@ class PluginRecord:
     status: str = "ok"
     problem: str = ""
     note: str = ""
+    shadowed: bool = False
     backends: tuple[BackendInfo, ...] = ()
     platforms: tuple[Platform, ...] = ()
     timings: tuple[str, ...] = ()
@@ -62,6 +64,8 @@ class PluginRecord:
             return f"reinstall or uninstall {self.dist}"
         if self.dist == BY_HAND:
             return "register one that is mended"
+        if self.shadowed:  # a setting would disable ours
+            return f"pip uninstall {self.dist}"
         disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"
         if plugin_name_problem(self.name) is not None:  # no list can name it
             disabling = "POLYATTN_PLUGINS to the names of the others"
@@ -195,7 +199,7 @@ def _build(settings: Settings) -> Registry:
     _check_names(settings, [f.record.name for f in found])
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(HookSpecs)
-    doubles = _doubles((f.record.name, f.record.origin) for f in found)
+    doubles = _doubles(f.record for f in found)
     records = []
     for item in sorted(found, key=lambda f: (f.record.name, f.record.dist)):
         record = item.record
@@ -204,10 +208,9 @@ def _build(settings: Settings) -> Registry:
             records.append(replace(record, status="disabled"))
         elif record.problem:
             records.append(replace(record, status="broken"))
-        elif record.name in doubles:
-            both = " and ".join(doubles[record.name])
-            problem = f"the plugin name {record.name!r} is claimed by {both}; uninstall one"
-            records.append(replace(record, status="broken", problem=problem))
+        elif record in doubles:
+            problem, shadowed = doubles[record]
+            records.append(replace(record, status="broken", problem=problem, shadowed=shadowed))
         else:
             records.append(_load(item, manager, settings.plugin_timeout))
     core = PluginRecord(
@@ -220,7 +223,7 @@ def _build(settings: Settings) -> Registry:
 def _entry_points() -> Iterator[_Found]:
     """Read metadata only. A distribution that can't be read is a broken plugin, not an end."""
     seen: set[str] = set()
-    for dist in metadata.distributions():
+    for dist in distributions():
         name = "unknown distribution"
         try:
             # Most distributions have no entry point of ours: look before parsing anything.
@@ -335,11 +338,25 @@ def ask(manager: pluggy.PluginManager, plugin: Any, hook: str, **arguments: Any)
     return answers[0] if answers else None
 
 
-def _doubles(claims: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
-    owners: dict[str, list[str]] = {}
-    for name, owner in claims:
-        owners.setdefault(name, []).append(owner)
-    return {name: who for name, who in owners.items() if len(who) > 1}
+def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, bool]]:
+    """Return the plugins whose name another one claims too: what is wrong, and whether it's one of ours.
+
+    A name of ours stays ours, as in `_settle`.
+    """
+    claims: dict[str, list[PluginRecord]] = {}
+    for record in records:
+        claims.setdefault(record.name, []).append(record)
+    ours, problems = {PROJECT, *our_distributions()}, {}
+    for name, claimants in claims.items():
+        keepers = [record for record in claimants if record.dist in ours]
+        keeper = keepers[0] if len(keepers) == 1 else None
+        both = " and ".join(record.origin for record in claimants)
+        remedy = f"{keeper.dist} keeps it" if keeper else "uninstall one"
+        for record in claimants if len(claimants) > 1 else ():
+            if record is not keeper:
+                problem = f"the plugin name {name!r} is claimed by {both}; {remedy}"
+                problems[record] = problem, keeper is not None
+    return problems
 
 
 def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) -> Registry:

@@ -13,6 +13,8 @@ from importlib import metadata
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
+from polyattn.registry.distributions import distributions, installed
+
 GROUP = "polyattn.integrations"
 
 
@@ -35,12 +37,13 @@ class Integration:
 def integrations() -> list[Integration]:
     """Return who is installed, by name."""
     found = {}
-    for entry in metadata.entry_points(group=GROUP):
-        if entry.dist is not None:
-            host, problem = _host(entry.name, entry.dist)
-            found[entry.name] = Integration(
-                entry.name, entry.dist.name, entry.dist.version, host, _registered(entry), problem
-            )
+    for dist in distributions():
+        for entry in dist.entry_points.select(group=GROUP):
+            if entry.name not in found:  # a second copy on sys.path is shadowed, as for import
+                host, problem = _host(entry.name, dist)
+                found[entry.name] = Integration(
+                    entry.name, dist.name, dist.version, host, _registered(entry), problem
+                )
     return [found[name] for name in sorted(found)]
 
 
@@ -48,10 +51,10 @@ def _host(name: str, dist: metadata.Distribution) -> tuple[str, str]:
     """Return the host that is installed, of those that are required, and its problem."""
     wanted = [r for r in map(_requirement, dist.requires or ()) if r is not None and _is(r, name)]
     for requirement in wanted:
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
+        here = installed(requirement.name)
+        if here is None:
             continue
+        version = here.version
         problem = ""
         if not requirement.specifier.contains(version, prereleases=True):
             problem = (

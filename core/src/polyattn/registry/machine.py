@@ -119,11 +119,12 @@ class Fault(str):
     """A reason why a backend can't run that is its plugin's own fault, not this machine's."""
 
 
-def availability(info: BackendInfo, timeout: float) -> str | None:
-    """Return why `info` can't run on this machine, or None. Imports no vendor library.
+class Unset(str):
+    """A reason that is a setting's, which the user may change: asked for anew each time."""
 
-    Raises `SettingsError` where a setting of its plugin's own can't be honoured.
-    """
+
+def availability(info: BackendInfo, timeout: float) -> str | None:
+    """Return why `info` can't run on this machine, or None. Imports no vendor library."""
     return availabilities([info], timeout)[0]
 
 
@@ -146,10 +147,13 @@ def _answers(infos: list[BackendInfo], timeout: float) -> list[str | None]:
     }
     for path, call in waiting.items():
         _probed[path] = _probe_answer(call, timeout)
-    return [
+    found = [
         _probed[info.probe] if problem is None and info.probe is not None else problem
         for info, problem in zip(infos, stated, strict=True)
     ]
+    for path in [path for path, answer in _probed.items() if isinstance(answer, Unset)]:
+        _probed.pop(path, None)
+    return found
 
 
 def _of_builds(answers: dict[str, str | None]) -> str | None:
@@ -210,8 +214,8 @@ def _probe_answer(call: PluginCall, timeout: float) -> str | None:
     try:
         answer = call.answer(timeout, "POLYATTN_PROBE_TIMEOUT")
     except PluginError as error:
-        if isinstance(error.__cause__, SettingsError):  # the user's to mend, so never passed over
-            raise SettingsError(plain(str(error.__cause__))) from error
+        if isinstance(error.__cause__, SettingsError):  # the user's to mend, not the plugin's
+            return Unset(plain(str(error.__cause__)))
         return Fault(describe(error))
     if answer is None:
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from copy import copy
+from dataclasses import is_dataclass
 from typing import Any
 
 from polyattn.device import Device
@@ -28,7 +30,12 @@ def rerank(
     for name, plugin in registry.manager.list_name_plugin():
         if name not in policies or name not in owners or name in registry.late_policies:
             continue
-        arguments = {"spec": spec, "device": device, "phase": phase, "ranking": ranking}
+        arguments = {
+            "spec": _copied(spec),
+            "device": copy(device),
+            "phase": phase,
+            "ranking": ranking,
+        }
         try:
             answer = within(
                 seconds, "POLYATTN_PROBE_TIMEOUT", "polyattn_rank",
@@ -46,6 +53,15 @@ def rerank(
                 owner.origin, error, owner.removal,
             )  # fmt: skip
     return ranking
+
+
+def _copied(spec: LayerSpec) -> LayerSpec:
+    """Return a spec that a hook may do anything to: the caller's stays as it is."""
+    mine = copy(spec)
+    for name, part in vars(mine).items():
+        if is_dataclass(part):
+            object.__setattr__(mine, name, copy(part))
+    return mine
 
 
 def _checked(answer: Any, ranking: tuple[str, ...]) -> tuple[str, ...]:

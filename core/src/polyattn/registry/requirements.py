@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 import re
 from functools import cache
-from importlib import metadata
 
 from polyattn.errors import describe, plain, shown
+from polyattn.registry.distributions import installed
 
 _VERSION = r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?(?:\.post\d+)?(?:\.dev\d+)?"
 _CLAUSE = rf"(?:<|<=|>|>=|==|!=)\s*{_VERSION}"
@@ -67,10 +67,10 @@ def _problem(text: str) -> str | None:
         if requirement.marker is not None and not requirement.marker.evaluate():
             return None
         name, needed = requirement.name, str(requirement.specifier)
-    try:
-        version = metadata.version(name)
-    except metadata.PackageNotFoundError:
+    here = installed(name)
+    if here is None:
         return f"{name} is not installed (needs {text})"
+    version = here.version
     if needed and not _satisfies(version, needed):
         return f"{name} {version} is installed, but {text} is needed"
     by = HIDDEN.get(re.sub("[-_.]+", "-", name).lower())

@@ -8,13 +8,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError, describe, plain, shown
 from polyattn.registry.discovery import Registry, discover, generation
+from polyattn.registry.distributions import installed
 from polyattn.settings import NO_TIMINGS, Settings
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.timing import KINDS, TERMS, TimingModel
@@ -22,6 +22,8 @@ from polyattn.spec.timing import KINDS, TERMS, TimingModel
 FORMAT = 1
 REMEDY = "measure anew: polyattn tune"
 MOST_SOURCES = 64
+MOST_BYTES, MOST_MODELS, MOST_TILES = 1 << 23, 4096, 1 << 30
+"""What a table may hold; `polyattn tune` writes some dozens of models, in some kilobytes."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,10 @@ def read_table(path: Path) -> TimingTable:
     Raises `SettingsError` where the file is no table at all.
     """
     try:
+        if path.exists() and not path.is_file():  # to read a FIFO waits for ever
+            raise ValueError("it is no regular file")
+        if path.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise SettingsError(f"timing table {path}: can't be read: {describe(error)}") from error
@@ -175,13 +181,17 @@ def read_table(path: Path) -> TimingTable:
         raise SettingsError(
             f"timing table {path}: device and versions must be objects and models a list; {REMEDY}"
         )
+    if len(models) > MOST_MODELS:
+        raise SettingsError(
+            f"timing table {path}: {len(models)} models are more than {MOST_MODELS}; {REMEDY}"
+        )
     problems: list[str] = []
     stale = _stale(versions)
     entries = []
     for index, entry in enumerate(models):
         try:
             model, layer, of = _model(entry, str(path))
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             problems.append(f"models[{index}]: {describe(error)}")
             continue
         reason = next((stale[name] for name in of if name in stale), "")
@@ -199,7 +209,8 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     layer, of, overlap = entry["layer"], entry.get("of", []), entry.get("overlap", False)
     if not isinstance(layer, dict) or not layer.keys() <= _CLASS:
         raise ValueError(f"layer={layer!r} must say of layers some of {', '.join(sorted(_CLASS))}")
-    if not isinstance(of, list) or not isinstance(overlap, bool):
+    names = isinstance(of, list) and all(isinstance(name, str) for name in of)
+    if not names or not isinstance(overlap, bool):
         raise ValueError(f"of={of!r} must be a list of packages, overlap={overlap!r} true or false")
     if not isinstance(coefficients, dict) or set(coefficients) != set(TERMS):
         raise ValueError(f"coefficients must be exactly {', '.join(TERMS)}")
@@ -207,8 +218,8 @@ def _model(entry: Any, source: str) -> tuple[TimingModel, tuple[tuple[str, Any],
     if not all(math.isfinite(v) and v >= 0 for v in values) or not any(values):
         raise ValueError(f"coefficients={values} must be finite, not negative, and not all zero")
     whole = entry.get("whole", 0)
-    if not isinstance(whole, int) or isinstance(whole, bool) or whole < 0:
-        raise ValueError(f"whole={whole!r} must be a whole number of tiles, 0 or more")
+    if not isinstance(whole, int) or isinstance(whole, bool) or not 0 <= whole <= MOST_TILES:
+        raise ValueError(f"whole={shown(whole)} must be a whole number of tiles, 0 to {MOST_TILES}")
     error, margin = float(entry.get("error", 0.0)), float(entry.get("margin", 0.0))
     if not (math.isfinite(margin) and margin >= 0):
         raise ValueError(f"margin={margin} must be finite and not negative")
@@ -223,11 +234,11 @@ def _stale(versions: Mapping[str, Any]) -> dict[str, str]:
     """Return what is installed in another version than the one that was measured."""
     found = {}
     for name, version in versions.items():
-        try:
-            here = metadata.version(name)
-        except (metadata.PackageNotFoundError, ValueError):
+        dist = installed(name) if name else None
+        if dist is None:
             found[name] = f"measured with {name} {version}, which is not installed"
             continue
+        here = str(dist.version)
         if here.split("+")[0] != str(version).split("+")[0]:
             found[name] = f"measured with {name} {version}; {here} is installed"
     return found

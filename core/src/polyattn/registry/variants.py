@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from polyattn.errors import PluginError, SpecError, nearest
 from polyattn.registry.discovery import changed, discover
+from polyattn.registry.info import load_object
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import GraphCapture
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.variant import AttentionVariant
+from polyattn.spec.variant import FUNCTIONS, AttentionVariant
 
 _registered: dict[str, AttentionVariant] = {}
 
 
 def register_variant(variant: AttentionVariant) -> AttentionVariant:
-    """Make a variant known to this process; returns it. Raises `PluginError` where the name is taken."""
+    """Make a variant known to this process; returns it.
+
+    Raises `PluginError` where the name is taken, `SpecError` where a function couples requests.
+    """
     if type(variant) is not AttentionVariant:
         raise PluginError(f"register_variant takes an AttentionVariant, not {variant!r}")
     if variant.name in variants():
@@ -21,6 +25,8 @@ def register_variant(variant: AttentionVariant) -> AttentionVariant:
             f"a variant named {variant.name!r} is registered already; choose another name, or "
             f"unregister_variant({variant.name!r}) first"
         )
+    if any(callable(getattr(variant, name)) for name in FUNCTIONS):  # paths are for who runs them
+        load_object("polyattn.runtime.functions.coupling:check_coupling")(variant)
     _registered[variant.name] = variant
     changed()
     return variant

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from polyattn.device import Device
 from polyattn.runtime.plan import Plan, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import over_context
 from polyattn.spec.layer import LayerSpec
@@ -74,21 +75,23 @@ class Backend:
     """A kernel for one spec over one cache format. It holds compiled code and workspaces.
 
     It remembers no step: what a step needs is in its plan, and any number of plans are alive at once.
-    Workspaces may be shared by all of them: what a backend runs, it runs on one stream, one call
-    after another. `cache` is the cache's format in the blocks that this backend walks in, None where
-    there is none.
+    What a backend runs, it runs on one stream, one call after another. `workspaces` is the group's,
+    whose backends share it; the group sets it after the constructor, which takes nothing of it.
+    `cache` is the cache's format in the blocks that this backend walks in, None where there is none.
     """
 
     name: ClassVar[str] = ""
 
     def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device) -> None:
         self.spec, self.cache, self.device = spec, cache, device
+        self.workspaces = Workspaces()
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what `phases` will run, so that no step has to wait for a compiler.
 
         Called before the first plan of any, once for all phases that the backend was chosen for, and
-        again for what another spec or cache format brings later.
+        again for what another spec or cache format brings later. A candidate's may run in a thread
+        beside the steps of other backends, so it runs no kernel over `workspaces`.
         """
 
     def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:

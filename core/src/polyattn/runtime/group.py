@@ -11,14 +11,17 @@ import torch
 from polyattn.api import select_for_layer
 from polyattn.errors import BatchError, CacheError, PluginError, SpecError, describe, shown
 from polyattn.registry.info import BackendInfo, load_object
-from polyattn.registry.variants import kernel_spec
+from polyattn.registry.variants import kernel_spec, variant_of
 from polyattn.runtime.backend import Backend
+from polyattn.runtime.builds import Builds
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
+from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.plan import Call, StepPlan
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import windowed
@@ -33,6 +36,10 @@ class StepPlanner(ABC):
     @abstractmethod
     def plan(self, batch: Batch, reuse: Any = None) -> StepPlan:
         """Return the step's calls and merges. Raises `BatchError`."""
+
+    def note(self, step: StepPlan, call: Call) -> str:
+        """Return what `StepPlan.explain` says of a call behind its line."""
+        return ""
 
     @property
     def padding_rows(self) -> bool:
@@ -59,15 +66,24 @@ class LayerGroup:
     Layers of one group run one after another, on one stream; what runs on another stream at the same
     time is a group of its own.
 
+    The selection's own backends are built (compiled) before the group returns; candidates that may be
+    faster for some steps are built in a thread, and serve steps that are planned after that. A spec
+    with `graph_capture`, `deterministic` or `batch_invariant` has its first plan wait for all.
+
     - `selection`: what `select` returned, or a `LayerSpec` to select for on this machine.
     - `cache_format`: where the engine brings its own caches, `cache.format` of one of them; default:
       the selection's. It must agree with the selection in all but how blocks lie in memory.
+    - `workspaces`: another group's, where both run one after another on one stream; default: its own.
 
     Raises `PluginError` where a backend can't be loaded, `CacheError`, and what `select` raises.
     """
 
     def __init__(
-        self, selection: Selection | LayerSpec, *, cache_format: CacheFormat | None = None
+        self,
+        selection: Selection | LayerSpec,
+        *,
+        cache_format: CacheFormat | None = None,
+        workspaces: Workspaces | None = None,
     ) -> None:
         if isinstance(selection, LayerSpec):
             selection = select_for_layer(selection)
@@ -77,19 +93,23 @@ class LayerGroup:
             )
         self.selection = selection
         self.spec, self.device = selection.spec, selection.device
+        if (variant := variant_of(self.spec)) is not None:
+            check_coupling(variant, self.spec)
         self.cache_format = selection.cache_format
         if cache_format is not None:
             self.check_format(cache_format)
             self.cache_format = cache_format
+        self.workspaces = workspaces or Workspaces()
         self._loaded: dict[Any, Any] = {}
         self._prepared: set[Any] = set()
-        self._preparing: dict[Backend, tuple[str, ...]] | None = {}
+        self.builds = Builds(str(self.spec))
+        # Where kernels must not change from one step to the next, the first waits for all.
+        spec = self.spec
+        self._waits = bool(spec.graph_capture or spec.deterministic or spec.batch_invariant)
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
-        waiting, self._preparing = self._preparing, None
-        for backend, phases in waiting.items():
-            backend.prepare(phases)
+        self.builds.start(self.torch_device)
         self.device_type = self.torch_device.type
 
     @cached_property
@@ -119,7 +139,14 @@ class LayerGroup:
             )
         if reuse is not None and (not isinstance(reuse, StepPlan) or reuse.group is not self):
             raise BatchError("reuse= is a plan of another group; give the one that was captured")
+        if self._waits:
+            self.finish_builds()
         return self.planner.plan(batch, reuse)
+
+    def finish_builds(self) -> None:
+        """Wait until all candidates are built, so that the kernels of a step no longer change."""
+        self.builds.finish()
+        self._waits = False
 
     def plan_for(self, plan: StepPlan | Batch | None) -> StepPlan:
         """Return the plan that a layer was given, or the one that its batch has with this group."""
@@ -164,9 +191,11 @@ class LayerGroup:
         base: type[BackendT],
         spec: LayerSpec | None = None,
         cache: CacheFormat | None = None,
+        later: bool = False,
     ) -> BackendT:
         """Return this backend for `phase`, loaded once for each spec and cache format.
 
+        `later`: it may be built in the background; until `builds.ready` says so it runs no step.
         It is told of no rotary embedding that comes before it (a store finds that in its call), and of no
         transforms.
         """
@@ -175,13 +204,12 @@ class LayerGroup:
         found: BackendT | None = self._loaded.get(key)
         if found is None:
             found = self._loaded[key] = load_backend(info, spec, cache, self.device, base)
+            if isinstance(found, Backend):
+                found.workspaces = self.workspaces
         if (key, phase) not in self._prepared:
             self._prepared.add((key, phase))
-            if isinstance(found, Backend) and self._preparing is not None:
-                # All of a group's at once: what takes long is compiled side by side.
-                self._preparing[found] = (*self._preparing.get(found, ()), phase)
-            elif isinstance(found, Backend):
-                found.prepare((phase,))
+            if isinstance(found, Backend):
+                self.builds.add(info.name, found, phase, later)
         return found
 
     def kernel_format(self, info: BackendInfo | None) -> CacheFormat | None:

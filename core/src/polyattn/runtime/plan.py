@@ -95,10 +95,14 @@ class StepPlan(ABC):
         return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
 
     def explain(self) -> str:
-        """Return who runs which of the step's sequences, a line each."""
+        """Return who runs which of the step's sequences, a line each.
+
+        Of decodes it says which shared prefixes are read once, or why none is.
+        """
+        note = self.group.planner.note
         return "\n".join(
             f"{call.phase}: {call.plan.batch.num_seqs} sequences, {call.plan.batch.num_tokens} query "
-            f"tokens, up to {call.plan.batch.max_seq_len} keys: {call.name}"
+            f"tokens, up to {call.plan.batch.max_seq_len} keys: {call.name}{note(self, call)}"
             for call in self.calls
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from polyattn.api import select
 from polyattn.registry.discovery import generation
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.workspaces import Workspaces
 from polyattn.settings import Settings, current
 from polyattn.spec.layer import LayerSpec
 
@@ -19,7 +21,7 @@ def group_for(device: torch.device, backend: str | None = None, **fields: Any) -
     """Return the group that serves a `LayerSpec` of these fields; `dtype` is torch's.
 
     It is made once for each way of calling: what a caller pays who keeps nothing. Each thread, and on
-    CUDA each stream, has its own, since groups share workspaces. Raises what `select` raises.
+    CUDA each stream, has its own groups, which share workspaces. Raises what `select` raises.
     """
     return _group(current(), generation(), place_of(device), device, backend, **fields)
 
@@ -50,6 +52,8 @@ def _raw_stream(index: int) -> int:
 
 
 _before_capture: dict[Any, Any] = {}
+_workspaces: weakref.WeakValueDictionary[Any, Workspaces] = weakref.WeakValueDictionary()
+"""By place, for as long as a group there has them."""
 
 
 @lru_cache(maxsize=1024)
@@ -59,4 +63,5 @@ def _group(
 ) -> LayerGroup:  # fmt: skip
     dtype = str(fields.pop("dtype")).removeprefix("torch.")
     spec = LayerSpec(dtype=dtype, **fields)
-    return LayerGroup(select(spec, device, backend=backend, settings=settings))
+    selection = select(spec, device, backend=backend, settings=settings)
+    return LayerGroup(selection, workspaces=_workspaces.setdefault(place, Workspaces()))

@@ -93,11 +93,9 @@ def _heads(spec: LayerSpec) -> tuple[int, int]:
 
 
 def _seen(spec: LayerSpec, queries: int) -> int:
-    """Return how many keys a row of so many query tokens can see at most."""
-    window = spec.sliding_window or spec.chunk_size
-    if window is None or not spec.causal:
-        return sys.maxsize
-    return queries + window - 1 + spec.sink_tokens
+    """Return how many keys a row of so many query tokens, its last ones, can see at most."""
+    limits = [size for size in (spec.sliding_window, spec.chunk_size) if size is not None]
+    return queries + min(limits) - 1 + spec.sink_tokens if limits else sys.maxsize
 
 
 Weighed = tuple[str, tuple[float, ...], bool, float, int]

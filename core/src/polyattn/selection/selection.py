@@ -68,8 +68,16 @@ class Selection:
 
 @dataclass(frozen=True)
 class SelectedLayers:
-    """The layers of a model that compute the same, and what was selected for them."""
+    """The layers of a model that compute the same, and what was selected for them.
+
+    `kv_source`: for each of `layers` the index of the layer whose cache it reads, most often its own.
+    """
 
     spec: LayerSpec
     layers: tuple[int, ...]
     selection: Selection
+    kv_source: tuple[int, ...]
+
+    def num_caches(self, count: int) -> int:
+        """Return how many caches the first `count` layers need."""
+        return len(set(self.kv_source[:count]))

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from polyattn.device import Device
-from polyattn.errors import SelectionError, SettingsError, nearest
+from polyattn.errors import SelectionError, SettingsError
 from polyattn.registry.capabilities import ANY_PLATFORM, Rejection, check
-from polyattn.registry.extras import install_advice
+from polyattn.registry.catalogue import install_advice, unknown
 from polyattn.registry.info import BackendInfo
 from polyattn.selection.cache_format import format_of
 from polyattn.selection.decision import Decision, Step, Verdict
@@ -149,11 +149,9 @@ def _check_names(facts: Facts, settings: Settings) -> None:
     """Refuse a name that nobody has, whatever layers it speaks of. Raises `SettingsError`."""
     for override in (o for source in settings.sources for o in source):
         if override.backend not in facts.backends:
-            known = nearest(override.backend, facts.backends)
+            what = unknown("backends", override.backend, facts.backends)
             problems = "".join(f"\n  note: {text}" for text in facts.problems)
-            raise SettingsError(
-                f"{override.source}: backend {override.backend!r} is unknown{known}{problems}"
-            )
+            raise SettingsError(f"{override.source}: backend {override.backend!r} {what}{problems}")
 
 
 def _named(

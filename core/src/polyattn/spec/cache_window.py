@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from polyattn.errors import SpecError
-from polyattn.spec.checks import integer
+from polyattn.spec.checks import LONGEST, integer
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 
@@ -34,10 +34,12 @@ class CacheWindow:
 
     def __post_init__(self) -> None:
         integer("CacheWindow.block_size", self.block_size, 1)
-        integer("CacheWindow.sinks", self.sinks, 0)
+        integer("CacheWindow.sinks", self.sinks, 0, LONGEST)
         for name in ("window", "chunk"):
             if getattr(self, name) is not None:
-                integer(f"CacheWindow.{name}", getattr(self, name), 1, hint="; use None for none")
+                integer(
+                    f"CacheWindow.{name}", getattr(self, name), 1, LONGEST, "; use None for none"
+                )
         if self.window is None and self.chunk is None:
             raise SpecError(
                 "CacheWindow.window=None without a chunk keeps everything; give one of both"
@@ -52,16 +54,19 @@ class CacheWindow:
         Raises `SpecError`.
         """
         integer("block_size", block_size, 1)
-        windowed = spec.sliding_window is not None or spec.chunk_size is not None
-        if not windowed or not (spec.cached and spec.causal and spec.role is Role.DECODER):
+        window, chunk = (
+            None if size == LONGEST else size for size in (spec.sliding_window, spec.chunk_size)
+        )
+        keeps_all = (window is None and chunk is None) or spec.sink_tokens == LONGEST
+        if keeps_all or not (spec.cached and spec.causal and spec.role is Role.DECODER):
             return None
-        if spec.sink_tokens and (spec.alibi or spec.chunk_size is not None):
+        if spec.sink_tokens and (spec.alibi or chunk is not None):
             return None
         rope = spec.rope
         by_length = rope is not None and rope.scaling in ("dynamic", "longrope")
         if rope is not None and rope.positions == "absolute" and by_length:
             return None
-        return cls(block_size, spec.sliding_window, spec.sink_tokens, spec.chunk_size)
+        return cls(block_size, window, spec.sink_tokens if window is not None else 0, chunk)
 
     @property
     def head(self) -> int:

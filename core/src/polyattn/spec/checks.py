@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 LARGEST = 1 << 24
 """No head count, size or window of a model comes near; what exceeds it is a slip."""
 LARGEST_BLOCK = 1 << 16
+LONGEST = 1 << 29
+"""Tokens of the longest sequence. A window, chunk or number of kept tokens beyond it hides nothing more,
+and a position plus or minus either stays within int32, in which kernels count."""
+LARGEST_WINDOW = 1 << 40
+"""Engines write 2^31 - 1, 2^31 or 2^32 for none; what exceeds this is a slip."""
 
 
 def member(name: str, value: Any, enum: type[Enum]) -> Enum:
@@ -40,6 +45,33 @@ def member(name: str, value: Any, enum: type[Enum]) -> Enum:
     except ValueError:
         valid = [m.name.lower() if issubclass(enum, IntEnum) else m.value for m in enum]
         raise SpecError(f"{name}={value!r} is unknown{nearest(str(value), valid)}") from None
+
+
+FIELDS_ELSEWHERE = {
+    "head_dim": "head_size", "qk_head_dim": "head_size", "head_dim_qk": "head_size",
+    "v_head_dim": "v_head_size", "head_dim_v": "v_head_size", "head_dim_vo": "v_head_size",
+    "num_attention_heads": "num_heads", "num_qo_heads": "num_heads", "num_q_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads", "num_heads_kv": "num_kv_heads",
+    "sm_scale": "scale", "softmax_scale": "scale", "scaling": "scale", "page_size": "block_size",
+    "softcap": "logit_soft_cap", "soft_cap": "logit_soft_cap", "logits_soft_cap": "logit_soft_cap",
+    "attn_logit_softcapping": "logit_soft_cap", "is_causal": "causal",
+    "attention_chunk": "chunk_size", "attention_chunk_size": "chunk_size",
+    "window": "sliding_window", "window_size": "sliding_window",
+    "window_left": "sliding_window, which counts the query itself: window_left + 1",
+    "kv_dtype": "kv_cache_dtype", "kv_data_type": "kv_cache_dtype", "cache_dtype": "kv_cache_dtype",
+    "q_data_type": "dtype", "torch_dtype": "dtype", "sinks": "learned_sinks",
+    "return_lse": "needs_lse", "alibi_slopes": "alibi", "rope_theta": "rope=RopeSpec(base=...)",
+}  # fmt: skip
+"""What transformers, vLLM, FlashInfer and flash-attn call a field, and its name here."""
+
+
+def no_field(of: str, name: str, known: Collection[str]) -> str:
+    """Say that there is no such field, and what it is called here."""
+    here = FIELDS_ELSEWHERE.get(name, "")
+    hint = (
+        f"; polyattn calls it {here}" if here.partition(",")[0].partition("=")[0] in known else ""
+    )
+    return f"{of} has no field {name!r}{hint or nearest(name, known)}"
 
 
 def integer(name: str, value: Any, low: int, high: int = LARGEST, hint: str = "") -> None:
@@ -77,11 +109,13 @@ def check_fields(spec: LayerSpec) -> None:
         integer(name, getattr(spec, name), 1)
     for name in ("block_size", "sliding_window", "chunk_size"):
         if getattr(spec, name) is not None:
-            high = LARGEST_BLOCK if name == "block_size" else 1 << 40
+            high = LARGEST_BLOCK if name == "block_size" else LARGEST_WINDOW
             integer(name, getattr(spec, name), 1, high, "; use None for none")
     if spec.window_right is not None:
-        integer("window_right", spec.window_right, 0, 1 << 40, "; use None for none")
-    integer("sink_tokens", spec.sink_tokens, 0)
+        integer("window_right", spec.window_right, 0, LARGEST_WINDOW, "; use None for none")
+    if spec.kv_source is not None:
+        integer("kv_source", spec.kv_source, 0, hint="; use None for the layer's own keys")
+    integer("sink_tokens", spec.sink_tokens, 0, LARGEST_WINDOW)
     for name in _FLAGS:
         flag(name, getattr(spec, name))
     for name, valid in (
@@ -149,6 +183,11 @@ def check_relations(spec: LayerSpec) -> None:
         spec.sliding_window or spec.window_right is not None or spec.chunk_size or spec.alibi
     ):
         raise SpecError("role='cross' has no positions to window, chunk or bias; drop those fields")
+    attends = spec.role is Role.DECODER and not spec.kind.is_recurrent
+    if spec.kv_source is not None and not (attends and spec.cached):
+        raise SpecError(
+            f"kv_source={spec.kv_source!r} is for a decoder's attention over cached keys; leave it out"
+        )
     if spec.length_bounds and not spec.cached:
         raise SpecError(
             "length_bounds=True speaks of a cache whose lengths the device has; leave it out"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 
+from polyattn.errors import SpecError
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec, RecurrentSpec
 
@@ -119,10 +120,43 @@ def parts(spec: LayerSpec) -> tuple[LayerSpec, ...]:
     return (spec,) if before is None else (before, spec)
 
 
+def _grouped(specs: Sequence[LayerSpec], index: int) -> LayerSpec:
+    """Return what a layer that reads another's keys computes: what its source does."""
+    source = specs[index].kv_source
+    own = specs[index].replace(kv_source=None)
+    if source is None or source >= index or specs[source] != own:
+        raise SpecError(
+            f"layer {index}: kv_source={source} must be an earlier layer that computes the same and "
+            "keeps keys of its own"
+        )
+    return own
+
+
 def group_layers(specs: Iterable[LayerSpec]) -> dict[LayerSpec, list[int]]:
-    """Return each distinct part with the indices of its layers, in order of first appearance."""
+    """Return each distinct part with the indices of its layers, in order of first appearance.
+
+    A layer with a `kv_source` joins its source's group. Raises `SpecError` where it can't.
+    """
     groups: dict[LayerSpec, list[int]] = {}
+    specs = list(specs)
     for index, spec in enumerate(specs):
-        for part in parts(spec):
+        for part in parts(_grouped(specs, index) if spec.kv_source is not None else spec):
             groups.setdefault(part, []).append(index)
     return groups
+
+
+def kv_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int, ...]:
+    """Return for each of `layers` the index of the layer whose cache it reads: its own, or another."""
+    sources = ((index, specs[index].kv_source) for index in layers)
+    return tuple(index if source is None else source for index, source in sources)
+
+
+def ranges(indices: list[int]) -> str:
+    """Return the text `0-2, 5` for the layers 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -8,6 +8,7 @@ torch tensors pass through the same formulas.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import floordiv
 from typing import Any, NamedTuple
 
 from polyattn.spec.layer import LayerSpec
@@ -41,6 +42,7 @@ def key_ranges(
     length: Any,
     minimum: Callable[[Any, Any], Any] = min,
     maximum: Callable[[Any, Any], Any] = max,
+    floor_divide: Callable[[Any, int], Any] = floordiv,
 ) -> KeyRanges:
     """Return the keys that the queries at positions `first` to `last` see of `length` keys.
 
@@ -54,6 +56,7 @@ def key_ranges(
         length: number of keys.
         minimum: elementwise minimum; for arrays `numpy.minimum`, for tensors `torch.minimum`.
         maximum: likewise.
+        floor_divide: division that rounds down, by a positive number; for where `//` isn't that.
 
     Example:
         >>> key_ranges(LayerSpec(num_heads=1, head_size=64, sliding_window=4, sink_tokens=2), 9, 9, 10)
@@ -63,17 +66,17 @@ def key_ranges(
     zero = length * 0
     start, stop = zero, length
     if spec.chunk_size is not None:  # floors, so that positions below 0 are in chunks of their own
-        start = maximum(start, first // spec.chunk_size * spec.chunk_size)
-        stop = minimum(stop, (last // spec.chunk_size + 1) * spec.chunk_size)
+        chunk = spec.chunk_size
+        start = minimum(maximum(start, floor_divide(first, chunk) * chunk), length)
+        stop = minimum(stop, (floor_divide(last, chunk) + 1) * chunk)
     if spec.causal:
         stop = minimum(stop, last + 1)
-    start = minimum(start, length)
     stop = maximum(stop, start)
     kept_stop, near_start, near_stop = start, start, stop
     left, right = window_sizes(spec)
     if left >= 0:
         near_start = minimum(maximum(near_start, first - left), stop)
-    if right >= 0:
+    if right >= 0 and not spec.causal:
         near_stop = maximum(minimum(near_stop, last + right + 1), near_start)
     if spec.sink_tokens and (left >= 0 or right > 0):
         kept_stop = maximum(minimum(stop, zero + spec.sink_tokens), start)

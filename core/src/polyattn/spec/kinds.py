@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from enum import Enum, IntEnum
+from typing import Any
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4")
 QUANTISED_DTYPES = ("auto", "fp8_e4m3")
 """What queries, keys and values may arrive in, and outputs leave in, beside the layer's dtype."""
-DTYPE_ALIASES = {"fp8": "fp8_e4m3"}
-"""What engines call a dtype, and what it is."""
+DTYPE_ALIASES = {
+    "fp8": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "bf16": "bfloat16",
+    "half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "double": "float64",
+}  # fmt: skip
+"""What engines and torch call a dtype, and its name here."""
 SCALES = ("number", "tensor", "head")
 """How a layer's scales are given: numbers, tensors of one element, tensors of one a KV head."""
 LAYOUTS = ("NHD", "HND", "contiguous")
@@ -22,6 +26,14 @@ ITEM_BYTES: dict[str, float] = {
 """Bytes of an element of each dtype that a cache can have; of `nvfp4` with its share of block scales."""
 PHASES = ("prefill", "decode", "mixed", "store", "merge")
 """The roles of a kernel: attention's three, storing the step's keys and values, merging states."""
+
+
+def dtype_name(value: Any) -> Any:
+    """Return the name of a dtype: of torch's `torch.bfloat16`, of an alias, else the value itself."""
+    if not isinstance(value, str) and type(value).__module__ != "torch":
+        return value
+    name = str(value).removeprefix("torch.")
+    return DTYPE_ALIASES.get(name.lower(), name)
 
 
 class AttentionKind(str, Enum):

@@ -9,18 +9,20 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Self
 
-from polyattn.errors import SpecError, nearest, shown
+from polyattn.errors import SpecError, shown
 from polyattn.spec.checks import (
+    LONGEST,
     check_fields,
     check_latent,
     check_recurrent,
     check_relations,
     member,
+    no_field,
 )
 from polyattn.spec.features import features
-from polyattn.spec.kinds import DTYPE_ALIASES, AttentionKind, GraphCapture, Role
+from polyattn.spec.kinds import AttentionKind, GraphCapture, Role, dtype_name
 from polyattn.spec.rope import RopeSpec
 
 
@@ -83,7 +85,8 @@ class LayerSpec:
     """One attention (or attention-like) layer: frozen, hashable, no tensors, JSON round trip.
 
     Sizes are in elements, windows in tokens. `v_head_size` defaults to `head_size`, `scale`
-    to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. Raises `SpecError`.
+    to `1/sqrt(head_size)`, `num_kv_heads` to `num_heads`. A window, a chunk and kept tokens count up
+    to 2^29, the longest sequence; a larger value is stored as that one. Raises `SpecError`.
 
     - `sliding_window` W: a query sees itself and the W - 1 keys before it; without a causal mask also
       the W - 1 after it, or the `window_right` after it, where that is given (with or without W).
@@ -95,6 +98,9 @@ class LayerSpec:
     - `alibi`: adds `-slope * distance` to each logit; slopes belong to `Attention`.
     - `cached`: whether keys and values outlive the step that made them. None: decoders' and
       cross-attention's do, encoders' don't. Uncached, they are given whole at each call.
+    - `kv_source`: the index of the earlier layer, in the model's list of specs, whose cached keys and
+      values this layer reads; None: its own. Such a layer computes what its source does and belongs to
+      the source's group (`group_layers`): call it with the source's cache, and None as key and value.
     - `rope`: how queries and keys are rotated on the way in. A layer says who does it (`rotate=`);
       attention's kernels are asked for it only where `rope.positions` is `"cache"`.
     - `variant`: the name of a registered `AttentionVariant`, whose functions change scores or hide keys
@@ -132,6 +138,7 @@ class LayerSpec:
     block_size: int | None = None
     role: Role = Role.DECODER
     cached: bool | None = None
+    kv_source: int | None = None
     causal: bool = True
     sliding_window: int | None = None
     window_right: int | None = None
@@ -152,6 +159,12 @@ class LayerSpec:
     variant: str | None = None
     mask: str | None = None
 
+    def __new__(cls, *args: Any, **fields: Any) -> Self:
+        for name in fields:
+            if name not in cls.__dataclass_fields__:
+                raise SpecError(no_field("LayerSpec", name, cls.__dataclass_fields__))
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         set_ = object.__setattr__
         for name, enum in (
@@ -160,10 +173,11 @@ class LayerSpec:
             ("graph_capture", GraphCapture),
         ):
             set_(self, name, member(name, getattr(self, name), enum))
-        for name in ("kv_cache_dtype", "qkv_dtype", "out_dtype"):
-            value = getattr(self, name)
-            if isinstance(value, str):
-                set_(self, name, DTYPE_ALIASES.get(value, value))
+        for name in ("dtype", "kv_cache_dtype", "qkv_dtype", "out_dtype"):
+            dtype = dtype_name(getattr(self, name))
+            if name != "dtype" and {type(dtype), type(self.dtype)} == {str} and dtype == self.dtype:
+                dtype = "auto"
+            set_(self, name, dtype)
         for name, default in self._derived().items():
             value = getattr(self, name)
             if type(value) is type(_DERIVED[name]) and value == _DERIVED[name]:
@@ -174,6 +188,9 @@ class LayerSpec:
                 raise SpecError(
                     f"{name}={shown(getattr(self, name))} must be a {part.__name__}, or None for none"
                 )
+        for name, most in _SATURATED.items():
+            if (getattr(self, name) or 0) > most:
+                set_(self, name, most)
         set_(self, "scale", float(self.scale) or 1.0 / math.sqrt(self.head_size))
         check_relations(self)
         if self.window_right is not None and self.window_right + 1 == self.sliding_window:
@@ -243,10 +260,6 @@ class LayerSpec:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LayerSpec:
         """Build a spec from `to_dict`'s form. Raises `SpecError` on an unknown field."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        for name in values:
-            if name not in known:
-                raise SpecError(f"LayerSpec has no field {name!r}{nearest(name, known)}")
         given = dict(values)
         for name, part in (("latent", LatentSpec), ("recurrent", RecurrentSpec)):
             if isinstance(given.get(name), Mapping):
@@ -276,16 +289,19 @@ class LayerSpec:
         *,
         assume: str | None = None,
         ignore: Collection[str] = (),
+        kv_cache_dtype: str | None = None,
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
         a directory that holds one. `assume` names the type to read it as; `ignore` the fields
-        that don't change attention. Raises `ConfigError`.
+        that don't change attention; `kv_cache_dtype` what the caches hold, `"auto"` for the model's
+        dtype. It has to be named where the checkpoint asks for a quantised cache. Raises
+        `ConfigError`.
         """
         from polyattn.spec.huggingface import layer_specs
 
-        return layer_specs(config, assume=assume, ignore=ignore)
+        return layer_specs(config, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype)
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""
@@ -311,6 +327,8 @@ class LayerSpec:
             words.append(self.role.value)
         if self.cached != self._derived()["cached"]:
             words.append("cached" if self.cached else "uncached")
+        if self.kv_source is not None:
+            words.append(f"keys of layer {self.kv_source}")
         words += sorted(features(self) - {"causal", "gqa"})
         if self.sliding_window:
             words[words.index("sliding_window")] = f"window {self.sliding_window}"
@@ -322,6 +340,11 @@ class LayerSpec:
 _PARTS: dict[str, type[Any]] = {
     "latent": LatentSpec, "recurrent": RecurrentSpec, "rope": RopeSpec,
 }  # fmt: skip
+_SATURATED = {
+    "sliding_window": LONGEST, "window_right": LONGEST - 1, "chunk_size": LONGEST,
+    "sink_tokens": LONGEST,
+}  # fmt: skip
+"""What says "all keys" in each field; more of it means the same."""
 _DERIVED: dict[str, Any] = {"num_kv_heads": 0, "v_head_size": 0, "cached": None}
 """What says that a field was left out."""
 
@@ -334,7 +357,7 @@ def _part(name: str, part: type[Any], values: Mapping[str, Any]) -> Any:
     known = {f.name for f in dataclasses.fields(part)}
     for field in values:
         if field not in known:
-            raise SpecError(f"{name} has no field {field!r}{nearest(str(field), known)}")
+            raise SpecError(no_field(name, str(field), known))
     try:
         return part(**values)
     except TypeError as error:

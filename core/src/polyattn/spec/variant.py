@@ -90,8 +90,9 @@ class AttentionVariant:
       a `Path`: there `score_mod` and `mask_mod`, as far as the variant has them, under these names. It
       takes the place of what would be generated of the functions, which stay what is right.
 
-    A function is evaluated for all its arguments at once, as under `flex_attention`: no `if` on them, and
-    no reductions. Raises `SpecError`.
+    A function is evaluated for all its arguments at once, as under `flex_attention`: no `if` on them.
+    A function of elements may reduce over its last dimension, a head's elements: `.mean(-1,
+    keepdim=True)`. Other reductions couple requests; `register_variant` refuses them. Raises `SpecError`.
     """
 
     name: str

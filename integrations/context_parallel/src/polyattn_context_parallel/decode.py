@@ -18,6 +18,7 @@ from polyattn.runtime.cache.kv_cache import KVCache, raw
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
+from polyattn.spec.key_ranges import key_ranges
 from polyattn.spec.layer import LayerSpec
 from torch import Tensor
 
@@ -79,10 +80,8 @@ class CopiedTogether(LocalState):
 
 def _seen_places(spec: LayerSpec, length: int, blocks: Blocks) -> np.ndarray[Any, Any]:
     """Return this rank's places of a sequence that its last token sees, in order."""
-    first = 0 if spec.sliding_window is None else max(length - spec.sliding_window, 0)
-    chunk = 0 if spec.chunk_size is None else (length - 1) // spec.chunk_size * spec.chunk_size
-    runs = [(0, min(spec.sink_tokens, first)), (first, length)]
-    held = [blocks.held([max(start, chunk), stop]) for start, stop in runs]
+    kept_start, kept_stop, near_start, near_stop = key_ranges(spec, length - 1, length - 1, length)
+    held = [blocks.held([kept_start, kept_stop]), blocks.held([near_start, near_stop])]
     return np.concatenate([np.arange(start, stop) for start, stop in held])
 
 

@@ -50,7 +50,7 @@ class ContextRunner(Runner):
             else AttentionRunner(layers, options, num_blocks)
         )
         self.group, self.spec, self.count = self.alone.group, self.alone.spec, self.alone.count
-        self.device = self.alone.device
+        self.device, self.num_caches = self.alone.device, self.alone.num_caches
         self.shared = ContextGroup(self.group, context)
         self.layers = [ContextAttention(self.shared, layer) for layer in self.alone.layers]
         self.saved_bytes = 0

@@ -13,7 +13,10 @@ from polyattn import PolyattnError
 from polyattn.families.attention.stateless.sdpa import sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.generic import TransformersKwargs
+from transformers.utils.output_capturing import _active_collector
 
 from polyattn_transformers import paged
 from polyattn_transformers.ledger import LEDGER
@@ -37,17 +40,23 @@ def attention(
 
     `query` (batch, heads, queries, size), `key`, `value` (batch, KV heads, keys, size). Returns the
     output (batch, queries, heads, size) and, where the model's own attention had to serve, its weights.
+    Raises `PolyattnError` for an argument that neither polyattn nor the eager attention knows.
     """
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
+        # `make_mask` leaves a causal mask out only where the lengths are equal: other layers see all.
+        is_causal = getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
     sinks = kwargs.get("s_aux")
     if sinks is None and "sinks" in module._parameters:
         sinks = module._parameters["sinks"]
     # A single query is a decode: it sees all keys, wherever they are aligned.
     causal = is_causal and query.shape[2] > 1
     own, others = _own_attention(type(module).__module__)
+    _check_known(module, others, kwargs)
+    indices = kwargs.pop("indices", None)
+    if indices is not None:
+        attention_mask = _selected(module, attention_mask, indices, key.shape[2])
     why = _refused(module, others, (query, key, value, sinks), dropout, kwargs)
     if "cache" in kwargs and isinstance(kwargs["cache"], PagedAttentionCache):
         if why is not None:
@@ -69,6 +78,10 @@ def attention(
             why = str(error)
     if not torch.compiler.is_compiling():
         LEDGER.count_fallback(type(module).__name__, why)
+    if why in TRAINING and softcap is None and sinks is None:
+        return sdpa_attention_forward(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, dropout, scaling, is_causal
+        )
     attention_mask = _as_added(attention_mask, query, key, is_causal)
     if softcap is not None:
         kwargs["softcap"] = softcap
@@ -93,12 +106,43 @@ SERVED = {
 }  # fmt: skip
 """Arguments of models' eager functions that are understood here (windows are in the mask)."""
 
+KNOWN = SERVED | set(TransformersKwargs.__annotations__) | set(PagedAttentionArgs.__annotations__)
+KNOWN |= {"indices", "use_cache", "cache_position", "deterministic"}
+"""Arguments that are served, or that no attention needs beside the mask."""
+
+
+def _check_known(module: nn.Module, others: frozenset[str], kwargs: dict[str, Any]) -> None:
+    """Raise for an argument that nobody reads: the model may expect a kernel of its own to read it."""
+    for name, value in kwargs.items():
+        if value is not None and name not in KNOWN and name not in others:
+            raise PolyattnError(
+                f"{type(module).__name__} calls attention with {name}=, which polyattn doesn't know; "
+                'load the model with attn_implementation="eager"'
+            )
+
+
+def _selected(module: nn.Module, mask: Tensor | None, indices: Tensor, keys: int) -> Tensor:
+    """Return the bool mask of what `mask` shows at `indices` (batch, queries, keys that are seen)."""
+    if mask is None:
+        raise PolyattnError(
+            f"{type(module).__name__} calls attention with indices= but without a mask; load the model "
+            'with attn_implementation="eager"'
+        )
+    chosen = indices.new_zeros(*indices.shape[:2], keys, dtype=torch.bool)
+    chosen.scatter_(-1, indices.long(), True)
+    seen = mask if mask.dtype is torch.bool else mask == 0
+    return seen & chosen[:, None]
+
 
 @lru_cache(maxsize=256)
 def _own_attention(module: str) -> tuple[Callable[..., Any], frozenset[str]]:
     """Return the eager attention of a model's file, and those of its arguments that aren't served."""
     found = getattr(sys.modules.get(module), "eager_attention_forward", sdpa_attention_forward)
     return found, frozenset(inspect.signature(found).parameters) - SERVED
+
+
+TRAINING = ("gradients are asked for", "dropout")
+"""Why sdpa serves instead, which has a backward and dropout, unless the layer has a soft cap or sinks."""
 
 
 def _refused(
@@ -109,13 +153,22 @@ def _refused(
     kwargs: dict[str, Any],
 ) -> str | None:
     """Return why a call can't be served, None where it can, for all but its mask."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return "gradients are asked for"
-    if dropout and module.training:
-        return f"dropout={dropout}"
-    if kwargs.get("output_attentions"):
+    if _weights_wanted(kwargs):
         return "output_attentions=True"
     for name in others:
         if kwargs.get(name) is not None:
             return f"the argument {name}"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return TRAINING[0]
+    if dropout and module.training:
+        return TRAINING[1]
     return None
+
+
+def _weights_wanted(kwargs: dict[str, Any]) -> bool:
+    """Return whether the caller of the model wants attention weights: models collect them by hooks."""
+    if kwargs.get("output_attentions"):
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())

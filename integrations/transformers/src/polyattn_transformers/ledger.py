@@ -2,4 +2,4 @@
 
 from polyattn.runtime.ledger import Ledger
 
-LEDGER = Ledger("transformers", "eager attention")
+LEDGER = Ledger("transformers", "transformers' own attention")

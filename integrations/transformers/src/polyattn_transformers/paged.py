@@ -22,7 +22,7 @@ def continuous_batching_manager(
 
     transformers' own method takes only the attention names that it knows, so the manager is made under
     one of those and the model's name set afterwards. Raises `PolyattnError` where CUDA graphs are asked
-    for: a step's lengths are read on the host.
+    for, since a step's lengths are read on the host, and for a model that doesn't pass the cache on.
     """
     config = kwargs.get("continuous_batching_config")
     asked = getattr(config, "use_cuda_graph", None)
@@ -31,6 +31,11 @@ def continuous_batching_manager(
             f"use_cuda_graph={asked}: continuous batching here plans each step on the host; leave it out"
         )
     host: Any = model
+    if not host._supports_attention_backend:
+        raise PolyattnError(
+            f"{type(model).__name__} doesn't pass a paged cache on to the attention interface; use its "
+            "generate()"
+        )
     host.set_attn_implementation("paged|eager")
     manager = host.init_continuous_batching(generation_config=generation_config, **kwargs)
     host.set_attn_implementation("polyattn")

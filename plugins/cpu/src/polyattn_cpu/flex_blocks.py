@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from polyattn.kernel import LayerSpec
+from polyattn.kernel import LayerSpec, key_ranges
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -27,24 +27,13 @@ def intervals(
     `position`, `length`, `start` int64 (rows,): the row's place in its sequence, how many keys that
     has and where they start; a row of padding has length 0.
     """
-    first, end = torch.zeros_like(length), length
-    if spec.causal:
-        end = torch.minimum(end, position + 1)
-    if spec.chunk_size is not None:
-        chunk = position // spec.chunk_size * spec.chunk_size
-        first, end = chunk.clamp(min=0), torch.minimum(end, chunk + spec.chunk_size)
-    if spec.sliding_window is None:
-        return ((start + first, start + end),)
-    near, kept = torch.maximum(first, position - spec.sliding_window + 1), end
-    if not spec.causal:
-        end = torch.minimum(end, position + spec.sliding_window)
+    first, kept, near, end = key_ranges(
+        spec, position, position, length, torch.minimum, torch.maximum
+    )
     if not spec.sink_tokens:
         return ((start + near, start + end),)
-    kept = kept.clamp(max=spec.sink_tokens)
-    joined = (first < kept) & (near <= kept)
-    near = torch.where(joined, first, near)
-    end = torch.where(joined, torch.maximum(kept, end), end)
-    kept = torch.where(joined, first, kept)
+    touch = kept == near
+    near, kept = torch.where(touch, first, near), torch.where(touch, first, kept)
     return (start + near, start + end), (start + first, start + kept)
 
 

@@ -29,9 +29,8 @@ from polyattn.kernel import (
 from torch import Tensor
 
 from polyattn_cuda.flashinfer_variants import Functions, StepMasks
-from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
 from polyattn_cuda.paging import PackedKeys, num_pages, page_lists
-from polyattn_cuda.workspaces import WORKSPACE_BYTES, workspace
 
 SHORT = 16
 """Query tokens of a sequence up to which its row is taken as a decode."""
@@ -46,7 +45,7 @@ def scratch_bytes(spec: LayerSpec, device: torch.device) -> int:
     """Return what parts of split rows may take: two tiles of 128 rows for each multiprocessor.
 
     A tile's rows are those of one KV head; FlashInfer counts each tile for all query heads. In steps of
-    64 MiB, so that layers of like groups share one buffer.
+    64 MiB, so that the specs of one group share one buffer.
     """
     sms = 1
     if device.type == "cuda":
@@ -137,7 +136,7 @@ class FlashInferAttention(AttentionBackend):
     def _make(self, kind: Any, capacity: int) -> Any:
         import flashinfer
 
-        buffer = workspace(self.torch_device, self.scratch)
+        buffer = self.workspaces.scratch(self.torch_device, self.scratch)
         kernel = "fa2" if kind == "short" else self.prefill_kernel
         jit = {} if self.functions is None else {"jit_args": self.functions.jit_args(kernel)}
         if kind == "ragged":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +20,9 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.flashinfer_wrappers import Lease, WrapperPool
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES, Lease, WrapperPool
 from polyattn_cuda.latent import LatentAdapter, LatentPlan
 from polyattn_cuda.paging import num_pages, page_lists
-from polyattn_cuda.workspaces import workspace, zeroed_workspace
 
 
 class WrapperPlan(LatentPlan):
@@ -48,7 +48,7 @@ class FlashInferMLA(LatentAdapter):
     def _make(self, kind: Any, capacity: int) -> Any:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-        buffer = workspace(self.torch_device)
+        buffer = self.workspaces.scratch(self.torch_device, WORKSPACE_BYTES)
         if kind == "eager":
             return BatchMLAPagedAttentionWrapper(buffer, backend="auto")
         count = kind[1]
@@ -116,14 +116,13 @@ class CutlassMLA(LatentAdapter):
 
     name: ClassVar[str] = "CUTLASS_MLA"
 
-    def __init__(self, spec: LayerSpec, cache: CacheFormat | None, device: Device):
-        super().__init__(spec, cache, device)
+    @cached_property
+    def wrapper(self) -> Any:
+        """FlashInfer's. Nothing is planned into it: lengths and pages come with each call."""
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
-        # Nothing is planned into it: lengths and pages come with each call.
-        self.wrapper = BatchMLAPagedAttentionWrapper(
-            workspace(self.torch_device), backend="cutlass"
-        )
+        buffer = self.workspaces.scratch(self.torch_device, WORKSPACE_BYTES)
+        return BatchMLAPagedAttentionWrapper(buffer, backend="cutlass")
 
     def run(
         self,
@@ -166,9 +165,10 @@ class FlashInferSparseMLA(SparseBackend):
         spec, topk = self.spec, slots.shape[1]
         assert spec.latent is not None
         rank, rope = spec.latent.rank, spec.latent.rope_head_size
+        buffer = self.workspaces.counters(query.device, WORKSPACE_BYTES)
         trtllm_batch_decode_with_kv_cache_mla(
             query=query[:, None], kv_cache=cache.key[:, None, :, 0],
-            workspace_buffer=zeroed_workspace(query.device), qk_nope_head_dim=spec.head_size - rope,
+            workspace_buffer=buffer, qk_nope_head_dim=spec.head_size - rope,
             kv_lora_rank=rank, qk_rope_head_dim=rope, block_tables=slots[:, None],
             seq_lens=(slots >= 0).sum(1).int(), max_seq_len=topk, sparse_mla_top_k=topk,
             out=out[:, None], bmm1_scale=spec.scale, bmm2_scale=1.0,

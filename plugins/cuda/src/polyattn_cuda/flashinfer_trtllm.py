@@ -30,7 +30,7 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cuda.workspaces import zeroed_workspace
+from polyattn_cuda.flashinfer_wrappers import WORKSPACE_BYTES
 
 SEMAPHORE_BYTES = 8 << 20
 """What FlashInfer lets XQA count in, at the start of its workspace."""
@@ -101,7 +101,7 @@ class FlashInferTrtllm(AttentionBackend):
         assert batch.block_table is not None
         k_scale, v_scale = (params.k_scale, params.v_scale) if self.quantized else (1.0, 1.0)
         trtllm_batch_decode_with_kv_cache(
-            query, (cache.key, cache.value), zeroed_workspace(self.torch_device),
+            query, (cache.key, cache.value), self._counters(),
             batch.block_table.contiguous(), batch.seq_lens, batch.max_seq_len,
             bmm1_scale=self.spec.scale * k_scale, bmm2_scale=v_scale,
             window_left=window_sizes(self.spec)[0], out=out, sinks=params.sinks, kv_layout="NHD",
@@ -113,7 +113,7 @@ class FlashInferTrtllm(AttentionBackend):
         """Attend by XQA's general kernel: what FlashInfer's function does, but for its choice."""
         spec, table = self.spec, batch.block_table
         assert table is not None
-        left, work = window_sizes(spec)[0], zeroed_workspace(self.torch_device)
+        left, work = window_sizes(spec)[0], self._counters()
         sinks = None if params.sinks is None else params.sinks.view(spec.num_kv_heads, -1)
         # It multiplies logits by `q_scale * kv_scale / sqrt(head_size)`, outputs by `kv_scale`.
         q_scale = spec.scale * params.k_scale / params.v_scale * spec.head_size**0.5
@@ -124,6 +124,10 @@ class FlashInferTrtllm(AttentionBackend):
             batch.num_seqs, params.v_scale, work[:SEMAPHORE_BYTES], work[SEMAPHORE_BYTES:], True, 1,
             None,
         )  # fmt: skip
+
+    def _counters(self) -> Tensor:
+        """The kernels count at its start, and write their scratch behind that."""
+        return self.workspaces.counters(self.torch_device, WORKSPACE_BYTES)
 
     @cached_property
     def num_sms(self) -> int:

@@ -11,6 +11,8 @@ from polyattn.kernel import Plan
 
 from polyattn_cuda.paging import Room
 
+WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer recommends for parts of split keys. Each group has so much, or more, to itself."""
 MOST_IDLE = 32
 """Wrappers that wait for a plan; each keeps 8 MB of the device's memory and of the host's."""
 

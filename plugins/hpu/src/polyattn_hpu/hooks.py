@@ -48,6 +48,7 @@ HPU_ATTN = BackendInfo(
                 "non_causal",
                 "gqa",
                 "sliding_window",
+                "window_right",
                 "chunked",
                 "sink_tokens",
                 "v_head_size",

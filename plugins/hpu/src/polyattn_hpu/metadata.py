@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from polyattn.kernel import LayerSpec
+from polyattn.kernel import KeyRanges, LayerSpec, key_ranges
 from torch import Tensor
 
 from polyattn_hpu.buckets import SLICE, Bucket, Rounding, phase
@@ -30,16 +30,17 @@ KEPT_MASKS = 1 << 28
 class Tokens:
     """The query tokens, int32 (bucket.query,) each.
 
-    A token sees the keys of its sequence at positions from `low` up to `high`, and below `sinks`;
-    those below `cached` are in the cache, the others among the step's own, the key at position p in
+    A token sees its sequence's keys in `[kept_start, kept_stop)` and `[near_start, near_stop)`. Keys
+    below `cached` are in the cache. The others are among the step's own, the key at position p in
     row `origin + p`. Padding sees nothing: `sequence` is bucket.logits, all else 0.
     """
 
     sequence: Tensor
     position: Tensor
-    low: Tensor
-    high: Tensor
-    sinks: Tensor
+    kept_start: Tensor
+    kept_stop: Tensor
+    near_start: Tensor
+    near_stop: Tensor
     cached: Tensor
     origin: Tensor
 
@@ -48,8 +49,9 @@ class Tokens:
 
         `key` (keys,), or (rows, keys) where each token has its own.
         """
-        low, high, sinks = (t[rows][:, None] for t in (self.low, self.high, self.sinks))
-        return (key >= low) & (key < high) | (key < sinks)
+        ranges = (self.kept_start, self.kept_stop, self.near_start, self.near_stop)
+        found: Tensor = _inside(key, KeyRanges(*(bound[rows][:, None] for bound in ranges)))
+        return found
 
     def sees_cached(self, key: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Return the same for keys in the cache."""
@@ -60,6 +62,12 @@ class Tokens:
         key = torch.arange(width, dtype=torch.int32, device=self.origin.device)
         key = key - self.origin[rows, None]
         return self.sees(key, rows) & (key >= self.cached[rows][:, None])
+
+
+def _inside(key: Any, ranges: KeyRanges, width: int = 1) -> Any:
+    """Return which of the keys, or of the blocks of `width` keys from there on, meet the ranges."""
+    near = (key + width > ranges.near_start) & (key < ranges.near_stop)
+    return near | (key + width > ranges.kept_start) & (key < ranges.kept_stop)
 
 
 @dataclass(frozen=True)
@@ -143,7 +151,7 @@ def build(
     else:
         cached, origin = np.zeros_like(total), np.asarray(key_starts, np.int64)
     tokens = _tokens(spec, queries, total, cached, origin)
-    parts = _split(spec, tokens, queries, cached, block_table, block_size)
+    parts = _split(spec, queries, total, cached, block_table, block_size)
     own = (queries > 0) & (total > cached)
     exact = Bucket(
         phase(bool(own.any()), len(parts.shared) > 0, len(parts.unique) > 0),
@@ -169,28 +177,17 @@ def _tokens(
     sequence = np.repeat(np.arange(len(queries)), queries)
     at = np.arange(len(sequence)) - (np.cumsum(queries) - queries)[sequence]
     position = (total - queries)[sequence] + at
-    low, high = np.zeros_like(position), total[sequence]
-    if spec.causal:
-        high = position + 1
-    if spec.chunk_size is not None:
-        low = position // spec.chunk_size * spec.chunk_size
-        high = np.minimum(high, low + spec.chunk_size)
-    # A sink is visible beyond the window, yet within what causality and the chunk allow.
-    sinks = np.where(low <= 0, np.minimum(spec.sink_tokens, high), 0)
-    if spec.sliding_window is not None:
-        low = np.maximum(low, position - spec.sliding_window + 1)
-        if not spec.causal:
-            high = np.minimum(high, position + spec.sliding_window)
+    ranges = key_ranges(spec, position, position, total[sequence], np.minimum, np.maximum)
     return {
-        "sequence": sequence, "position": position, "low": low, "high": high, "sinks": sinks,
+        "sequence": sequence, "position": position, **ranges._asdict(),
         "cached": cached[sequence], "origin": origin[sequence],
     }  # fmt: skip
 
 
 def _split(
     spec: LayerSpec,
-    tokens: dict[str, Ints],
     queries: Ints,
+    total: Ints,
     cached: Ints,
     block_table: NDArray[np.int32] | None,
     block_size: int,
@@ -205,7 +202,10 @@ def _split(
         entries = _Entries(
             sequence, block_table[sequence, index].astype(np.int64), index * block_size
         )
-        entries = entries.where(_in_sight(spec, tokens, queries, entries, block_size))
+        # Windows leave most blocks out.
+        first, length = (total - queries)[sequence], total[sequence]
+        ranges = key_ranges(spec, first, length - 1, length, np.minimum, np.maximum)
+        entries = entries.where(_inside(entries.start, ranges, block_size))
     # How many tokens use a block: one makes it unique.
     uses = np.bincount(entries.block, weights=queries[entries.sequence])
     alone = uses[entries.block] == 1
@@ -213,22 +213,6 @@ def _split(
     key = several.block << 32 | several.start
     _, first, which = np.unique(key, return_index=True, return_inverse=True)
     return _Split(several.where(first), (several.sequence, which), entries.where(alone))
-
-
-def _in_sight(
-    spec: LayerSpec, tokens: dict[str, Ints], queries: Ints, entries: _Entries, block_size: int
-) -> NDArray[np.bool_]:
-    """Return which entries may be seen by their sequence's tokens: windows leave most out.
-
-    The lowest key in any token's window is in the first token's.
-    """
-    first = np.cumsum(queries) - queries
-    visible: NDArray[np.bool_] = entries.start + block_size > tokens["low"][first[entries.sequence]]
-    if spec.sink_tokens:
-        sinks = np.zeros(len(queries), np.int64)
-        np.maximum.at(sinks, tokens["sequence"], tokens["sinks"])
-        visible |= entries.start < sinks[entries.sequence]
-    return visible
 
 
 def _pack(

@@ -74,18 +74,8 @@ def form_of(
     spec: LayerSpec, lse: bool, value_in_key: bool = False, interpret: bool | None = None
 ) -> Form:
     """Return what the kernel is compiled for."""
-    right = spec.window_right
-    if right is None and not spec.causal and spec.sliding_window is not None:
-        right = spec.sliding_window - 1
     return Form(
-        scale=spec.scale,
-        causal=spec.causal,
-        window=spec.sliding_window,
-        right=right,
-        sinks=spec.sink_tokens,
-        chunk=spec.chunk_size,
-        soft_cap=spec.logit_soft_cap,
-        alibi=spec.alibi,
+        spec=spec,
         lse=lse or spec.learned_sinks,
         v_size=whole_lanes(spec.v_head_size),
         value_in_key=value_in_key,
@@ -147,9 +137,11 @@ def attend_given(
     """
     if plan.pack is None:
         raise BatchError("the plan is over a paged cache; use attend")
+    # JAX gathers nothing from an array without rows.
+    rows = (a if a.shape[0] else jnp.zeros((1, *a.shape[1:]), a.dtype) for a in (key, value))
     cut = (
         widened(array[plan.pack].transpose(0, 2, 1, 3), whole_lanes(array.shape[2]))
-        for array in (key, value)
+        for array in rows
     )
     whole = AttentionPlan(plan.tiles, plan.pages, None, None, True, plan.num_tokens, plan.places)
     return attend(whole, spec, query, Cache(*cut), **options)

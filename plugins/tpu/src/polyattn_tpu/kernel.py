@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from polyattn.plugin import LayerSpec, key_ranges, window_sizes
 
 from polyattn_tpu.configs import VMEM_BYTES, WRITTEN, block_tokens, pages_per_step
 from polyattn_tpu.planning import Pages, Tiles
@@ -32,16 +33,9 @@ NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 @dataclass(frozen=True)
 class Form:
-    """What a kernel is compiled for: everything but shapes. `right`: keys seen after the query."""
+    """What a kernel is compiled for: everything but shapes."""
 
-    scale: float
-    causal: bool
-    window: int | None
-    right: int | None
-    sinks: int
-    chunk: int | None
-    soft_cap: float | None
-    alibi: bool
+    spec: LayerSpec
     lse: bool
     v_size: int
     value_in_key: bool
@@ -103,7 +97,7 @@ def attention_kernel(
     *operands: Any, form: Form, tokens: int, group: int, changes: Any = None
 ) -> None:
     """Grid: (tiles, KV heads). `changes`: what a layer's functions leave to it, or None."""
-    rest = list(operands)
+    spec, rest = form.spec, list(operands)
 
     def take(present: bool = True) -> Any:
         return rest.pop(0) if present else None
@@ -111,7 +105,7 @@ def attention_kernel(
     apart, own = not form.value_in_key, changes is not None
     has = [own and part is not None for part in (changes.parts if own else (None,) * 3)]
     r = Refs(*[
-        *(take() for _ in range(8)), take(own), take(), take(form.alibi), *map(take, has),
+        *(take() for _ in range(8)), take(own), take(), take(spec.alibi), *map(take, has),
         take(), take(apart), take(), take(form.lse), take(), take(apart), take(), take(),
         take(form.lse), *(take() for _ in range(6)), *map(take, has), take(own),
     ])  # fmt: skip
@@ -124,14 +118,15 @@ def attention_kernel(
     steps_pages = r.k_buf.shape[1] // page
     keys = r.k_buf.shape[1]
     first, last = context + start, context + jnp.minimum(start + tokens, queries) - 1
-    low, high = span(form, first, last, length)
-    # Not `//`, which rounds to minus infinity and asks the machine for its kind to do so.
-    begin, end = lax.div(low, jnp.int32(keys)), lax.div(high + (keys - 1), jnp.int32(keys))
+    ranges = key_ranges(spec, first, last, length, jnp.minimum, jnp.maximum, floor_divide)
+    kept_start, kept_stop, near_start, near_stop = ranges
+    size = jnp.int32(keys)
+    begin, end = lax.div(near_start, size), lax.div(near_stop + (keys - 1), size)
     # The kept first keys are steps of their own before the window's.
-    kept = jnp.int32(0)
-    if form.sinks:
-        kept = lax.div(jnp.minimum(high, jnp.int32(form.sinks)) + (keys - 1), jnp.int32(keys))
-        begin = jnp.maximum(begin, kept)
+    kept = kept_begin = jnp.int32(0)
+    if spec.sink_tokens:
+        kept_begin, kept_end = lax.div(kept_start, size), lax.div(kept_stop + (keys - 1), size)
+        kept, begin = kept_end - kept_begin, jnp.maximum(begin, kept_end)
     steps = kept + jnp.maximum(end - begin, 0)
 
     def pages_of(index: Any, act: Any) -> None:
@@ -156,7 +151,9 @@ def attention_kernel(
         lax.fori_loop(0, steps_pages, one, None, unroll=not form.interpret)
 
     def step_of(index: Any) -> Any:
-        return jnp.where(index < kept, index, begin + index - kept) if form.sinks else begin + index
+        if not spec.sink_tokens:
+            return begin + index
+        return jnp.where(index < kept, kept_begin + index, begin + index - kept)
 
     r.m[...] = jnp.full_like(r.m, NOTHING)
     r.l[...] = jnp.zeros_like(r.l)
@@ -194,12 +191,12 @@ def attention_kernel(
 
         def one(block: Any, _: Any) -> None:
             position = first + block * each + place
-            scores = product(r.q_buf[block], k, 1) * (form.scale * r.scales[0])
-            if form.soft_cap is not None:
-                scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
+            scores = product(r.q_buf[block], k, 1) * (spec.scale * r.scales[0])
+            if spec.logit_soft_cap is not None:
+                scores = spec.logit_soft_cap * jnp.tanh(scores / spec.logit_soft_cap)
             if r.slopes is not None:
                 scores = scores + r.slopes[0][:, :1] * (key - position).astype(jnp.float32)
-            seen = visible(form, key, position, length)
+            seen = visible(spec, key, position, length)
             if changes is not None:
                 position = jnp.broadcast_to(position, scores.shape)
                 scores, shown = changes.changed(
@@ -224,7 +221,7 @@ def attention_kernel(
             one(0, None)
             return
         # Blocks that have no real token, or that end before these keys, are left out.
-        begins = skip if not form.causal else jnp.maximum(skip, low - first)
+        begins = skip if not spec.causal else jnp.maximum(skip, low - first)
         ends = lax.div(skip + real + (each - 1), jnp.int32(each))
         lax.fori_loop(lax.div(begins, jnp.int32(each)), ends, one, None)
 
@@ -277,39 +274,32 @@ def reshaped(values: Any, like: Any) -> Any:
     return values.astype(jnp.float32).reshape(like.shape).astype(like.dtype)
 
 
-def span(form: Form, first: Any, last: Any, length: Any) -> tuple[Any, Any]:
-    """Return from which key to which a tile of queries at `first` to `last` must look."""
-    low, high = jnp.int32(0), length
-    if form.causal:
-        high = jnp.minimum(high, last + 1)
-    elif form.right is not None:
-        high = jnp.minimum(high, last + form.right + 1)
-    if form.window is not None:
-        low = jnp.maximum(low, first - form.window + 1)
-    if form.chunk is not None:
-        whole = jnp.int32(form.chunk)
-        low = jnp.maximum(low, lax.div(first, whole) * whole)
-        high = jnp.minimum(high, (lax.div(last, whole) + 1) * whole)
-    return low, jnp.maximum(high, 0)
-
-
-def visible(form: Form, key: Any, position: Any, length: Any) -> Any:
+def visible(spec: LayerSpec, key: Any, position: Any, length: Any) -> Any:
     """Return which keys are seen, by the keys' and the queries' positions."""
     seen = key < length
-    if form.causal:
+    if spec.causal:
         seen &= key <= position
+    left, right = window_sizes(spec)
     near = None
-    if form.window is not None:
-        near = key > position - form.window
-    if form.right is not None:
-        before = key <= position + form.right
+    if left >= 0:
+        near = key >= position - left
+    if right >= 0 and not spec.causal:
+        before = key <= position + right
         near = before if near is None else near & before
     if near is not None:
-        seen &= (near | (key < form.sinks)) if form.sinks else near
-    if form.chunk is not None:
-        whole = jnp.int32(form.chunk)
-        seen &= lax.div(key, whole) == lax.div(position, whole)
+        seen &= (near | (key < spec.sink_tokens)) if spec.sink_tokens else near
+    if spec.chunk_size is not None:
+        chunk = jnp.int32(spec.chunk_size)
+        seen &= lax.div(key, chunk) == floor_divide(position, spec.chunk_size)
     return seen
+
+
+def floor_divide(value: Any, by: int) -> Any:
+    """Return int32 `value // by`, `by` positive.
+
+    JAX lowers its own `//` by asking the machine for its kind: without a TPU it couldn't be compiled.
+    """
+    return lax.div(jnp.where(value < 0, value - (by - 1), value), jnp.int32(by))
 
 
 def product(a: Any, b: Any, axis: int) -> Any:

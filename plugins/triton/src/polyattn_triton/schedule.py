@@ -299,16 +299,26 @@ def key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) 
     As `tiles.tiles_seen` counts them: `lens` are the keys there are, and between kept tokens and the
     window nothing is counted.
     """
+    if not (spec.sliding_window or spec.chunk_size):
+        return _tiles_before(spec, last, lens, block)
     low, kept, near, high = key_ranges(spec, first, last, lens, np.minimum, np.maximum)
-    near_tile = near // block
-    seen: Ints = np.zeros_like(near)
+    near_tile, seen = near // block, 0
     if spec.sink_tokens:
         first_tile = low // block
-        kept_tile = np.where(kept > low, -(-kept // block), first_tile)
+        kept_tile = np.where(kept > low, (kept + (block - 1)) // block, first_tile)
         seen = kept_tile - first_tile
         if not spec.rope:  # rotated keys' tiles are the kept tokens' and the window's apart
             near_tile = np.maximum(near_tile, kept_tile)
-    return seen + np.where(high > near, np.maximum(-(-high // block) - near_tile, 0), 0)
+    nearest = np.maximum((high + (block - 1)) // block - near_tile, 0)
+    tiles: Ints = seen + np.where(high > near, nearest, 0)
+    return tiles
+
+
+def _tiles_before(spec: LayerSpec, last: Ints, lens: Ints, block: int) -> Ints:
+    """Return the tiles of all keys that no causality hides; 0 where all queries are before the first."""
+    high = np.minimum(lens, last + 1) if spec.causal else lens
+    tiles: Ints = np.maximum((high + (block - 1)) // block, 0)
+    return tiles
 
 
 def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: int) -> Ints:
@@ -316,9 +326,9 @@ def most_key_tiles(spec: LayerSpec, first: Ints, last: Ints, lens: Ints, block: 
 
     What lies in a window or chunk begins at another place of a tile for each length.
     """
-    high = np.minimum(lens, last + 1) if spec.causal else lens
-    twice = bool(spec.rope and spec.sink_tokens)  # the tile in which the kept tokens end
-    most: Ints = np.maximum((high + (block - 1)) // block + twice, 0)
+    most = _tiles_before(spec, last, lens, block)
+    if spec.rope and spec.sink_tokens:
+        most = most + 1  # the tile in which the kept tokens end counts twice
     sides = 1 if spec.causal else 2
     for width in (spec.sliding_window, spec.chunk_size):
         if width is not None:

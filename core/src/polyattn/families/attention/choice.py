@@ -35,6 +35,8 @@ class Candidate:
 class Chooser:
     """Assigns a step's parts to backends, all of them loaded before the first step.
 
+    A candidate that is still being built competes once it is ready, for plans that are made after that.
+
     Without measured times that is the selection's pair. With them every candidate competes that has
     a model for the kind of step; what no model speaks of stays with the pair.
     """
@@ -52,9 +54,13 @@ class Chooser:
             info = selection.backend(phase)
             if info is None:
                 continue
-            for other in (info, *(c for c in candidates.get(phase, ()) if c.name in known)):
+            # Keys that are given whole are the chosen one's at every step.
+            others = candidates.get(phase, ()) if group.spec.cached else ()
+            for other in (info, *(c for c in others if c.name in known)):
                 if other.name not in members:
-                    loaded = loaded_candidate(group, phase, other, required=other is info)
+                    loaded = loaded_candidate(
+                        group, phase, other, required=other is info, later=other is not info
+                    )
                     if loaded is not None:
                         members[other.name] = loaded
             self.chosen[phase] = members[info.name]
@@ -63,11 +69,23 @@ class Chooser:
         self.without_padding_rows = [i.name for i in everyone if not i.capabilities.padding_rows]
         decode = self.chosen.get("decode")
         self.mixes = decode is not None and _mixes(decode.info, group.spec, group.device)
-        self.by_time: StepChoice | None = None
-        if models:
-            infos = {p: {n: c.info for n, c in m.items()} for p, m in self.phases.items()}
+        self.group, self.models = group, models
+        self._by_time: StepChoice | None = None
+        self._joined = -1
+
+    @property
+    def by_time(self) -> StepChoice | None:
+        """The choice among the candidates that are built; None without times."""
+        builds = self.group.builds
+        if self.models and self._joined != builds.done:
+            self._joined = builds.done
+            infos = {
+                p: {n: c.info for n, c in m.items() if builds.ready(c.backend)}
+                for p, m in self.phases.items()
+            }
             chosen = {phase: c.info.name for phase, c in self.chosen.items()}
-            self.by_time = StepChoice(group.spec, models, infos, chosen)
+            self._by_time = StepChoice(self.group.spec, self.models, infos, chosen)
+        return self._by_time
 
     def find(self, phase: str, name: str) -> Candidate:
         """Return a loaded candidate by name."""
@@ -75,12 +93,13 @@ class Chooser:
 
     def assign(self, batch: Batch) -> list[Assignment]:
         """Return who runs which part of a step over a cache."""
-        if self.by_time is None or self.bounded or batch.num_contexts is not None:
+        by_time = self.by_time
+        if by_time is None or self.bounded or batch.num_contexts is not None:
             return self._by_priority(batch)
         if batch.all_decode:
-            name = self.by_time.decode(batch.host_lens, batch.max_seq_len)
+            name = by_time.decode(batch.host_lens, batch.max_seq_len)
             return [("decode", self.phases["decode"][name].info, Part(batch, None))]
-        calls = self.by_time.calls(batch.host_query_lens, batch.host_lens)
+        calls = by_time.calls(batch.host_query_lens, batch.host_lens)
         parts: dict[str, Part | None] = {ALL: Part(batch, None)}
         if len(calls) > 1:
             phases = by_phase(batch)
@@ -115,12 +134,13 @@ def _mixes(info: BackendInfo, spec: LayerSpec, device: Device) -> bool:
 
 
 def loaded_candidate(
-    group: LayerGroup, phase: str, info: BackendInfo, required: bool
+    group: LayerGroup, phase: str, info: BackendInfo, required: bool, later: bool = False
 ) -> Candidate | None:
     """Load a backend. One that only competes is left out, and named, where it can't be loaded."""
     try:
         form = group.kernel_format(info)
-        return Candidate(info, group.load(phase, info, AttentionBackend, cache=form))
+        loaded = group.load(phase, info, AttentionBackend, cache=form, later=later)
+        return Candidate(info, loaded)
     except PluginError as error:
         if required:
             raise

@@ -342,7 +342,8 @@ class Planner(StepPlanner):
                 "capture a graph for each kind of step"
             )
         calls = tuple(
-            self._shared(phase, part, before) or self._call(phase, info, part, before)
+            (phase == "decode" and self.sharing.call(part.batch, part.rows, before.get(phase)))
+            or self._call(phase, info, part, before)
             for phase, info, part in assigned
         )
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
@@ -387,11 +388,8 @@ class Planner(StepPlanner):
             part = Part(part.batch.with_shared_prefix(None), part.rows)
         return planned_call(self.group.cache_format, phase, name, backend, part, earlier)
 
-    def _shared(self, phase: str, part: Part, before: dict[str, Call]) -> Call | None:
-        """Return decodes that share blocks as one call that reads those once, where that is worth it."""
-        if self.sharing is None or phase != "decode" or not part.batch.all_decode:
-            return None
-        return self.sharing.call(part.batch, part.rows, before.get(phase))
+    def note(self, step: StepPlan, call: Call) -> str:
+        return self.sharing.note(step.batch, call)
 
     def _check(self, batch: Batch) -> None:
         if self.spec.causal:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost
+from polyattn.spec.key_ranges import key_ranges
 from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
+
+Ints = NDArray[np.signedinteger[Any]]
 
 
 def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
@@ -23,29 +31,19 @@ def step_cost(spec: LayerSpec, batch: Batch) -> Cost:
 
 def visible_pairs(spec: LayerSpec, queries: int, keys: int) -> int:
     """Return how many (query, key) pairs the mask leaves for one sequence and one head."""
-    if not spec.causal:
-        return queries * keys
-    first = keys - queries  # the first query's position
-    if spec.dense_context and not first:
+    if spec.dense_context and queries == keys:
         return keys * (keys + 1) // 2
-    if spec.chunk_size is not None:
-        return sum(p % spec.chunk_size + 1 for p in range(first, keys))
-    window = spec.sliding_window or keys
-    growing = max(0, min(keys, window) - first)  # queries that don't fill the window yet
-    total = growing * (2 * first + growing + 1) // 2
-    full = queries - growing
-    sinks = sum(min(spec.sink_tokens, p + 1 - window) for p in range(keys - full, keys))
-    return total + full * window + (sinks if spec.sink_tokens else 0)
+    place = np.arange(keys - queries, keys)
+    return int(_seen(spec, place, place, np.full(queries, keys)).sum())
 
 
 def _keys_read(spec: LayerSpec, queries: int, keys: int) -> int:
-    if queries == 0:
-        return 0
-    if spec.dense_context and queries == keys:
-        return keys
-    if spec.sliding_window is not None and spec.causal:
-        return min(keys, queries + spec.sliding_window - 1 + spec.sink_tokens)
-    if spec.chunk_size is not None:
-        first = keys - queries
-        return keys - first // spec.chunk_size * spec.chunk_size
-    return keys
+    if queries == 0 or (spec.dense_context and queries == keys):
+        return min(queries, keys)
+    return int(_seen(spec, *np.array([[keys - queries], [keys - 1], [keys]]))[0])
+
+
+def _seen(spec: LayerSpec, first: Ints, last: Ints, keys: Ints) -> Ints:
+    ranges = key_ranges(spec, first, last, keys, np.minimum, np.maximum)
+    seen: Ints = ranges.kept_stop - ranges.kept_start + ranges.near_stop - ranges.near_start
+    return seen

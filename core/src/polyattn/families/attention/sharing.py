@@ -52,37 +52,49 @@ def why_not(spec: LayerSpec) -> str | None:
 class Sharing:
     """What a group can do with decodes that share leading blocks.
 
-    `native`: who reads them once in its own launch; `calls`: who does as calls and merges.
+    `native`: who reads them once in its own launch; `calls`: who does as calls and merges. `reason`:
+    why neither is there.
     """
 
     def __init__(
-        self, group: LayerGroup, native: AttentionBackend | None, calls: PrefixDecode | None
+        self,
+        group: LayerGroup,
+        native: AttentionBackend | None,
+        calls: PrefixDecode | None,
+        reason: str = "",
     ):
-        self.group, self.native, self.calls = group, native, calls
+        self.group, self.native, self.calls, self.reason = group, native, calls, reason
 
     @classmethod
-    def of(cls, group: LayerGroup) -> Sharing | None:
-        """Return it for a group, None where its layers, or all its candidates, rule it out.
+    def of(cls, group: LayerGroup) -> Sharing:
+        """Return it for a group; with a `reason` where its layers, or all its candidates, rule it out.
 
         Calls and merges aren't captured: how many there are differs from step to step. Lengths given
         as bounds don't say which blocks rows really share.
         """
         spec = unrotated(group.spec)
-        if not spec.cached or why_not(spec) or spec.length_bounds:
-            return None
+        reason = why_not(spec)
+        if spec.length_bounds:
+            reason = "length_bounds: bounds don't say which blocks rows share"
+        if reason or not spec.cached:
+            return cls(group, None, None, reason or "no layer with cached=False decodes")
         native = _native(group, spec)
         # Who has a launch of its own was faster in it than as calls wherever both were measured.
         apart = native is None and not spec.graph_capture
         calls = PrefixDecode.of(group) if apart else None
-        return None if native is None and calls is None else cls(group, native, calls)
+        if native is None and calls is None:
+            reason = "none of the candidates reads shared blocks once"
+        return cls(group, native, calls, reason or "")
 
     def call(self, batch: Batch, rows: Rows, earlier: Call | None = None) -> Call | None:
-        """Return a call for a batch of decodes; None where nothing is shared, or not enough.
+        """Return a call for a batch of decodes; None where nothing is shared, not enough, or by nobody.
 
         `earlier`: the captured call, whose way is kept. Who captures says with a `shared_prefix`, be it
         empty, that steps may share.
         """
         form = self.group.cache_format
+        if self.reason or not batch.all_decode:
+            return None
         assert form is not None
         captures = bool(self.group.spec.graph_capture)
         told = batch if earlier is None else earlier.plan.batch
@@ -101,6 +113,32 @@ class Sharing:
         known = None if earlier is None else earlier.plan
         plan = way.plan(with_a_column(batch).with_shared_prefix(levels), known)
         return Call("decode", way.name, way, plan, rows, saved_bytes=saved)
+
+    def note(self, step: Batch, call: Call) -> str:
+        """Say of a step's decodes what is read once for several rows, or why nothing is."""
+        if call.phase != "decode" or call.plan.batch.num_seqs < 2:
+            return ""
+        if call.saved_bytes:
+            runs = sum(map(len, call.plan.batch.shared_prefix or ()))
+            saved = call.saved_bytes / 1e6
+            return f"; reads {runs} shared prefixes once, which saves {saved:.3g} MB a layer"
+        return f"; no shared prefix: {self.reason or self._why_none(step)}"
+
+    def _why_none(self, step: Batch) -> str:
+        if step.shared_prefix is None and self.group.spec.graph_capture:
+            return "a captured step has them with StepGraphs(..., shared_prefix=True)"
+        if step.shared_prefix is None and step.host_block_table is None:
+            return (
+                "nobody looked, as the block table is on the device alone; give the Batch "
+                "host_block_table= or shared_prefix="
+            )
+        form = self.group.cache_format
+        assert form is not None
+        rows = [row for row, count in enumerate(step.query_lens) if count == 1]
+        levels = step.part(rows).find_shared_prefix(form.block_size)
+        saved = sum(run.saved for level in levels for run in level)
+        megabytes = saved * form.block_size * form.bytes_per_token / 1e6
+        return f"it would save {megabytes:.3g} MB, too little" if saved else "rows share no blocks"
 
     def _way(self, levels: int, saved_bytes: int) -> AttentionBackend | PrefixDecode | None:
         """Return who is predicted to run a step that saves so many bytes fastest, None for nobody."""

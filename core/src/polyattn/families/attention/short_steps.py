@@ -42,5 +42,8 @@ def _lightest(group: LayerGroup) -> LayerGroup:
     for info in dict(group.selection.candidates).get("prefill", ()):
         if info.capabilities.by_address:
             chosen = group.selection.backend("prefill")
-            return group if info == chosen else LayerGroup(group.selection.alone(info.name))
+            if info == chosen:
+                return group
+            alone = group.selection.alone(info.name)
+            return LayerGroup(alone, workspaces=group.workspaces)
     return group

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from polyattn.registry.discovery import generation
 from polyattn.registry.variants import variant_of
-from polyattn.runtime.functions.pointwise import Function, transform_of
+from polyattn.runtime.functions.pointwise import Function, function_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 
@@ -53,7 +53,7 @@ def _transforms(spec: LayerSpec, generation: int) -> Transforms | None:
     variant = variant_of(spec)
     if variant is None or not variant.transforms:
         return None
-    found = {name: transform_of(variant, f"{name}_mod") for name in NAMES}
+    found = {name: function_of(variant, f"{name}_mod") for name in NAMES}
     return Transforms({name: function for name, function in found.items() if function is not None})
 
 

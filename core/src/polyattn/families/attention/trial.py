@@ -19,6 +19,22 @@ from polyattn.spec.layer import LayerSpec
 
 SEQS = 3
 """Sequences of a trial's step, at most."""
+MOST = 1 << 24
+"""Elements of one sequence's keys, over all query heads: 4,096 keys of 32 heads of 128. The reference
+holds them in float64, so that a trial stays under a second; longer windows and chunks are cut there."""
+MOST_SCORES = 1 << 22
+"""Scores over all heads of a prompt given whole, likewise: 362 tokens of 32 heads. Beyond that a decoder
+has fewer queries than keys, and other roles are cut."""
+
+
+def reach(spec: LayerSpec) -> int:
+    """Return a length just beyond the spec's chunk, and beyond its window and kept tokens together.
+
+    0 where every key is seen; at most what `MOST` allows.
+    """
+    window = spec.sliding_window or spec.window_right or 0
+    beyond = max(spec.chunk_size or 0, window + spec.sink_tokens)
+    return min(beyond + 3, MOST // (spec.num_heads * spec.head_size)) if beyond else 0
 
 
 def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outcome:
@@ -40,10 +56,15 @@ def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outc
         got = layer(query, new[0], new[1], cache, group.plan(batch))
         expected = reference.forward(spec, query, None, None, cache, batch, layer.params)
     else:
-        lens = [1, 33]
-        mask = example_mask(spec, lens, lens, generator)
-        batch = Batch.from_lens(lens, lens, mask=mask, device=device)
-        query, key, value = attention_inputs(spec, 34, generator, device)
+        query_lens, lens = [1, 33], [1, 33]
+        if keys := reach(spec):
+            queries = min(keys, MOST_SCORES // (spec.num_heads * keys))
+            query_lens.append(queries)
+            lens.append(keys if spec.role is Role.DECODER else queries)
+        mask = example_mask(spec, query_lens, lens, generator)
+        batch = Batch.from_lens(query_lens, lens, mask=mask, device=device)
+        query, _, _ = attention_inputs(spec, sum(query_lens), generator, device)
+        _, key, value = attention_inputs(spec, sum(lens), generator, device)
         got = layer(query, key, value, None, group.plan(batch))
         expected = reference.forward(spec, query, key, value, None, batch, layer.params)
     out, lse = got if isinstance(got, tuple) else (got, None)
@@ -52,15 +73,22 @@ def run_trial(group: LayerGroup, phase: str, generator: torch.Generator) -> Outc
 
 def paged_step(group: LayerGroup, phase: str, generator: torch.Generator) -> tuple[Batch, KVCache]:
     """Return three sequences in pages that lie in no order, and a cache full of numbers."""
-    cache = group.allocate_cache(8)
-    size, device = cache.block_size, group.torch_device
+    form = group.cache_format
+    assert form is not None
+    size, device = form.block_size, group.torch_device
+    longest = max(3 * size, reach(group.spec))
+    more = -(-longest // size) - 3
+    cache = group.allocate_cache(8 + more)
     fill(cache, generator)
     # A prefill that had a single token would be taken for a decode.
     query_lens = [1, 1, 1] if phase == "decode" else [0, size, 5]
     if phase == "prefill" and size == 1:
         query_lens = [0, 2, 3]
-    table = torch.tensor([[3, 0, 0], [5, 1, 0], [2, 6, 4]], dtype=torch.int32, device=device)
-    lens = [1, size + 1, 3 * size]
+    rows = [[3, 0, 0], [5, 1, 0], [2, 6, 4]]
+    rest = [[0] * more, [0] * more, [*range(7 + more, 7, -1)]]
+    blocks = [[*row, *others] for row, others in zip(rows, rest, strict=True)]
+    table = torch.tensor(blocks, dtype=torch.int32, device=device)
+    lens = [1, size + 1, longest]
     mask = example_mask(group.spec, query_lens, lens, generator)
     return Batch.from_lens(query_lens, lens, table, size, mask=mask), cache
 

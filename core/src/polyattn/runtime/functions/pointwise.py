@@ -95,7 +95,7 @@ class Pointwise:
     @classmethod
     def of_variant(cls, variant: AttentionVariant, language: str = "") -> Pointwise:
         """Return a variant's functions. Raises `SpecError`."""
-        score, mask = (_function(variant, name, language) for name in ("score_mod", "mask_mod"))
+        score, mask = (function_of(variant, name, language) for name in ("score_mod", "mask_mod"))
         masks = () if mask is None else (mask,)
         return cls(score, masks, variant.softmax, variant.parsed)
 
@@ -123,12 +123,8 @@ class Pointwise:
         return seen
 
 
-def transform_of(variant: AttentionVariant, which: str) -> Function | None:
+def function_of(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
     """Return a variant's `query_mod`, say, as a function to call, or None. Raises `SpecError`."""
-    return _function(variant, which)
-
-
-def _function(variant: AttentionVariant, which: str, language: str = "") -> Function | None:
     given = getattr(variant, which)
     if given is None:
         return None

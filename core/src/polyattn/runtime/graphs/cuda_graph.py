@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, shown
+from polyattn.runtime.builds import finish_all
 from polyattn.runtime.cache.kv_cache import raw
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize, copy_together
@@ -116,6 +117,9 @@ class StepGraphs:
                 if groups
                 else "a captured step needs the groups of its layers"
             )
+        for group in groups:
+            group.finish_builds()
+        finish_all()
         device, block_size = groups[0].torch_device, next(iter(blocks), None)
         axes = max(_axes(group) for group in groups)
         wanted = [n if isinstance(n, StepSize) else StepSize(n, query_len) for n in sizes]

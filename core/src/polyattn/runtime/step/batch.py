@@ -288,8 +288,7 @@ class Batch(Lengths):
         """Return the same batch, without the plans that layers made of it."""
         batch = object.__new__(Batch)
         batch.__dict__.update(self.__dict__)
-        for name in ("plans", "host_block_table"):
-            batch.__dict__.pop(name, None)
+        batch.__dict__.pop("plans", None)
         return batch
 
     def __getstate__(self) -> dict[str, Any]:
@@ -307,6 +306,7 @@ class Batch(Lengths):
     def with_block_table(self, block_table: Tensor) -> Batch:
         """Return the same batch over another block table."""
         batch = self.copy()
+        batch.__dict__.pop("host_block_table", None)
         batch.block_table = block_table
         return batch
 

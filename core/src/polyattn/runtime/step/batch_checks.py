@@ -11,6 +11,7 @@ import torch
 from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device
 from polyattn.runtime.step.shared_prefix import check_shared_blocks
+from polyattn.spec.checks import LONGEST
 
 if TYPE_CHECKING:
     from polyattn.runtime.step.batch import Batch
@@ -73,6 +74,12 @@ def check_lengths(starts: Integers, lens: Integers) -> None:
     if lens.min(initial=0) < 0:
         index = int((lens < 0).argmax())
         raise BatchError(f"seq_lens[{index}]={lens[index]} is negative")
+    for name, counts in (("seq_lens", lens), ("query_lens", queries)):
+        if counts.max(initial=0) > LONGEST:
+            index = int(counts.argmax())
+            raise BatchError(
+                f"{name}[{index}]={counts[index]} is more than {LONGEST}, the longest sequence; split it"
+            )
 
 
 def check_tensors(batch: Batch) -> None:

@@ -188,7 +188,7 @@ def most_saved(block_table: NDArray[np.int32], lens: Rows, block_size: int) -> i
         return 0
     blocks, full = block_table[:, 0], np.minimum(lens // block_size, block_table.shape[1])
     order = np.argsort(blocks)
-    begins = np.flatnonzero(np.diff(blocks[order], prepend=blocks[order[0]] - 1))
+    begins = np.flatnonzero(np.append(True, blocks[order[1:]] != blocks[order[:-1]]))
     return int(full.sum() - np.maximum.reduceat(full[order], begins).sum())
 
 

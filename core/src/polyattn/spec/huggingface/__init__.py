@@ -9,6 +9,7 @@ from polyattn.spec.huggingface.config import Config, Source, read_config, read_v
 from polyattn.spec.huggingface.known import check_fields
 from polyattn.spec.huggingface.layers import Layer, ModelLayers, model_of
 from polyattn.spec.huggingface.multimodal import READERS as WITH_TOWERS
+from polyattn.spec.huggingface.quantization import check_cache_scheme
 from polyattn.spec.huggingface.recurrent import READERS as RECURRENT
 from polyattn.spec.layer import LayerSpec
 
@@ -27,20 +28,29 @@ READERS = {**RECURRENT, **WITH_TOWERS}
 
 
 def layer_specs(
-    config: Source, *, assume: str | None = None, ignore: Collection[str] = ()
+    config: Source,
+    *,
+    assume: str | None = None,
+    ignore: Collection[str] = (),
+    kv_cache_dtype: str | None = None,
 ) -> list[LayerSpec]:
     """Return the specs of the layers that a model serves text with, in order.
 
     `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of its
     directory. `assume`: read it as this type; `ignore`: fields that are known not to change
-    attention. Raises `ConfigError`, among others where a layer can't be served: `model_layers`
-    has those, and the towers of images.
+    attention; `kv_cache_dtype`: what the caches hold, whatever the checkpoint asks for. Raises
+    `ConfigError`, among others where a layer can't be served: `model_layers` has those, and the towers
+    of images.
     """
-    return model_layers(config, assume=assume, ignore=ignore).specs
+    return model_layers(config, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype).specs
 
 
 def model_layers(
-    config: Source, *, assume: str | None = None, ignore: Collection[str] = ()
+    config: Source,
+    *,
+    assume: str | None = None,
+    ignore: Collection[str] = (),
+    kv_cache_dtype: str | None = None,
 ) -> ModelLayers:
     """Return every layer of every tower of a model, those that can't be served included.
 
@@ -56,9 +66,11 @@ def model_layers(
     try:
         towers = READERS[model](cfg)
         check_fields(cfg, assume is not None, ignore)
+        if kv_cache_dtype is None:
+            check_cache_scheme(cfg)
+        return model_of(source, model, towers, kv_cache_dtype or "auto")
     except SpecError as error:
         raise ConfigError(f"{source}: {error}") from error
-    return model_of(source, model, towers)
 
 
 def _unknown(model: object, values: object) -> str:

@@ -12,20 +12,46 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A config class: its fields' defaults, other names of fields, and its sub-configs' types."""
+    """A config class: its fields' defaults, other names of fields, its sub-configs' types.
+
+    `reads`: fields that its code reads beyond its class's, with the defaults that it states there.
+    """
 
     fields: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     theta: Any = 10000.0
+    reads: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache
 def _table() -> dict[str, Any]:
     path = resources.files("polyattn").joinpath("data").joinpath("config_classes.json")
-    return json.loads(path.read_text(encoding="utf-8"))["classes"]  # type: ignore[no-any-return]
+    return json.loads(path.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def has_class(model_type: str) -> bool:
+    """Return whether transformers' code of a type was read for the table."""
+    return model_type in _table()["classes"]
 
 
 @cache
 def model_class(model_type: str) -> ModelClass:
     """Return the class of a type; an empty one where there is none."""
-    return ModelClass(**_table().get(model_type, {}))
+    return ModelClass(**_table()["classes"].get(model_type, {}))
+
+
+@cache
+def readable() -> dict[str, list[Any]]:
+    """Return each field that any type's attention reads, with its defaults wherever it has some."""
+    out: dict[str, list[Any]] = {name: [value] for name, value in _table()["shared"].items()}
+    for values in _table()["classes"].values():
+        for name, value in values.get("fields", {}).items():
+            if name not in ("hidden_act", "max_position_embeddings"):
+                out.setdefault(name, []).append(value)
+    return out
+
+
+@cache
+def beside() -> frozenset[str]:
+    """Return the fields of transformers' classes that no layer depends on."""
+    return frozenset(_table()["beside"].split())

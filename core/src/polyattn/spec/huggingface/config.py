@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polyattn.errors import ConfigError, nearest
+from polyattn.errors import ConfigError, nearest, shown
 from polyattn.spec.huggingface.classes import ModelClass, model_class
 from polyattn.spec.huggingface.mamba_ssm import is_mamba_ssm, translated
 
@@ -45,7 +45,7 @@ class Config:
 
     def error(self, name: str, value: Any, remedy: str) -> ConfigError:
         """Return the error about a field's value."""
-        return ConfigError(f"{self.source}: {name}={value!r} {remedy}")
+        return ConfigError(f"{self.source}: {name}={shown(value, 200)} {remedy}")
 
     def given(self, name: str) -> bool:
         """Return whether the file itself has the field, null or not."""
@@ -135,6 +135,8 @@ class Config:
         if not isinstance(value, Mapping):
             raise self.error(name, value, "must be a JSON object")
         own = value.get("model_type") or default_type
+        if own == self.model_type and default_type:  # older files call a tower by its model's type
+            own = default_type
         if not isinstance(own, str):
             raise self.error(f"{name}.model_type", own, "must be a string")
         for shared in ("dtype", "torch_dtype"):
@@ -166,7 +168,7 @@ def read_config(config: Source) -> Config:
 def read_values(config: Source) -> tuple[Mapping[str, Any], str]:
     """Return the fields, mamba_ssm's under Hugging Face's names, and what an error calls their source."""
     if isinstance(config, (str, os.PathLike)):
-        values, source = _read_file(Path(config))
+        values, source = _read_model(Path(config))
     else:
         values = config.to_dict() if hasattr(config, "to_dict") else config
         source = "config"
@@ -178,11 +180,22 @@ def read_values(config: Source) -> tuple[Mapping[str, Any], str]:
     return (translated(values, source) if is_mamba_ssm(values) else values), source
 
 
-def _read_file(path: Path) -> tuple[Any, str]:
+MODELOPT = "hf_quant_config.json"
+"""What ModelOpt writes beside a `config.json`: the checkpoint's quantisation, its cache's among it."""
+
+
+def _read_model(path: Path) -> tuple[Any, str]:
     path = path / "config.json" if path.is_dir() else path
+    values, beside = _read_file(path), path.with_name(MODELOPT)
+    if isinstance(values, dict) and "quantization_config" not in values and beside.is_file():
+        values["quantization_config"] = _read_file(beside)
+    return values, str(path)
+
+
+def _read_file(path: Path) -> Any:
     try:
         text = path.read_text(encoding="utf-8-sig")
-        return json.loads(text, object_hook=_special_float), str(path)
+        return json.loads(text, object_hook=_special_float)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; give a config.json or its directory") from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -13,7 +13,7 @@ from polyattn.spec.huggingface.attention import (
     window,
 )
 from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Reader
+from polyattn.spec.huggingface.layers import Reader, Towers
 from polyattn.spec.huggingface.patterns import (
     CHUNKED,
     FULL,
@@ -229,7 +229,9 @@ GPTJ_PAIRS = Decoder(rope=rotary(pairing="gptj"))
 MISTRAL = Decoder(types=all_of(SLIDING), window=window)
 QWEN2 = Decoder(types=qwen2_types, listed=True, window=optional_window)
 QWEN_MOE = Decoder(types=qwen2_moe_types, listed=True, window=optional_window)
-GRANITE = Decoder(scale=by_field("attention_multiplier"))
+GRANITE = Decoder(
+    scale=by_field("attention_multiplier"), only={"position_embedding_type": ("rope",)}
+)
 GEMMA2 = Decoder(
     types=every(2), listed=True, window=gemma2_window, scale=query_scalar,
     soft_cap="attn_logit_softcapping", only={"use_bidirectional_attention": (False,)},
@@ -243,6 +245,25 @@ GEMMA3N = Decoder(
     types=every(5), listed=True, window=needed_window, scale=lambda cfg, size, index: 1.0,
     rope=two_bases("rope_local_base_freq"),
 )  # fmt: skip
+
+
+def gemma3n(cfg: Config) -> Towers:
+    """The last `num_kv_shared_layers` read the keys of the last layer of their type before them."""
+    count, shared = cfg.need("num_hidden_layers"), cfg.get("num_kv_shared_layers", default=0)
+    if type(shared) is not int or not 0 <= shared < count:
+        raise cfg.error("num_kv_shared_layers", shared, f"must be from 0 to {count - 1}")
+    types, first = GEMMA3N.layer_types(cfg, count), count - shared
+    source = {kind: index for index, kind in enumerate(types[:first])}
+    if set(types) - set(source):
+        raise cfg.error("num_kv_shared_layers", shared, "leaves no layer of some type before them")
+    layers = [GEMMA3N.layer(cfg, index, kind) for index, kind in enumerate(types)]
+    readers = [
+        layer.replace(kv_source=source[kind])
+        for layer, kind in zip(layers[first:], types[first:], strict=True)
+    ]
+    return {"text": [(layer,) for layer in (*layers[:first], *readers)]}
+
+
 EXAONE4 = Decoder(types=exaone_types, listed=True, window=window, rope=exaone_rope)
 LLAMA4 = Decoder(types=llama4_types, listed=True, rope=llama4_rope)
 
@@ -275,7 +296,7 @@ READERS: dict[str, Reader] = {
     "gemma2": GEMMA2,
     "vaultgemma": GEMMA2,
     "gemma3_text": GEMMA3,
-    "gemma3n_text": GEMMA3N,
+    "gemma3n_text": gemma3n,
     "phi3": Decoder(types=all_of(SLIDING), window=window, rope=phi3_rope),
     "phimoe": Decoder(types=all_of(SLIDING), window=window, rope=phimoe_rope),
     "minimax_m2": Decoder(types=minimax_m2_types, rope=minimax_m2_rope),

@@ -82,6 +82,7 @@ def mpt(cfg: Config) -> Towers:
 def gpt_bigcode(cfg: Config) -> Towers:
     """GPT-2 with one KV head, where `multi_query` says so."""
     shared = cfg.flag("multi_query", True)
+    cfg.only("num_key_value_heads", 1 if shared else cfg.need("num_attention_heads"))
     cfg.only("scale_attn_by_inverse_layer_idx", False)
     return {
         "text": [
@@ -107,6 +108,7 @@ def gpt_neo(cfg: Config) -> Towers:
         raise cfg.error(
             "attention_types", stated, f"is of {len(kinds)} layers, the model has {count}"
         )
+    cfg.only("attention_layers", kinds)
     windows = {"global": None, "local": cfg.need("window_size")}
     for kind in kinds:
         if kind not in windows:

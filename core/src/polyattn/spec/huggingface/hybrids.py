@@ -133,8 +133,11 @@ def zamba2(cfg: Config) -> Towers:
         cfg, recurrent_heads, cfg.need("mamba_ngroups"), channels // recurrent_heads,
         cfg.need("mamba_d_state"), cfg.need("mamba_d_conv"), activation="",
     )  # fmt: skip
-    heads = cfg.need("num_attention_heads")
-    size = cfg.integer("attention_head_dim") or 2 * cfg.need("hidden_size") // heads
+    cfg.only("mamba_headdim", channels // recurrent_heads)
+    cfg.only("hybrid_layer_ids", [i for i, kind in enumerate(types) if kind == "hybrid"])
+    width, heads = 2 * cfg.need("hidden_size"), cfg.need("num_attention_heads")
+    cfg.only("attention_hidden_size", width)
+    size = cfg.integer("attention_head_dim") or width // heads
     attention = LayerSpec(
         num_heads=heads, num_kv_heads=cfg.integer("num_key_value_heads") or heads, head_size=size,
         scale=(size / 2) ** -0.5, dtype=cfg.dtype,

@@ -1,82 +1,83 @@
-"""Is every field of a config understood? One that isn't may change attention, and is refused."""
+"""Is every field of a config understood? One that somebody reads, and the reader doesn't, is refused.
+
+`config_classes.json` says who reads what: it is generated from the sources of transformers.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection, Iterable
+import difflib
+import logging
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from polyattn.errors import ConfigError
+from polyattn.errors import ConfigError, shown
+from polyattn.spec.huggingface.classes import beside, has_class, readable
 from polyattn.spec.huggingface.config import Config
 
-HARMLESS = re.compile(
-    r"""_.* | .*_token(_id|_ids|_index|_indices)? | .*_tokens | .*dropout.* | .*_pdrop | .*_dropout_prob
-    | (layer_norm|norm|rms_norm)_(eps|epsilon) | .*layernorm_epsilon | initializer_.* | init_std
-    | vocab_size.* | .*intermediate_size | hidden_act.* | activation(_function)? | mlp_.* | ffn_.*
-    | .*expert.* | .*router.* | moe_.* | .*aux_loss.* | .*z_loss.* | norm_topk_prob | topk_group
-    | n_group | topk_method | scoring_func | seq_aux | ep_size | score_function
-    | use_cache | tie_.* | architectures | auto_map | transformers_version | dtype | torch_dtype
-    | model_type | quantization_config | compression_config | name_or_path | attn_implementation
-    | return_dict | output_(attentions|hidden_states|router_logits) | torchscript | use_bfloat16
-    | pruned_heads | problem_type | id2label | label2id | num_labels | finetuning_task | task_.*
-    | chunk_size_feed_forward | gradient_checkpointing | pretraining_tp | pad_to_multiple_of
-    | bad_words_ids | num_beams?(_groups)? | do_sample | max_length | min_length | early_stopping
-    | temperature | top_[kp] | typical_p | repetition_penalty | length_penalty | diversity_penalty
-    | no_repeat_ngram_size | encoder_no_repeat_ngram_size | num_return_sequences | prefix
-    | forced_decoder_ids | remove_invalid_values | exponential_decay_length_penalty | tf_legacy_loss
-    | tokenizer_class | sep_token_id | cache_implementation | use_mamba_kernels
-    | is_composition | is_encoder_decoder | add_final_layer_norm | classif.* | summary_.*
-    | max_position_embeddings | language_model_only | fused_.* | .*_fusion
-    | use_flash_attn.* | flash_attn.* | unsloth.* | .*_hash
-    | projection_(dim|size) | num_image_tokens | vision_use_head | mm_tokens_per_image
-    | (attention|attention_out|qkv|mlp|mamba_conv|mamba_proj|conv)_bias | use_(qkv_|conv_)?bias
-    | (residual|skip|apply_residual)_.* | layernorm_.*_(alpha|beta) | postnorm | shared_.*
-    | time_step_(floor|max|min|rank|scale|init_scheme) | rescale_prenorm_residual | rms_norm
-    | pad_vocab_size_multiple | attention_softmax_in_fp32 | seq_length | n_ctx | n_positions
-    | mamba_inner_layernorms | calc_logits_.* | block_(mlp|out|norm|use|auto|ff|ffn|multiple)_.*
-    | conv_use_xavier_init | initial_context_length | swiglu_limit | .*layerdrop
-    | num_nextn_predict_layers | mtp_.* | num_mtp_modules | use_mtp | .*routing.*
-    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
-    re.VERBOSE,
-)
-"""Fields that change no attention in any type: tokens, training, generation, MLPs, bookkeeping."""
+log = logging.getLogger("polyattn")
 
-QWEN3_5 = {
-    "attn_output_gate": (True,), "output_gate_type": ("swish",), "mamba_ssm_dtype": ("float32",),
+NEUTRAL: tuple[Any, ...] = (False, "", [], {})
+BY_OTHERS = {
+    "dual_chunk_attention_config", "cla_share_factor", "use_cla", "kv_source_layers",
+    "num_kv_shared_layers", "num_shared_kv_layers", "use_nope",
 }  # fmt: skip
-PUBLISHED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "qwen3_moe": {"use_qk_norm": (True,)},
-    "minimax_m2": {"use_qk_norm": (True,), "qk_norm_type": ("per_layer",)},
-    "glm_moe_dsa": {
-        "rope_interleave": (True,), "indexer_rope_interleave": (True,),
-        "index_share_for_mtp_iteration": (True, False),
-    },
+"""Fields that engines or publishers' code read, in any type, and transformers doesn't."""
+QWEN3_5 = {
+    "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
+}  # fmt: skip
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"use_qk_norm": True},
+    "minimax_m2": {"use_qk_norm": True, "qk_norm_type": "per_layer"},
+    "glm_moe_dsa": {"rope_interleave": True, "indexer_rope_interleave": True},
     "qwen3_5_text": QWEN3_5, "qwen3_5_moe_text": QWEN3_5,
 }  # fmt: skip
-"""Fields of publishers' files that a type's class lacks, and the values that say what the type does."""
+"""Fields that a type's publisher reads and transformers doesn't, and the value that the type computes."""
 
 
-def check_fields(cfg: Config, assumed: bool, ignore: Collection[str] = ()) -> None:
-    """Refuse what was neither read, nor belongs to the type, nor is harmless in every type."""
-    unknown = [name for name in _unknown(cfg) if name not in ignore]
-    if unknown:
+def check_fields(
+    cfg: Config, assumed: bool, ignore: Collection[str] = (), strict: bool = True
+) -> None:
+    """Refuse, or where not `strict` warn of, what somebody reads and the reader didn't."""
+    unread = {name: cfg.values[name] for name in _unread(cfg, assumed) if name not in ignore}
+    if unread:
         kind = cfg.model_type or "this model"
-        raise ConfigError(
-            f"{cfg.source}: "
-            + ", ".join(f"{name}={cfg.values[name]!r:.60}" for name in unknown)
-            + f" isn't known for model_type={kind!r} and may change its attention; where it "
-            f"doesn't, say so: ignore={tuple(unknown)!r} ("
-            + " ".join(f"--ignore {name}" for name in unknown)
-            + ")"
-            + (f" (read as {kind!r}, as was asked)" if assumed else "")
-        )
+        said = ", ".join(f"{name}={shown(value, 60)}" for name, value in unread.items())
+        if strict:
+            raise ConfigError(
+                f"{cfg.source}: {said} isn't understood for model_type={kind!r} and may change its "
+                f"attention; where it doesn't, say so: ignore={tuple(unread)!r} ("
+                + " ".join(f"--ignore {name}" for name in unread)
+                + ")"
+                + (f" (read as {kind!r}, as was asked)" if assumed else "")
+            )
+        log.warning("%s: %s isn't understood for model_type=%r: ignored", cfg.source, said, kind)
     for part in cfg.parts:
-        check_fields(part, False, ignore)
+        check_fields(part, assumed, ignore, strict)
 
 
-def _unknown(cfg: Config) -> Iterable[str]:
+def _unread(cfg: Config, assumed: bool) -> Iterator[str]:
+    """Yield the fields that the reader didn't read, and somebody does."""
+    published = PUBLISHED.get(cfg.model_type, {})
+    foreign = assumed or not has_class(cfg.model_type)
     for name, value in cfg.values.items():
-        said = PUBLISHED.get(cfg.model_type, {}).get(name, ())
-        known = name in cfg.read or name in cfg.cls.fields or value in said
-        if not known and value is not None and not HARMLESS.fullmatch(name):
+        if name in cfg.read or value is None:
+            continue
+        if name in published:
+            if value != published[name]:
+                yield name
+        elif name in cfg.cls.fields or value in NEUTRAL or name in beside() or name[0] == "_":
+            continue
+        elif name in cfg.cls.reads:
+            if value != cfg.cls.reads[name]:
+                yield name
+        elif name in readable():
+            if value not in readable()[name]:
+                yield name
+        elif foreign or name in BY_OTHERS or _misspelt(name, cfg):
             yield name
+
+
+def _misspelt(name: str, cfg: Config) -> bool:
+    """Return whether a name is nearly that of a field that the reader misses."""
+    missing = [field for field in cfg.read if field not in cfg.values]
+    return bool(difflib.get_close_matches(name, missing, 1, 0.9))

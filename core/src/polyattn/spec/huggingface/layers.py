@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from polyattn.errors import ConfigError
+from polyattn.spec.decompose import ranges
 from polyattn.spec.huggingface.config import Config
 from polyattn.spec.layer import LayerSpec
 
@@ -84,27 +85,22 @@ def missing_lines(layers: Iterable[Layer]) -> list[str]:
     for layer in layers:
         for what in layer.missing:
             where.setdefault((layer.tower, what), []).append(layer.index)
-    return [f"{tower} layers {_ranges(i)} need {what}" for (tower, what), i in where.items()]
+    return [f"{tower} layers {ranges(i)} need {what}" for (tower, what), i in where.items()]
 
 
-def _ranges(indices: list[int]) -> str:
-    """Return `0-2, 5` for 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-
-
-def model_of(source: str, model_type: str, towers: Towers) -> ModelLayers:
-    """Return the model behind its towers."""
+def model_of(source: str, model_type: str, towers: Towers, kv_cache_dtype: str) -> ModelLayers:
+    """Return the model behind its towers; what is cached is in `kv_cache_dtype`."""
     layers = [
         Layer(
             tower,
             index,
-            tuple(part for part in parts if isinstance(part, LayerSpec)),
+            tuple(
+                part.replace(kv_cache_dtype=kv_cache_dtype)
+                if part.cached and not part.kind.is_recurrent
+                else part
+                for part in parts
+                if isinstance(part, LayerSpec)
+            ),
             tuple(part.what for part in parts if isinstance(part, Missing)),
         )
         for tower, stack in towers.items()

@@ -203,6 +203,7 @@ class Step:
     ):
         """`shared`: leading tokens whose blocks all sequences have in common."""
         group = LayerGroup(selection)
+        group.finish_builds()
         spec = group.spec
         assert group.cache_format is not None
         size = group.cache_format.block_size

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-from importlib import metadata
 from typing import Any
 
 from rich.markup import escape
@@ -18,6 +17,7 @@ from polyattn.device import Device
 from polyattn.errors import PluginError, PolyattnError, SettingsError, describe, plain
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.discovery import Registry, discover
+from polyattn.registry.distributions import requires_of_polyattn
 from polyattn.registry.info import API_VERSION
 from polyattn.registry.integrations import integrations
 from polyattn.registry.machine import Fault, ask_detector, load_problem
@@ -96,11 +96,7 @@ def _torch(problems: list[str]) -> str:
 
 def _requirements() -> list[str]:
     """Return what polyattn itself requires and doesn't find: pip lets others replace a package."""
-    try:
-        needed = metadata.requires("polyattn") or []
-    except metadata.PackageNotFoundError:  # run from its source, not installed
-        return []
-    own = [text for text in needed if "extra ==" not in text]
+    own = [text for text in requires_of_polyattn() if "extra ==" not in text]
     return [f"{found}; pip install '{t}'" for t in own if (found := requirement_problem(t))]
 
 

@@ -14,7 +14,7 @@ from polyattn.registry.devices import resolve_device
 from polyattn.selection.decision import verdict_line
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
-from polyattn.spec.decompose import group_layers
+from polyattn.spec.decompose import group_layers, kv_sources, ranges
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.forecasting import forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
@@ -35,14 +35,16 @@ def show(
     """Print one tree a layer group; exit 1 when a group has no backend."""
     steps = {text: parse_batch(text) for text in batches}
     settings = current().with_backend(backend, "flag --backend")
-    groups = group_layers(read_specs(model, spec_json, assume, ignore)[1])
+    specs = read_specs(model, spec_json, assume, ignore)[1]
+    groups = group_layers(specs)
     resolved = resolve_device(device)
-    found: list[tuple[LayerSpec, list[int], Selection | SelectionError]] = []
+    found: list[_Group] = []
     for spec, layers in groups.items():
+        read = kv_sources(specs, layers)
         try:
-            found.append((spec, layers, select(spec, resolved, settings=settings)))
+            found.append((spec, layers, read, select(spec, resolved, settings=settings)))
         except SelectionError as error:
-            found.append((spec, layers, error))
+            found.append((spec, layers, read, error))
     notes = unmatched_overrides(list(groups), settings)
     if as_json:
         print_json(
@@ -50,31 +52,42 @@ def show(
         )
     else:
         console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
-        for spec, layers, result in found:
-            console.print(_tree(spec, layers, result), highlight=False)
+        for spec, layers, read, result in found:
+            console.print(_tree(spec, layers, read, result), highlight=False)
             if isinstance(result, Selection):
                 for text, rows in steps.items():
                     print_forecast(text, forecast(result, rows))
         for note in notes:
             console.print(f"note: {note}", markup=False)
-    return int(any(isinstance(result, SelectionError) for _, _, result in found))
+    return int(any(isinstance(result, SelectionError) for *_, result in found))
+
+
+_Group = tuple[LayerSpec, list[int], tuple[int, ...], Selection | SelectionError]
+"""A group's spec, its layers, whose keys each reads, and what was selected."""
 
 
 def _json(
     spec: LayerSpec,
     layers: list[int],
+    read: tuple[int, ...],
     result: Selection | SelectionError,
     steps: Mapping[str, list[tuple[int, int]]],
 ) -> dict[str, Any]:
-    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers}
+    base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read)}
     if isinstance(result, SelectionError):
         return base | {"error": str(result)}
     predicted = {text: forecast(result, rows) for text, rows in steps.items()}
     return base | result.decision.to_dict() | ({"batches": predicted} if steps else {})
 
 
-def _tree(spec: LayerSpec, layers: list[int], found: Selection | SelectionError) -> Tree:
+def _tree(
+    spec: LayerSpec, layers: list[int], read: tuple[int, ...], found: Selection | SelectionError
+) -> Tree:
     tree = Tree(f"[bold]{len(layers)} layers[/]: {escape(str(spec))}")
+    for source in sorted(set(read)):
+        readers = [i for i, other in zip(layers, read, strict=True) if other == source != i]
+        if readers:
+            tree.add(f"layers {ranges(readers)} read the keys of layer {source}")
     if isinstance(found, SelectionError):
         tree.add(f"[red]{escape(str(found))}[/]")
         return tree

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
+from textwrap import wrap
 from typing import Any
 
+from polyattn.registry.catalogue import install_command, not_installed
 from polyattn.registry.discovery import Registry, discover
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.integrations import integrations
@@ -13,22 +16,27 @@ from polyattn.registry.machine import availabilities, running
 from polyattn.settings import current
 from polyattn.tools.cli.stdout import write
 
+WIDTH = 100
+"""Columns that a printed table takes at most."""
 
-def show(as_json: bool) -> int:
-    """Print plugins, integrations, backends and problems.
+
+def show(as_json: bool, everything: bool = False) -> int:
+    """Print plugins, integrations, backends and problems; with `everything`, what isn't installed too.
 
     A backend is "installed" when what it requires is there and its probe finds nothing missing.
     Whether its device is here as well, `doctor` says: asking imports torch.
     """
     registry = discover()
     rows = backend_rows(registry)
+    missing = not_installed() if everything else {}
     if as_json:
-        found = {
+        tables = {
             "plugins": plugin_rows(registry),
-            "integrations": [found.to_dict() for found in integrations()],
+            "integrations": [host.to_dict() for host in integrations()],
             "backends": rows,
+            "problems": registry.problems,
         }
-        write(json.dumps(found | {"problems": registry.problems}, indent=2))
+        write(json.dumps(tables | ({"not_installed": missing} if everything else {}), indent=2))
         return 0
     plugins = [("plugin", "distribution", "version", "status")]
     plugins += [
@@ -39,27 +47,46 @@ def show(as_json: bool) -> int:
         (i.name, i.distribution, i.version, i.problem or i.host, i.registered)
         for i in integrations()
     ]
-    backends = [("backend", "platforms", "proof", "state", "what it is")]
+    backends = [("backend", "proof", "what it is", "state")]
     for row in rows:
         proof = ", ".join(f"{where} {how}" for where, how in row["proof"].items())
         here = [name for name, problem in row["builds"].items() if problem is None]
         state = row["problem"] or (f"installed: {', '.join(here)}" if here else "installed")
-        backends.append((row["name"], ", ".join(row["platforms"]), proof, state, row["summary"]))
-    write("\n\n".join(columns(t) for t in (plugins, engines, backends) if len(t) > 1))
+        backends.append((row["name"], proof, row["summary"], state))
+    absent = [("not installed", "brings", "install")]
+    absent += [
+        (name, ", ".join(brings["backends"] + brings["profiles"]), install_command(name))
+        for name, brings in missing.items()
+    ]
+    write("\n\n".join(columns(t) for t in (plugins, engines, backends, absent) if len(t) > 1))
     for problem in registry.problems:
         write(f"\nproblem: {problem}")
     if not registry.plugins:
-        write('no plugin is installed: pip install "polyattn[cpu]"')
+        write(f"no plugin is installed: run {install_command('polyattn-cpu')}")
     return 0
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Align rows of text. By hand: importing rich would take half of this command's time."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    )
+    """Align rows of text in `WIDTH` columns; long cells go on in further lines.
+
+    By hand: importing rich would take half of this command's time.
+    """
+    by_column = list(zip(*rows, strict=True))
+    widths = [max(map(len, column)) for column in by_column]
+    words = [max(len(word) for cell in column for word in cell.split()) for column in by_column]
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH and widths != words:
+        spare = [width - word for width, word in zip(widths, words, strict=True)]
+        widths[spare.index(max(spare))] -= 1
+    lines = []
+    for row in rows:
+        cells = [
+            wrap(cell, width, break_on_hyphens=False)
+            for cell, width in zip(row, widths, strict=True)
+        ]
+        for line in zip_longest(*cells, fillvalue=""):
+            padded = (part.ljust(width) for part, width in zip(line, widths, strict=True))
+            lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
 
 
 def plugin_rows(registry: Registry) -> list[dict[str, str]]:

@@ -111,11 +111,16 @@ def options(
 
 
 @app.command("list")
-def list_command(json: Json = False) -> None:
+def list_command(
+    everything: Annotated[
+        bool, typer.Option("--all", help="List what isn't installed, and how to install it, too.")
+    ] = False,
+    json: Json = False,
+) -> None:
     """List plugins and backends, and what is wrong with any of them."""
     from polyattn.tools.cli.listing import show
 
-    _finish(lambda: show(json))
+    _finish(lambda: show(json, everything))
 
 
 @app.command()
@@ -137,6 +142,21 @@ def explain(
 
     read = (assume, tuple(ignore or ()))
     _finish(lambda: show(model, spec, device, backend, batch or [], json, *read))
+
+
+@app.command()
+def build(
+    model: ModelArgument = None,
+    device: DeviceOption = None,
+    backend: BackendOption = None,
+    spec: SpecOption = None,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
+) -> None:
+    """Compile ahead what a model's layers may run on this machine."""
+    from polyattn.tools.cli.building import show
+
+    _finish(lambda: show(model, spec, device, backend, assume, ignore or []))
 
 
 @app.command()
@@ -168,8 +188,9 @@ def run(
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
     kv_cache_dtype: Annotated[
-        str, typer.Option(help="auto, fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."),
+    ] = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),

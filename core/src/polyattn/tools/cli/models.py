@@ -45,12 +45,16 @@ def find_config(name: str | None) -> Path:
 
 
 def read_specs(
-    model: str | None, spec_json: str | None, assume: str | None = None, ignore: Sequence[str] = ()
+    model: str | None,
+    spec_json: str | None,
+    assume: str | None = None,
+    ignore: Sequence[str] = (),
+    kv_cache_dtype: str | None = None,
 ) -> tuple[str, list[LayerSpec]]:
     """Return the layers that a command names, and what they are of: a path or `--spec`.
 
-    `assume`, `ignore`: `LayerSpec.from_hf_config`'s. Raises `SettingsError` when both a model and a layer
-    are named, or a layer and how to read a config; `ConfigError`, `SpecError`.
+    `assume`, `ignore`, `kv_cache_dtype`: `LayerSpec.from_hf_config`'s. Raises `SettingsError` when
+    both a model and a layer are named, or a layer and how to read a config; `ConfigError`, `SpecError`.
     """
     if spec_json is not None and (assume or ignore):
         raise SettingsError(
@@ -59,7 +63,9 @@ def read_specs(
     if spec_json is None:
         path = find_config(model)
         try:
-            return str(path), LayerSpec.from_hf_config(path, assume=assume, ignore=ignore)
+            return str(path), LayerSpec.from_hf_config(
+                path, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype
+            )
         except PolyattnError:
             raise
         except (RecursionError, ValueError) as error:  # lists too deep, numbers too long

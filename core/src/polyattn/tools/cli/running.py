@@ -55,7 +55,7 @@ class RunOptions:
     max_seqs: int
     cache_gb: float
     block_size: int | None
-    kv_cache_dtype: str
+    kv_cache_dtype: str | None
     fp8_compute: bool
     check: int
     seed: int
@@ -102,7 +102,7 @@ def show(options: RunOptions) -> int:
             "with --weights a model runs whole, by its own type: leave them out"
         )
     model = model_of(options.model, options.weights)
-    path, specs = read_specs(model, None, options.assume, options.ignore)
+    path, specs = read_specs(model, None, options.assume, options.ignore, options.kv_cache_dtype)
     served = _served(specs, options)
     whole = None
     if options.weights is not None:
@@ -196,10 +196,7 @@ def _served(specs: list[LayerSpec], options: RunOptions) -> list[LayerSpec]:
     for spec in specs:
         changes: dict[str, Any] = {}
         if spec.cached and not spec.kind.is_recurrent:
-            changes = {
-                name: getattr(options, name)
-                for name in ("block_size", "kv_cache_dtype", "fp8_compute")
-            }
+            changes = {name: getattr(options, name) for name in ("block_size", "fp8_compute")}
             changes |= _streaming(spec, options)
         if (
             options.context_parallel > 1

@@ -262,6 +262,11 @@ def _cached(
     layers: SelectedLayers, options: Options, num_blocks: int, model: Decoder | None
 ) -> Runner:
     """Return what runs a group of decoder layers, or in a whole model its memory."""
+    if layers.num_caches(len(layers.layers)) < len(layers.layers) and (model or options.context):
+        raise ConfigError(
+            "layers that read another layer's keys (kv_source) are served by themselves alone; leave out "
+            "--weights and --context-parallel"
+        )
     if model is not None:
         return GroupMemory(layers, options, num_blocks)
     if options.context is not None:
@@ -274,7 +279,7 @@ def _block_bytes(runner: Runner) -> int:
     """Return the bytes of a block in all of a group's layers that run."""
     form = runner.group.cache_format
     assert form is not None
-    return form.block_size * form.bytes_per_token * runner.count
+    return form.block_size * form.bytes_per_token * runner.num_caches
 
 
 def fit_requests(

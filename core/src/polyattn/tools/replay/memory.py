@@ -30,7 +30,7 @@ def pools_of(groups: Sequence[SelectedLayers], options: Options) -> list[Pool]:
         assert form is not None, "every decoder that is no recurrence has a cache"
         window = CacheWindow.of(group.spec, form.block_size) if ranks == 1 else None
         sizes.append(form.block_size)
-        widths.append(form.bytes_per_token * min(options.layers, len(group.layers)))
+        widths.append(form.bytes_per_token * group.num_caches(options.layers))
         windows.append(window)
         most.append(float("inf") if window is None else _needed(window, options))
     counts: list[int] = [0] * len(forms)

@@ -74,11 +74,13 @@ class Runner:
 
     def __init__(self, layers: SelectedLayers, options: Options):
         self.group, self.spec = LayerGroup(layers.selection), layers.spec
+        self.group.finish_builds()
         self.generator = torch.Generator().manual_seed(options.seed)
         self.device = self.group.torch_device
         self.count = min(options.layers, len(layers.layers))
         self.scale = {"auto": 1.0, "int8": 0.04}.get(self.spec.kv_cache_dtype, 1.0)
         self._stock: dict[int, Tensor] = {}
+        self.num_caches = layers.num_caches(self.count)
         self.saved_bytes = 0
 
     def step(self, batch: Batch, checker: Checker) -> float:
@@ -152,12 +154,16 @@ class AttentionRunner(Runner):
             )
             for _ in range(self.count)
         ]
+        sources = layers.kv_source[: self.count]
+        self.own = [i == source for i, source in zip(layers.layers, sources, strict=False)]
         self.caches: list[KVCache | None] = [None] * self.count
         if spec.cached:
-            self.caches = [self.group.allocate_cache(num_blocks) for _ in range(self.count)]
+            caches = {source: self.group.allocate_cache(num_blocks) for source in set(sources)}
+            self.caches = [caches[source] for source in sources]
 
     def paged(self) -> list[Tensor]:
-        return [t for cache in self.caches if cache is not None for t in (cache.key, cache.value)]
+        pairs = zip(self.caches, self.own, strict=True)
+        return [t for cache, own in pairs if cache and own for t in (cache.key, cache.value)]
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, key, value) for one layer and step."""
@@ -170,9 +176,9 @@ class AttentionRunner(Runner):
 
     def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:
         seconds, plan = self.plan(batch)
-        for layer, cache in zip(self.layers, self.caches, strict=True):
+        for layer, cache, own in zip(self.layers, self.caches, self.own, strict=True):
             query, key, value = self.inputs(batch.num_tokens)
-            given = (key, value) if stores else (None, None)
+            given = (key, value) if stores and own else (None, None)
             started = self.clock()
             got = layer(query, *given, cache, plan)
             seconds += self.clock() - started

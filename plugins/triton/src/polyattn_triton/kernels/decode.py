@@ -122,14 +122,14 @@ def _attend(
     if WAY > 0:
         changed = ROWS_OF(INPUTS, seq, head, row_pos)
 
-    low, kept, near, high = keys_seen(
+    low, kept_stop, near, high = keys_seen(
         first_pos, last_pos, seq_len, CAUSAL and FEW, WINDOW, CHUNK, SINK_TOKENS
     )
     if SINK_TOKENS == 0:
         low = near
     # With kept tokens their tiles, then those of the window: one range with a gap.
     first, last, skip_from, skip_by = tiles_seen(
-        low, kept, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
+        low, kept_stop, near, high, BLOCK_N, SINK_TOKENS, ROPE > 0
     )
     last = tl.minimum(last, first + end)
     first += begin

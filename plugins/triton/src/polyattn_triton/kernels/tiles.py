@@ -146,7 +146,7 @@ def keys_seen(
 def tiles_seen(
     low, kept, near, high, BLOCK_N: tl.constexpr, SINK_TOKENS: tl.constexpr, APART: tl.constexpr
 ):
-    """The key tiles of `keys_seen`'s ranges: `first` to `last`, those from `skip_from` on `skip_by` further.
+    """The key tiles of `keys_seen`'s ranges: `first` to `last`, as `tile_at` reads them.
 
     `APART`: a tile of both ranges counts twice. `schedule.key_tiles` counts as many.
     """

@@ -29,6 +29,7 @@ from polyattn.runtime.stateless import group_for, place_of
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import integers
 from polyattn.settings import Settings, current
+from polyattn.spec.checks import LONGEST
 from polyattn.spec.kinds import DTYPES
 from polyattn.spec.layer import LayerSpec
 
@@ -50,15 +51,11 @@ class Asked(NamedTuple):
     sink_tokens: int = 0
 
 
-UNBOUNDED = 1 << 30
-"""Keys after a query that no window hides."""
-
-
 def window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
     """Return causal, `sliding_window` and `window_right` for flash-attn's window: -1 is no bound."""
     causal, after = causal or right == 0, None
     if not causal and (left >= 0 or right >= 0):
-        after = int(right) if right >= 0 else UNBOUNDED
+        after = int(right) if right >= 0 else LONGEST
     return causal, int(left) + 1 if left >= 0 else None, after
 
 

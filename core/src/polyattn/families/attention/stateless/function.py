@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from polyattn.errors import BatchError, SpecError, shown
+from polyattn.errors import BatchError, DeviceError, SpecError, shown
 from polyattn.families.attention.stateless.dense import Asked, dense
 from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
@@ -64,7 +65,14 @@ def attention(
                 query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
                 first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
-    except (AttributeError, TypeError, SpecError, UnreadableMask) as error:
+    except (
+        AttributeError,
+        TypeError,
+        SpecError,
+        DeviceError,
+        RuntimeError,
+        UnreadableMask,
+    ) as error:
         # Who is wrong is asked here, so that a call that is right pays nothing.
         lists = {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
         try:
@@ -122,6 +130,7 @@ def _refuse(
     """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
     for name, given_ in zip(("query", "key", "value"), needed, strict=True):
         check_is_tensor(name, given_)
+        _check_is_real(name, given_)
     for name, given_ in zip(("mask", "sinks", "alibi_slopes"), optional, strict=True):
         if given_ is not None:
             check_is_tensor(name, given_)
@@ -137,4 +146,18 @@ def _refuse(
             f"mask: {error}{error.where}; it must be (batch or 1, 1, queries or 1, keys), of bool or of "
             "0 and the dtype's least value, and show each query one interval of keys. Other masks are a "
             "layer's: CustomMask, BlockSparseMask, or an AttentionVariant's mask_mod and score_mod"
+        )
+
+
+def _check_is_real(name: str, tensor: Tensor) -> None:
+    """Refuse what stands for other tensors: no kernel can read it. Raises `BatchError`."""
+    if tensor.is_meta:
+        raise BatchError(
+            f"{name} is on the meta device and holds no numbers; move it to a real device"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise BatchError("torch.jit.trace can't record attention; use torch.compile instead")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise BatchError(
+            f"{name} is inside torch.vmap or another torch.func transform; pass the whole batch instead"
         )

@@ -71,6 +71,8 @@ def read(mask: Tensor, rows: int, queries: int) -> list[Part]:
 def _intervals(mask: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return the first key that each query sees and the one after the last, int64 (rows, queries)."""
     rows, queries, keys = mask.shape
+    if not keys:
+        return np.zeros((rows, queries), int), np.zeros((rows, queries), int)
     step = max(1, AT_A_TIME // max(1, rows * keys))
     found = []
     for at in range(0, queries, step):

@@ -77,9 +77,9 @@ def _of_sequence(
     d_weights = torch.einsum("qhd,khd->hqk", d_out, v)
     d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdim=True))
     d_scores = d_scores * slope * spec.scale
-    grouped = (keys, spec.num_kv_heads, spec.gqa_ratio, -1)
+    grouped = (spec.num_kv_heads, spec.gqa_ratio)
     return (
         torch.einsum("hqk,khd->qhd", d_scores, k),
-        torch.einsum("hqk,qhd->khd", d_scores, q).reshape(grouped).sum(2),
-        torch.einsum("hqk,qhd->khd", weights, d_out).reshape(grouped).sum(2),
+        torch.einsum("hqk,qhd->khd", d_scores, q).unflatten(1, grouped).sum(2),
+        torch.einsum("hqk,qhd->khd", weights, d_out).unflatten(1, grouped).sum(2),
     )

@@ -45,22 +45,20 @@ struct Items {  // grows; the plan takes its memory
   }
 };
 
-// What the rows of an item see: the union of its first and its last token's keys, in two ranges.
+// Some tokens of a sequence, and all that they see.
 Item item_of(const pa_plan *plan, int32_t seq, int32_t token0, int32_t tokens) {
   int32_t len = plan->lens[seq];
   int32_t queries = plan->query_starts[seq + 1] - plan->query_starts[seq];
-  Range near0, sinks0, near1, sinks1;
-  pa_visible(&plan->layer, len - queries + token0, len, &near0, &sinks0);
-  pa_visible(&plan->layer, len - queries + token0 + tokens - 1, len, &near1, &sinks1);
+  int64_t first = (int64_t)len - queries + token0;
+  KeyRanges seen = pa_key_ranges(&plan->layer, first, first + tokens - 1, len);
   Item item = {};
   item.seq = seq;
   item.token0 = token0;
   item.tokens = tokens;
   item.part = -1;
-  item.near = {near0.lo, pa_max(near0.lo, near1.hi)};
-  item.sinks = {sinks0.lo, pa_min(sinks1.hi, item.near.lo)};
-  if (item.sinks.hi < item.sinks.lo) item.sinks.hi = item.sinks.lo;
-  item.to = item.near.hi - item.near.lo + item.sinks.hi - item.sinks.lo;
+  item.kept = seen.kept;
+  item.near = seen.near;
+  item.to = item.near.hi - item.near.lo + item.kept.hi - item.kept.lo;
   return item;
 }
 

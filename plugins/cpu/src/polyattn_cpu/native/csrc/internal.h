@@ -13,11 +13,11 @@ struct Range {
 
 // One work item: some query tokens of one sequence, some KV heads, some of the visible keys.
 // Visible keys are counted without the gap between kept first tokens and window: first the keys of
-// `sinks`, then those of `near`; [from, to) counts in that.
+// `kept`, then those of `near`; [from, to) counts in that.
 struct Item {
   int32_t seq, token0, tokens;
   int32_t head0, heads;
-  Range sinks, near;
+  Range kept, near;
   int32_t from, to;
   int32_t part;   // index of its partial result, or -1: it sees all its keys and writes the output
   int32_t group;  // the parts that are merged together
@@ -78,30 +78,38 @@ enum { SPLIT_KEYS = 512 };
 
 int32_t pa_isa_supported(const char *name);
 
-// What a query at `position` of a sequence of `len` keys sees: `near` and, apart, kept first tokens.
-static inline int32_t pa_floor_div(int32_t a, int32_t b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 static inline int32_t pa_min(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline int32_t pa_max(int32_t a, int32_t b) { return a < b ? b : a; }
 static inline int32_t pa_round_up(int32_t a, int32_t b) { return (a + b - 1) / b * b; }
 
-static inline void pa_visible(const pa_layer *layer, int32_t position, int32_t len, Range *near,
-                              Range *sinks) {
-  int64_t lo = 0, hi = len, p = position;
+// What queries see: kept first tokens, and the keys near the queries, right of those. No key is in both.
+struct KeyRanges {
+  Range kept, near;
+};
+
+// What the queries at positions `first` to `last` see of `len` keys: `polyattn.spec.key_ranges`, formula
+// by formula. Positions below zero are of queries before the first key. Ranges that touch are one, `near`.
+static inline KeyRanges pa_key_ranges(const pa_layer *layer, int64_t first, int64_t last, int64_t len) {
+  auto min = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  auto max = [](int64_t a, int64_t b) { return a < b ? b : a; };
+  auto floor = [](int64_t a, int64_t b) { return a >= 0 ? a / b : -((b - 1 - a) / b); };
+  int64_t start = 0, stop = len;
   if (layer->chunk) {
-    int64_t chunk = (int64_t)pa_floor_div(position, layer->chunk) * layer->chunk;
-    lo = chunk > lo ? chunk : lo;
-    hi = chunk + layer->chunk < hi ? chunk + layer->chunk : hi;
+    start = max(start, floor(first, layer->chunk) * layer->chunk);
+    stop = min(stop, (floor(last, layer->chunk) + 1) * layer->chunk);
   }
-  if (layer->causal && p + 1 < hi) hi = p + 1;
-  if (hi < 0) hi = 0;
-  sinks->lo = (int32_t)lo;
-  sinks->hi = (int32_t)(layer->sink_tokens < hi ? layer->sink_tokens : hi);
+  if (layer->causal) stop = min(stop, last + 1);
+  start = min(start, len);
+  stop = max(stop, start);
+  int64_t kept = start, near = start, end = stop;
   if (layer->window) {
-    if (p - layer->window + 1 > lo) lo = p - layer->window + 1;
-    if (!layer->causal && p + layer->window < hi) hi = p + layer->window;
-    if (hi < 0) hi = 0;
+    near = min(max(near, first - layer->window + 1), stop);
+    if (!layer->causal) end = min(end, last + layer->window);
+    end = max(end, near);
+    if (layer->sink_tokens) kept = max(min(stop, layer->sink_tokens), start);
+    near = max(near, kept);
+    end = max(end, near);
   }
-  near->lo = (int32_t)(lo < len ? lo : len);
-  near->hi = (int32_t)(hi > near->lo ? hi : near->lo);
-  if (sinks->hi < sinks->lo) sinks->hi = sinks->lo;
+  if (near == kept) near = kept = start;
+  return {{(int32_t)start, (int32_t)kept}, {(int32_t)near, (int32_t)end}};
 }

@@ -63,11 +63,11 @@ struct Tiles {
   int32_t first_key, count;  // of the current piece
   bool next() {
     if (at >= item->to) return false;
-    int kept = item->sinks.hi - item->sinks.lo;
+    int kept = item->kept.hi - item->kept.lo;
     int end = pa_min(item->to, at + tile);
     if (at < kept) {
       end = pa_min(end, kept);
-      first_key = item->sinks.lo + at;
+      first_key = item->kept.lo + at;
     } else {
       first_key = item->near.lo + at - kept;
     }
@@ -94,12 +94,11 @@ PA_ONCE void set_lane(const Run *run, const Item &item, const Lanes &rows, int l
   int len = plan->lens[item.seq];
   int queries = plan->query_starts[item.seq + 1] - plan->query_starts[item.seq];
   int position = len - queries + token;
-  Range near, sinks;
-  pa_visible(&plan->layer, position, len, &near, &sinks);
-  rows.near_lo[lane] = near.lo;
-  rows.near_hi[lane] = near.hi;
-  rows.sink_lo[lane] = sinks.lo;
-  rows.sink_hi[lane] = sinks.hi;
+  const KeyRanges seen = pa_key_ranges(&plan->layer, position, position, len);
+  rows.near_lo[lane] = seen.near.lo;
+  rows.near_hi[lane] = seen.near.hi;
+  rows.kept_lo[lane] = seen.kept.lo;
+  rows.kept_hi[lane] = seen.kept.hi;
   rows.position[lane] = (float)position;
   if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
 }
@@ -108,8 +107,8 @@ PA_ONCE void set_lane(const Run *run, const Item &item, const Lanes &rows, int l
 PA_INLINE void same_lane(const Run *run, const Lanes &rows, int lane, int head) {
   rows.near_lo[lane] = rows.near_lo[lane - 1];
   rows.near_hi[lane] = rows.near_hi[lane - 1];
-  rows.sink_lo[lane] = rows.sink_lo[lane - 1];
-  rows.sink_hi[lane] = rows.sink_hi[lane - 1];
+  rows.kept_lo[lane] = rows.kept_lo[lane - 1];
+  rows.kept_hi[lane] = rows.kept_hi[lane - 1];
   rows.position[lane] = rows.position[lane - 1];
   if (run->t.alibi) rows.slope[lane] = run->t.alibi[head] * LOG2E;
 }

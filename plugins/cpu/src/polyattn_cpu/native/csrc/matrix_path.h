@@ -180,9 +180,9 @@ struct Matrix {  // an item's scratch, and what stays the same over its tiles
     const int first_key = packed.first_key + tile * is.keys;
     const int count = pa_min(is.keys, packed.count - tile * is.keys);
     // Positions grow with the rows, and what is seen moves with them: the ends bound all between.
-    int hi = pa_max(lanes.near_hi[last], lanes.sink_hi[last]);
-    int lo = pa_min(lanes.near_lo[first], lanes.sink_hi[last] > lanes.sink_lo[first]
-                                              ? lanes.sink_lo[first] : lanes.near_lo[first]);
+    int hi = pa_max(lanes.near_hi[last], lanes.kept_hi[last]);
+    int lo = pa_min(lanes.near_lo[first], lanes.kept_hi[last] > lanes.kept_lo[first]
+                                              ? lanes.kept_lo[first] : lanes.near_lo[first]);
     int keys = first_key + count <= lo ? 0 : pa_min(count, hi - first_key);
     bool whole = first_key >= lanes.near_lo[last] && first_key + keys <= lanes.near_hi[first];
     return {panel, tile, first_key, keys, !whole};

@@ -9,7 +9,7 @@ constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 struct Lanes {
   float *m, *l;                              // largest logit so far, sum of weights
   float *slope, *position;                   // ALiBi
-  int32_t *near_lo, *near_hi, *sink_lo, *sink_hi;  // keys that it sees
+  int32_t *near_lo, *near_hi, *kept_lo, *kept_hi;  // keys that it sees
 };
 constexpr int LANE_ARRAYS = 8;
 
@@ -20,13 +20,13 @@ PA_INLINE Lanes lanes_at(char *memory, int count) {
 }
 PA_INLINE Lanes lanes_from(const Lanes &a, int at) {
   return {a.m + at,       a.l + at,       a.slope + at,   a.position + at,
-          a.near_lo + at, a.near_hi + at, a.sink_lo + at, a.sink_hi + at};
+          a.near_lo + at, a.near_hi + at, a.kept_lo + at, a.kept_hi + at};
 }
 PA_ONCE void clear_lanes(const Lanes &a, int count) {
   for (int i = 0; i < count; i++) {
     a.m[i] = LOWEST;
     a.l[i] = a.slope[i] = a.position[i] = 0;
-    a.near_lo[i] = a.near_hi[i] = a.sink_lo[i] = a.sink_hi[i] = 0;
+    a.near_lo[i] = a.near_hi[i] = a.kept_lo[i] = a.kept_hi[i] = 0;
   }
 }
 
@@ -54,13 +54,13 @@ PA_NOINLINE vf to_logits(float *s, int ld, int keys, int first_key, const Logits
   vf best[4] = {splat(MASKED), splat(MASKED), splat(MASKED), splat(MASKED)};
   vf slope = loadf(rows.slope), position = loadf(rows.position);
   vi lo = read<vi>(rows.near_lo), hi = read<vi>(rows.near_hi);
-  vi sink_lo = read<vi>(rows.sink_lo), sink_hi = read<vi>(rows.sink_hi);
+  vi kept_lo = read<vi>(rows.kept_lo), kept_hi = read<vi>(rows.kept_hi);
   auto one = [&](int t, vf &top) {
     float *at = s + (int64_t)t * ld;
     vf x = logit<EXTRAS>(loadf(at), how, slope, splat((float)(first_key + t)) - position);
     if (masked) {
       vi key = splati(first_key + t);
-      vi seen = ((key >= lo) & (key < hi)) | ((key >= sink_lo) & (key < sink_hi));
+      vi seen = ((key >= lo) & (key < hi)) | ((key >= kept_lo) & (key < kept_hi));
       x = seen ? x : splat(MASKED);
     }
     write(at, x);

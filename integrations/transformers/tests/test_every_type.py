@@ -1,0 +1,65 @@
+"""`polyattn` is each model type's own attention: a sample of the types, and all of them in the sweep."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import every_type
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+READ_MASKS = ["bigbird_pegasus", "pegasus_x", "nllb-moe", "splinter", "deepseek_v4", "git"]
+"""They join masks to their own or add them to scores."""
+SELECT_KEYS = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "mistral_large4_text"]
+"""They call attention with `indices=`, fewer than the text has tokens."""
+COLLECT_WEIGHTS = ["gpt2", "opt", "gpt_bigcode", "nemotron", "persimmon", "stablelm", "siglip"]
+"""Attention isn't told of `output_attentions`: hooks collect the weights."""
+MASKLESS = ["paligemma", "mllama"]
+"""Bidirectional by name under a causal mask; cross attention without a mask."""
+SAMPLE = READ_MASKS + SELECT_KEYS + COLLECT_WEIGHTS + MASKLESS
+
+
+def check(model_type: str, auto: Any) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    try:
+        model = every_type.tiny_model(model_type, auto)
+    except Exception as error:
+        pytest.skip(f"not built: {error}")
+    said = {case.__name__: every_type.verdict(model, case) for case in every_type.CASES[auto]}
+    wrong = {case: what for case, what in said.items() if not what.startswith(("equal", "not run"))}
+    assert not wrong
+    if all(what.startswith("not run") for what in said.values()):
+        pytest.skip(str(said))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(set(SAMPLE) & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)))
+def test_sample_of_decoders(model_type: str) -> None:
+    check(model_type, AutoModelForCausalLM)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(set(SAMPLE) & set(MODEL_MAPPING_NAMES)))
+def test_sample_of_models(model_type: str) -> None:
+    check(model_type, AutoModel)
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_every_decoder(model_type: str) -> None:
+    check(model_type, AutoModelForCausalLM)
+
+
+@pytest.mark.sweep
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", sorted(MODEL_MAPPING_NAMES))
+def test_every_model(model_type: str) -> None:
+    check(model_type, AutoModel)

@@ -1,0 +1,20 @@
+"""Every mask of the shared grid on HPU_ATTN, and in larger sizes, groups of 71 heads and caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from families.mask_grid import BEYOND, GRID, judged
+from polyattn import Device
+
+HOST = Device("cpu", "x86_64", torch_device="cpu")
+
+
+@pytest.mark.parametrize(
+    "cases", [GRID, pytest.param(BEYOND, marks=pytest.mark.slow)], ids=["grid", "beyond"]
+)
+def test_every_mask(cases: dict[str, Any]) -> None:
+    found = judged("HPU_ATTN", HOST, cases.items())
+    assert not found.wrong and not found.refused
+    assert len(found.right) == len(cases)

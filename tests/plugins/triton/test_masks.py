@@ -1,0 +1,38 @@
+"""TRITON_ATTN's masks, interpreted: the ranges of keys by exhaustion, and layers of the mask grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from families.mask_grid import BEYOND, GRID
+from interpreting import interpreted
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+STRIDE = 29
+"""Prime to the lengths of the grid's axes, so that a sample has every value of each."""
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_kernels_see_what_key_ranges_says(step: int) -> None:
+    """Ranges and tiles on the device, and the tiles that plans count, block of queries by block."""
+    assert int(interpreted(HERE / "seen.py", str(step), seconds=1400)) > 150_000
+
+
+@pytest.mark.parametrize(
+    ("first", "step"),
+    [(0, STRIDE), *(pytest.param(n, 4, marks=pytest.mark.slow) for n in range(4))],
+)
+def test_every_mask_of_the_grid(first: int, step: int) -> None:
+    found = interpreted(HERE / "masks.py", "grid", str(first), str(step), seconds=1400).split()
+    assert found == [str(len(range(first, len(GRID), step))), "0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(8))
+def test_every_mask_beyond(first: int) -> None:
+    right, refused = map(
+        int, interpreted(HERE / "masks.py", "beyond", str(first), "8", seconds=1400).split()
+    )
+    assert right + refused == len(range(first, len(BEYOND), 8)) and right > refused
