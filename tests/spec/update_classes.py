@@ -1,6 +1,6 @@
 """Writes what the installed transformers says of each type's config: fields, defaults, what is read.
 
-Run after a newer transformers: `python tests/spec/update_classes.py`. A test says when the table is stale.
+Run after a newer transformers: `python tests/spec/update_classes.py`; a test says when it is stale.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ SIZES = {"hidden_size", "num_attention_heads", "num_hidden_layers", "max_positio
 """What readers ask for wherever it matters, under whatever name."""
 BASE = {f.name for f in dataclasses.fields(PretrainedConfig)}
 OTHER_THAN_ATTENTION = re.compile(
-    r"""_.* | .*token.* | .*dropout.* | .*_eps | .*layerdrop.* | initializer_.* | vocab_.* | embedding_size
-    | .*intermediate_size.* | hidden_act.* | .*expert.* | .*router.* | moe_.* | mlp_.* | .*_config(_dict)?
-    | use_cache | tie_.* | image_.* | .*patch_.* | num_channels | classifier_.* | summary_.* | pixel_.*
-    | get | set_.* | .*_act(_fn)? | is_gated_act | scale_decoder_outputs | gradient_checkpointing | out_.*
-    | mamba_(dt_(min|max|init_floor)|conv_bias|chunk_size) | first_k_dense_replace | pooler_.* | block_ff_dim
-    | (.*_)?bias | norm_.* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank | attn_(impl|pdrop)
-    | chunk_size | final_w_init_variance_scale | use_falcon_mambapy | conv_(act|groups|kernel_size)""",
+    r"""_.* | .*token.* | .*dropout.* | .*_eps | .*layerdrop.* | initializer_.* | vocab_.* | use_cache
+    | .*intermediate_size.* | hidden_act.* | .*expert.* | .*router.* | moe_.* | mlp_.* | tie_.* | image_.*
+    | .*_config(_dict)? | .*patch_.* | num_channels | classifier_.* | summary_.* | pixel_.* | get | set_.*
+    | .*_act(_fn)? | is_gated_act | scale_decoder_outputs | gradient_checkpointing | out_.* | pooler_.*
+    | mamba_(dt_(min|max|init_floor)|conv_bias|chunk_size) | first_k_dense_replace | block_ff_dim
+    | (.*_)?bias | norm_.* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank | chunk_size
+    | attn_(impl|pdrop) | final_w_init_variance_scale | use_falcon_mambapy | embedding_size
+    | conv_(act|groups|kernel_size)""",
     re.VERBOSE,
 )
 """Names of what surrounds attention: tokens, dropout, norms, MLPs, experts, heads, images."""
@@ -69,7 +70,9 @@ def fields(cls: Any) -> dict[str, Any]:
     out: dict[str, Any] = {}
     asked = ASKED | {own for alias, own in cls.attribute_map.items() if alias in ASKED}
     for field in dataclasses.fields(cls):
-        beside = OTHER_THAN_ATTENTION.fullmatch(field.name) and not field.name.endswith("hidden_act")
+        beside = OTHER_THAN_ATTENTION.fullmatch(field.name) and not field.name.endswith(
+            "hidden_act"
+        )
         if field.name in BASE or field.name not in asked or beside:
             continue
         value = field.default
@@ -91,9 +94,8 @@ def accesses(path: Path) -> Iterator[tuple[str, Any]]:
             if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
                 if _is_config(node.args[0], own):
                     yield from _named(node.args[1:])
-            elif isinstance(node.func, ast.Attribute) and node.func.attr in ("pop", "get"):
-                if isinstance(node.func.value, ast.Name) and node.func.value.id == "kwargs" and own:
-                    yield from _named(node.args)
+            elif own and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get"):
+                yield from _named(node.args)
 
 
 def _is_config(node: ast.expr, own: bool) -> bool:
@@ -122,7 +124,9 @@ def reads(paths: list[Path], declared: set[str]) -> dict[str, Any]:
 
 def declared(module: Any) -> set[str]:
     """Return every field and method of the config classes of a module."""
-    classes = [c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, PretrainedConfig)]
+    classes = [
+        c for c in vars(module).values() if inspect.isclass(c) and issubclass(c, PretrainedConfig)
+    ]
     return {
         name
         for cls in classes
@@ -143,7 +147,7 @@ def entry(cls: Any) -> dict[str, Any]:
     found = {
         "fields": fields(cls),
         "aliases": aliases,
-        "reads": reads([*models, configuration], declared(inspect.getmodule(cls))),
+        "reads": reads([*models, configuration], declared(inspect.getmodule(cls)) | SIZES),
     }
     if cls.default_theta != ModelClass.theta:
         found["theta"] = cls.default_theta
@@ -158,7 +162,7 @@ def table() -> dict[str, Any]:
     names = BASE | set(vars(GenerationConfig())) | LEGACY
     for source in {types[name] for name in classes if name in types}:
         names |= {f.name for f in dataclasses.fields(CONFIG_MAPPING[source])}
-    beside = names - {n for c in classes.values() for n in (*c.get("reads", ()), *c.get("fields", ()))}
+    beside = names - {n for c in classes.values() for n in c.get("fields", ())}
     folder = Path(transformers.__file__).parent
     shared = reads([folder / f"{name}.py" for name in SHARED], SIZES)
     return {
