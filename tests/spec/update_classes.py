@@ -31,6 +31,7 @@ LEGACY = {
     "use_bfloat16", "tf_legacy_loss", "task_specific_params", "output_past", "quantization_config",
 }  # fmt: skip
 """Fields of every config that older files have."""
+EVERYWHERE = {"model_type", "hidden_act", "max_position_embeddings"}
 SIZES = {"hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"}
 """What readers ask for wherever it matters, under whatever name."""
 BASE = {f.name for f in dataclasses.fields(PretrainedConfig)}
@@ -162,7 +163,7 @@ def table() -> dict[str, Any]:
     names = BASE | set(vars(GenerationConfig())) | LEGACY
     for source in {types[name] for name in classes if name in types}:
         names |= {f.name for f in dataclasses.fields(CONFIG_MAPPING[source])}
-    beside = names - {n for c in classes.values() for n in c.get("fields", ())}
+    beside = names - {n for c in classes.values() for n in c.get("fields", ())} | EVERYWHERE
     folder = Path(transformers.__file__).parent
     shared = reads([folder / f"{name}.py" for name in SHARED], SIZES)
     return {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import transformers
 from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
+from polyattn.spec.huggingface.multimodal import WRAPPERS
 from test_transformers import BY_ATTRIBUTES, BY_THEIR_TOWERS, PUBLISHERS_CODE
 from tiny import CONFIG_MAPPING, tiny_values
 
@@ -83,7 +84,9 @@ def read(name: str) -> ModelLayers:
     values: dict[str, object] = {"num_hidden_layers": 4}
     if name == "rwkv7":
         values["hidden_size"] = 256
-    if name in CONFIG_MAPPING:
+    if name in WRAPPERS:
+        values = {"text_config": {"model_type": "llama", "num_hidden_layers": 4}}
+    elif name in CONFIG_MAPPING:
         values = tiny_values(CONFIG_MAPPING[name])
     return model_layers({"model_type": name} | values)
 

@@ -67,12 +67,12 @@ def _unread(cfg: Config, assumed: bool) -> Iterator[str]:
         if name in published:
             if value != published[name]:
                 yield name
-        elif name in cfg.cls.fields or value in NEUTRAL or name.startswith("_"):
+        elif name in cfg.cls.fields or name.startswith("_"):
             continue
         elif name in reads:
-            if value != reads[name]:
+            if value != reads[name] and (reads[name] or value not in NEUTRAL):
                 yield name
-        elif name not in beside() and (foreign or _misspelt(name, cfg)):
+        elif value not in NEUTRAL and name not in beside() and (foreign or _misspelt(name, cfg)):
             yield name
 
 
