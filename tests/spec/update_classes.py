@@ -34,6 +34,7 @@ LEGACY = {
 EVERYWHERE = {"model_type", "hidden_act", "max_position_embeddings"}
 SIZES = {"hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"}
 """What readers ask for wherever it matters, under whatever name."""
+GENERATION = set(vars(GenerationConfig()))
 BASE = {f.name for f in dataclasses.fields(PretrainedConfig)}
 OTHER_THAN_ATTENTION = re.compile(
     r"""_.* | .*token.* | .*dropout.* | .*_eps | .*layerdrop.* | initializer_.* | vocab_.* | use_cache
@@ -117,7 +118,7 @@ def reads(paths: list[Path], declared: set[str]) -> dict[str, Any]:
         name: default
         for path in paths
         for name, default in accesses(path)
-        if name not in declared
+        if name not in declared | GENERATION
         and not OTHER_THAN_ATTENTION.fullmatch(name)
         and not hasattr(PretrainedConfig, name)
     }
@@ -160,7 +161,7 @@ def table() -> dict[str, Any]:
     types = {name: PUBLISHED_AS.get(name, name) for name in sorted(READERS)}
     classes = {n: entry(CONFIG_MAPPING[s]) for n, s in types.items() if s in CONFIG_MAPPING}
     classes["mpt_attention"] = {"fields": fields(CONFIG_MAPPING["mpt"].sub_configs["attn_config"])}
-    names = BASE | set(vars(GenerationConfig())) | LEGACY
+    names = BASE | GENERATION | LEGACY
     for source in {types[name] for name in classes if name in types}:
         names |= {f.name for f in dataclasses.fields(CONFIG_MAPPING[source])}
     beside = names - {n for c in classes.values() for n in c.get("fields", ())} | EVERYWHERE

@@ -73,10 +73,10 @@ def model_layers(
     values, source = read_values(config)
     stated = values.get("model_type")
     model = assume or stated
-    reader = READERS.get(model) or outside_reader(model)
+    reader = None if model is None else READERS.get(model) or outside_reader(model)
     if reader is None and assume is not None:
         raise ConfigError(f"assume={assume!r} is no model type{nearest(assume, READERS)}")
-    if reader is None or not isinstance(model, str):
+    if reader is None or model is None:
         raise ConfigError(f"{source}: {why_unknown(values, READERS)}")
     cfg = Config(values, source, model)
     if assume is not None and assume != stated and text_part(values) is not None:

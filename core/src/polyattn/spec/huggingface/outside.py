@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
-from typing import Any
 
 from polyattn.errors import ConfigError, describe
 from polyattn.spec.huggingface.layers import Reader
@@ -12,13 +11,11 @@ GROUP = "polyattn.readers"
 """The entry points' group: a name is a `model_type`, its object a `Reader`."""
 
 
-def outside_reader(model: Any) -> Reader | None:
+def outside_reader(model: str) -> Reader | None:
     """Return the reader that an installed package has for a type, None for none.
 
     Types that are read here stay as they are. Raises `ConfigError` where the package's can't be loaded.
     """
-    if not isinstance(model, str):
-        return None
     for entry in entry_points(group=GROUP, name=model):
         try:
             reader: Reader = entry.load()
