@@ -84,8 +84,9 @@ def read(cfg):
     return {{"text": [(full if i % 4 == 3 else near,) for i in range(cfg.need("num_hidden_layers"))]}}
 ```
 
-`cfg.need` returns a positive integer; `cfg.integer`, `cfg.number`, `cfg.flag`, `cfg.items` return optional
-values, and `cfg.only` refuses all values but some. The types in the table below stay as they are.
+`cfg.need` returns a positive integer; `cfg.integer`, `cfg.number`, `cfg.flag`, `cfg.items` return
+optional values, and `cfg.only` refuses all values but some. The types in the table below stay as they
+are.
 
 What happens to a field that is renamed, dropped, changed or new: `pytest -m sweep
 tests/spec/test_transformers.py` tries it for each of 156 types. On 2026-11-22, transformers 5.23.0, in

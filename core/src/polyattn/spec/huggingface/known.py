@@ -78,5 +78,5 @@ def _unread(cfg: Config, assumed: bool) -> Iterator[str]:
 
 def _misspelt(name: str, cfg: Config) -> bool:
     """Return whether a name is nearly that of a field that the reader misses."""
-    missing = [field for field in cfg.read if field not in cfg.values]
+    missing = [field for field in cfg.read if field not in cfg.values and field not in name]
     return bool(difflib.get_close_matches(name, missing, 1, 0.9))
