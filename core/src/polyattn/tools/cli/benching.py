@@ -31,7 +31,7 @@ from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
@@ -53,6 +53,7 @@ def show(
     shared_prefix: int,
     as_json: bool,
     plot: Path | None,
+    reading: Reading = AS_IT_IS,
 ) -> int:
     """Measure and print; backends that can't serve are listed with the reason.
 
@@ -69,7 +70,7 @@ def show(
         }
     for text, rows_of in batches.items():
         _check_shared(text, rows_of, shared_prefix)
-    spec = _spec(model, spec_json).replace(block_size=block_size)
+    spec = _spec(model, spec_json, reading).replace(block_size=block_size)
     names = [discover().backend(name).name for name in backends]
     resolved = resolve_device(device)
     for text, rows_of in batches.items():
@@ -91,8 +92,8 @@ def show(
     return int(not measured)
 
 
-def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
-    source, specs = read_specs(model, spec_json)
+def _spec(model: str | None, spec_json: str | None, reading: Reading) -> LayerSpec:
+    source, specs = read_specs(model, spec_json, reading)
     for spec in specs:
         if spec.kind is AttentionKind.ATTENTION and spec.cached:
             return unrotated(spec)  # random queries and keys stand for rotated ones

@@ -18,7 +18,7 @@ from polyattn.spec.decompose import group_layers, kv_sources, ranges
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.forecasting import forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
-from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
 from polyattn.tools.cli.output import console, print_json
 
 
@@ -29,13 +29,12 @@ def show(
     backend: str | None,
     batches: Sequence[str],
     as_json: bool,
-    assume: str | None = None,
-    ignore: Sequence[str] = (),
+    reading: Reading = AS_IT_IS,
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
     steps = {text: parse_batch(text) for text in batches}
     settings = current().with_backend(backend, "flag --backend")
-    specs = read_specs(model, spec_json, assume, ignore)[1]
+    specs = read_specs(model, spec_json, reading)[1]
     groups = group_layers(specs)
     resolved = resolve_device(device)
     found: list[_Group] = []

@@ -68,6 +68,12 @@ IgnoreOption = Annotated[
     list[str] | None,
     typer.Option(help="A config's field that is known not to change attention (repeatable)."),
 ]
+KvCacheOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype", help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."
+    ),
+]
 PlotOption = Annotated[
     Path | None,
     typer.Option("--plot", help="Write a plot to this PNG file."),
@@ -135,13 +141,15 @@ def explain(
     ] = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
+    kv_cache_dtype: KvCacheOption = None,
     json: Json = False,
 ) -> None:
     """Show which backend each layer gets, with every candidate's verdict."""
     from polyattn.tools.cli.explaining import show
+    from polyattn.tools.cli.models import Reading
 
-    read = (assume, tuple(ignore or ()))
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, *read))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype)
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading))
 
 
 @app.command()
@@ -187,10 +195,7 @@ def run(
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."),
-    ] = None,
+    kv_cache_dtype: KvCacheOption = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
@@ -254,12 +259,17 @@ def bench(
     shared_prefix: Annotated[
         int, count("Leading tokens whose cache blocks all sequences share.", 0)
     ] = 0,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
+    kv_cache_dtype: KvCacheOption = None,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
     """Time every backend that can serve, side by side, with the limit and the selector's choice."""
     from polyattn.tools.cli.benching import show
+    from polyattn.tools.cli.models import Reading
 
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype)
     _finish(
         lambda: show(
             batches or [],
@@ -274,6 +284,7 @@ def bench(
             shared_prefix,
             json,
             plot,
+            reading,
         )
     )
 
@@ -300,9 +311,18 @@ def tune(
     quantized: Annotated[
         bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
     ] = True,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
+    kv_cache_dtype: KvCacheOption = None,
     json: Json = False,
 ) -> None:
     """Measure the backends on this machine, so that each step goes to the fastest one."""
+    from polyattn.tools.cli.models import Reading
     from polyattn.tools.cli.tuning import show
 
-    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, quantized, json))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype)
+    _finish(
+        lambda: show(
+            model or [], device, backend or [], trace, out, seconds, quantized, json, reading
+        )
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -44,28 +44,34 @@ def find_config(name: str | None) -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a command reads a config: options of `LayerSpec.from_hf_config`."""
+
+    assume: str | None = None
+    ignore: tuple[str, ...] = ()
+    kv_cache_dtype: str | None = None
+
+
+AS_IT_IS = Reading()
+
+
 def read_specs(
-    model: str | None,
-    spec_json: str | None,
-    assume: str | None = None,
-    ignore: Sequence[str] = (),
-    kv_cache_dtype: str | None = None,
+    model: str | None, spec_json: str | None, reading: Reading = AS_IT_IS
 ) -> tuple[str, list[LayerSpec]]:
     """Return the layers that a command names, and what they are of: a path or `--spec`.
 
-    `assume`, `ignore`, `kv_cache_dtype`: `LayerSpec.from_hf_config`'s. Raises `SettingsError` when
-    both a model and a layer are named, or a layer and how to read a config; `ConfigError`, `SpecError`.
+    Raises `SettingsError` when both a model and a layer are named, or a layer and how to read a config;
+    `ConfigError`, `SpecError`.
     """
-    if spec_json is not None and (assume or ignore):
+    if spec_json is not None and reading != AS_IT_IS:
         raise SettingsError(
-            "--assume and --ignore say how a config is read; --spec is a layer itself"
+            "--assume, --ignore and --kv-cache-dtype say how a config is read; --spec is a layer itself"
         )
     if spec_json is None:
         path = find_config(model)
         try:
-            return str(path), LayerSpec.from_hf_config(
-                path, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype
-            )
+            return str(path), LayerSpec.from_hf_config(path, **asdict(reading))
         except PolyattnError:
             raise
         except (RecursionError, ValueError) as error:  # lists too deep, numbers too long

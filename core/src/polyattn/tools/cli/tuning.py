@@ -19,7 +19,7 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
-from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.models import AS_IT_IS, DEFAULT_TRACE, Reading, bundled, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
@@ -39,6 +39,7 @@ def show(
     seconds: float,
     quantized: bool,
     as_json: bool,
+    reading: Reading = AS_IT_IS,
 ) -> int:
     """Measure, fit, write and print; return 1 when nothing could be fitted."""
     if not 0 <= seconds <= LONGEST:
@@ -60,7 +61,7 @@ def show(
     traces = {"trace": of_trace(trace)}
     points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
     tuning = Tuning(resolved, points, traces, left_out(named))
-    _measure(tuning, _layers(models, resolved, quantized), seconds, quiet=as_json)
+    _measure(tuning, _layers(models, resolved, quantized, reading), seconds, quiet=as_json)
     found = tables.fits(points.measured())
     data = tables.table(found, resolved, registry)
     written = path if found else None  # an older table isn't given up for an empty one
@@ -82,12 +83,14 @@ def _check_scipy() -> None:
         raise SettingsError('tune needs scipy: pip install "polyattn[tune]"')
 
 
-def _layers(models: Sequence[str], device: Device, quantized: bool) -> list[LayerSpec]:
+def _layers(
+    models: Sequence[str], device: Device, quantized: bool, reading: Reading
+) -> list[LayerSpec]:
     if not models:
         return layers(device.is_accelerator, quantized)
     found: dict[LayerSpec, None] = {}
     for model in models:
-        source, specs = read_specs(model, None)
+        source, specs = read_specs(model, None, reading)
         mine = [
             unrotated(spec)
             for spec in specs

@@ -78,8 +78,10 @@ def model_of(model: str | None, weights: str | None) -> str | None:
     return str(Path(weights).absolute()) if model is None else model
 
 
-def whole_model(weights: str, path: str, specs: Sequence[LayerSpec], seed: int) -> Whole:
-    """Return the model of a config, its weights checked against it.
+def whole_model(
+    weights: str, path: str, specs: Sequence[LayerSpec], seed: int, assume: str | None = None
+) -> Whole:
+    """Return the model of a config, its weights checked against it; `assume`: read as this type.
 
     Raises `ConfigError` where the type isn't run whole, `WeightsError`, `SettingsError`.
     """
@@ -87,7 +89,7 @@ def whole_model(weights: str, path: str, specs: Sequence[LayerSpec], seed: int) 
         raise SettingsError(
             "--kv-cache-dtype=int8 needs scales that --weights doesn't bring; use fp8_e4m3 or auto"
         )
-    model = Decoder(Fields(path), specs)
+    model = Decoder(Fields(path, assume), specs)
     source = RandomWeights(seed) if weights == RANDOM else Checkpoint(Path(weights))
     source.check(model)
     named = f"{RANDOM}, seed {seed}" if weights == RANDOM else weights
