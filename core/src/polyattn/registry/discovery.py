@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
@@ -22,6 +22,7 @@ from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.machine import forget_probes
+from polyattn.registry.names import backend_named, not_a_backend
 from polyattn.registry.validate import (
     accepted,
     accepted_timings,
@@ -116,15 +117,16 @@ class Registry:
         return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
 
     def backend(self, name: str) -> BackendInfo:
-        """Return a backend by its name in any case. Raises `PluginError`: why there is none."""
+        """Return a backend by a name or an alias in any case. Raises `PluginError`: why there is none."""
         name = name.upper()
-        if name in self.backends:
-            return self.backends[name]
+        own = backend_named(name, self.backends)
+        if own is not None:
+            return self.backends[own]
         key = f"backend {name}"
         if key in self.conflicts:
             raise PluginError(self.conflicts[key])
         notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
-        raise PluginError(f"backend {name!r} is unknown{nearest(name, self.backends)}{notes}")
+        raise PluginError(f"backend {name!r} {not_a_backend(name, self.backends)}{notes}")
 
 
 BY_HAND = "this process"
@@ -374,7 +376,7 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
     backends, platforms, variants = taken
     return Registry(
         records,
-        {name: entry for name, (entry, _) in backends.items()},
+        _without_conflicts(backends, conflicts),
         {name: record for name, (_, record) in backends.items()},
         {name: entry for name, (entry, _) in platforms.items()},
         {name: record for name, (_, record) in platforms.items()},
@@ -382,6 +384,33 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
         conflicts,
         manager,
     )
+
+
+def _without_conflicts(
+    backends: Mapping[str, tuple[BackendInfo, PluginRecord]], conflicts: dict[str, str]
+) -> dict[str, BackendInfo]:
+    """Return the backends without the aliases that another one has as a name or an alias.
+
+    A name beats an alias. Between aliases nobody can tell which backend is meant.
+    """
+    claims: dict[str, list[str]] = {}
+    for info, _ in backends.values():
+        for alias in info.aliases:
+            claims.setdefault(alias, []).append(info.name)
+    for alias, names in claims.items():
+        if alias in backends or len(names) > 1:
+            claimants = " and ".join(f"{name} of {backends[name][1].origin}" for name in names)
+            own = " and is a backend's own name" if alias in backends else ""
+            conflicts[f"backend {alias}"] = (
+                f"the alias {alias!r} is claimed by {claimants}{own}; "
+                "it isn't used as an alias, rename one"
+            )
+    return {
+        name: replace(
+            info, aliases=tuple(a for a in info.aliases if f"backend {a}" not in conflicts)
+        )
+        for name, (info, _) in backends.items()
+    }
 
 
 def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> str:

@@ -25,7 +25,6 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.selection.selection import Selection
-from polyattn.selection.tree import SERVICES
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
@@ -329,7 +328,7 @@ def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, float]:
 def _attending() -> list[str]:
     """Return every backend but those that only store or merge."""
     backends = discover().backends.values()
-    return [b.name for b in backends if not b.capabilities.phases & SERVICES]
+    return [b.name for b in backends if b.capabilities.attends]
 
 
 def _names(selection: Selection, phases: set[str]) -> set[str]:
