@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
@@ -22,7 +22,8 @@ from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.machine import forget_probes
-from polyattn.registry.names import backend_named, not_a_backend
+from polyattn.registry.names import backend_named, not_a_backend, without_conflicts
+from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
     accepted_timings,
@@ -31,46 +32,6 @@ from polyattn.registry.validate import (
 )
 from polyattn.settings import Settings, current
 from polyattn.spec.variant import AttentionVariant
-
-
-@dataclass(frozen=True)
-class PluginRecord:
-    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
-
-    `note` says what asking it cost where it keeps others waiting. `shadowed`: its name is one of ours.
-    """
-
-    name: str
-    dist: str
-    version: str
-    target: str
-    status: str = "ok"
-    problem: str = ""
-    note: str = ""
-    shadowed: bool = False
-    backends: tuple[BackendInfo, ...] = ()
-    platforms: tuple[Platform, ...] = ()
-    timings: tuple[str, ...] = ()
-    variants: tuple[AttentionVariant, ...] = ()
-
-    @property
-    def origin(self) -> str:
-        """The plugin with its distribution and version, for messages."""
-        return f"plugin {self.name!r} of {self.dist} {self.version}".rstrip()
-
-    @property
-    def removal(self) -> str:
-        """What a user does to be rid of the plugin."""
-        if not self.target:
-            return f"reinstall or uninstall {self.dist}"
-        if self.dist == BY_HAND:
-            return "register one that is mended"
-        if self.shadowed:  # a setting would disable ours
-            return f"pip uninstall {self.dist}"
-        disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"
-        if plugin_name_problem(self.name) is not None:  # no list can name it
-            disabling = "POLYATTN_PLUGINS to the names of the others"
-        return f"pip uninstall {self.dist}, or set {disabling}"
 
 
 @dataclass(frozen=True)
@@ -128,9 +89,6 @@ class Registry:
         notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
         raise PluginError(f"backend {name!r} {not_a_backend(name, self.backends)}{notes}")
 
-
-BY_HAND = "this process"
-"""What stands in place of a distribution for a plugin that was registered by hand."""
 
 _registered: dict[str, Any] = {}
 _generation = 0
@@ -376,7 +334,11 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
     backends, platforms, variants = taken
     return Registry(
         records,
-        _without_conflicts(backends, conflicts),
+        without_conflicts(
+            {name: entry for name, (entry, _) in backends.items()},
+            {name: record.origin for name, (_, record) in backends.items()},
+            conflicts,
+        ),
         {name: record for name, (_, record) in backends.items()},
         {name: entry for name, (entry, _) in platforms.items()},
         {name: record for name, (_, record) in platforms.items()},
@@ -384,33 +346,6 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
         conflicts,
         manager,
     )
-
-
-def _without_conflicts(
-    backends: Mapping[str, tuple[BackendInfo, PluginRecord]], conflicts: dict[str, str]
-) -> dict[str, BackendInfo]:
-    """Return the backends without the aliases that another one has as a name or an alias.
-
-    A name beats an alias. Between aliases nobody can tell which backend is meant.
-    """
-    claims: dict[str, list[str]] = {}
-    for info, _ in backends.values():
-        for alias in info.aliases:
-            claims.setdefault(alias, []).append(info.name)
-    for alias, names in claims.items():
-        if alias in backends or len(names) > 1:
-            claimants = " and ".join(f"{name} of {backends[name][1].origin}" for name in names)
-            own = " and is a backend's own name" if alias in backends else ""
-            conflicts[f"backend {alias}"] = (
-                f"the alias {alias!r} is claimed by {claimants}{own}; "
-                "it isn't used as an alias, rename one"
-            )
-    return {
-        name: replace(
-            info, aliases=tuple(a for a in info.aliases if f"backend {a}" not in conflicts)
-        )
-        for name, (info, _) in backends.items()
-    }
 
 
 def _settle(what: str, name: str, claimants: list[tuple[Any, PluginRecord]]) -> str:

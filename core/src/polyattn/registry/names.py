@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from polyattn.registry.catalogue import unknown
 from polyattn.registry.info import BackendInfo
@@ -48,3 +49,33 @@ def not_a_backend(
         f"is a kind of layer; its backends{where} are {', '.join(able)}; name one for the kind: "
         f"{word}={able[0]}"
     )
+
+
+def without_conflicts(
+    backends: Mapping[str, BackendInfo], origins: Mapping[str, str], conflicts: dict[str, str]
+) -> dict[str, BackendInfo]:
+    """Return the backends without the aliases that another one has as a name or an alias.
+
+    A name beats an alias. Between aliases nobody can tell which backend is meant.
+
+    Args:
+        backends: by name.
+        origins: each backend's plugin, for messages.
+        conflicts: gets a line for each alias that is left out.
+
+    """
+    claims: dict[str, list[str]] = {}
+    for info in backends.values():
+        for alias in info.aliases:
+            claims.setdefault(alias, []).append(info.name)
+    refused = {alias for alias, names in claims.items() if alias in backends or len(names) > 1}
+    for alias in sorted(refused):
+        claimants = " and ".join(f"{name} of {origins[name]}" for name in claims[alias])
+        own = ", and a backend has that name" if alias in backends else ""
+        conflicts[f"backend {alias}"] = (
+            f"the alias {alias!r} is claimed by {claimants}{own}; nothing uses it, rename one"
+        )
+    return {
+        name: replace(info, aliases=tuple(a for a in info.aliases if a not in refused))
+        for name, info in backends.items()
+    }
