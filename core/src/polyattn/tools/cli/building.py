@@ -20,15 +20,18 @@ def show(
     spec_json: str | None,
     device: str | None,
     backend: str | None,
-    assume: str | None,
-    ignore: Sequence[str],
+    assume: str | None = None,
+    ignore: Sequence[str] = (),
+    kv_cache_dtype: str | None = None,
+    block_size: int | None = None,
 ) -> int:
     """Build each layer group's backends and candidates; print the seconds that each group took."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("polyattn").setLevel(logging.INFO)
     settings = current().with_backend(backend, "flag --backend")
     resolved = resolve_device(device)
-    for spec, layers in group_layers(read_specs(model, spec_json, assume, ignore)[1]).items():
+    _, specs = read_specs(model, spec_json, assume, ignore, kv_cache_dtype, block_size)
+    for spec, layers in group_layers(specs).items():
         began = time.monotonic()
         group = LayerGroup(select(spec, resolved, settings=settings))
         group.finish_builds()

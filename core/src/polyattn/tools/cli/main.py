@@ -18,7 +18,6 @@ app = typer.Typer(
     name="polyattn",
     help="One attention interface, every vendor's kernels.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -34,15 +33,26 @@ def count(text: str, least: int = 1) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", help="A backend, or scoped ones: prefill=NAME,decode=NAME."),
+    typer.Option(
+        "--backend",
+        "--attention-backend",
+        help="A backend, or scoped ones: prefill=NAME,decode=NAME.",
+    ),
 ]
 BackendsOption = Annotated[
     list[str] | None,
-    typer.Option("--backend", help="Only these backends (repeatable)."),
+    typer.Option("--backend", "--attention-backend", help="Only these backends (repeatable)."),
 ]
 SpecOption = Annotated[
     str | None,
     typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
+]
+CacheDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.",
+    ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
 SamplesOption = Annotated[
@@ -133,15 +143,18 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
     json: Json = False,
+    plot: PlotOption = None,
 ) -> None:
-    """Show which backend each layer gets, with every candidate's verdict."""
+    """Show which backend each layer gets, with every candidate's verdict and predicted times."""
     from polyattn.tools.cli.explaining import show
 
-    read = (assume, tuple(ignore or ()))
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, *read))
+    read = (assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, plot, *read))
 
 
 @app.command()
@@ -150,13 +163,16 @@ def build(
     device: DeviceOption = None,
     backend: BackendOption = None,
     spec: SpecOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
 ) -> None:
     """Compile ahead what a model's layers may run on this machine."""
     from polyattn.tools.cli.building import show
 
-    _finish(lambda: show(model, spec, device, backend, assume, ignore or []))
+    read = (assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(lambda: show(model, spec, device, backend, *read))
 
 
 @app.command()
@@ -187,10 +203,7 @@ def run(
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."),
-    ] = None,
+    kv_cache_dtype: CacheDtypeOption = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
@@ -242,7 +255,14 @@ def bench(
     device: DeviceOption = None,
     backend: BackendsOption = None,
     block_size: BlockSizeOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Time the float64 reference, too.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
+    total_seconds: Annotated[
+        float, typer.Option(help="Begin no measurement after this time.")
+    ] = 120.0,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -274,6 +294,9 @@ def bench(
             shared_prefix,
             json,
             plot,
+            kv_cache_dtype,
+            reference,
+            total_seconds,
         )
     )
 
@@ -300,9 +323,15 @@ def tune(
     quantized: Annotated[
         bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
     ] = True,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     json: Json = False,
+    plot: PlotOption = None,
 ) -> None:
     """Measure the backends on this machine, so that each step goes to the fastest one."""
     from polyattn.tools.cli.tuning import show
 
-    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, quantized, json))
+    caches = (quantized, kv_cache_dtype, block_size)
+    _finish(
+        lambda: show(model or [], device, backend or [], trace, out, seconds, json, plot, *caches)
+    )

@@ -50,11 +50,13 @@ def read_specs(
     assume: str | None = None,
     ignore: Sequence[str] = (),
     kv_cache_dtype: str | None = None,
+    block_size: int | None = None,
 ) -> tuple[str, list[LayerSpec]]:
     """Return the layers that a command names, and what they are of: a path or `--spec`.
 
-    `assume`, `ignore`, `kv_cache_dtype`: `LayerSpec.from_hf_config`'s. Raises `SettingsError` when
-    both a model and a layer are named, or a layer and how to read a config; `ConfigError`, `SpecError`.
+    `assume`, `ignore`, `kv_cache_dtype`: `LayerSpec.from_hf_config`'s. `block_size`: of every cache.
+    Raises `SettingsError` when both a model and a layer are named, or a layer and how to read a config;
+    `ConfigError`, `SpecError`.
     """
     if spec_json is not None and (assume or ignore):
         raise SettingsError(
@@ -63,9 +65,10 @@ def read_specs(
     if spec_json is None:
         path = find_config(model)
         try:
-            return str(path), LayerSpec.from_hf_config(
+            specs = LayerSpec.from_hf_config(
                 path, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype
             )
+            return str(path), [_in_blocks(spec, block_size) for spec in specs]
         except PolyattnError:
             raise
         except (RecursionError, ValueError) as error:  # lists too deep, numbers too long
@@ -73,8 +76,18 @@ def read_specs(
     if model is not None:
         raise SettingsError(f"model {model!r} and --spec name different layers; give one of them")
     try:
-        return "--spec", [LayerSpec.from_json(spec_json)]
+        spec = LayerSpec.from_json(spec_json)
+        if kv_cache_dtype is not None:
+            spec = spec.replace(kv_cache_dtype=kv_cache_dtype)
+        return "--spec", [_in_blocks(spec, block_size)]
     except PolyattnError:
         raise
     except (RecursionError, ValueError) as error:
         raise SettingsError(f"--spec is no LayerSpec: {describe(error)}") from None
+
+
+def _in_blocks(spec: LayerSpec, block_size: int | None) -> LayerSpec:
+    """Return a layer with another block size, where it has blocks at all."""
+    if block_size is None or spec.kind.is_recurrent or not spec.cached:
+        return spec
+    return spec.replace(block_size=block_size)
