@@ -94,3 +94,14 @@ def test_a_name_that_a_batch_has_not_says_whose_it_is(view: Any) -> None:
         _ = seen.num_token if view is TensorRTLLMMetadata else seen.seq_len
     assert not hasattr(seen, "request_ids")
     assert copy.copy(seen).batch is STEP
+
+
+@pytest.mark.parametrize("queries", [[1, 1, 5, 3], [5, 1, 3, 1], [1, 1], [4], []])
+def test_a_batch_counts_prefill_and_decode_tokens_as_vllm_does(queries: list[int]) -> None:
+    """vLLM reorders decodes to the front; then the counts are places in its query_start_loc."""
+    batch = Batch.from_lens(queries, [9] * len(queries))
+    ordered = Batch.from_lens(sorted(queries, key=lambda q: q > 1), [9] * len(queries))
+    decodes = sum(q <= 1 for q in queries)
+    assert batch.num_decode_tokens == ordered.starts[decodes]
+    assert batch.num_prefill_tokens == ordered.num_tokens - ordered.starts[decodes]
+    assert STEP.block_tables is STEP.block_table

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from polyattn._version import __version__
 
 if TYPE_CHECKING:
-    from polyattn.api import select, select_layers
+    from polyattn.api import check_supported, select, select_layers
     from polyattn.device import Device
     from polyattn.errors import PolyattnError
     from polyattn.families.attention.layer import Attention
@@ -96,6 +96,7 @@ _HOME = {
     "VLLMMetadata": "runtime.step.metadata",
     "beam_batch": "runtime.step.beams",
     "attention": "families.attention.stateless.function",
+    "check_supported": "api",
     "choose_pages": "families.attention.quest",
     "choose_tokens": "families.mla.indexer",
     "deberta_buckets": "runtime.functions.variants",
@@ -155,6 +156,7 @@ __all__ = [
     "__version__",
     "attention",
     "beam_batch",
+    "check_supported",
     "choose_pages",
     "choose_tokens",
     "deberta_buckets",

@@ -77,6 +77,7 @@ class BackendInfo:
     """A backend as a plugin declares it, in a module that imports neither torch nor its library.
 
     - `name`: letters, digits, `_` and `-`; written and looked up in upper case.
+    - `aliases`: names that engines have for such a kernel (vLLM's `CPU_ATTN`), looked up as `name` is.
     - `path`: `"package.module:Class"`, imported only when the backend is chosen.
     - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
       returns None when the backend can run here, else the reason as text. It must not import
@@ -114,6 +115,7 @@ class BackendInfo:
     by_name_only: bool = False
     variants: tuple[Variant, ...] = ()
     build: str = ""
+    aliases: tuple[str, ...] = ()
 
     @classmethod
     def of_variants(cls, *variants: Variant, **fields: Any) -> BackendInfo:

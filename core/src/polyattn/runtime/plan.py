@@ -29,6 +29,11 @@ class Plan:
     def __init__(self, batch: Batch):
         self.batch = batch
 
+    @property
+    def detail(self) -> str:
+        """What `StepPlan.explain` says of the call beside its backend's name; "" for nothing."""
+        return ""
+
 
 @dataclass(frozen=True)
 class StorePlan:
@@ -99,12 +104,15 @@ class StepPlan(ABC):
 
         Of decodes it says which shared prefixes are read once, or why none is.
         """
-        note = self.group.planner.note
-        return "\n".join(
-            f"{call.phase}: {call.plan.batch.num_seqs} sequences, {call.plan.batch.num_tokens} query "
-            f"tokens, up to {call.plan.batch.max_seq_len} keys: {call.name}{note(self, call)}"
-            for call in self.calls
-        )
+        lines = []
+        for call in self.calls:
+            batch, detail = call.plan.batch, call.plan.detail
+            lines.append(
+                f"{call.phase}: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, up to "
+                f"{batch.max_seq_len} keys: {call.name}{f' ({detail})' if detail else ''}"
+                f"{self.group.planner.note(self, call)}"
+            )
+        return "\n".join(lines)
 
 
 def plan_of(handle: Tensor) -> StepPlan | None:

@@ -18,7 +18,6 @@ app = typer.Typer(
     name="polyattn",
     help="One attention interface, every vendor's kernels.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -34,15 +33,26 @@ def count(text: str, least: int = 1) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", help="A backend, or scoped ones: prefill=NAME,decode=NAME."),
+    typer.Option(
+        "--backend",
+        "--attention-backend",
+        help="A backend, or scoped ones: prefill=NAME,decode=NAME.",
+    ),
 ]
 BackendsOption = Annotated[
     list[str] | None,
-    typer.Option("--backend", help="Only these backends (repeatable)."),
+    typer.Option("--backend", "--attention-backend", help="Only these backends (repeatable)."),
 ]
 SpecOption = Annotated[
     str | None,
     typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
+]
+CacheDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.",
+    ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
 SamplesOption = Annotated[
@@ -67,12 +77,6 @@ AssumeOption = Annotated[
 IgnoreOption = Annotated[
     list[str] | None,
     typer.Option(help="A config's field that is known not to change attention (repeatable)."),
-]
-KvCacheOption = Annotated[
-    str | None,
-    typer.Option(
-        "--kv-cache-dtype", help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."
-    ),
 ]
 PlotOption = Annotated[
     Path | None,
@@ -139,17 +143,19 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
-    kv_cache_dtype: KvCacheOption = None,
     json: Json = False,
+    plot: PlotOption = None,
 ) -> None:
-    """Show which backend each layer gets, with every candidate's verdict."""
+    """Show which backend each layer gets, with every candidate's verdict and predicted times."""
     from polyattn.tools.cli.explaining import show
     from polyattn.tools.cli.models import Reading
 
-    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype)
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot))
 
 
 @app.command()
@@ -158,13 +164,17 @@ def build(
     device: DeviceOption = None,
     backend: BackendOption = None,
     spec: SpecOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
 ) -> None:
     """Compile ahead what a model's layers may run on this machine."""
     from polyattn.tools.cli.building import show
+    from polyattn.tools.cli.models import Reading
 
-    _finish(lambda: show(model, spec, device, backend, assume, ignore or []))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(lambda: show(model, spec, device, backend, reading))
 
 
 @app.command()
@@ -195,7 +205,7 @@ def run(
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
-    kv_cache_dtype: KvCacheOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
@@ -247,7 +257,14 @@ def bench(
     device: DeviceOption = None,
     backend: BackendsOption = None,
     block_size: BlockSizeOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Time the float64 reference, too.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
+    total_seconds: Annotated[
+        float, typer.Option(help="Begin no measurement after this time.")
+    ] = 120.0,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -261,7 +278,6 @@ def bench(
     ] = 0,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
-    kv_cache_dtype: KvCacheOption = None,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
@@ -269,7 +285,7 @@ def bench(
     from polyattn.tools.cli.benching import show
     from polyattn.tools.cli.models import Reading
 
-    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype)
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
     _finish(
         lambda: show(
             batches or [],
@@ -277,7 +293,6 @@ def bench(
             spec,
             device,
             backend or [],
-            block_size,
             seconds,
             lengths,
             seed,
@@ -285,6 +300,8 @@ def bench(
             json,
             plot,
             reading,
+            reference,
+            total_seconds,
         )
     )
 
@@ -313,16 +330,18 @@ def tune(
     ] = True,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
-    kv_cache_dtype: KvCacheOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     json: Json = False,
+    plot: PlotOption = None,
 ) -> None:
     """Measure the backends on this machine, so that each step goes to the fastest one."""
     from polyattn.tools.cli.models import Reading
     from polyattn.tools.cli.tuning import show
 
-    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype)
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
     _finish(
         lambda: show(
-            model or [], device, backend or [], trace, out, seconds, quantized, json, reading
+            model or [], device, backend or [], trace, out, seconds, json, plot, quantized, reading
         )
     )
