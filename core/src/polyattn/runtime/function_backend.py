@@ -1,4 +1,4 @@
-"""How does one function become a backend? `backend` reads its parameters' names and hands it what they say."""
+"""How does one function become a backend? Its parameters' names say what it is handed."""
 
 from __future__ import annotations
 
@@ -272,9 +272,7 @@ def declared(
     function: Callable[..., Any], name: str, claims: Mapping[str, Any]
 ) -> type[FunctionBackend]:
     """Return the backend that a function is, with these claims. Raises `PluginError`."""
-    if not inspect.isfunction(function):
-        raise PluginError(f"backend {name}: {shown(function)} is no function")
-    names = tuple(inspect.signature(function).parameters)
+    names = parameters_of(function)
     form = form_of(names)
     _check_parameters(name, names, form)
     about = {field: value for field, value in claims.items() if field in _INFO}
@@ -289,6 +287,13 @@ def declared(
         "__qualname__": function.__qualname__,
     }  # fmt: skip
     return type(function.__name__, (FunctionBackend,), body)
+
+
+def parameters_of(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of a function's parameters. Raises `PluginError`."""
+    if not inspect.isfunction(function):
+        raise PluginError(f"{shown(function)} is no function; a backend is made of a plain one")
+    return tuple(inspect.signature(function).parameters)
 
 
 def form_of(names: Iterable[str]) -> str:
@@ -327,8 +332,8 @@ def _capabilities(
     for claim in said:
         if claim not in CLAIMS:
             raise PluginError(
-                f"backend {name}: a function can't claim {claim!r}{nearest(claim, CLAIMS)}; write a class "
-                "for what needs a plan"
+                f"backend {name}: a function can't claim {claim!r}{nearest(claim, CLAIMS)}; write a "
+                "class for what needs a plan"
             )
     pages = ("block_sizes",) if form == "pages" else ()
     for claim in ("platforms", "dtypes", "head_sizes", "features", *pages):
