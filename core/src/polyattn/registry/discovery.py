@@ -95,9 +95,13 @@ _generation = 0
 _cache: dict[Any, Registry] = {}
 
 
-def register(plugin: Any, name: str) -> None:
-    """Add a plugin (a module or an object with hook methods) to this process by hand."""
+def register(plugin: Any, name: str | None = None) -> None:
+    """Add a plugin (a module, or an object with hook methods) to this process.
+
+    `name`: the plugin's; default: its `__name__`. Raises `PluginError`.
+    """
     global _generation
+    name = getattr(plugin, "__name__", None) if name is None else name
     problem = plugin_name_problem(name)
     if problem:
         raise PluginError(problem)

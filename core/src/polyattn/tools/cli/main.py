@@ -345,3 +345,16 @@ def tune(
             model or [], device, backend or [], trace, out, seconds, json, plot, quantized, reading
         )
     )
+
+
+@app.command()
+def claim(
+    function: Annotated[str, typer.Argument(help="Where the function is: module:function.")],
+    device: DeviceOption = None,
+    seconds: Annotated[float, typer.Option(help="Time for the kit's search at the end.")] = 5.0,
+    seed: SeedOption = 0,
+) -> None:
+    """Find out what a function can do, and write the decorator that makes it a backend."""
+    from polyattn.tools.cli.claiming import show
+
+    _finish(lambda: show(function, device, seed, seconds))
