@@ -81,7 +81,7 @@ class BackendInfo:
     - `path`: `"package.module:Class"`, imported only when the backend is chosen.
     - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
       returns None when the backend can run here, else the reason as text. It must not import
-      the vendor's library: look it up with `find_spec` and `importlib.metadata`.
+      the vendor's library: look it up with `polyattn.plugin`'s `find_spec` and `installed`.
     - `runs`: `"package.module:function"`, or None. Called as the probe is, where that found nothing
       against the backend; returns in a word what of it runs here (an instruction set), or None.
       What follows the word, after a space, is for readers (what its build lacks).

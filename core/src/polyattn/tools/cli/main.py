@@ -4,7 +4,6 @@ it runs, so that `polyattn list` costs milliseconds.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -93,12 +92,8 @@ ArrivalsOption = Annotated[
 
 def _finish(show: Callable[[], int]) -> NoReturn:
     """Run a command's work with standard output to itself, and exit with its code."""
-    try:
-        with stdout.claimed():
-            code = show()
-    except KeyboardInterrupt:  # typer would end in silence
-        print("polyattn: interrupted", file=sys.stderr)
-        code = 130
+    with stdout.claimed():
+        code = show()
     raise typer.Exit(code)
 
 

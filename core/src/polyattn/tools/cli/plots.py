@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SettingsError
+from polyattn.registry.distributions import find_spec
 from polyattn.tools.cli.files import check_target
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise SettingsError(f"--plot={path}: the name must end with one of {', '.join(FORMATS)}")
     check_target("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         raise SettingsError('--plot needs matplotlib: pip install "polyattn[plot]"')
 
 

@@ -90,7 +90,7 @@ def show(
 
 def _check_scipy() -> None:
     """Say before minutes of measuring what the fit needs."""
-    from importlib.util import find_spec
+    from polyattn.registry.distributions import find_spec
 
     if find_spec("scipy") is None:
         raise SettingsError('tune needs scipy: pip install "polyattn[tune]"')
