@@ -1,4 +1,4 @@
-"""What can a function do? `polyattn claim` tries claims one at a time and writes those that the kit proves."""
+"""What can a function do? `polyattn claim` tries claims one at a time and writes what the kit proves."""
 
 from __future__ import annotations
 

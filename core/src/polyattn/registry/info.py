@@ -15,7 +15,10 @@ from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 API_VERSION = 1
-"""The number of the contract between core and plugins. It changes when the contract breaks."""
+"""The number of the contract of the three doors, `polyattn.plugin`, `kernel` and `host`.
+
+It changes when a name of a door goes, or changes its meaning or its arguments.
+"""
 
 
 class Proof(str, Enum):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.stateless.sdpa import sdpa
+from polyattn.host import sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs

@@ -8,10 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select, settings
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select
 from polyattn.errors import SelectionError
-from polyattn.families.attention.stateless.views import joined_pages
-from polyattn.runtime.inputs import refuse
+from polyattn.host import current_settings, joined_pages, refuse
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
@@ -123,7 +122,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         layout = next(name for name, theirs in LAYOUTS.items() if theirs is resolved)
         if spec.latent is not None:
             layout = "NHD"  # of one head, both are
-        ours = replace(settings.current(), layout=layout)
+        ours = replace(current_settings(), layout=layout)
         verify = self.device.type != "cpu" if ours.verify is None else ours.verify
         try:
             return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
@@ -206,6 +205,6 @@ def layouts() -> tuple[KVCacheLayout, ...]:
 
     Every GPU kernel takes NHD; a CPU reads a head's keys faster where they are neighbours.
     """
-    wanted = settings.current().layout
+    wanted = current_settings().layout
     names = ("HND", "NHD") if current_platform.is_cpu() else ("NHD", "HND")
     return tuple(LAYOUTS[name] for name in names if wanted in (None, name))

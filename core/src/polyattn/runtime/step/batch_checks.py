@@ -254,6 +254,12 @@ def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
     return blocks
 
 
+def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
+    """Check on the host the lengths and the block table of a step over a cache. Raises `BatchError`."""
+    check_queries(batch)
+    check_pages(spec, batch, block_size)
+
+
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:
     """Check what only the tensors' values tell; costs a copy to the host. Raises `BatchError`."""
     if batch.block_table is not None:
