@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.plan import Plan
+from polyattn.workload.verify import steps
+from polyattn_cpu.hooks import TORCH_SDPA
 from polyattn_cpu.sdpa import TorchSDPA
 from torch import Tensor
 
@@ -60,6 +63,14 @@ class Silent(TorchSDPA):
         raise Mute
 
 
+class Forgets(TorchSDPA):
+    """Shows every key, whatever a window, a chunk or kept tokens say."""
+
+    def __init__(self, spec: LayerSpec, *rest: Any):
+        every = spec.replace(sliding_window=None, window_right=None, sink_tokens=0, chunk_size=None)
+        super().__init__(every, *rest)
+
+
 class Boasting(AttentionBackend):
     """Claims attention and has no `run`."""
 
@@ -88,7 +99,8 @@ class Plugin:
     @hookimpl
     def polyattn_backends(self) -> list[BackendInfo]:
         scores = {"WRONG": 999, "FAILING": 998, "BOASTING": 1, "UNFIT": 0, "EXITS": 0, "ENDS": 0}
-        return [info(name, score) for name, score in (scores | {"SILENT": 0}).items()]
+        forgets = replace(TORCH_SDPA, name="FORGETS", path="test_verify:Forgets", priorities=())
+        return [forgets, *(info(name, score) for name, score in (scores | {"SILENT": 0}).items())]
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +135,25 @@ def test_automatic_choice_passes_over_what_is_wrong_or_fails() -> None:
 def test_a_named_backend_that_fails_is_raised(name: str, says: str) -> None:
     with pytest.raises(SelectionError, match=says):
         select(SPEC, "cpu", backend=name, verify=True)
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize(
+    "mask",
+    [{"sliding_window": 1024}, {"sliding_window": 8, "sink_tokens": 400}, {"chunk_size": 1000}],
+    ids=str,
+)
+def test_masks_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) -> None:
+    spec = SPEC.replace(cached=cached, **mask)
+    with pytest.raises(SelectionError, match="its output is wrong"):
+        select(spec, "cpu", backend="FORGETS", verify=True)
+    assert select(spec, "cpu", backend="TORCH_SDPA", verify=True).decision.prefill
+
+
+def test_a_window_of_a_million_tokens_is_tried_in_bounded_time() -> None:
+    spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=1 << 20)
+    assert max(keys for _, keys in steps(spec, "prefill", 16)) == 4096 + 19
+    assert select(spec, "cpu", backend="NATIVE_ATTN", verify=True).decision.prefill
 
 
 def test_a_claim_without_its_method_is_found_when_the_backend_is_built() -> None:
