@@ -17,6 +17,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.cache.scales import used_scales
 from polyattn.runtime.plan import Plan
 from polyattn.runtime.step.batch import Batch
+from polyattn.workload.base import Workload
 
 CALLS = 3001
 """Calls of one layer, as a reply of as many tokens makes them."""
@@ -106,17 +107,31 @@ def step_lens(step: AttentionWorkload) -> tuple[list[int], list[int]]:
 def many_calls(case: Case, harness: Harness) -> None:
     """A layer's thousandth call gives what its first gave, under one plan and under new ones."""
     layer, end = harness.layer(case.spec), time.monotonic() + PATIENCE * harness.budget
-    steps = [harness.step(layer, lengths) for lengths in ("tiny", "tiny")]
-    plan = steps[0].plan
+    steps = [harness.step(layer, case.batch) for _ in range(2)]
+    plan, starts = steps[0].plan, [_states(step) for step in steps]
     first = [step.check("first call: ") for step in steps]
     for number in range(2, CALLS + 1):
         if number > LEAST_CALLS and number % 64 == 0 and time.monotonic() > end:
             break
         at = number % 2
+        _rewind(steps[at], starts[at])
         out = steps[at].run(plan if not at else layer.group.plan(steps[at].batch))
         same = torch.allclose(out.float(), first[at].float(), rtol=2e-2, atol=2e-2)
         assert same, f"call {number} of a layer gives something else than the first"
+    _rewind(steps[0], starts[0])
     steps[0].check("last call: ", plan)
+
+
+def _states(step: Workload) -> Tensor | None:
+    """Return a recurrence's states before its step."""
+    states = getattr(step, "states", None)
+    return None if states is None else states.data.clone()
+
+
+def _rewind(step: Workload, states: Tensor | None) -> None:
+    """Let a recurrence start where its step began."""
+    if states is not None:
+        step.__dict__["states"].data.copy_(states)
 
 
 def reassigned(case: Case, harness: Harness) -> None:
@@ -150,7 +165,7 @@ def loaded_later(case: Case, harness: Harness) -> None:
 def process(case: Case, harness: Harness) -> None:
     """Steps leave no plans, tensors or memory behind."""
     layer = harness.layer(case.spec)
-    step = harness.step(layer, "tiny").remembered()
+    step = harness.step(layer, case.batch).remembered()
 
     def rounds(count: int) -> tuple[int, int, int]:
         for _ in range(count):
