@@ -202,9 +202,9 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     module, _, name = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), name)
+        target: Any = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
-    if isinstance(found, type) and issubclass(found, FunctionBackend):
-        found, name = found.function, found.info.name
-    return find(found, name.upper(), resolve_device(device), seed, budget)
+    if isinstance(target, type) and issubclass(target, FunctionBackend):
+        target, name = target.function, target.info.name
+    return find(target, name.upper(), resolve_device(device), seed, budget)
