@@ -211,6 +211,9 @@ def run(
     sink_tokens: Annotated[
         int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Draw random weights of any size without asking.")
+    ] = False,
     check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
     seed: SeedOption = 0,
     device: DeviceOption = None,
@@ -233,7 +236,7 @@ def run(
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
         context_parallel=context_parallel, snapshots=snapshots, assume=assume,
-        ignore=tuple(ignore or ()), beams=beams,
+        ignore=tuple(ignore or ()), beams=beams, yes=yes,
     )  # fmt: skip
     _finish(lambda: show(options))
 

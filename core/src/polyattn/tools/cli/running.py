@@ -73,6 +73,7 @@ class RunOptions:
     assume: str | None = None
     ignore: tuple[str, ...] = ()
     beams: int | None = None
+    yes: bool = False
 
     @property
     def running(self) -> int:
@@ -111,6 +112,8 @@ def show(options: RunOptions) -> int:
                 "keys, not a whole model; drop one of them"
             )
         whole = whole_model(options.weights, path, served, options.seed, options.assume)
+        if not options.yes:
+            whole.confirm()
     trace = options.trace or bundled(DEFAULT_TRACE)
     requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
     check_launch(options.context_parallel)
@@ -315,6 +318,9 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"{times['itl_p99_ms']:.2f} ms",
         markup=False, highlight=False,
     )  # fmt: skip
+    for index, tokens in enumerate(report.outputs):
+        ids = " ".join(map(str, tokens))
+        console.print(f"tokens of request {index}: {ids}", markup=False, highlight=False)
     if clipped:
         console.print(f"{clipped} prompts were clipped to the model's longest sequence")
     console.print(
