@@ -145,7 +145,8 @@ KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (windowed, WHOLE | {"features": WINDOWS | {"gqa", "v_head_size"}}),
     (with_lse, WHOLE | {"features": {"causal", "non_causal", "gqa", "v_head_size", "lse"}}),
     (paged_nhd, PAGES | {"layouts": {"NHD"}}),
-    (paged_hnd, PAGES | {"layouts": {"HND"}}),
+    # A contiguous cache lies (KV heads, tokens, size) as well: `KVCache.contiguous`.
+    (paged_hnd, PAGES | {"layouts": {"HND", "contiguous"}}),
     (blocks_of_16, PAGES | {"block_sizes": {16}}),
     (wrong_scale, {}),
 ]

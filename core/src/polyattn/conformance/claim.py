@@ -206,7 +206,7 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     module, _, name = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        found = getattr(importlib.import_module(module), name)
+        found: Any = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
     if isinstance(found, type) and issubclass(found, FunctionBackend):

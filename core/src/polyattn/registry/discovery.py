@@ -141,7 +141,7 @@ def register(plugin: Any, name: str | None = None) -> None:
     `name`: the plugin's; default: its `__name__`. Raises `PluginError`.
     """
     global _generation
-    name = getattr(plugin, "__name__", None) if name is None else name
+    name = str(getattr(plugin, "__name__", "")) if name is None else name
     problem = plugin_name_problem(name)
     if problem:
         raise PluginError(problem)
