@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from polyattn import resolve_device
 from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_SIZES
 from polyattn.conformance.claim import Findings, find
 from polyattn.kernel import backend
+from polyattn.tools.cli.entry import run
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,6 +21,15 @@ FLOATS = {"bfloat16", "float16", "float32", "float64"}
 ROLES = {"decoder", "encoder", "encoder_only", "cross"}
 MASKED = {"causal", "non_causal", "sliding_window", "window_right", "chunked", "sink_tokens"}
 LAYOUTS = {"NHD", "HND", "contiguous"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Hundreds of small cases: threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
@@ -134,7 +145,8 @@ KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (windowed, WHOLE | {"features": WINDOWS | {"gqa", "v_head_size"}}),
     (with_lse, WHOLE | {"features": {"causal", "non_causal", "gqa", "v_head_size", "lse"}}),
     (paged_nhd, PAGES | {"layouts": {"NHD"}}),
-    (paged_hnd, PAGES | {"layouts": {"HND"}}),
+    # A contiguous cache lies (KV heads, tokens, size) as well: `KVCache.contiguous`.
+    (paged_hnd, PAGES | {"layouts": {"HND", "contiguous"}}),
     (blocks_of_16, PAGES | {"block_sizes": {16}}),
     (wrong_scale, {}),
 ]
@@ -154,8 +166,42 @@ def test_claim_writes_exactly_what_a_function_can_do(
     assert claims == {name: values for name, values in known.items() if values is not None}
     for name, values in findings.claims.items():
         assert all(findings.proof[name, value] for value in values)
-    if claims:  # the manifest is the code that it looks like
-        scope = {"backend": backend, "function": function}
-        exec(
-            f"{findings.manifest().partition(chr(10) + ')')[0]}\n)(function)", scope
-        ) if False else None
+    assert bool(findings.claims) == findings.manifest().startswith("@backend(")
+    if claims:  # the manifest is code that declares the same
+        text = findings.manifest().partition("\n)")[0].removeprefix("@")
+        again = eval(f"{text}\n)", {"backend": backend})(function)
+        assert again.info.capabilities.head_sizes.values == claims["head_sizes"]
+        assert again.info.capabilities.features == claims["features"]
+
+
+def test_a_failure_that_belongs_to_no_claim_is_reported() -> None:
+    """What every backend must do is looked at last: this one remembers its first call."""
+    seen: list[Tensor] = []
+
+    def forgets_nothing(
+        query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float
+    ) -> Tensor:
+        assert (
+            len(query) == query.shape[0] and query.shape[2] == 64 and query.dtype == torch.float32
+        )
+        assert query.is_contiguous(), "slices of one projection aren't taken"
+        seen.append(query)
+        return sdpa(query, key, value, mask, scale)
+
+    findings = found_of(forgets_nothing)
+    assert set(findings.claims["head_sizes"]) == {64}
+    assert any(line.startswith("strided-") for line in findings.failures)
+    assert "# fails: strided-" in findings.manifest()
+
+
+def test_the_command_prints_the_decorator(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "claimed_kernel.py").write_text(
+        "def nothing(query, key, value, scale):\n    raise RuntimeError('no kernel')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run(["claim", "claimed_kernel:nothing", "--device", "cpu"]) == 1
+    assert "RuntimeError: no kernel" in capsys.readouterr().out
+    assert run(["claim", "claimed_kernel:nothin", "--device", "cpu"]) == 2
+    assert "write module:function" in capsys.readouterr().err

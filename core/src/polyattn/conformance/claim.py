@@ -1,4 +1,4 @@
-"""What can a function do? `polyattn claim` tries claims one at a time and writes what the kit proves."""
+"""What can a function do? Tries claims one at a time, and writes those that the kit proves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_S
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.device import Device
-from polyattn.errors import SettingsError, describe, plain
+from polyattn.errors import PluginError, SettingsError, describe, plain
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import register, unregister
 from polyattn.runtime.function_backend import (
@@ -104,13 +104,13 @@ class Trials:
             unregister("claim-trial")
 
     def proof(self, claims: Claims) -> tuple[str, str | None]:
-        """Return the first new case and None, or the case that fails and why."""
+        """Return the first new case and None, or the case that fails and why; "" where there is none."""
         first = ""
         for case, problem in self.problems(claims):
             if problem is not None:
                 return case, problem
             first = first or case
-        return (first, None) if first else ("", "the kit has no case for it")
+        return (first, None) if first else ("", "")
 
 
 def find(
@@ -138,12 +138,15 @@ def find(
         if value in held:
             continue
         wider = findings.claims | {key: (*held, value)}
-        case, reason = trials.proof(wider)
+        try:
+            case, reason = trials.proof(wider)
+        except PluginError:  # kept first tokens without a window, say
+            continue
         if reason is None:
             findings.claims = wider
             findings.proof[key, value] = case
-        else:
-            findings.refusals[key, value] = f"{case}: {reason}".removeprefix(": ")
+        elif case:
+            findings.refusals[key, value] = f"{case}: {reason}"
     rest = trials.problems(findings.claims, budget)
     findings.failures = [f"{case}: {reason}" for case, reason in rest if reason is not None]
     return findings
@@ -159,11 +162,12 @@ def _bases(names: tuple[str, ...], device: Device) -> Iterator[Claims]:
     }
     if form_of(names) == "pages":
         fields["roles"] = (("decoder",),)
-        fields["layouts"] = tuple((layout,) for layout in LAYOUTS)
         fields["block_sizes"] = tuple((size,) for size in _BLOCK_SIZES)
         fields["kv_cache_dtypes"] = (("auto",),)
         both = (("prefill", "decode"), ("decode",), ("prefill",))
         fields["phases"] = both if "query_start_loc" in names else both[1:2]
+        # Tried first: at block size 1 all layouts are alike.
+        fields["layouts"] = tuple((layout,) for layout in LAYOUTS)
     indices = product(*(range(len(values)) for values in fields.values()))
     counted = [(sum(map(bool, at)), at) for at in indices]
     for _, at in sorted(item for item in counted if item[0] <= DEPARTURES):
@@ -202,9 +206,9 @@ def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings
     module, _, name = path.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
-        target: Any = getattr(importlib.import_module(module), name)
+        found: Any = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as error:
         raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
-    if isinstance(target, type) and issubclass(target, FunctionBackend):
-        target, name = target.function, target.info.name
-    return find(target, name.upper(), resolve_device(device), seed, budget)
+    if isinstance(found, type) and issubclass(found, FunctionBackend):
+        found, name = found.function, found.info.name
+    return find(found, name.upper(), resolve_device(device), seed, budget)

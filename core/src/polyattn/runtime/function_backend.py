@@ -247,8 +247,8 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
             pages `block_sizes` too. Tuples, sets, single values and `Sizes` are accepted.
 
     Returns:
-        The decorator. What it makes is a plugin, too: `polyattn.register` takes it, and an entry point
-        in `polyattn.plugins` may name it.
+        The decorator. What it makes is a plugin, too: `polyattn.register` takes it, and a plugin's entry
+        point may name it.
 
     Raises:
         PluginError: a parameter or a claim is unknown, or a claim has no parameter to read.
