@@ -290,7 +290,7 @@ def test_options_are_refused_by_name(given: dict[str, Any], says: str, nothing_r
 def test_without_safetensors_the_remedy_is_said(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(weights, "find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r'pip install "polyattn\[weights\]"'):
         Checkpoint(tiny_llama)
 
