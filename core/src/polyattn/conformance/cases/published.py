@@ -104,8 +104,8 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
         if spec is not None:
             yield Case("published", f"{where} {label}", spec, reaching)
     batches = ["after context" if prefills else "decode"]
-    if not base.cached and prefills:
-        batches.append("fewer keys")
+    if not base.cached and prefills:  # over a cache are contexts enough
+        batches = ["fewer keys"] if True in caps.cached else ["fewer keys", *batches]
     for label, fields in COMBINED.items():
         spec = _changed(base, fields) if fields else None
         if spec is None:

@@ -23,11 +23,11 @@ CALLS = 3001
 """Calls of one layer, as a reply of as many tokens makes them."""
 LEAST_CALLS = 260
 """That many, however long they take."""
-PATIENCE = 6
+PATIENCE = 2
 """Budgets of seconds that all of them may take."""
 FAR = (1 << 31) + (1 << 20)
 """Elements of a cache's keys: more than an int32 counts."""
-ROUNDS = 160
+ROUNDS = 96
 LEAKED = 24 << 20
 """Bytes that a process may grow by in so many steps: what allocators keep."""
 

@@ -13,7 +13,7 @@ from polyattn.registry.discovery import discover
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.spec.layer import LayerSpec
 
-LEAST_LAYERS = 24
+LEAST_LAYERS = 16
 """Layers of the grid of masks that are looked at, however long they take."""
 GRID: dict[str, tuple[Any, ...]] = {
     "causal": (True, False),
