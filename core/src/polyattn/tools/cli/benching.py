@@ -219,7 +219,7 @@ class Bench:
 
         The bytes move as fast as a copy of at most as many does: in a cache, or in memory.
         """
-        levels = self.limits["copy_gb_per_s"]
+        levels: dict[int, float] = self.limits["copy_gb_per_s"]
         within = [size for size in levels if size <= cost.bytes] or [min(levels)]
         return max(
             cost.bytes / levels[max(within)] / 1e9,
