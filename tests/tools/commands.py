@@ -43,16 +43,16 @@ VALUES = (
 OPTIONS: dict[str, tuple[str, ...]] = {
     "list": ("--json", "--help", "--jsn"),
     "explain": ("--json", "--device=", "--backend=", "--spec=", "--batch=", "--assume=", "--ignore=",
-                "MODEL"),
+                "MODEL", "--plot=", "--attention-backend=", "--kv-cache-dtype=", "--block-size="),
     "run": ("--json", "--device=", "--backend=", "MODEL", "--trace=", "--requests=", "--layers=",
             "--max-tokens=", "--scale=", "--token-budget=", "--max-seqs=", "--cache-gb=",
             "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot=",
             "--weights=", "--arrivals=", "--context-parallel=", "--assume=", "--ignore=", "--beams="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
-              "--seconds=", "--lengths=", "--seed=", "--plot=", "--assume=", "--ignore=",
-              "--kv-cache-dtype="),
+              "--seconds=", "--lengths=", "--seed=", "--plot=", "--total-seconds=", "--assume=",
+              "--ignore=", "--kv-cache-dtype="),
     "tune": ("--json", "--device=", "--backend=", "--model=", "--trace=", "--out=", "--no-quantized",
-             "--assume=", "--ignore=", "--kv-cache-dtype="),
+             "--plot=", "--assume=", "--ignore=", "--kv-cache-dtype=", "--block-size="),
     "doctor": ("--json", "--help", "x"),
 }  # fmt: skip
 VARIABLES = (

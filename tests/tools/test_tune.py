@@ -324,7 +324,7 @@ def test_tune_writes_a_table_that_a_group_chooses_by(
     path, names = tmp_path / "t.json", ["TORCH_SDPA", "HPU_ATTN", "NATIVE_ATTN"]
 
     def tune(seconds: float) -> dict[str, Any]:
-        assert show([str(tmp_path)], "cpu", names, None, path, seconds, True, True) == 0
+        assert show([str(tmp_path)], "cpu", names, None, path, seconds, as_json=True) == 0
         found: dict[str, Any] = json.loads(capsys.readouterr().out)
         return found
 

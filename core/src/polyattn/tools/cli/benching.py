@@ -217,10 +217,10 @@ class Bench:
 
         The bytes move as fast as a copy of at most as many does: in a cache, or in memory.
         """
-        levels = self.limits["copy_gb_per_s"]
+        levels: dict[int, float] = self.limits["copies_gb_per_s"]
         within = [size for size in levels if size <= cost.bytes] or [min(levels)]
-        reading = cost.bytes / levels[max(within)] / 1e9
-        return float(max(reading, cost.flops / self.limits["matmul_tflop_per_s"] / 1e12))
+        matmul: float = self.limits["matmul_tflop_per_s"]
+        return max(cost.bytes / levels[max(within)] / 1e9, cost.flops / matmul / 1e12)
 
 
 def full_step(
@@ -275,7 +275,8 @@ def sharing(step: AttentionWorkload) -> dict[str, int]:
 def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
     """Return this machine's copy bandwidths and its matmul rate in the spec's dtype, measured.
 
-    `copy_gb_per_s` is by the bytes that a copy reads and writes: each level of the memory has its own.
+    `copies_gb_per_s` is by the bytes that a copy reads and writes: each level of the memory has its own;
+    `copy_gb_per_s` is the largest copy's, the memory's own.
     A larger copy is never the faster one: what slows small copies down is their launch.
     """
     big = device.type != "cpu"
@@ -294,7 +295,8 @@ def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
     )
     matmul = statistics.median(repeat(lambda: torch.mm(left, right), device, 0.2))
     return {
-        "copy_gb_per_s": rates,
+        "copy_gb_per_s": rates[8 * source.numel()],
+        "copies_gb_per_s": rates,
         "matmul_tflop_per_s": 2 * size**3 / matmul / 1e12,
     }
 
@@ -325,7 +327,8 @@ def _print(
 ) -> None:
     console.print(f"{spec}\non {device}", highlight=False, markup=False)
     copies = ", ".join(
-        f"{size / 2**20:g} MiB {rate:.1f}" for size, rate in sorted(limits["copy_gb_per_s"].items())
+        f"{size / 2**20:g} MiB {rate:.1f}"
+        for size, rate in sorted(limits["copies_gb_per_s"].items())
     )
     console.print(
         f"limits measured now: {spec.dtype} matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy, in "

@@ -1,0 +1,180 @@
+"""What a person types and reads: options by other engines' names, bounds, ratios, predicted times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from polyattn import LayerSpec, resolve_device
+from polyattn.runtime.step.cost import Cost
+from polyattn.tools.cli import weights
+from polyattn.tools.cli.benching import Bench, _of_this_kind, measure_limits
+from polyattn.tools.cli.main import app
+from polyattn.tools.cli.output import table
+from polyattn.tools.cli.plots import plot_values
+from polyattn.tools.cli.tuning import _layers
+from rich.console import Console
+from tools.commands import here
+from typer.testing import CliRunner
+
+SPEC = LayerSpec(num_heads=4, head_size=64, dtype="float32")
+SMALL = ("--spec", SPEC.to_json())
+
+
+def test_bench_leaves_the_reference_and_other_kinds_out() -> None:
+    names = _of_this_kind(SPEC, resolve_device("cpu"), reference=False)
+    assert {"NATIVE_ATTN", "TORCH_SDPA"} <= set(names)
+    assert not {"VANILLA", "TORCH_SCAN", "TORCH_MLA", "TORCH_STORE", "FLASH_ATTN"} & set(names)
+    assert "VANILLA" in _of_this_kind(SPEC, resolve_device("cpu"), reference=True)
+
+
+def test_bench_prints_ratios_to_the_best() -> None:
+    args = ("bench", "2q1s64", *SMALL, "--seconds", "0.001", "--backend", "VANILLA")
+    code, out, _ = here(*args, "--attention-backend", "CPU_ATTN", "--json")
+    first, second = json.loads(out)["rows"]
+    assert code == 0 and (first["backend"], first["over_best"]) == ("NATIVE_ATTN", 1.0)
+    assert second["backend"] == "VANILLA"
+    assert second["over_best"] == pytest.approx(second["ms"] / first["ms"])
+    assert "/ best" in here(*args)[1]
+
+
+def test_bench_begins_nothing_after_its_time() -> None:
+    args = ("bench", "2q1s64", *SMALL, "--backend", "TORCH_SDPA", "--seconds", "0.001", "--json")
+    code, out, _ = here(*args, "--total-seconds", "1e-9")
+    assert code == 1
+    assert "TORCH_SDPA isn't measured" in json.loads(out)["rows"][0]["cannot"]
+    assert "--total-seconds=0.0 must be positive" in here(*args, "--total-seconds", "0")[2]
+
+
+def test_a_batch_is_held_against_the_level_of_memory_that_it_fits_in() -> None:
+    bench = object.__new__(Bench)
+    bench.limits = {
+        "copies_gb_per_s": {2**18: 100.0, 2**20: 50.0, 2**24: 10.0},
+        "matmul_tflop_per_s": 1.0,
+    }
+    for size, rate in ((2**10, 100), (2**18, 100), (2**19, 100), (2**20, 50), (2**30, 10)):
+        assert bench._limit(Cost(bytes=size, flops=0)) == pytest.approx(size / rate / 1e9)
+    assert bench._limit(Cost(bytes=0, flops=10**12)) == 1.0
+
+
+def test_a_larger_copy_is_never_the_faster_one() -> None:
+    limits = measure_limits(SPEC, torch.device("cpu"))
+    rates = limits["copies_gb_per_s"]
+    assert limits["copy_gb_per_s"] == rates[2**28]
+    assert sorted(rates) == [2**18, 2**20, 2**22, 2**24, 2**26, 2**28]
+    in_order = [rates[size] for size in sorted(rates)]
+    assert in_order == sorted(in_order, reverse=True)
+
+
+@pytest.mark.parametrize("command", ["explain", "bench", "run", "build", "tune"])
+def test_every_command_takes_the_engines_options(command: str) -> None:
+    text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+    for option in ("--attention-backend", "--kv-cache-dtype", "--block-size"):
+        assert option in text
+
+
+def test_explain_reads_the_cache_as_the_engines_options_say() -> None:
+    args = (
+        "--attention-backend",
+        "triton",
+        "--kv-cache-dtype",
+        "fp8",
+        "--block-size",
+        "64",
+        "--json",
+    )
+    for layers in (("llama-3.1-8b",), ("--spec", '{"num_heads": 32, "head_size": 128}')):
+        code, out, _ = here("explain", *layers, "--device", "h100-sxm", *args)
+        (group,) = json.loads(out)["groups"]
+        assert code == 0 and group["chosen"]["decode"] == "TRITON_ATTN"
+        assert (group["spec"]["kv_cache_dtype"], group["spec"]["block_size"]) == ("fp8_e4m3", 64)
+    code, out, _ = here("explain", "mamba-2.8b", "--device", "cpu", "--block-size", "64", "--json")
+    assert code == 0  # a recurrence has no blocks
+
+
+def test_tune_measures_the_cache_that_is_named() -> None:
+    cpu = resolve_device("cpu")
+    for models in ([], ["llama-3.1-8b"]):
+        specs = _layers(models, cpu, True, "int8", 32)
+        assert {(s.kv_cache_dtype, s.block_size) for s in specs} == {("int8", 32)}
+
+
+def test_explain_predicts_the_usual_steps_where_they_were_measured(tmp_path: Path) -> None:
+    plot = tmp_path / "times.png"
+    args = ("explain", "llama-3.1-8b", "--device", "h200")
+    code, out, _ = here(*args, "--json", "--plot", str(plot))
+    steps = json.loads(out)["groups"][0]["batches"]
+    assert code == 0 and [s["calls"][0]["kind"] for s in steps.values()] == ["decode", "prefill"]
+    assert all(len(s["calls"][0]["candidates"]) > 1 for s in steps.values())
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    code, out, _ = here("explain", "llama-3.1-8b", "--device", "x86-amx", "--json")
+    assert "batches" not in json.loads(out)["groups"][0]
+    code, _, said = here("explain", "--device", "x86-amx", "--plot", str(plot))
+    assert code == 2 and "there are no times to plot" in said
+
+
+def test_a_slow_choice_says_how_slow_it_is() -> None:
+    """The factor is that of the two predicted times."""
+    args = ("explain", "llama-3.1-8b", "--device", "h200", "--json")
+    found = json.loads(here(*args, "--backend", "decode=FLASH_ATTN_V3")[1])["groups"][0]
+    (call,) = found["batches"]["32q1s4k"]["calls"]
+    times = {row["backend"]: row["us"] for row in call["candidates"]}
+    best = min(times, key=times.__getitem__)
+    assert call["backend"] == "FLASH_ATTN_V3" != best
+    factor = times["FLASH_ATTN_V3"] / times[best]
+    assert call["why"] == f"FLASH_ATTN_V3, as named: {factor:.2f} times the time of {best}"
+
+
+def test_values_are_plotted_as_points(tmp_path: Path) -> None:
+    plot_values({"decode": {"A": 1.0, "B": 133.0}}, tmp_path / "p.svg", "title", "us")
+    assert "<svg" in (tmp_path / "p.svg").read_text()
+
+
+def test_run_asks_before_it_draws_many_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("run", "llama-3.1-8b", "--weights", "random", "--device", "cpu")
+    code, _, said = here(*command)
+    assert code == 2 and "draws 15 GiB; nobody is there to ask: pass --yes" in said
+    terminal = SimpleNamespace(isatty=lambda: True)
+    monkeypatch.setattr(weights, "sys", SimpleNamespace(stdin=terminal, stderr=terminal))
+    monkeypatch.setattr(weights.typer, "confirm", lambda text, err: False)
+    code, _, said = here(*command)
+    assert code == 2 and "the answer was no" in said
+
+
+def test_run_prints_the_tokens_that_a_model_generated(tmp_path: Path) -> None:
+    config = {
+        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "head_dim": 8,
+        "num_hidden_layers": 1, "num_key_value_heads": 1, "intermediate_size": 32, "vocab_size": 64,
+        "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "torch_dtype": "float32", "rope_theta": 10000.0,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    trace = tmp_path / "t.jsonl"
+    trace.write_text(
+        '{"input_length": 9, "output_length": 4}\n{"input_length": 5, "output_length": 2}'
+    )
+    command = ("run", str(tmp_path), "--trace", str(trace), "--device", "cpu", "--cache-gb", "0.01")
+    outputs = json.loads(here(*command, "--weights", "random", "--json")[1])["outputs"]
+    assert [len(ids) for ids in outputs] == [4, 2] and all(0 <= i < 64 for o in outputs for i in o)
+    text = here(*command, "--weights", "random")[1]
+    assert f"tokens of request 1: {' '.join(map(str, outputs[1]))}\n" in text
+    assert "outputs" not in json.loads(here(*command, "--json")[1])
+
+
+def test_a_table_takes_a_hundred_columns() -> None:
+    made = table("name", "what it is")
+    made.add_row("A", "word " * 60)
+    console = Console(width=200)
+    with console.capture() as captured:
+        console.print(made)
+    assert max(map(len, captured.get().splitlines())) <= 100
+
+
+def test_a_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_POLYATTN_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "polyattn ex")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    assert here()[1].split() == ["explain"]
