@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn import AttentionKind, PolyattnError
-from polyattn.families.recurrent.function import recurrence
-from polyattn.spec.layer import RecurrentSpec
+from polyattn import AttentionKind, PolyattnError, RecurrentSpec
+from polyattn.host import recurrence
 from torch import Tensor
 
 from polyattn_recurrent.calls import given, refuse_gradients, widths
@@ -49,7 +48,7 @@ def scan(
     Returns the output and the states afterwards.
     """
     refuse_gradients(*inputs, z, A, D, bias)
-    (x, dt, B, C, *gate), wide = widths(*inputs, z)
+    (x, dt, B, C, *gate), wide = widths(inputs, z)
     groups = B.shape[1] if B.dim() == 3 else 1
     if groups == 1:
         B, C = B.flatten(1), C.flatten(1)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn import AttentionKind
-from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.inputs import refuse
-from polyattn.spec.layer import RecurrentSpec
+from polyattn import AttentionKind, RecurrentSpec
+from polyattn.host import recurrence, refuse
 from torch import Tensor
 
 from polyattn_recurrent.calls import given, limited, per_head, refuse_gradients, widths
@@ -52,7 +50,7 @@ def scan(
     Returns the output and the states afterwards.
     """
     refuse_gradients(*inputs, z, A, D, bias)
-    (x, dt, B, C, *gate), wide = widths(*inputs, z)
+    (x, dt, B, C, *gate), wide = widths(inputs, z)
     if limit != NO_LIMIT:
         dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False
     skip = D if D is None or D.dim() == 1 else per_head("D", D, D.dim() - 1)
