@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import polyattn
@@ -122,6 +123,31 @@ def test_what_cannot_be_is_refused_with_its_name(
 ) -> None:
     with pytest.raises(PluginError, match=message):
         declare(function, **claims)
+
+
+def test_a_function_inside_another_is_refused() -> None:
+    def inner(query: Tensor, key: Tensor, value: Tensor, scale: float) -> None: ...
+
+    with pytest.raises(PluginError, match="move the function to its module's top level"):
+        declare(inner)
+
+
+def test_an_entry_point_may_name_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "mine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[polyattn.plugins]\nmine = mine_kernels:attend\n")
+    (tmp_path / "mine_kernels.py").write_text(
+        "from polyattn.kernel import backend\n\n\n"
+        "@backend('MINE', platforms='cpu', dtypes='float32', head_sizes=64, features='causal')\n"
+        "def attend(query, key, value, scale):\n    return query * 0 + 7\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    x = torch.randn(1, 2, 5, 64)
+    found = polyattn.attention(x, x, x, causal=True, backend="MINE")
+    assert bool((found == 7).all())
 
 
 def test_nothing_is_claimed_that_was_not_said() -> None:

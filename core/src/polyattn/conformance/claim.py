@@ -153,7 +153,7 @@ def find(
 
 
 def _bases(names: tuple[str, ...], device: Device) -> Iterator[Claims]:
-    """Yield least claims to begin with: the usual layer's, then those that differ in a field or two."""
+    """Yield least claims to begin with: the usual layer's, then those that differ in a few fields."""
     fields: dict[str, tuple[tuple[Any, ...], ...]] = {
         "dtypes": tuple((dtype,) for dtype in _DTYPES),
         "head_sizes": tuple((size,) for size in _HEAD_SIZES),

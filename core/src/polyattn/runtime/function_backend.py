@@ -263,7 +263,13 @@ def backend(name: str, **claims: Any) -> Callable[[Callable[..., Any]], type[Fun
     """
 
     def decorate(function: Callable[..., Any]) -> type[FunctionBackend]:
-        return declared(function, name, claims)
+        made = declared(function, name, claims)
+        if not function.__qualname__.isidentifier():
+            raise PluginError(
+                f"backend {name}: {function.__qualname__} can't be loaded by its name; move the function "
+                "to its module's top level"
+            )
+        return made
 
     return decorate
 
