@@ -346,8 +346,10 @@ def _visible(spec: LayerSpec, position: Tensor, key: Tensor, length: int) -> Ten
     start, kept, near, stop = key_ranges(
         spec, position, position, torch.full_like(position, length), torch.minimum, torch.maximum
     )
-    mask = (key >= near) & (key < stop)
-    return mask | ((key >= start) & (key < kept)) if spec.sink_tokens else mask
+    mask: Tensor = (key >= near) & (key < stop)
+    if spec.sink_tokens:
+        mask |= (key >= start) & (key < kept)
+    return mask
 
 
 def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:
