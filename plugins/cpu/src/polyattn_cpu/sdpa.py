@@ -347,7 +347,9 @@ def _visible(spec: LayerSpec, position: Tensor, key: Tensor, length: int) -> Ten
         spec, position, position, torch.full_like(position, length), torch.minimum, torch.maximum
     )
     mask: Tensor = (key >= near) & (key < stop)
-    return mask | ((key >= start) & (key < kept)) if spec.sink_tokens else mask
+    if spec.sink_tokens:
+        mask |= (key >= start) & (key < kept)
+    return mask
 
 
 def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:

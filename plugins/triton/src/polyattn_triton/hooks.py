@@ -44,7 +44,7 @@ TRITON_ATTN = BackendInfo(
     path="polyattn_triton.attention:TritonAttention",
     variant_check="polyattn_triton.functions.pointwise:variant_problem",
     probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.4,<3.9",),
+    requires=("triton>=3.5,<3.9",),
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
         platforms=PLATFORMS,
@@ -126,7 +126,7 @@ def _latent(
         summary=summary,
         path=f"polyattn_triton.mla:{path}",
         probe="polyattn_triton.probes:ready",
-        requires=("triton>=3.4,<3.9",),
+        requires=("triton>=3.5,<3.9",),
         install='pip install "polyattn[triton]"',
         capabilities=Capabilities(
             platforms=PLATFORMS,
@@ -177,7 +177,7 @@ def _scan(
         summary=summary,
         path=f"polyattn_triton.{path}",
         probe="polyattn_triton.probes:ready",
-        requires=("triton>=3.4,<3.9",),
+        requires=("triton>=3.5,<3.9",),
         install='pip install "polyattn[triton]"',
         capabilities=Capabilities(
             platforms=PLATFORMS,
@@ -234,7 +234,7 @@ TRITON_STORE = BackendInfo(
     summary="keys and values rotated, quantised and written to their slots in one launch",
     path="polyattn_triton.store:TritonStore",
     probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.4,<3.9",),
+    requires=("triton>=3.5,<3.9",),
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
         platforms=PLATFORMS,
@@ -261,7 +261,7 @@ TRITON_MERGE = BackendInfo(
     summary="attention states merged in place, in one launch",
     path="polyattn_triton.state_merge:TritonMerge",
     probe="polyattn_triton.probes:ready",
-    requires=("triton>=3.4,<3.9",),
+    requires=("triton>=3.5,<3.9",),
     install='pip install "polyattn[triton]"',
     capabilities=Capabilities(
         platforms=PLATFORMS, kinds=ATTENDING, phases=frozenset({"merge"}), dtypes=DTYPES
