@@ -89,6 +89,17 @@ def test_a_padding_row_has_computed_nothing() -> None:
     assert TensorRTLLMMetadata(padded).num_cached_tokens_per_seq == [2, 0]
 
 
+@pytest.mark.parametrize("queries", [[1, 1, 5, 3], [5, 1, 3, 1], [1, 1], [4], []])
+def test_a_batch_counts_prefill_and_decode_tokens_as_vllm_does(queries: list[int]) -> None:
+    """vLLM reorders decodes to the front; then the counts are places in its query_start_loc."""
+    batch = Batch.from_lens(queries, [9] * len(queries))
+    ordered = Batch.from_lens(sorted(queries, key=lambda q: q > 1), [9] * len(queries))
+    decodes = sum(q <= 1 for q in queries)
+    assert batch.num_decode_tokens == ordered.starts[decodes]
+    assert batch.num_prefill_tokens == ordered.num_tokens - ordered.starts[decodes]
+    assert STEP.block_tables is STEP.block_table
+
+
 def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert capsys.readouterr().out.splitlines() == [

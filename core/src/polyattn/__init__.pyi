@@ -1,4 +1,5 @@
 from polyattn._version import __version__ as __version__
+from polyattn.api import check_supported as check_supported
 from polyattn.api import select as select
 from polyattn.api import select_layers as select_layers
 from polyattn.device import Device as Device

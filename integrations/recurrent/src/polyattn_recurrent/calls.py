@@ -35,7 +35,9 @@ def per_head(name: str, tensor: Tensor, dims: int) -> Tensor:
         raise PolyattnError(
             f"{name} {tuple(tensor.shape)} differs within a head; expand one number over its sizes"
         )
-    return tensor[(..., *[0] * dims)]
+    for _ in range(dims):
+        tensor = tensor[..., 0]
+    return tensor
 
 
 def limited(dt: Tensor, bias: Tensor | None, softplus_: bool, limit: tuple[float, float]) -> Tensor:
@@ -44,14 +46,13 @@ def limited(dt: Tensor, bias: Tensor | None, softplus_: bool, limit: tuple[float
     return (softplus(dt) if softplus_ else dt).clamp(*limit)
 
 
-def widths(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, z: Tensor | None
-) -> tuple[list[Tensor], bool]:
-    """Return all in dtypes that Mamba's recurrences take, and whether B and C alone are float32.
+def widths(inputs: list[Tensor], z: Tensor | None) -> tuple[list[Tensor], bool]:
+    """Return x, dt, B, C and `z` in dtypes that Mamba takes, and whether B and C alone are float32.
 
     `z` is left out where it is None. Nothing is rounded: what is not in `x`'s dtype becomes float32, and
     `x` is as wide as `z`.
     """
+    x, dt, B, C = inputs
     gate = [] if z is None else [z.to(torch.promote_types(x.dtype, z.dtype))]
     x = x.to(gate[0].dtype) if gate else x
     wide = x.dtype in (torch.bfloat16, torch.float16) and not B.dtype == C.dtype == x.dtype

@@ -48,7 +48,7 @@ def scan(
     Returns the output and the states afterwards.
     """
     refuse_gradients(*inputs, z, A, D, bias)
-    (x, dt, B, C, *gate), wide = widths(*inputs, z)
+    (x, dt, B, C, *gate), wide = widths(inputs, z)
     groups = B.shape[1] if B.dim() == 3 else 1
     if groups == 1:
         B, C = B.flatten(1), C.flatten(1)

@@ -50,7 +50,7 @@ def scan(
     Returns the output and the states afterwards.
     """
     refuse_gradients(*inputs, z, A, D, bias)
-    (x, dt, B, C, *gate), wide = widths(*inputs, z)
+    (x, dt, B, C, *gate), wide = widths(inputs, z)
     if limit != NO_LIMIT:
         dt, bias, softplus = limited(dt, bias, softplus, (limit[0], limit[1])), None, False
     skip = D if D is None or D.dim() == 1 else per_head("D", D, D.dim() - 1)

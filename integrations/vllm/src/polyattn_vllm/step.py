@@ -83,16 +83,25 @@ class Builder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
         self.captured: dict[int, dict[LayerGroup, StepPlan]] = {}
-        known = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
-        specs = [self._spec(layer) for layer in known]
-        groups = {spec: self._group(spec) for spec in dict.fromkeys(specs)}
-        self.groups = tuple(groups.values())
-        self.layers = {
-            layer.impl: layer.impl.attach(layer, groups[spec])
-            for layer, spec in zip(known, specs, strict=True)
-        }
+        self.groups: dict[LayerSpec, LayerGroup] = {}
+        self.layers: dict[Any, Any] = {}
+        self._attach()
+
+    def _attach(self) -> None:
+        """Attach the layers that `layer_names` has and `layers` doesn't.
+
+        A draft model's proposer gives its builder one layer, and adds the others to that list later.
+        """
+        known = self.vllm_config.compilation_config.static_forward_context
+        layers = [known[name] for name in self.layer_names[len(self.layers) :]]
+        specs = [self._spec(layer) for layer in layers]
+        for layer, spec in zip(layers, specs, strict=True):
+            if spec not in self.groups:
+                self.groups[spec] = self._group(spec)
+            self.layers[layer.impl] = layer.impl.attach(layer, self.groups[spec])
         for spec, count in Counter(specs).items():
-            log.info("polyattn serves %d layers:\n%s", count, groups[spec].selection.explain())
+            chosen = self.groups[spec].selection.explain()
+            log.info("polyattn serves %d layers:\n%s", count, chosen)
 
     def _spec(self, layer: Any) -> LayerSpec:
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
@@ -130,6 +139,8 @@ class Builder(AttentionMetadataBuilder[Step]):
         fast_build: bool = False,
     ) -> Step:  # fmt: skip
         """Plan a step by the host's lengths; kernels read the device's."""
+        if len(self.layers) < len(self.layer_names):
+            self._attach()
         common = common_attn_metadata
         cpu = self.device.type == "cpu"
         given = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
@@ -161,9 +172,10 @@ class Builder(AttentionMetadataBuilder[Step]):
             mm_req_doc_ranges=common.mm_req_doc_ranges, rswa_prefix_lens=common.rswa_prefix_lens,
             dcp_local_seq_lens=common.dcp_local_seq_lens,
         )  # fmt: skip
-        table = common.block_table_tensor if any(g.spec.cached for g in self.groups) else None
+        groups = self.groups.values()
+        table = common.block_table_tensor if any(g.spec.cached for g in groups) else None
         batch = Batch.on_buffers(starts, lens, common.query_start_loc, common.seq_lens, table, None)
-        plans = {group: group.plan(batch, captured.get(group)) for group in self.groups}
+        plans = {group: group.plan(batch, captured.get(group)) for group in groups}
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
 

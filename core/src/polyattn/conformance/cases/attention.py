@@ -7,13 +7,14 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import forests, functions
+from polyattn.conformance.cases import forests, functions, lasting, published
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.workload.steps import LATER
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -50,8 +51,6 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
 """What each optional feature sets on the base spec."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length"})
 """What is in no pair: another feature's pairs go the same ways."""
-LATER = "later"
-"""Inputs whose first given keys stand later in their texts."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
 
@@ -70,45 +69,6 @@ def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
     return fields
 
 
-def batches(name: str, block: int) -> list[tuple[int, int]]:
-    """Return (query length, sequence length) pairs for a block size.
-
-    Together they hold empty sequences, length 1, exact multiples of a block and one over, more
-    sequences than a warp has lanes, and lengths beyond any tile.
-    """
-    decode = [(1, 1), (1, block), (1, block + 1), (1, 3 * block - 1), (1, 5 * block + 7)]
-    prefill = [(0, 0), (1, 1), (2, 2), (block, block), (block + 1, block + 1), (37, 37)]
-    chunked = [(0, 5), (3, block + 3), (block, 2 * block), (5, 4 * block + 1), (1, 9), (29, 61)]
-    mixed = [*decode, (0, 0), *prefill[3:], *chunked]
-    return {
-        "decode": decode,
-        "prefill": prefill,
-        "chunked": chunked,
-        "mixed": mixed,
-        "prefills first": sorted(mixed, key=lambda pair: -pair[0]),
-        "many": [(1 + 2 * (i % 7 == 3), 3 + 5 * (i % 9)) for i in range(41)],
-        "in order": [(1, 5), (1, block + 1), (1, 3 * block), (7, 7), (block, 2 * block), (29, 61)],
-        "long": [(1, 2049), (1, 1500), (70, 1100), (300, 300)],
-        "shared": [(1, 2 * block + 1), (5, 3 * block + 5), (1, 2 * block + 7), (block, 4 * block)],
-        "short queries": [(3, block + 3), (1, 5), (2, 2), (4, 3 * block), (37, 50), (8, 3 * block)],
-        "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
-        "empty": [(0, 0), (0, 7)],
-        "padded rows": [(4, block + 4), (4, 0), (4, 4), (4, 0), (4, 3 * block + 1), (4, 0)],
-        "padded prompts": [
-            (37, 0),
-            (1, 9),
-            (20, 30),
-            (block + 1, 0),
-            (1, 0),
-            (2 * block, 2 * block),
-        ],
-        "late padding": [(5, block + 5), (1, 0), (0, 3), (1, 9)],
-        "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
-        "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
-        "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
-    }[name]
-
-
 def derive(info: BackendInfo, device: Device) -> list[Case]:
     """Return every case that `info`'s capabilities give on `device`."""
     caps = info.capabilities
@@ -122,10 +82,12 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     cases: list[Case] = []
     for base in bases:
         cases += [*_numeric(caps, base), *_parts(caps, base)]
+        cases += published.derive(caps, base, device)
         cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
             cases += forests.derive(caps, base, device)
+            cases += lasting.derive(caps, base, _views(_batches_for(caps, base)), device)
             cases.append(Case("search", "", base, "drawn"))
     can = [c for c in cases if served_phases(caps, c.spec, device)]
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
@@ -209,6 +171,11 @@ def _main(names: tuple[str, ...], label: str) -> tuple[str, ...]:
     if label.startswith("feature") and "decode" in names and most != "decode":
         return (most, "decode")
     return (most,)
+
+
+def _views(names: tuple[str, ...]) -> str:
+    """The batch of which a backend gets views: of rows in no order it gets copies."""
+    return next(name for name in ("in order", _main(names, "")[0]) if name in names)
 
 
 def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
@@ -295,8 +262,7 @@ def _behaviour(
     caps: Capabilities, base: LayerSpec, names: tuple[str, ...], device: Device
 ) -> list[Case]:
     most = _main(names, "")[0]
-    # Of neighbours a backend gets views, of rows in no order copies.
-    views = next(name for name in ("in order", most) if name in names)
+    views = _views(names)
     cases = [Case(name, "", base, views) for name in ("out", "strided")]
     cases.append(Case("plans", "", base, most))
     for label, spec in _per_layer(caps, base):
@@ -306,7 +272,7 @@ def _behaviour(
     # There is a cache to change in the first two.
     contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
     for how in ("numbers", "nan", "inf"):
-        chosen = dict.fromkeys((most, contexts[0], views))
+        chosen = dict.fromkeys((most, *contexts[:1], views))
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]

@@ -11,18 +11,17 @@ from polyattn.conformance.checks import (
     attention,
     captured,
     forests,
+    lasting,
     mla,
+    published,
     recurrent,
     search,
     services,
 )
-from polyattn.conformance.harness.attention import AttentionHarness
 from polyattn.conformance.harness.base import Harness
-from polyattn.conformance.harness.mla import LatentHarness
-from polyattn.conformance.harness.recurrent import RecurrentHarness
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
-from polyattn.conformance.random_batches.run import batches
+from polyattn.conformance.snapshot import same_process
 from polyattn.device import Device
 
 Check = Callable[[Case, Any], None]
@@ -35,6 +34,9 @@ _ATTENTION: tuple[Check, ...] = (
     captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
     attention.addressed, attention.context, search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
+    published.published, published.combined, published.masks, published.twins,
+    lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
+    lasting.many_calls, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,
@@ -52,10 +54,8 @@ _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
     "refusal": (Harness, attention.refusal),
-    "batches": (Harness, batches),
-    **{check.__name__: (AttentionHarness, check) for check in _ATTENTION},
-    **{check.__name__: (LatentHarness, check) for check in _LATENT},
-    **{check.__name__: (RecurrentHarness, check) for check in _RECURRENT},
+    "batches": (Harness, search.batches),
+    **{check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT)},
     **{check.__name__: (StoreHarness, check) for check in _STORE},
     **{check.__name__: (RotationHarness, check) for check in _ROTATED},
     **{check.__name__: (MergeHarness, check) for check in _MERGE},
@@ -71,4 +71,5 @@ def run_case(case: Case, backend: str, device: Device, seed: int, budget: float 
     build, check = CHECKS[case.check]
     harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
     harness.budget = budget
-    check(case, harness)
+    with same_process():
+        check(case, harness)

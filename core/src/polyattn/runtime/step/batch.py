@@ -211,6 +211,11 @@ class Batch(Lengths):
         batch.lens_are_bounds = True
         return batch
 
+    @property
+    def block_tables(self) -> Tensor | None:
+        """`block_table` by the name that vLLM's backends have for it."""
+        return self.block_table
+
     @cached_property
     def token_positions(self) -> Tensor:
         """int64 on the device: `positions`, or what follows from the lengths (num_tokens,)."""

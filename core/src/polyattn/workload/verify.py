@@ -1,0 +1,85 @@
+"""Is a chosen backend right on this machine? One tiny batch of each phase against the reference."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from polyattn.errors import PolyattnError, describe
+from polyattn.runtime.group import LayerGroup
+from polyattn.selection.selection import Selection
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+from polyattn.workload.base import workload
+from polyattn.workload.steps import Lengths
+
+MOST = 1 << 24
+"""Elements of one sequence's keys, over all query heads: 4,096 keys of 32 heads of 128. The reference
+holds them in float64; longer windows and chunks are cut there, so that verification takes a second."""
+MOST_SCORES = 1 << 22
+"""Scores over all heads of a prompt, likewise: 362 tokens of 32 heads."""
+
+
+def verify_decision(selection: Selection) -> dict[str, str]:
+    """Return, for each backend that may run and fails or is wrong here, what happened.
+
+    Who may run are the chosen ones, and where times were measured every candidate that has some.
+    """
+    wrong: dict[str, str] = {}
+    chosen, candidates = dict(selection.backends), dict(selection.candidates)
+    timed = {model.backend for model in selection.timings}
+    pair = replace(selection, timings=())
+    for phase in ("prefill", "decode"):
+        for info in dict.fromkeys((*filter(None, [chosen.get(phase)]), *candidates.get(phase, ()))):
+            mine = chosen.get(phase) == info
+            if info.name not in wrong and (mine or info.name in timed):
+                problem = _problem(pair if mine else selection.alone(info.name), phase)
+                if problem:
+                    wrong[info.name] = f"{phase}: {problem}"
+    return wrong
+
+
+def _problem(selection: Selection, phase: str) -> str | None:
+    spec = selection.spec
+    try:
+        with torch.no_grad():
+            group = LayerGroup(selection)
+            block = 16 if group.cache_format is None else group.cache_format.block_size
+            # Its own seed: torch's generators are the user's.
+            seed = random.SystemRandom().randrange(2**31)
+            work = workload(group, steps(spec, phase, block), seed, checks=False)
+            work.remembered().run()
+            wrong = (each for each in work.errors() if not each[1] <= each[2])
+            return next((said(*each) for each in wrong), None)
+    except PolyattnError as error:
+        return str(error)
+    except (Exception, SystemExit) as error:  # whatever a vendor's library does isn't our end
+        return describe(error)
+
+
+def said(what: str, error: float, allowed: float) -> str:
+    """Say by how much something is wrong."""
+    return f"its {what} is wrong: error {error:.2g}, allowed {allowed:g}"
+
+
+def steps(spec: LayerSpec, phase: str, block: int) -> Lengths:
+    """Return a small step of a phase that reaches beyond its layer's window, chunk and kept tokens.
+
+    Of a prefill, one sequence's queries begin before those end, where keys lie to the right as well.
+    """
+    if spec.recurrent is not None:
+        return [(1, 5), (1, 1)] if phase == "decode" else [(0, 3), (70, 70), (5, 9)]
+    seen = (spec.sliding_window or 0) + (spec.window_right or 0) + spec.sink_tokens
+    reach = max(seen, spec.chunk_size or 0)
+    keys = min(reach + 3, MOST // (spec.num_heads * spec.head_size))
+    prompt = min(keys, MOST_SCORES // (spec.num_heads * keys))
+    if not spec.cached:
+        beyond = (prompt, keys if spec.role is Role.DECODER else prompt)
+        return [(1, 1), (33, 33), beyond] if reach else [(1, 1), (33, 33)]
+    if phase == "decode":
+        return [(1, 1), (1, block + 1), (1, max(keys, 3 * block) if reach else 3 * block)]
+    # A prefill that had a single token would be taken for a decode.
+    rows = [(0, 1), (max(block, 2), max(block, 2) + 1), (5, max(3 * block, 6))]
+    return [*rows, (prompt, keys), (5, keys + block + 3)] if reach else rows
