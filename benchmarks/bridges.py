@@ -47,7 +47,7 @@ def forget() -> None:
     """Forget the ways of calling that are known."""
     dense._calls.clear()
     given._known.clear()
-    dense.plan_for.cache_clear()
+    dense.plan_lengths.cache_clear()
 
 
 @contextlib.contextmanager
@@ -78,7 +78,7 @@ def ways(rows: int) -> dict[str, Callable[[], object]]:
     flat = [t.flatten(0, 1) for t in (qs, ks, vs)]
     layer = polyattn.Attention(polyattn.LayerSpec(num_heads=HEADS, head_size=SIZE, dtype="float32",
                                                   cached=False))  # fmt: skip
-    plan = dense.plan_for(layer.group, (TOKENS,) * rows, (TOKENS,) * rows)
+    plan = dense.plan_lengths(layer.group, (TOKENS,) * rows, (TOKENS,) * rows)
     attend = AttentionInterface()["polyattn"]
     module = Module().eval()
     cu = torch.arange(rows + 1, dtype=torch.int32) * TOKENS

@@ -141,7 +141,9 @@ def test_modules_that_prose_names_are_there() -> None:
             heads = [dotted.rsplit(".", cut)[0] for cut in range(len(rest) + 1)]
             found = next((h for h in heads if h in SOURCES or h in tails), None)
             attribute = dotted.removeprefix(found or "").strip(".").partition(".")[0]
-            source = SOURCES[tails.get(found, found)].read_text() if found else ""
+            module = SOURCES[tails.get(found, found)] if found else None
+            stub = module and module.with_suffix(".pyi")  # which lists the names of `polyattn`
+            source = "".join(p.read_text() for p in (module, stub) if p and p.exists())
             if found is None or (attribute and not re.search(rf"\b{attribute}\b", source)):
                 gone.append(f"{path.relative_to(ROOT)}: {dotted}")
     assert seen > 30 and not gone

@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import polyattn_flash_attn
@@ -342,7 +343,7 @@ def test_no_backend_takes_a_stand_in_for_the_library(
     monkeypatch.setattr(providers, "_version", lambda package: "2.8.3")
     assert "not installed" in providers.fa3_ready()
     assert "hidden by a stand-in" in providers.flash_attn_ready()
-    monkeypatch.setattr(requirements.metadata, "version", lambda package: "9")
+    monkeypatch.setattr(requirements, "installed", lambda name: SimpleNamespace(version="9"))
     assert "hidden in this process" in str(requirements.requirement_problem("Flash_Attn>=2"))
     polyattn_flash_attn.uninstall()
     assert requirements.requirement_problem("Flash_Attn>=2") is None
