@@ -26,7 +26,7 @@ TESTS = (
     "tests/registry",
     "tests/selection",
     "tests/runtime",
-    "tests/checking",
+    "tests/workload",
     "tests/tools/test_cli.py",
 )
 

@@ -34,10 +34,10 @@ from polyattn import (
     select,
 )
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.kernel import StoreBackend
-from polyattn.tools.cli.benching import Step
+from polyattn.tools.cli.benching import full_step
 from polyattn.tools.cli.models import bundled
 
 CPU = torch.device("cpu")
@@ -56,7 +56,7 @@ def best_ms(call: Callable[[], object], repeats: int = 7) -> float:
 def decode(dtype: str) -> dict[str, float]:
     """Batch 8 x 2,048 tokens, 32/8 heads of 128: ours against a gather and torch's SDPA."""
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=dtype, block_size=16)
-    step = Step(select(spec, "cpu", backend="TORCH_SDPA"), [1] * 8, [2048] * 8, CPU)
+    step = full_step(select(spec, "cpu", backend="TORCH_SDPA"), [(1, 2048)] * 8)
     table, cache = step.batch.block_table, step.cache
     assert table is not None
 
@@ -69,13 +69,13 @@ def decode(dtype: str) -> dict[str, float]:
             step.query[:, :, None], keys, values
         )
 
-    return _ratio(best_ms(naive), best_ms(step.run))
+    return _ratio(best_ms(naive), best_ms(step.call))
 
 
 def prefill(dtype: str) -> dict[str, float]:
     """One prompt of 2,048 tokens: ours, paged, against one dense SDPA call."""
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, dtype=dtype, block_size=16)
-    step = Step(select(spec, "cpu", backend="TORCH_SDPA"), [2048], [2048], CPU)
+    step = full_step(select(spec, "cpu", backend="TORCH_SDPA"), [(2048, 2048)])
     query, key, value = (t.transpose(0, 1)[None] for t in (step.query, step.key, step.value))
 
     def dense() -> torch.Tensor:
@@ -83,7 +83,7 @@ def prefill(dtype: str) -> dict[str, float]:
             query, key, value, is_causal=True, enable_gqa=True
         )
 
-    return _ratio(best_ms(dense, 5), best_ms(step.run, 5))
+    return _ratio(best_ms(dense, 5), best_ms(step.call, 5))
 
 
 def mamba2() -> dict[str, float]:

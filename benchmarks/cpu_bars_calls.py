@@ -148,7 +148,7 @@ class CallBars:
         `in_place`: the share of who reads and writes as many and does nothing else.
         """
         from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
-        from polyattn.families.recurrent.inputs import (
+        from polyattn.families.recurrent.workload import (
             recurrent_inputs,
             recurrent_params,
             recurrent_state,

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from polyattn import Batch, LatentAttention, LayerGroup, LayerSpec, Recurrent, select
 from polyattn.families.mla.absorption import absorb
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.step.cost import batch_cost
 from polyattn.tools.cli.benching import measure_limits
 from polyattn.tools.cli.models import bundled

@@ -23,9 +23,10 @@ import torch
 from floor import read_us
 from polyattn import LayerSpec, Role, discover, register, select
 from polyattn.errors import PolyattnError
+from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.plugin import hookimpl
 from polyattn.runtime.step.cost import batch_cost
-from polyattn.tools.cli.benching import Step, measure_limits
+from polyattn.tools.cli.benching import full_step, measure_limits, sampled_error
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.models import bundled
 from timing import graph_us, host_us, kernel_us, latencies_us
@@ -75,9 +76,9 @@ def cell(spec: LayerSpec, kind: str, named: str | None) -> dict[str, Any]:
     queries, lens = [q for q, _ in lengths], [n for _, n in lengths]
     try:
         selection = select(spec, "cuda", backend=named)
-        step = Step(selection, queries, lens, DEVICE, shared)
-        error = step.error()
-        us = kernel_us(step.run, repeats=10)
+        step = full_step(selection, list(zip(queries, lens, strict=True)), shared)
+        error = sampled_error(step)
+        us = kernel_us(step.call, repeats=10)
     except (PolyattnError, RuntimeError, NotImplementedError) as problem:
         return {"cannot": str(problem)[:300]}
     cost = batch_cost(spec, step.batch)
@@ -124,31 +125,32 @@ def matrix(models: list[str], only: list[str]) -> list[dict[str, Any]]:
 DECODERS = ("TRITON_ATTN", "FLASHINFER", CUDA_CORES, "FLASHINFER_TRTLLM", "FLASH_ATTN_V3")
 
 
-def decode_step(spec: LayerSpec, name: str, batch: int, length: int) -> Step:
+def decode_step(spec: LayerSpec, name: str, batch: int, length: int) -> AttentionWorkload:
     """Return a step of decodes by one backend."""
     selection = select(spec, "cuda", backend=f"decode={name.split()[0]},prefill=TRITON_ATTN")
-    step = Step(selection, [1] * batch, [length] * batch, DEVICE)
+    step = full_step(selection, [(1, length)] * batch)
     if name == CUDA_CORES:
         backend = step.plan.calls[0].backend
         backend.tensor_cores = False
-        step.plan = None  # its wrapper goes back, and away with those that were made before
+        del step.plan  # its wrapper goes back, and away with those that were made before
         backend.pool.idle.clear()
-        step.plan = step.layer.group.plan(step.batch)
+        assert step.plan
     return step
 
 
-def timed_decode(step: Step) -> dict[str, float]:
+def timed_decode(step: AttentionWorkload) -> dict[str, float]:
     """Time a step's attention alone through our layer, and by the backend's own call."""
-    error = step.error()
+    error = sampled_error(step)
     (call,) = step.plan.calls
     view, params = step.cache.in_blocks_of(call.block_size)[0], step.layer.params
 
     def own() -> None:
         call.backend.run(call.plan, step.query, None, None, view, params, step.out, None)
 
+    attend = step.but(key=None, value=None).call
     row = {
-        "us": kernel_us(step.attend), "error": error, "host_us": host_us(step.attend),
-        "own_host_us": host_us(own), "graph_us": graph_us(step.attend),
+        "us": kernel_us(attend), "error": error, "host_us": host_us(attend),
+        "own_host_us": host_us(own), "graph_us": graph_us(attend),
         "graph_own_us": graph_us(own),
     }  # fmt: skip
     return row | {"layer_adds_us": row["host_us"] - row["own_host_us"]}
@@ -161,7 +163,9 @@ def bars() -> dict[str, Any]:
     for batch, length in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192)):
         steps = {name: decode_step(spec, name, batch, length) for name in DECODERS}
         row: dict[str, Any] = {name: timed_decode(step) for name, step in steps.items()}
-        latencies = latencies_us({name: step.attend for name, step in steps.items()})
+        latencies = latencies_us(
+            {name: step.but(key=None, value=None).call for name, step in steps.items()}
+        )
         for name, latency in latencies.items():
             row[name]["latency_us"] = latency
         row["read"] = read_us(2 * batch * length * spec.num_kv_heads * spec.head_size * 2)
@@ -171,8 +175,8 @@ def bars() -> dict[str, Any]:
         row = {}
         for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3", "CUDNN_ATTENTION"):
             named = f"prefill={name},decode=TRITON_ATTN"
-            step = Step(select(spec, "cuda", backend=named), [length], [length], DEVICE)
-            us = kernel_us(step.run)
+            step = full_step(select(spec, "cuda", backend=named), [(length, length)])
+            us = kernel_us(step.call)
             cost = batch_cost(spec, step.batch)
             row[name] = {"us": us, "tflop_s": cost.flops / us / 1e6}
         row["ratio"] = row["FLASHINFER"]["us"] / row["TRITON_ATTN"]["us"]
@@ -199,8 +203,10 @@ def quantized() -> dict[str, Any]:
             row = {}
             for batch, length in ((1, 8192), (16, 4096), (64, 4096)):
                 step = decode_step(spec, name, batch, length)
-                step.error()
-                row[f"{batch} x {length}"] = kernel_us(step.attend, repeats=10)
+                sampled_error(step)
+                row[f"{batch} x {length}"] = kernel_us(
+                    step.but(key=None, value=None).call, repeats=10
+                )
             found[f"{spec.stored_dtype} {name}"] = row
             print(spec.stored_dtype, name, row, flush=True)
     return found

@@ -43,7 +43,7 @@ from polyattn import (
     LayerSpec,
     select,
 )
-from polyattn.checking.compare import output_error
+from polyattn.workload.compare import output_error
 from polyattn_context_parallel import (
     ContextAttention,
     ContextGroup,

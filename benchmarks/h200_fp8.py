@@ -35,14 +35,14 @@ import torch
 from h200_serving import DEVICE, SPEC, Model, Row, _kit, guarded, main, replayed
 from h200_widened import Widened, compile_side_by_side, every_step, steps
 from polyattn import LayerSpec, select
-from polyattn.checking.compare import output_error
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn.registry.machine import availability
 from polyattn.spec.layer import LatentSpec
-from polyattn.tools.cli.benching import Step
+from polyattn.tools.cli.benching import full_step, sampled_error
+from polyattn.workload.compare import output_error
 
 TOKENS = (4096, 16384, 65536)
 SIZES = {64: (64, 8), 128: (32, 8), 256: (16, 4)}
@@ -80,8 +80,11 @@ class Prompt:
             num_heads=heads, num_kv_heads=kv_heads, head_size=size, block_size=64,
             kv_cache_dtype=stored, qkv_dtype=stored, fp8_compute=stored != "auto",
         )  # fmt: skip
-        self.step = Step(select(spec, DEVICE, backend="FLASH_ATTN_V3"), [tokens], [tokens], DEVICE)
-        self.error = self.step.error()
+        self.step = full_step(
+            select(spec, DEVICE, backend="FLASH_ATTN_V3"),
+            [(tokens, tokens)],
+        )
+        self.error = sampled_error(self.step)
         (call,) = self.step.plan.calls
         self.backend, self.plan = call.backend, call.plan
         self.query, self.key, self.value = self.step.query, self.step.key, self.step.value
@@ -113,7 +116,7 @@ def _prefill(tokens: int, size: int) -> Row:
         times = [kernel_us(getattr(prompt, name), few) for prompt in (wide, narrow)]
         row |= {f"{name}_bf16_us": times[0], f"{name}_e4m3_us": times[1],
                 f"{name}_faster": times[0] / times[1]}  # fmt: skip
-    ours = [kernel_us(prompt.step.attend, few) for prompt in (wide, narrow)]
+    ours = [kernel_us(prompt.step.but(key=None, value=None).call, few) for prompt in (wide, narrow)]
     row |= {"ours_bf16_us": ours[0], "ours_e4m3_us": ours[1], "ours_faster": ours[0] / ours[1]}
     given = (wide.query, SIZES[size][1], 1, narrow.plan.seq_of)
     for way, rounds in (("", rounded_query), ("_by_torch", by_torch)):
@@ -174,10 +177,12 @@ def _triton(count: int, tokens: int, size: int) -> Row:
         ("e4m3 in float16", eight),
         ("e4m3", eight.replace(fp8_compute=True)),
     ):
-        step = Step(select(spec, DEVICE, backend="TRITON_ATTN"), lens, lens, DEVICE)
-        row[f"{name} us"] = kernel_us(step.attend, 10)
+        step = full_step(
+            select(spec, DEVICE, backend="TRITON_ATTN"), list(zip(lens, lens, strict=True))
+        )
+        row[f"{name} us"] = kernel_us(step.but(key=None, value=None).call, 10)
         if spec.kv_cache_dtype != "auto":
-            row[f"{name} error"] = step.error()
+            row[f"{name} error"] = sampled_error(step)
         del step
     return row
 

@@ -33,9 +33,9 @@ from polyattn import (
     StepSize,
     select,
 )
-from polyattn.checking.compare import output_error
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import RecurrentSpec
+from polyattn.workload.compare import output_error
 
 ROWS, EACH, BLOCK, LONGEST = 64, 4, 16, 2048
 DTYPE = "bfloat16"

@@ -114,9 +114,9 @@ def of_layer(variant: Variant, seconds: float, seed: int) -> dict[str, Any]:
     """Plan and run random steps of a layer until the time is over."""
     import torch
     from polyattn import LayerSpec
-    from polyattn.checking.tolerance import TOLERANCES
     from polyattn.kernel import CacheFormat
     from polyattn.registry.devices import resolve_device
+    from polyattn.workload.tolerance import TOLERANCES
     from polyattn_triton.attention import TritonAttention
 
     v = variant

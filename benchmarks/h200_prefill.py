@@ -63,7 +63,7 @@ def device(how: int) -> Iterator[None]:
 def of_variant(variant: Variant) -> dict[str, Any]:
     """Check a variant, then time it."""
     import torch
-    from polyattn.checking.tolerance import TOLERANCES
+    from polyattn.workload.tolerance import TOLERANCES
 
     row: dict[str, Any] = {"name": variant.name, "us": {}, "tflops": {}, "errors": {}}
     torch.manual_seed(time.time_ns() % (1 << 31))

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import sharing
 from polyattn.families.attention.prefix import PrefixDecode
 from polyattn.runtime.step.shared_prefix import shared_prefixes
+from polyattn.workload.tolerance import tolerance_of
 from timing import graph_us, kernel_us
 
 HEADS, KV_HEADS, SIZE, PAGE = 32, 8, 128, 16

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 from polyattn import LayerSpec, select
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.kernel import AttentionBackend, Batch, KVCache, LayerParams
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.step_choice import StepChoice
 from polyattn.spec.timing import KINDS, TimingModel
 from polyattn.tools.cli.models import bundled
+from polyattn.workload.tolerance import tolerance_of
 from timing import host_us, kernel_us
 
 DEVICE = torch.device("cuda")

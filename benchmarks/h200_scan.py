@@ -21,8 +21,8 @@ import polyattn_triton.configs as configs
 import polyattn_triton.selective as selective
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.reference import forward
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.kernel import RecurrentSpec
 from polyattn.runtime.step.cost import batch_cost
 from rows import Rows

@@ -35,11 +35,11 @@ from typing import Any
 
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, StepGraphs, select
-from polyattn.checking.compare import output_error
 from polyattn.errors import PolyattnError
 from polyattn.families.attention import reference
 from polyattn.runtime.cache.scales import input_dtype
-from polyattn.tools.cli.benching import Step
+from polyattn.tools.cli.benching import full_step, sampled_error
+from polyattn.workload.compare import output_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = LayerSpec(
@@ -239,8 +239,8 @@ def timed(spec: LayerSpec, backend: str, queries: list[int], lens: list[int], wh
     """Return microseconds of a step, checked on one token; `what`: `run` stores, `attend` doesn't."""
     from timing import kernel_us
 
-    step = Step(select(spec, DEVICE, backend=backend), queries, lens, DEVICE)
-    step.error()
+    step = full_step(select(spec, DEVICE, backend=backend), list(zip(queries, lens, strict=True)))
+    sampled_error(step)
     return kernel_us(getattr(step, what))
 
 

@@ -42,11 +42,11 @@ from polyattn import (
     StepSize,
     select,
 )
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import RecurrentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.workload.compare import output_error
 
 KINDS = (StepSize(64), StepSize(32, 4), StepSize(32, prompts=4, prompt_tokens=1024))
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 from polyattn import Attention, Batch, LayerSpec, select
-from polyattn.tools.cli.benching import Step
+from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.tools.cli.benching import full_step, sampled_error
 
 
 def verified() -> None:
@@ -19,8 +20,8 @@ def verified() -> None:
 def compiled() -> None:
     """One graph, the eager result."""
     selection = select(LayerSpec(num_heads=32, num_kv_heads=8, head_size=128), "cuda")
-    step = Step(selection, [1] * 8, [2048] * 8, torch.device("cuda"))
-    step.run()
+    step = full_step(selection, [(1, 2048)] * 8)
+    step.call()
 
     def function(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return step.layer(query * 1.5, key, value, step.cache, step.plan) + 1
@@ -34,12 +35,12 @@ def allocations() -> None:
     """Device allocations of one planned call with `out=`."""
     for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"):
         spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
-        step = Step(select(spec, "cuda", backend=name), [1] * 8, [2048] * 8, torch.device("cuda"))
+        step = full_step(select(spec, "cuda", backend=name), [(1, 2048)] * 8)
         for _ in range(3):
-            step.run()
+            step.call()
         torch.cuda.synchronize()
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        step.run()
+        step.call()
         after = torch.cuda.memory_stats()["allocation.all.allocated"]
         print(f"allocations in one decode call of {name}: {after - before}")
 
@@ -51,11 +52,9 @@ def large_queries() -> None:
             num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5 * 2.0**-20,
             kv_cache_dtype=cached,
         )  # fmt: skip
-        step = Step(
-            select(spec, "cuda", backend="TRITON_ATTN"), [1] * 4, [999] * 4, torch.device("cuda")
-        )
+        step = full_step(select(spec, "cuda", backend="TRITON_ATTN"), [(1, 999)] * 4)
         step.query *= 2.0**20
-        print(f"queries times 2^20 over {cached}: largest error {step.error():.4f}")
+        print(f"queries times 2^20 over {cached}: largest error {sampled_error(step):.4f}")
 
 
 def replanned() -> None:
@@ -64,10 +63,10 @@ def replanned() -> None:
 
     for name in ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN_V3"):
         spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)
-        step = Step(select(spec, "cuda", backend=name), [1] * 64, [4096] * 64, torch.device("cuda"))
-        step.run()
+        step = full_step(select(spec, "cuda", backend=name), [(1, 4096)] * 64)
+        step.call()
 
-        def plan(step: Step = step) -> None:
+        def plan(step: AttentionWorkload = step) -> None:
             batch = step.batch
             group = step.layer.group
             group.plan(Batch(batch.starts, batch.lens, batch.block_table, batch.slot_mapping))

@@ -36,11 +36,11 @@ from polyattn import (
     register_variant,
     select,
 )  # fmt: skip
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.functions.variants import t5_buckets
+from polyattn.workload.compare import output_error
 from timing import kernel_us
 from torch import Tensor
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from polyattn import LayerSpec, select
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import LayerParams
-from polyattn.tools.cli.benching import Step
+from polyattn.tools.cli.benching import full_step
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 
 HEADS = ((16, 2), (32, 8))
 TIMED: dict[str, tuple[list[int], list[int]]] = {
@@ -46,14 +46,14 @@ class Widened:
             kv_cache_dtype="fp8", **changes,
         )  # fmt: skip
         self.spec, self.device, self.lens = spec, device, (queries, lens)
-        self.step = Step(self._selected(spec), queries, lens, device)
+        self.step = full_step(self._selected(spec), list(zip(queries, lens, strict=True)))
         (call,) = self.step.plan.calls
         self.backend, self.plan, self.cache = call.backend, call.plan, call.view(self.step.cache)
         self.portable = self.backend.plan_rows(self.plan.batch, portable=True)
         self.params = LayerParams(k_scale=0.5, v_scale=0.25)
         self._poison()
         wide = spec.replace(kv_cache_dtype="auto", qkv_dtype="auto")
-        self.wide = Step(self._selected(wide), queries, lens, device)
+        self.wide = full_step(self._selected(wide), list(zip(queries, lens, strict=True)))
 
     def _selected(self, spec: LayerSpec) -> Any:
         return select(spec, self.device, backend="TRITON_ATTN", verify=False)

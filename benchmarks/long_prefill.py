@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 from polyattn import Attention, Batch, KVCache, LayerSpec, select
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
+from polyattn.workload.compare import output_error
 from torch import Tensor
 
 ROWS = 5

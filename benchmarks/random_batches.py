@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from polyattn import __version__, discover, resolve_device
-from polyattn.conformance.random_batches.run import random_batches
+from polyattn.conformance.random_batches import random_batches
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability
 

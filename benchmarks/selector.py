@@ -4,7 +4,7 @@
 
 Models with other heads than `benchmarks/h200_tune.sh` fits a table to, and batches with other lengths:
 long ones among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend
-alone is timed (see `polyattn.tools.tune.clock`), of a mixed step every pair, too: twice, in turns, and
+alone is timed (see `polyattn.workload.clock`), of a mixed step every pair, too: twice, in turns, and
 the mean counts. Who the table and who the priorities choose follows from the lengths; a choice counts
 with the time of what it names, so that noise is no regret. What noise alone costs is told beside: who
 was the best in the first round, judged by the second. Points that the output file holds already are not
@@ -35,10 +35,10 @@ from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.models import bundled
 from polyattn.tools.lengths import DISTRIBUTIONS, of_trace
-from polyattn.tools.tune.clock import Clock
 from polyattn.tools.tune.measuring import Measured, pool_bytes, size_for
 from polyattn.tools.tune.shapes import Size, StepSample
 from polyattn.tools.tune.tuning import left_out
+from polyattn.workload.clock import Clock
 
 MODELS = {
     "Qwen2.5-7B": (28, 4, 128),
@@ -135,7 +135,7 @@ class Judge:
             for name in rounds[0]
             if all(name in found for found in rounds)
         }
-        calls = self.by_priority.plan(self.measured.inputs(sample).batch.copy()).calls
+        calls = self.by_priority.plan(self.measured.step(sample).batch.copy()).calls
         chosen = "+".join(call.name for call in calls)
         return {"times": times, "rounds": rounds, "cannot": cannot, "priority": chosen}
 
@@ -149,9 +149,9 @@ class Judge:
             else:
                 times[name] = found
         if mixed:
-            inputs = self.measured.inputs(sample)
+            step = self.measured.step(sample)
             for name, layer in self._pairs().items():
-                times[name] = self.measured.us(layer, inputs)
+                times[name] = self.measured.us(step.but(layer=layer))
         return times
 
     def _pairs(self) -> dict[str, Attention]:

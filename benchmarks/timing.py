@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping
 
 import torch
-from polyattn.tools.tune.clock import between_events, device_us, empty_l2
+from polyattn.workload.clock import between_events, device_us, empty_l2
 
 
 def kernel_us(call: Callable[[], object], repeats: int = 20, flush_bytes: int = 256 << 20) -> float:

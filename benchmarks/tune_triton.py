@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from polyattn import LayerSpec, select
-from polyattn.tools.cli.benching import Step
+from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.tools.cli.benching import full_step, sampled_error
 from timing import kernel_us
 
 SPECS = {
@@ -52,20 +53,20 @@ def prefill_configs(spec: LayerSpec) -> list[Sizes]:
     ]  # fmt: skip
 
 
-def make(name: str, phase: str, config: Sizes, shape: Sizes) -> tuple[Step, Any]:
+def make(name: str, phase: str, config: Sizes, shape: Sizes) -> tuple[AttentionWorkload, Any]:
     """Return a step of `shape` (sequences, [new tokens], length), and the backend that runs it."""
     from polyattn_triton.configs import Config
 
     selection = select(SPECS[name], "cuda", backend="TRITON_ATTN")
     new = shape[1] if phase == "prefill" else 1
-    step = Step(selection, [new] * shape[0], [shape[-1]] * shape[0], torch.device("cuda"))
+    step = full_step(selection, list(zip([new] * shape[0], [shape[-1]] * shape[0], strict=True)))
     backend: Any = step.plan.calls[0].backend
     chosen = Config(*config)
     if phase == "decode":
         backend.decode_config = backend.few_config = chosen
     else:
         backend.prefill_config = backend.paged_config = chosen
-    step.plan = step.layer.group.plan(step.batch)
+    assert step.plan
     return step, backend
 
 
@@ -83,27 +84,32 @@ def compile_one(job: tuple[str, str, Sizes]) -> str:
         return f"{type(error).__name__}: {str(error)[:80]}"
 
 
-def set_splits(step: Step, backend: Any, splits: int) -> None:
+def set_splits(step: AttentionWorkload, backend: Any, splits: int) -> None:
     """Have the step planned with so many splits: twice as many as are planned have room."""
     backend.splits = lambda batch: splits
-    step.plan = step.layer.group.plan(step.batch)
+    assert step.plan
 
 
 def time_decode(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:
     step, backend = make(name, "decode", config, shape)
-    step.error()
+    sampled_error(step)
     planned, found = step.plan.calls[0].plan.splits, []
     for splits in sorted({max(1, planned // 2), planned, min(128, 2 * planned)}):
         set_splits(step, backend, splits)
         mark = "*" if splits == planned else ""
-        found.append((kernel_us(step.attend, repeats=9), f"{config}, {splits} splits{mark}"))
+        found.append(
+            (
+                kernel_us(step.but(key=None, value=None).call, repeats=9),
+                f"{config}, {splits} splits{mark}",
+            )
+        )
     return found
 
 
 def time_prefill(name: str, config: Sizes, shape: Sizes) -> list[tuple[float, str]]:
     step, _ = make(name, "prefill", config, shape)
-    step.error()
-    return [(kernel_us(step.run, repeats=7), str(config))]
+    sampled_error(step)
+    return [(kernel_us(step.call, repeats=7), str(config))]
 
 
 def main() -> None:

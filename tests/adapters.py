@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, LayerSpec
-from polyattn.checking.compare import lse_error, output_error
 from polyattn.families.attention import reference
 from polyattn.kernel import (
     AttentionBackend,
@@ -23,6 +22,7 @@ from polyattn.kernel import (
 )
 from polyattn.runtime.store import TorchStore
 from polyattn.spec.decompose import over_context
+from polyattn.workload.compare import lse_error, output_error
 from torch import Tensor
 
 FAKES = Path(__file__).parent / "fake_libraries"

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from polyattn import Batch, LayerSpec, select
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SettingsError
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
 from polyattn.registry.discovery import refresh
 from polyattn.tools.cli import doctoring
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_cpu import hooks
 from polyattn_cpu.native import attention, build, library, store
 

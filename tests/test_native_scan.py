@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, select
-from polyattn.checking.tolerance import tolerance_of
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.families.recurrent.reference import forward
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params, recurrent_state
 from polyattn.kernel import AttentionKind, BatchError, RecurrentSpec
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_cpu.native import library
 
 pytestmark = pytest.mark.skipif(

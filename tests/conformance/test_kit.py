@@ -10,16 +10,17 @@ from defaults import CPU_DEFAULT
 from hypothesis import strategies as st
 from kits import conforms, kit
 from polyattn import Batch, LayerSpec, resolve_device
-from polyattn.conformance.checks.search import EXAMPLES, attention_specs, lengths
-from polyattn.conformance.checks.search import drawn as drawn_
 from polyattn.conformance.checks.table import run_case
 from polyattn.conformance.derive import derive
+from polyattn.conformance.draws import EXAMPLES, attention_specs, lengths
+from polyattn.conformance.draws import drawn as drawn_
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.plugin import _Kit
 from polyattn.registry.discovery import discover
 from polyattn.registry.info import load_object
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind
+from polyattn.workload.judge import judge
 
 CPU = resolve_device("cpu")
 
@@ -87,14 +88,14 @@ def test_a_search_is_repeated_by_its_seed() -> None:
 
 def test_a_failure_says_where_and_what_it_looks_like() -> None:
     """Who wrote the kernel reads of the worst row, of numbers that aren't finite, of an LSE's base."""
-    harness, batch = Harness("TORCH_SDPA", CPU, 7), Batch.from_lens([1, 3], [9, 20])
+    batch = Batch.from_lens([1, 3], [9, 20])
     generator = torch.Generator().manual_seed(1)
     right = torch.randn(4, 2, 8, generator=generator), torch.randn(4, 2, generator=generator) + 3.0
     spec = BASE.replace(dtype="float32", needs_lse=True)
 
     def said(out: torch.Tensor, lse: torch.Tensor) -> str:
         with pytest.raises(AssertionError) as caught:
-            harness.judge(spec, batch, (out, lse), right)
+            judge("TORCH_SDPA", spec, batch, out, lse, right)
         return str(caught.value)
 
     wrong = right[0].clone()

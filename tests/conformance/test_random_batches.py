@@ -8,16 +8,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
+import torch
 from defined_flex import without_compiler
 from liars import functions, latents, masks, recurrences, services, shapes, steps
 from liars.declare import Plugin, info
-from polyattn import discover, register, resolve_device, unregister
-from polyattn.conformance.random_batches.compose import Composition, Requests
-from polyattn.conformance.random_batches.run import random_batches
+from polyattn import (
+    Batch,
+    LayerGroup,
+    LayerSpec,
+    discover,
+    register,
+    resolve_device,
+    select,
+    unregister,
+)
+from polyattn.conformance.random_batches import random_batches
 from polyattn.registry.capabilities import ANY_PLATFORM
 from polyattn.registry.machine import availability
+from polyattn.workload.base import workload
 
 CPU = resolve_device("cpu")
 BACKENDS = [
@@ -89,22 +98,24 @@ def test_a_liar_about_functions_is_counted(kind: type[Any]) -> None:
     assert tally.failed and info(kind).name in tally.failures[0]
 
 
-def test_a_composition_is_of_its_pool() -> None:
-    """Each token's source, slot and batch, told apart by hand."""
-    pool = Requests.of([(1, 5), (3, 3), (1, 0), (0, 4)])
-    made = Composition(pool, 200, np.random.default_rng(3))
-    table, blocks = made.blocks(4)
-    slots = made.slots(table, 4)
-    assert len(set(slots.tolist())) == len(slots) and slots.min() >= 4 and slots.max() < 4 * blocks
-    first = [0, 5, 8, 8]
-    token = row = 0
-    for seq, request in enumerate(made.request.tolist()):
-        length, query = int(pool.lens[request]), int(pool.queries[request])
-        for at in range(length):
-            assert made.token_of[token + at] == first[request] + at
-            assert slots[token + at] == table[seq, at // 4] * 4 + at % 4
-        token, row = token + length, row + query
-    assert (token, row) == (len(made.token_of), len(made.row_of))
-    new, own = made.new_tokens()
-    assert new.sum() == made.queries[~made.padding].sum()
-    assert all(new[own[~np.repeat(made.padding, made.queries)]])
+def test_a_picked_step_is_of_its_pool() -> None:
+    """Each sequence brings its own tokens, wherever it lies; what was spoilt is not finite."""
+    spec = LayerSpec(num_heads=2, head_size=8, dtype="float32", block_size=4)
+    lengths = [(1, 5), (3, 3), (1, 0), (0, 4)]
+    pool: Any = workload(LayerGroup(select(spec, "cpu", backend="TORCH_SDPA")), lengths, 3)
+    requests = [3, 0, 1, 0, 2]
+    step = pool.remembered().picked(requests)
+    assert step.lengths == [lengths[i] for i in requests]
+    tokens = [8, 9, 10, 11, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4]
+    assert torch.equal(step.keys, pool.keys[tokens])
+    assert torch.equal(step.query, pool.query[[0, 1, 2, 3, 0, 4]])
+    slots = Batch.from_lens([4, 5, 3, 5], [4, 5, 3, 5], step.batch.block_table[:4], 4).slot_mapping
+    assert slots is not None and len(set(slots.tolist())) == len(slots) and slots.min() >= 4
+    assert torch.equal(step.held.key.flatten(0, 1)[slots], step.keys)
+    step.run()
+    assert next(step.errors())[1] < 1e-6
+    spoilt = pool.picked(requests, [1])
+    spoilt.run()
+    assert not all(t.isfinite().all() for t in (spoilt.query, spoilt.keys, spoilt.values))
+    others = torch.tensor([1, 2, 3, 4, 5])  # the first row is the spoilt one's
+    assert next(spoilt.errors(others))[1] < 1e-6

@@ -6,12 +6,12 @@ import sys
 
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, register_variant, select
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
 from polyattn.runtime.backend import LayerParams
+from polyattn.workload.compare import output_error
+from polyattn.workload.pages import fill
+from polyattn.workload.tolerance import tolerance_of
 from written_by_hand import HONEST, LYING, given
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, dtype="bfloat16", block_size=16)

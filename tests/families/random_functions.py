@@ -22,9 +22,9 @@ from polyattn import (
     select,
     unregister_variant,
 )
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
+from polyattn.workload.compare import output_error
+from polyattn.workload.pages import fill
 from torch import Tensor
 
 Expression = tuple[Any, ...]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Attention, Batch, LatentAttention, LayerSpec, Recurrent, select
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
 
 SINKS = LayerSpec(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from polyattn import AttentionState, Batch, LayerSpec, discover, merge_states, resolve_device
-from polyattn.conformance.harness.attention import AttentionHarness
+from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SpecError
 from polyattn.families.attention import reference
 from polyattn.registry.capabilities import Capabilities, check
@@ -80,14 +80,14 @@ def test_any_layer_and_batch(backend: str) -> None:
         nonlocal ran
         spec = data.draw(specs(caps))
         assume(not check(caps, spec, DEVICE) and not check(caps, spec, DEVICE, "decode"))
-        harness = AttentionHarness(backend, DEVICE, seed)
+        harness = Harness(backend, DEVICE, seed)
         layouts = [name for name in caps.layouts if name != "contiguous" or spec.block_size]
         if spec.v_head_size != spec.head_size:
             layouts = [name for name in layouts if name != "contiguous"]
         layer = harness.layer(spec, data.draw(st.sampled_from(layouts)))
         decision = layer.group.selection.decision
         assert {decision.prefill, decision.decode} == {backend}
-        harness.check(layer, harness.inputs(layer, step))
+        harness.step(layer, step).check()
         ran += 1
 
     run()
@@ -171,11 +171,10 @@ def test_queries_beyond_the_window_of_all_keys_see_nothing(
         num_heads=4, num_kv_heads=2, head_size=64, dtype="float32", cached=False, causal=False,
         sliding_window=3, needs_lse=True, **changes,
     )  # fmt: skip
-    harness = AttentionHarness(backend, DEVICE, 4)
+    harness = Harness(backend, DEVICE, 4)
     layer = harness.layer(spec)
     for step in ([(9, 2)], [(6, 1), (1, 1), (5, 0), (40, 33)]):
-        inputs = harness.inputs(layer, step)
-        out = harness.check(layer, inputs)
+        out = harness.step(layer, step).check()
         assert not out[: step[0][0] - step[0][1] - 2].any()
 
 
@@ -188,9 +187,9 @@ def test_alibi_slopes_are_the_papers() -> None:
 
 def test_decodes_need_not_come_first() -> None:
     """The order of a batch changes speed, never the result."""
-    harness = AttentionHarness("TORCH_SDPA", DEVICE, 3)
+    harness = Harness("TORCH_SDPA", DEVICE, 3)
     layer = harness.layer(LayerSpec(num_heads=4, head_size=16, dtype="float32"))
-    harness.check(layer, harness.inputs(layer, [(5, 9), (1, 30), (0, 3), (1, 1), (7, 7)]))
+    harness.step(layer, [(5, 9), (1, 30), (0, 3), (1, 1), (7, 7)]).check()
 
 
 def test_batch_from_tensors_equals_batch_from_lists() -> None:
@@ -218,7 +217,7 @@ def test_a_long_prefill_s_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sdpa, "SCORES", 1 << 14)
     monkeypatch.setattr(sdpa.TorchSDPA, "_attend", counted)
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=8, dtype="float32", logit_soft_cap=5.0)
-    harness = AttentionHarness("TORCH_SDPA", DEVICE, 1)
+    harness = Harness("TORCH_SDPA", DEVICE, 1)
     layer = harness.layer(spec)
     harness.check(layer, harness.inputs(layer, [(300, 700)]))
     assert max(sizes) <= 1 << 14 and len(sizes) > 300 * 700 * 8 >> 15

@@ -23,16 +23,16 @@ from polyattn import (
     choose_tokens,
     select,
 )
-from polyattn.checking.compare import output_error
 from polyattn.errors import BatchError, CacheError, SelectionError, SpecError
 from polyattn.families.mla import planning as mla_planning
 from polyattn.families.mla import reference as reference_latent
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.settings import Settings
 from polyattn.spec.decompose import convolution, expanded, group_layers
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
+from polyattn.workload.compare import output_error
 
 MLA = LayerSpec(
     kind="mla", num_heads=4, head_size=24, v_head_size=16, dtype="float64",

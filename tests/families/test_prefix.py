@@ -26,9 +26,6 @@ from polyattn import (
     select,
     unregister,
 )
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
-from polyattn.conformance.harness.base import put
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference, sharing
 from polyattn.families.attention.prefix import PrefixDecode, PrefixPlan
@@ -37,6 +34,9 @@ from polyattn.kernel import Levels, Plan
 from polyattn.registry.hooks import hookimpl
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.rope import RopeSpec
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.pages import put
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=16)

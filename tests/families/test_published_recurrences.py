@@ -9,7 +9,7 @@ import torch
 from polyattn import Batch, LayerSpec, Recurrent
 from polyattn.errors import SpecError
 from polyattn.families.recurrent import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.kernel import RecurrentSpec
 from polyattn.spec.recurrence import form_of
 from torch import Tensor

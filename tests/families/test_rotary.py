@@ -12,7 +12,7 @@ from polyattn import Attention, Batch, LatentAttention, LayerGroup, LayerSpec, s
 from polyattn.errors import BatchError, SpecError
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import _on, rotation_of
-from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.mla.workload import latent_weights
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.spec.huggingface import layer_specs
 from polyattn.spec.kinds import AttentionKind, Role

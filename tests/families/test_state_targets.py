@@ -6,7 +6,7 @@ import pytest
 import torch
 from polyattn import Batch, LayerGroup, LayerSpec, Recurrent, StateCache, select
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.spec.layer import RecurrentSpec
 
 SPECS = {

@@ -16,11 +16,11 @@ from polyattn import (
     select,
     unregister_variant,
 )
-from polyattn.checking.compare import output_error
 from polyattn.errors import SpecError
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
 from polyattn.runtime.functions.variants import deberta_buckets
+from polyattn.workload.compare import output_error
+from polyattn.workload.pages import fill
 from torch import Tensor
 
 BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=8)

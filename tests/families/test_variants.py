@@ -22,11 +22,11 @@ from polyattn import (
     unregister_variant,
     variants,
 )
-from polyattn.checking.compare import output_error
 from polyattn.errors import BatchError, PluginError, SelectionError, SpecError
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
 from polyattn.runtime.functions.variants import t5_buckets
+from polyattn.workload.compare import output_error
+from polyattn.workload.pages import fill
 from torch import Tensor
 
 BASE = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SelectionError
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 from torch import Tensor
 
 EXAMPLES = Path(__file__).parents[2] / "examples/variants.py"

@@ -9,11 +9,11 @@ import sys
 import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, beam_batch, select
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.attention.prefix import PrefixPlan
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32")
 SIZE, SEQS, BEAMS, STEPS = 8, 2, 3, 12

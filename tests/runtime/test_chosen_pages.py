@@ -6,9 +6,9 @@ import pytest
 import torch
 from polyattn import Batch, BlockSparseMask, LayerSpec
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
 from polyattn.kernel import KVCache, over_chosen_pages
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.workload.pages import fill
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=8)
 FORM = CacheFormat(block_size=8, num_kv_heads=2, head_size=16, v_head_size=16, dtype="float32")

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Attention, Batch, CacheFormat, KVCache, LayerGroup, LayerSpec, select
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import CacheError, SelectionError, SettingsError
 from polyattn.families.attention import reference
 from polyattn.settings import current, load
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 
 LONGEST = 96
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", block_size=LONGEST)

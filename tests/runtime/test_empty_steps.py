@@ -20,8 +20,8 @@ from polyattn import (
     select,
 )
 from polyattn.errors import BatchError, SelectionError
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.registry.machine import availability
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.kinds import AttentionKind

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.settings import current
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 
 BLOCK, BLOCKS = 8, 12
 WINDOWS = (7, None, 20, 7)

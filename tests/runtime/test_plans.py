@@ -20,13 +20,13 @@ from polyattn import (
     select,
     unregister,
 )
-from polyattn.checking.compare import output_error
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
-from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.mla.workload import latent_weights
 from polyattn.kernel import Plan
 from polyattn.plugin import BackendInfo, Capabilities, hookimpl
 from polyattn.spec.layer import LatentSpec
+from polyattn.workload.compare import output_error
 from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)

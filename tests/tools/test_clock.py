@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn.tools.tune import clock
-from polyattn.tools.tune.clock import Clock, device_us
+from polyattn.workload import clock
+from polyattn.workload.clock import Clock, device_us
 
 
 class Machine:

@@ -22,12 +22,12 @@ from polyattn.tools.cli.tuning import show
 from polyattn.tools.lengths import DISTRIBUTIONS, lengths_named, of_trace, redrawn
 from polyattn.tools.replay.trace import read_trace
 from polyattn.tools.tune import tuning
-from polyattn.tools.tune.clock import Clock
 from polyattn.tools.tune.fitting import LEAST_POINTS, Point, features, fit, predict
 from polyattn.tools.tune.measuring import Measured, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import COUNTS, Size, StepSample, layers, samples
 from polyattn.tools.tune.tables import fits, margin_of, margins, mean, regrets
+from polyattn.workload.clock import Clock
 from test_cli import polyattn
 from tools.commands import here
 
@@ -290,7 +290,7 @@ def test_candidates_are_measured_over_one_cache_and_wrong_ones_named() -> None:
     layer = measured.layers["TORCH_SDPA"]
 
     class Wrong:
-        plan, params = layer.plan, layer.params
+        plan, params, group, spec = layer.plan, layer.params, layer.group, layer.spec
 
         def __call__(self, query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
             return layer(query * 1.1, *rest, **named)

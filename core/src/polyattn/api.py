@@ -28,7 +28,7 @@ from polyattn.spec.layer import LayerSpec
 
 log = logging.getLogger("polyattn")
 
-VERIFIER = "polyattn.checking.verify:verify_decision"
+VERIFIER = "polyattn.workload.verify:verify_decision"
 """What runs a decision's backends once. It is loaded by its path, as backends are: selecting is below
 all that runs, and imports none of it."""
 MOST_REMEMBERED = 4096

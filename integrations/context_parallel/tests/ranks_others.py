@@ -18,12 +18,12 @@ from polyattn import (
     LayerSpec,
     PolyattnError,
 )
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
-from polyattn.families.attention.inputs import attention_inputs
+from polyattn.families.attention.workload import attention_inputs
 from polyattn.families.mla import reference as reference_latent
-from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.mla.workload import latent_weights
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
 from ranks_worker import Case, mesh_of, run_cases
 from torch import Tensor

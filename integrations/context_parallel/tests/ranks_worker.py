@@ -23,14 +23,14 @@ from polyattn import (
     LayerGroup,
     LayerSpec,
 )
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
-from polyattn.families.attention.inputs import attention_inputs
-from polyattn.families.attention.trial import fill
+from polyattn.families.attention.workload import attention_inputs
 from polyattn.families.mla import reference as reference_latent
-from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.mla.workload import latent_weights
 from polyattn.runtime.backend import LayerParams
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.pages import fill
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
 from polyattn_context_parallel.heads import heads_of_rank, own_heads
 from torch import Tensor

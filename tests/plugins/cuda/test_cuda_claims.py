@@ -9,9 +9,9 @@ from adapters import FAKES
 from kits import conforms
 from polyattn import Device, LayerSpec, discover
 from polyattn.api import select
-from polyattn.checking.tolerance import TOLERANCES, tolerance_of
 from polyattn.errors import SelectionError, SpecError
 from polyattn.registry.capabilities import check
+from polyattn.workload.tolerance import TOLERANCES, tolerance_of
 
 pytest.importorskip("triton")
 SPEC = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)

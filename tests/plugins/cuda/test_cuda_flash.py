@@ -10,8 +10,8 @@ import torch
 from adapters import Step, check_given, check_paged, paged_batch
 from builds import CPU, HALF, MASKS, SMALL, fake_varlen, vllm_operators
 from polyattn import Batch, LayerSpec
-from polyattn.checking.compare import output_error
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.workload.compare import output_error
 
 pytest.importorskip("triton")
 

@@ -11,10 +11,10 @@ import torch
 from adapters import check_given, check_paged, paged_batch
 from builds import CPU, HALF, SMALL
 from polyattn import Batch, LayerSpec
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
 from polyattn.kernel import BatchError, CacheFormat, KVCache, LayerParams
+from polyattn.workload.compare import output_error
+from polyattn.workload.pages import fill
 
 pytest.importorskip("triton")
 

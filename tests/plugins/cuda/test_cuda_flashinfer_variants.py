@@ -17,11 +17,11 @@ from polyattn import (
     register_variant,
     unregister_variant,
 )
-from polyattn.checking.compare import lse_error, output_error
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
 from polyattn.runtime.functions.variants import t5_buckets
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.pages import fill
 from torch import Tensor
 
 pytest.importorskip("triton")

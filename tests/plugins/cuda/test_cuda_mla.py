@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.checking.compare import lse_error, output_error
 from polyattn.families.attention import reference
 from polyattn.kernel import (
     AttentionBackend,
@@ -26,6 +25,7 @@ from polyattn.kernel import (
 )
 from polyattn.spec.decompose import absorbed
 from polyattn.spec.layer import LatentSpec
+from polyattn.workload.compare import lse_error, output_error
 from test_signatures import bind
 from torch import Tensor
 

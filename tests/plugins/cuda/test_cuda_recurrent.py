@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.checking.compare import output_error
 from polyattn.families.recurrent import inputs as samples
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.kernel import AttentionKind, RecurrentBackend
 from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.spec.layer import RecurrentSpec
 from polyattn.spec.recurrence import form_of
+from polyattn.workload.compare import output_error
 from test_signatures import bind
 from torch import Tensor
 

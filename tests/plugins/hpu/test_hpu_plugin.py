@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Attention, AttentionKind, Batch, LatentAttention, LayerSpec, select
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import SelectionError
 from polyattn.families.mla import reference as mla_reference
-from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.mla.workload import latent_weights
 from polyattn.registry.devices import resolve_device
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, quantize
 from polyattn.runtime.store import scatter
 from polyattn.spec.layer import LatentSpec
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_hpu import platform, unified
 
 LLAMA = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128)

@@ -15,10 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import polyattn_tpu as pt
 from ferry import array_of
-from polyattn.conformance.harness import attention, base, mla, recurrent
+from polyattn.conformance.harness import base
+from polyattn.families.attention import workload as attention
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.transforms import Transforms
+from polyattn.families.mla import workload as mla
 from polyattn.families.mla.layer import LatentAttention
+from polyattn.families.recurrent import workload as recurrent
 from polyattn.families.recurrent.layer import Recurrent
 from polyattn.families.recurrent.targets import token_by_token, whole_sequences
 from polyattn.runtime.backend import AttentionBackend
@@ -252,7 +255,7 @@ class FunctionsRecurrent(Recurrent):
 
 
 def pytest_configure() -> None:
-    """Let harnesses build these layers."""
+    """Let workloads build these layers."""
     base.LayerGroup = FunctionsGroup  # type: ignore[misc]
     attention.Attention = FunctionsAttention  # type: ignore[misc]
     mla.LatentAttention = FunctionsLatent  # type: ignore[misc]

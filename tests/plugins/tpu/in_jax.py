@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from ferry import HostGroup, HostLayer
-from polyattn.conformance.harness import attention, base, mla, recurrent
+from polyattn.conformance.harness import base
+from polyattn.families.attention import workload as attention
+from polyattn.families.mla import workload as mla
+from polyattn.families.recurrent import workload as recurrent
 
 
 def pytest_configure() -> None:
-    """Let harnesses build groups and layers in JAX, and draw their numbers on the host."""
+    """Let workloads build groups and layers in JAX, and draw their numbers on the host."""
     base.LayerGroup = HostGroup  # type: ignore[assignment,misc]
     for module, name in (
         (attention, "Attention"),
@@ -23,6 +26,6 @@ def pytest_configure() -> None:
 
     def on_host(harness: base.Harness, *given: Any) -> None:
         begin(harness, *given)
-        harness.torch_device = torch.device("cpu")
+        harness.dice.device = torch.device("cpu")
 
     base.Harness.__init__ = on_host  # type: ignore[method-assign]

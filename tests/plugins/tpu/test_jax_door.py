@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from polyattn import Batch, LayerSpec
-from polyattn.checking.compare import lse_error, output_error
 from polyattn.errors import BatchError
 from polyattn.families.attention import reference
 from polyattn.families.mla import reference as reference_latent
-from polyattn.families.mla.inputs import latent_weights
+from polyattn.families.mla.workload import latent_weights
 from polyattn.families.recurrent import reference as reference_recurrent
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
 from polyattn.spec.recurrence import form_of, shape_of
+from polyattn.workload.compare import lse_error, output_error
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX must not look for a TPU: it takes seconds
 jax = pytest.importorskip("jax")

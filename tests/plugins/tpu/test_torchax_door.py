@@ -21,7 +21,7 @@ import torch
 import polyattn_tpu
 torchax = polyattn_tpu.torchax()
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, select
-from polyattn.checking.compare import output_error
+from polyattn.workload.compare import output_error
 from polyattn.families.attention import reference
 environment = torchax.default_env()
 spec = LayerSpec(num_heads=2, num_kv_heads=1, head_size=64, dtype="float32", block_size=8)

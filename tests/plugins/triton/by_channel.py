@@ -11,7 +11,7 @@ import json
 import torch
 from polyattn import Batch, LayerSpec, Recurrent, select
 from polyattn.families.recurrent import reference
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_state
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_state
 from polyattn.kernel import RecurrentSpec
 
 SPECS = {

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import triton.language as tl
 from polyattn import Batch, Device, LayerSpec
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import CacheFormat, KVCache, LayerParams
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton.attention import TritonAttention
 from triton.runtime import interpreter
 

@@ -10,13 +10,13 @@ import sys
 
 import torch
 from polyattn import Device, LayerSpec
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import Batch, KVCache, LayerParams, Levels, SharedRun
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.step.shared_prefix import check_forest
 from polyattn.selection.cache_format import format_of
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton import prefix
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.prefix import PrefixPlan

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from polyattn import Attention, Batch, BlockSparseMask, CustomMask, LayerGroup, select
 from polyattn.families.attention import reference
-from polyattn.families.attention.trial import fill
+from polyattn.workload.pages import fill
 from test_variants import (
     BASE,
     LENS,

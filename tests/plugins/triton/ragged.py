@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from polyattn import Device, LayerSpec
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.families.attention import reference
 from polyattn.kernel import AttentionKind, Batch, KVCache, LatentSpec, LayerParams
 from polyattn.selection.cache_format import format_of
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import tolerance_of
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.mla import TritonMLA
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from polyattn import Batch, Device, KVCache, LayerSpec
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, CacheFormat, LayerParams
+from polyattn.workload.compare import output_error
 from polyattn_triton.attention import TritonAttention
 from polyattn_triton.hopper import widening
 from polyattn_triton.hopper.widening import Widening

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities, check
 from polyattn.spec.layer import LayerSpec
-
-USUAL = "usual"
+from polyattn.workload.steps import USUAL
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
 
 def batch_cases(cases: list[Case], count: int) -> list[Case]:
     """Return the cases of `count` random batches: each has a seed of its own, and draws its layers."""
-    from polyattn.conformance.random_batches.run import CASE  # loads torch
+    from polyattn.conformance.random_batches import CASE  # loads torch
 
     return [
         Case("batches", str(index + 1), cases[0].spec, "drawn")

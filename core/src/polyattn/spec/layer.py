@@ -120,7 +120,7 @@ class LayerSpec:
     - `length_bounds`: steps are planned by upper bounds of the lengths (`Batch.on_buffers`); kernels go
       by the device's alone, so that a graph replays unplanned. Query lengths are exact.
     - `fp8_compute`: over an e4m3 cache the queries and the softmax's weights may be rounded to e4m3
-      as well, for kernels that multiply in it; `checking.tolerance.fp8_compute` is the tolerance.
+      as well, for kernels that multiply in it; `workload.tolerance.fp8_compute` is the tolerance.
     """
 
     kind: AttentionKind = AttentionKind.ATTENTION

@@ -14,6 +14,7 @@ from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.workload.steps import LATER
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
 GQA_RATIOS = (1, 2, 3, 4, 5, 7, 8, 16)
@@ -50,8 +51,6 @@ FEATURE_FIELDS: dict[str, dict[str, Any]] = {
 """What each optional feature sets on the base spec."""
 ALONE = frozenset({"tensor_scales", "cache_positions_by_length"})
 """What is in no pair: another feature's pairs go the same ways."""
-LATER = "later"
-"""Inputs whose first given keys stand later in their texts."""
 UNLIKE_CROSS = frozenset({"sliding_window", "window_right", "chunked", "alibi", "sink_tokens"})
 """What speaks of positions, which cross-attention has none of."""
 
@@ -68,45 +67,6 @@ def fields_of(caps: Capabilities, name: str, cached: bool) -> dict[str, Any]:
     elif stored:
         fields |= _cached(caps, stored if stored in caps.kv_cache_dtypes else "fp8_e4m3")
     return fields
-
-
-def batches(name: str, block: int) -> list[tuple[int, int]]:
-    """Return (query length, sequence length) pairs for a block size.
-
-    Together they hold empty sequences, length 1, exact multiples of a block and one over, more
-    sequences than a warp has lanes, and lengths beyond any tile.
-    """
-    decode = [(1, 1), (1, block), (1, block + 1), (1, 3 * block - 1), (1, 5 * block + 7)]
-    prefill = [(0, 0), (1, 1), (2, 2), (block, block), (block + 1, block + 1), (37, 37)]
-    chunked = [(0, 5), (3, block + 3), (block, 2 * block), (5, 4 * block + 1), (1, 9), (29, 61)]
-    mixed = [*decode, (0, 0), *prefill[3:], *chunked]
-    return {
-        "decode": decode,
-        "prefill": prefill,
-        "chunked": chunked,
-        "mixed": mixed,
-        "prefills first": sorted(mixed, key=lambda pair: -pair[0]),
-        "many": [(1 + 2 * (i % 7 == 3), 3 + 5 * (i % 9)) for i in range(41)],
-        "in order": [(1, 5), (1, block + 1), (1, 3 * block), (7, 7), (block, 2 * block), (29, 61)],
-        "long": [(1, 2049), (1, 1500), (70, 1100), (300, 300)],
-        "shared": [(1, 2 * block + 1), (5, 3 * block + 5), (1, 2 * block + 7), (block, 4 * block)],
-        "short queries": [(3, block + 3), (1, 5), (2, 2), (4, 3 * block), (37, 50), (8, 3 * block)],
-        "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
-        "empty": [(0, 0), (0, 7)],
-        "padded rows": [(4, block + 4), (4, 0), (4, 4), (4, 0), (4, 3 * block + 1), (4, 0)],
-        "padded prompts": [
-            (37, 0),
-            (1, 9),
-            (20, 30),
-            (block + 1, 0),
-            (1, 0),
-            (2 * block, 2 * block),
-        ],
-        "late padding": [(5, block + 5), (1, 0), (0, 3), (1, 9)],
-        "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
-        "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
-        "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
-    }[name]
 
 
 def derive(info: BackendInfo, device: Device) -> list[Case]:

@@ -8,9 +8,9 @@ from typing import Any
 from polyattn.conformance.case import Case, captures
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
-from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.workload.steps import FORESTS
 
 RATIOS = (1, 4, 7, 8)
 FEATURES: dict[str, dict[str, Any]] = {
@@ -18,29 +18,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit_soft_cap": {"logit_soft_cap": 1.5},
     "lse": {"needs_lse": True},
 }
-NAMES = ("one run", "levels", "many rows", "alone")
-
-
-def forest(name: str, block: int) -> tuple[Levels, list[int]]:
-    """Return the runs that a batch's rows share, and their lengths, for a block size.
-
-    Together they hold rows without a run, padding, several levels, a group that with its heads is wider
-    than any tile of queries, and nothing shared at all.
-    """
-    if name == "one run":
-        return ((SharedRun((0, 1, 3), 0, 5),),), [5 * block + 1, 6 * block, 9, 7 * block + 3]
-    if name == "levels":
-        levels: Levels = (
-            (SharedRun((0, 1, 2, 3, 5), 0, 4),),
-            (SharedRun((0, 2, 3), 4, 3), SharedRun((1, 5), 4, 1)),
-            (SharedRun((2, 3), 7, 2),),
-        )
-        return levels, [9 * block, 6 * block + 5, 10 * block + 1, 9 * block + 2, 0, 5 * block + 7]
-    if name == "many rows":
-        rows = tuple(range(20))
-        levels = ((SharedRun(rows, 0, 3),), (SharedRun(rows[1::2], 3, 2),))
-        return levels, [5 * block + 1 + row % 5 for row in rows]
-    return (), [block + 1, 0, 3 * block]
 
 
 def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
@@ -48,7 +25,7 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     if not caps.shared_prefix or base.role is not Role.DECODER or not (base.cached and base.causal):
         return
     wide = next((r for r in sorted(RATIOS, reverse=True) if r in caps.gqa_ratios), 1)
-    for name in NAMES:
+    for name in FORESTS:
         spec = base
         if name == "many rows" and "gqa" in caps.features:
             spec = base.replace(num_heads=wide * base.num_kv_heads)

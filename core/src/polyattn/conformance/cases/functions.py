@@ -11,6 +11,7 @@ from polyattn.registry.variants import register_variant, variant_of, variants
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.variant import AttentionVariant
+from polyattn.workload.steps import PAGES
 
 _HOME = "polyattn.conformance.transforms"
 TRANSFORMS = AttentionVariant(
@@ -65,7 +66,7 @@ def derive(info: BackendInfo, base: LayerSpec, names: tuple[str, ...]) -> Iterat
     spec = base.replace(mask="block_sparse")
     if base.role is Role.DECODER and base.cached and refused(info, spec) is None:
         for name in names:  # which kernels may read alone
-            yield Case("functions", f"{where} block sparse", spec, name, "pages")
+            yield Case("functions", f"{where} block sparse", spec, name, PAGES)
     if base.role is Role.DECODER and base.cached:
         spec = base.replace(variant="relative_bias", mask="block_sparse")
         for label, fields in BESIDE.items():

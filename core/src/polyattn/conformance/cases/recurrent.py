@@ -13,23 +13,7 @@ from polyattn.registry.capabilities import Capabilities, check
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, AttentionKind
 from polyattn.spec.layer import LayerSpec, RecurrentSpec
-
-BATCHES = {
-    "mixed": [
-        (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (4, 0), (129, 140), (3, 80), (1, 2),
-    ],
-    "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
-    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
-    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
-    "three each": [(3, 5), (3, 3), (3, 17), (3, 4000)],
-    "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
-    "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],
-    "padded drafts": [(4, 9), (4, 0), (4, 4), (4, 70), (4, 0), (4, 0)],
-    "padded prompts": [(70, 0), (20, 30), (33, 0), (130, 130), (200, 0)],
-    "empty": [(0, 0), (0, 7)],
-}  # fmt: skip
-"""(query length, sequence length) pairs: longer sequences continue, equal ones start fresh."""
-
+from polyattn.workload.steps import RECURRENT
 
 EACH, LAST = "each tokens target", "each sequences target"
 """Inputs of captured steps whose states go elsewhere."""
@@ -51,7 +35,7 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
                 Case("recurrence", f"{kind.value} {label}", spec, name)
                 for name in ("mixed", "tokens")
             ]
-        for name in [name for name in BATCHES if name != "mixed"]:
+        for name in [name for name in RECURRENT if name != "mixed"]:
             cases.append(Case("recurrence", kind.value, base, name))
         for other in DTYPES:
             if other in caps.dtypes and other != dtype:
@@ -86,7 +70,7 @@ def _with_drafts(
         if form is None or not form.draft_tokens:
             continue
         label = f"{kind.value} {label}"
-        for name in [name for name in BATCHES if name != "mixed"]:
+        for name in [name for name in RECURRENT if name != "mixed"]:
             yield Case("recurrence", label, spec, name)
         yield Case("pieces", label, spec.replace(dtype=exact), "none")
         yield Case("rejected_drafts", label, spec, "none")

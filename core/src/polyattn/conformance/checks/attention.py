@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases.attention import batches
-from polyattn.conformance.harness.attention import OFFSETS, AttentionHarness
-from polyattn.conformance.harness.base import Harness, Lengths, copied, spoil
+from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SelectionError
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.runtime.backend import AttentionBackend, Lie
@@ -19,16 +15,17 @@ from polyattn.runtime.merge import AttentionState
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.block_tables import without_first
 from polyattn.runtime.step.shared_prefix import SharedRun
+from polyattn.workload.pages import copied, spoiled
+from polyattn.workload.steps import Lengths, batches
 
 
-def numeric(case: Case, harness: AttentionHarness) -> None:
+def numeric(case: Case, harness: Harness) -> None:
     """Output and LSE agree with the float64 reference; unused cache is NaN throughout."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch, case.inputs)
-    harness.check(layer, replace(inputs, offset=OFFSETS.get(case.inputs, 0.0)))
+    harness.step(layer, case.batch, numbers=case.inputs).check()
 
 
-def functions(case: Case, harness: AttentionHarness) -> None:
+def functions(case: Case, harness: Harness) -> None:
     """So they do where a variant's functions or a step's mask change or hide scores."""
     numeric(case, harness)
 
@@ -40,21 +37,21 @@ def refusal(case: Case, harness: Harness) -> None:
     assert "wanted" in str(caught.value) and "supported" in str(caught.value)
 
 
-def layout(case: Case, harness: AttentionHarness) -> None:
+def layout(case: Case, harness: Harness) -> None:
     """Every claimed physical layout works."""
     layer = harness.layer(case.spec, layout=case.label)
-    inputs = harness.inputs(layer, case.batch)
+    inputs = harness.step(layer, case.batch)
     assert inputs.cache is not None and inputs.cache.layout == case.label
-    harness.check(layer, inputs)
+    inputs.check()
 
 
-def packed(case: Case, harness: AttentionHarness) -> None:
+def packed(case: Case, harness: Harness) -> None:
     """K and V may be views into one storage, packed per block."""
     layer = harness.layer(case.spec)
-    harness.check(layer, harness.inputs(layer, case.batch, packed=True))
+    harness.step(layer, case.batch, packed=True).check()
 
 
-def shared(case: Case, harness: AttentionHarness) -> None:
+def shared(case: Case, harness: Harness) -> None:
     """Sequences may have their first blocks in common, as those with one prefix do."""
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
@@ -63,23 +60,23 @@ def shared(case: Case, harness: AttentionHarness) -> None:
     if case.batch == "decode":
         lengths = [(1, length) for _, length in lengths]
     everybody = SharedRun(tuple(range(len(lengths))), 0, 2)
-    harness.check(layer, harness.inputs(layer, lengths, shared=((everybody,),)))
+    harness.step(layer, lengths, shared=((everybody,),)).check()
 
 
-def skipped(case: Case, harness: AttentionHarness) -> None:
+def skipped(case: Case, harness: Harness) -> None:
     """Slot -1 stores nothing: the cache has those tokens' keys already, and they count."""
     layer = harness.layer(case.spec)
-    harness.check(layer, harness.inputs(layer, case.batch, skipped=True))
+    harness.step(layer, case.batch, skipped=True).check()
 
 
-def stale(case: Case, harness: AttentionHarness) -> None:
+def stale(case: Case, harness: Harness) -> None:
     """Entries of a block table past a sequence's length are never read, whatever they say."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
-    before = harness.check(layer, inputs).clone()
+    inputs = harness.step(layer, case.batch)
+    before = inputs.check().clone()
     assert inputs.cache is not None
     for batch in with_stale_tables(inputs.batch, inputs.cache.block_size):
-        after = harness.check(layer, replace(inputs, batch=batch), "stale table entries: ")
+        after = inputs.but(batch=batch).check("stale table entries: ")
         assert torch.equal(after, before), "entries past a sequence's length changed the result"
 
 
@@ -102,34 +99,33 @@ def with_stale_tables(batch: Batch, block_size: int) -> list[Batch]:
     return found
 
 
-def out(case: Case, harness: AttentionHarness) -> None:
+def out(case: Case, harness: Harness) -> None:
     """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
-    expected = harness.check(layer, inputs).clone()
+    inputs = harness.step(layer, case.batch)
+    expected = inputs.check().clone()
     wide = torch.full((expected.shape[0] + 2, *expected.shape[1:]), 7.0).to(expected)
-    given = (inputs.query, inputs.key, inputs.value, inputs.cache, inputs.batch)
-    result = layer(*given, out=wide[1:-1])
+    result = layer(*inputs.inputs, inputs.batch, out=wide[1:-1])
     assert result.data_ptr() == wide[1:-1].data_ptr(), "out= was given, and another came back"
     torch.testing.assert_close(wide[1:-1], expected, rtol=1e-2, atol=1e-2)
     assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
 
 
-def strided(case: Case, harness: AttentionHarness) -> None:
+def strided(case: Case, harness: Harness) -> None:
     """Query, key and value may be slices of one fused projection."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
+    inputs = harness.step(layer, case.batch)
     fused = []
     for name in ("query", "key", "value"):
         tensor = getattr(inputs, name)
         wide = torch.cat([tensor, tensor, tensor], dim=1)
         fused.append(wide[:, tensor.shape[1] : 2 * tensor.shape[1]])
-    inputs = replace(inputs, query=fused[0], key=fused[1], value=fused[2])
+    inputs = inputs.but(query=fused[0], key=fused[1], value=fused[2])
     assert not inputs.query.is_contiguous()
-    harness.check(layer, inputs)
+    inputs.check()
 
 
-def plans(case: Case, harness: AttentionHarness) -> None:
+def plans(case: Case, harness: Harness) -> None:
     """Any number of plans are alive at once: made first, run in turn, and the first again.
 
     Some have equal lengths and other tables, or other lengths in the same table.
@@ -141,13 +137,13 @@ def plans(case: Case, harness: AttentionHarness) -> None:
     if case.spec.cached:
         lengths += [few, batches_of_ones(few)]
     lengths.append(case.batch)
-    steps = [harness.inputs(layer, given) for given in lengths]
+    steps = [harness.step(layer, given) for given in lengths]
     made = [layer.plan(step.batch) for step in steps]
-    first = harness.check(layer, steps[0], "first of several plans: ", made[0]).clone()
+    first = steps[0].check("first of several plans: ", made[0]).clone()
     for index in (*range(len(steps) - 1, 0, -1), 1):
         label = f"plan {index + 1} of several, interleaved: "
-        harness.check(layer, steps[index], label, made[index])
-    again = harness.check(layer, steps[0], "first plan again: ", made[0])
+        steps[index].check(label, made[index])
+    again = steps[0].check("first plan again: ", made[0])
     torch.testing.assert_close(again, first, rtol=1e-2, atol=1e-2)
 
 
@@ -156,19 +152,19 @@ def batches_of_ones(lengths: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return [(1, length + 1) for _, length in lengths]
 
 
-def layers(case: Case, harness: AttentionHarness) -> None:
+def layers(case: Case, harness: Harness) -> None:
     """Layers of one group share a plan; each has its own cache, parameters and scales."""
     group = harness.group(case.spec)
     several = [harness.layer(case.spec, group=group) for _ in range(3)]
-    first = harness.inputs(several[0], case.batch)
-    steps = [first, *(harness.inputs(layer, case.batch, like=first) for layer in several[1:])]
+    first = harness.step(several[0], case.batch)
+    steps = [first, *(harness.step(layer, case.batch, like=first) for layer in several[1:])]
     plan = group.plan(first.batch)
     for turn in (1, 2):
-        for number, (layer, step) in enumerate(zip(several, steps, strict=True), 1):
-            harness.check(layer, step, f"layer {number} under one plan, turn {turn}: ", plan)
+        for number, step in enumerate(steps, 1):
+            step.check(f"layer {number} under one plan, turn {turn}: ", plan)
 
 
-def context(case: Case, harness: AttentionHarness) -> None:
+def context(case: Case, harness: Harness) -> None:
     """One object attends to a prompt's own keys under the mask, and to its context without; they merge.
 
     Both plans are made before either runs.
@@ -178,8 +174,8 @@ def context(case: Case, harness: AttentionHarness) -> None:
     lengths = batches(case.batch, form.block_size if form else 16)
     if form is not None:  # rows of one token are decodes, which may be somebody else's
         lengths = [pair for pair in lengths if pair[0] > 1]
-    inputs = harness.inputs(layer, lengths)
-    like = harness.check(layer, inputs)  # the cache holds the new tokens now
+    inputs = harness.step(layer, lengths)
+    like = inputs.check()  # the cache holds the new tokens now
     walked = group.kernel_format(group.selection.backend("prefill"))
     backend = group.backend("prefill", AttentionBackend, cache=walked)
     parts = taken_apart(inputs.batch, form.block_size if form else 1)
@@ -191,7 +187,7 @@ def context(case: Case, harness: AttentionHarness) -> None:
         backend.run(plan, inputs.query, *given, inputs.cache, layer.params, out, lse)
         states.append(AttentionState(out, lse))
     whole = states[0].merge(states[1])
-    harness.compare(layer, inputs, whole.output, whole.lse, "own keys and context, merged: ")
+    inputs.compare(whole.output, whole.lse, "own keys and context, merged: ")
 
 
 def taken_apart(batch: Batch, block_size: int) -> tuple[Batch, Batch]:
@@ -211,47 +207,42 @@ def taken_apart(batch: Batch, block_size: int) -> tuple[Batch, Batch]:
     return own, context.over_context()
 
 
-def rescaled(case: Case, harness: AttentionHarness) -> None:
+def rescaled(case: Case, harness: Harness) -> None:
     """What is written into a scale's tensor counts for the next step, under one plan, too."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
+    inputs = harness.step(layer, case.batch)
     plan = layer.plan(inputs.batch)
     for factor in (1.0, 1.75, 0.5):
         for name in sorted(used_scales(case.spec)):  # what scales nothing stays 1
             layer.scales.tensors[name].weight.given.mul_(factor)
-        harness.check(layer, inputs, f"scales times {factor}: ", plan)
+        inputs.but().check(f"scales times {factor}: ", plan)
 
 
-def isolation(case: Case, harness: AttentionHarness) -> None:
+def isolation(case: Case, harness: Harness) -> None:
     """Whatever one request's keys, values and queries hold never reaches another, bit for bit."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
+    inputs = harness.step(layer, case.batch)
     batch, form = inputs.batch, layer.group.cache_format
-    before = harness.check(layer, inputs).clone()
+    before = inputs.check().clone()
     longest = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i] > 0, batch.lens[i]))
     new = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i], batch.lens[i]))
     for victim in dict.fromkeys((longest, new)):
         rows = slice(batch.starts[victim], batch.starts[victim + 1])
         for part in ("key", "value", "query"):
             held = inputs.cache if inputs.cache is None else copied(inputs.cache)
-            changed = replace(
-                inputs, query=inputs.query.clone(), cache=held,
-                key=None if inputs.key is None else inputs.key.clone(),
-                value=None if inputs.value is None else inputs.value.clone(),
-            )  # fmt: skip
-            given = getattr(changed, part)
             own = rows
             if form is None and part != "query":
                 start = batch.key_starts[victim]
                 own = slice(start, start + batch.lens[victim])
-            if given is not None:
-                given[own] = spoil(given[own], case.label)
+            changed = inputs.but(cache=held)
+            if getattr(inputs, part) is not None:
+                changed = changed.spoil(case.label, (part,), own)
             if part != "query" and held is not None and batch.block_table is not None:
                 stored = getattr(held, part)
                 used = -(-batch.lens[victim] // stored.shape[1])
                 blocks = batch.block_table[victim, :used].long()
-                stored[blocks] = spoil(stored[blocks], case.label)
-            after, _ = harness.run(layer, changed)
+                stored[blocks] = spoiled(stored[blocks], case.label)
+            after = changed.run()
             others = torch.ones(len(before), dtype=torch.bool)
             others[rows] = False
             what = f"sequence {victim}'s {part} ({case.label})"
@@ -259,20 +250,20 @@ def isolation(case: Case, harness: AttentionHarness) -> None:
             assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
 
 
-def deterministic(case: Case, harness: AttentionHarness) -> None:
+def deterministic(case: Case, harness: Harness) -> None:
     """The same inputs give the same bits."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
-    first = harness.check(layer, inputs).clone()
+    inputs = harness.step(layer, case.batch)
+    first = inputs.check().clone()
     for _ in range(3):
-        assert torch.equal(harness.run(layer, inputs)[0], first)
+        assert torch.equal(inputs.run(), first)
 
 
-def batch_invariant(case: Case, harness: AttentionHarness) -> None:
+def batch_invariant(case: Case, harness: Harness) -> None:
     """A request gives the same bits alone as in company."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
-    together = harness.check(layer, inputs).clone()
+    inputs = harness.step(layer, case.batch)
+    together = inputs.check().clone()
     batch, key, value = inputs.batch, inputs.key, inputs.value
     for index in range(batch.num_seqs):
         rows = slice(batch.starts[index], batch.starts[index + 1])
@@ -287,10 +278,10 @@ def batch_invariant(case: Case, harness: AttentionHarness) -> None:
         assert torch.equal(result, together[rows]), f"sequence {index} differs"
 
 
-def addressed(case: Case, harness: AttentionHarness) -> None:
+def addressed(case: Case, harness: Harness) -> None:
     """Short steps run by their tensors' addresses, whatever shapes those have."""
     layer = harness.layer(case.spec)
-    given = harness.inputs(layer, case.batch)
+    given = harness.step(layer, case.batch)
     step = layer.group.plan(given.batch)
     assert isinstance(step, AttentionStep) and given.key is not None and given.value is not None
     if not step.calls:
@@ -310,4 +301,4 @@ def addressed(case: Case, harness: AttentionHarness) -> None:
     if case.spec.needs_lse:
         lse = torch.full(step.lse_shape, torch.nan, device=harness.torch_device)
     run(*(t.view(1, *t.shape) for t in tensors), layer.params, out.view(1, *out.shape), lse)
-    harness.compare(layer, given, out, lse, "by addresses: ")
+    given.compare(out, lse, "by addresses: ")

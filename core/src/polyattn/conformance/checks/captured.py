@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases.attention import batches
-from polyattn.conformance.harness.attention import AttentionHarness, Inputs
-from polyattn.families.attention.layer import Attention
+from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.planning import AttentionStep
+from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.backend import PagesLie
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.mixed_buffers import MixedBuffers
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
+from polyattn.workload.steps import batches
 
 SIZE = StepSize(3, prompts=3, prompt_tokens=40)
 STEPS = (
@@ -29,7 +27,7 @@ STEPS = (
 many beside a row without a query."""
 
 
-def mixed_reuse(case: Case, harness: AttentionHarness) -> None:
+def mixed_reuse(case: Case, harness: Harness) -> None:
     """What a captured mixed step reads is refilled: the first plan, run after others were planned."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
@@ -38,7 +36,7 @@ def mixed_reuse(case: Case, harness: AttentionHarness) -> None:
     buffers = MixedBuffers(SIZE, 64, form.block_size, harness.torch_device)
     captured = layer.group.plan(buffers.longest())
     for lengths in STEPS:
-        given = harness.inputs(layer, lengths)
+        given = harness.step(layer, lengths)
         tokens = given.batch.num_tokens
         assert buffers.fits(given.batch)
         filled = buffers.fill(given.batch)
@@ -50,38 +48,35 @@ def mixed_reuse(case: Case, harness: AttentionHarness) -> None:
             whole = tensor.new_zeros(SIZE.tokens, *tensor.shape[1:])
             return whole.index_copy_(0, places, tensor)
 
-        held = harness.expected_cache(layer, given)
-        step = Inputs(filled, wide(given.query), wide(given.key), wide(given.value), given.cache)
-        found, lse = harness.run(layer, step, captured)
-        harness.compare(
-            layer, replace(given, cache=held), found[places],
-            None if lse is None else lse[places], "a mixed plan reused: ",
-        )  # fmt: skip
+        step = given.remembered().but(
+            batch=filled, query=wide(given.query), key=wide(given.key), value=wide(given.value)
+        )
+        step.run(captured)
+        lse = None if step.lse is None else step.lse[places]
+        given.compare(step.out[places], lse, "a mixed plan reused: ")
 
 
-def mixed_graph(case: Case, harness: AttentionHarness) -> None:
+def mixed_graph(case: Case, harness: Harness) -> None:
     """A captured mixed step, replayed over other rows, lengths and tables, equals eager."""
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
     assert form is not None
-    first = harness.inputs(layer, STEPS[0])
+    first = harness.step(layer, STEPS[0])
     cache = layer.group.allocate_cache(64)
 
     def step(plans, query, key, value):  # type: ignore[no-untyped-def]
         return layer(query, key, value, cache, plans[layer.group])
 
     graphs = StepGraphs([layer.group], step, [SIZE], 64)
-    graphs.capture({name: getattr(first, name) for name in ("query", "key", "value")})
+    graphs.capture(first.tensors())
     for lengths in STEPS:
-        given = harness.inputs(layer, lengths)
+        given = harness.step(layer, lengths)
         assert given.cache is not None
         blocks = given.cache.num_blocks
         for stored, wanted in ((cache.key, given.cache.key), (cache.value, given.cache.value)):
             stored[:blocks] = wanted
-        expected = harness.expected_cache(layer, given)
-        tensors = {name: getattr(given, name) for name in ("query", "key", "value")}
-        found = graphs.replay(given.batch, tensors).clone()
-        harness.compare(layer, replace(given, cache=expected), found, None, "replayed: ")
+        found = graphs.replay(given.remembered().batch, given.tensors()).clone()
+        given.compare(found, None, "replayed: ")
         graph = graphs.find(given.batch)
         assert graph is not None
         filled = graph.buffers.fill(given.batch)
@@ -94,7 +89,7 @@ def mixed_graph(case: Case, harness: AttentionHarness) -> None:
         )
 
 
-def graph(case: Case, harness: AttentionHarness) -> None:
+def graph(case: Case, harness: Harness) -> None:
     """A captured step, planned anew with other lengths and block tables, equals eager bit for bit.
 
     So it does after a larger batch was captured too, for which a backend may have grown its
@@ -103,7 +98,7 @@ def graph(case: Case, harness: AttentionHarness) -> None:
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
     assert form is not None
-    first = harness.inputs(layer, _captured_lengths(case, form.block_size))
+    first = harness.step(layer, _captured_lengths(case, form.block_size))
     cache, count = first.cache, first.batch.num_seqs
     query_len, block = first.batch.max_query_len, form.block_size
 
@@ -111,25 +106,24 @@ def graph(case: Case, harness: AttentionHarness) -> None:
         return layer(query, key, value, cache, plans[layer.group])
 
     graphs = StepGraphs([layer.group], step, [count, 8 * count], 8 * block, query_len)
-    graphs.capture({name: getattr(first, name) for name in ("query", "key", "value")})
+    graphs.capture(first.tensors())
     others = [
         torch.full((size,), 7.0, device=harness.torch_device)
         for size in (1 << 13,) * 128 + (1 << 19,) * 32
     ]
     for reverse in (False, True):
         lengths = _captured_lengths(case, block)
-        given = harness.inputs(layer, lengths[::-1] if reverse else lengths)
+        given = harness.step(layer, lengths[::-1] if reverse else lengths)
         assert given.cache is not None and cache is not None
         cache.key[: given.cache.num_blocks] = given.cache.key
         cache.value[: given.cache.num_blocks] = given.cache.value
-        eager, _ = harness.run(layer, given)
-        tensors = {name: getattr(given, name) for name in ("query", "key", "value")}
-        assert torch.equal(graphs.replay(given.batch, tensors), eager)
+        eager = given.remembered().run()
+        assert torch.equal(graphs.replay(given.batch, given.tensors()), eager)
         assert all(bool((other == 7).all()) for other in others), "it wrote beside its own memory"
-        harness.check(layer, given)
+        given.check()
 
 
-def reuse(case: Case, harness: AttentionHarness) -> None:
+def reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned.
 
     A device that records no graphs can still tell whether the new step is in the old plan's buffers.
@@ -148,7 +142,7 @@ def reuse(case: Case, harness: AttentionHarness) -> None:
     buffers.seq_lens.fill_(buffers.padding_len)
     captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.inputs(layer, chosen)
+        given = harness.step(layer, chosen)
         tokens = given.batch.num_tokens
         filled = buffers.fill(given.batch)
         layer.group.plan(filled, reuse=captured)
@@ -157,22 +151,20 @@ def reuse(case: Case, harness: AttentionHarness) -> None:
             for t in (given.query, given.key, given.value)
             if t is not None
         )
-        held = harness.expected_cache(layer, given)
-        found, lse = harness.run(layer, Inputs(filled, query, key, value, given.cache), captured)
-        harness.compare(
-            layer, replace(given, cache=held), found[:tokens],
-            None if lse is None else lse[:tokens], "a plan reused: ",
-        )  # fmt: skip
+        step = given.remembered().but(batch=filled, query=query, key=key, value=value)
+        step.run(captured)
+        lse = None if step.lse is None else step.lse[:tokens]
+        given.compare(step.out[:tokens], lse, "a plan reused: ")
 
 
-def bounds(case: Case, harness: AttentionHarness) -> None:
+def bounds(case: Case, harness: Harness) -> None:
     """A plan made by bounds serves whatever lengths the device has, padding rows among them."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the plan's lengths are bounds
     form = layer.group.cache_format
     assert form is not None
     lengths = batches(case.batch, form.block_size)
-    given = harness.inputs(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
+    given = harness.step(layer, [*lengths, *lengths[1:]] if case.batch == "decode" else lengths)
     batch = given.batch
     assert batch.block_table is not None
     longest = batch.block_table.shape[1] * form.block_size
@@ -181,7 +173,7 @@ def bounds(case: Case, harness: AttentionHarness) -> None:
         batch.block_table, batch.slot_mapping,
     )  # fmt: skip
     plan = layer.group.plan(bounded)
-    harness.check(layer, given, "planned by bounds: ", plan)
+    given.check("planned by bounds: ", plan)
     # The same plan, after the device's lengths have changed.
     pairs = zip(batch.query_lens, batch.lens, strict=True)
     lens = [max(length // 2, min(length, query)) for query, length in pairs]
@@ -189,12 +181,12 @@ def bounds(case: Case, harness: AttentionHarness) -> None:
         lens = [0 if i % 3 == 2 else n for i, n in enumerate(lens)]
     batch.seq_lens.copy_(torch.tensor(lens, dtype=torch.int32))
     shorter = Batch(batch.starts, lens, batch.block_table)
-    held = replace(given, batch=shorter, key=None, value=None)
-    harness.check(layer, held, "shorter ones by the same plan: ", plan)
-    _by_address(layer, held, plan, harness)
+    held = given.but(batch=shorter, key=None, value=None)
+    held.check("shorter ones by the same plan: ", plan)
+    _by_address(held, plan)
 
 
-def _by_address(layer: Attention, given: Inputs, plan: StepPlan, harness: AttentionHarness) -> None:
+def _by_address(given: AttentionWorkload, plan: StepPlan) -> None:
     """Run a plan by bounds over pages by its tensors' addresses, where its backend has such a way."""
     cache = given.cache
     assert isinstance(plan, AttentionStep) and cache is not None
@@ -205,12 +197,12 @@ def _by_address(layer: Attention, given: Inputs, plan: StepPlan, harness: Attent
     run = call.backend.addressed_pages(call.plan, lie)
     if run is None:
         return
-    out = torch.full(plan.out_shape, torch.nan, device=harness.torch_device).to(plan.out_dtype)
+    out = torch.full(plan.out_shape, torch.nan, device=given.device).to(plan.out_dtype)
     lse = None
-    if layer.spec.needs_lse:
-        lse = torch.full(plan.lse_shape, torch.nan, device=harness.torch_device)
-    run(given.query[None], cache.key, cache.value, layer.params, out[None], lse)
-    harness.compare(layer, given, out, lse, "over pages by addresses: ")
+    if given.spec.needs_lse:
+        lse = torch.full(plan.lse_shape, torch.nan, device=given.device)
+    run(given.query[None], cache.key, cache.value, given.layer.params, out[None], lse)
+    given.compare(out, lse, "over pages by addresses: ")
 
 
 def _captured_lengths(case: Case, block: int) -> list[tuple[int, int]]:

@@ -2,56 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases.forests import NAMES
-from polyattn.conformance.cases.forests import forest as forest_of
-from polyattn.conformance.harness.attention import AttentionHarness, Inputs
+from polyattn.conformance.harness.base import Harness
 from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.runtime.backend import AttentionBackend
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.plan import Plan
 from polyattn.runtime.step.shared_prefix import Levels
+from polyattn.workload.steps import FORESTS
+from polyattn.workload.steps import forest as forest_of
 
 
-def forest(case: Case, harness: AttentionHarness) -> None:
+def forest(case: Case, harness: Harness) -> None:
     """Told of the runs, and of the outermost alone, it agrees with the reference, twice the same bits."""
     layer = harness.layer(case.spec)
-    inputs, levels = _inputs(layer, case.batch, harness)
+    step, levels = _step(layer, case.batch, harness)
     for told in dict.fromkeys((levels, levels[:1])):
-        plan = _backend(layer).plan(inputs.batch.with_shared_prefix(told))
+        plan = _backend(layer).plan(step.batch.with_shared_prefix(told))
         label = f"{len(told)} levels read once: "
-        first = _run(layer, inputs, plan, harness, label)
+        first = _run(step, plan, label)
         if case.spec.deterministic or "deterministic" in _claims(layer):
-            assert torch.equal(_run(layer, inputs, plan, harness, label), first), (
-                f"{label}other bits"
-            )
+            assert torch.equal(_run(step, plan, label), first), f"{label}other bits"
 
 
-def forest_reuse(case: Case, harness: AttentionHarness) -> None:
+def forest_reuse(case: Case, harness: Harness) -> None:
     """A plan that was captured for steps that may share holds each later step's runs, or none."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
     form = layer.group.cache_format
     assert form is not None
-    small = [name for name in NAMES if len(forest_of(name, form.block_size)[1]) <= 8]
+    small = [name for name in FORESTS if len(forest_of(name, form.block_size)[1]) <= 8]
     most = 12 * form.block_size
     buffers = StepBuffers(8, 1, most, form.block_size, harness.torch_device, sharing=True)
     captured = _backend(layer).plan(buffers.batch([most] * 8))
     for name in (*small, case.batch):
-        given, levels = _inputs(layer, name, harness)
+        given, levels = _step(layer, name, harness)
         count = given.batch.num_seqs
         filled = buffers.fill(given.batch.with_shared_prefix(levels))
         _backend(layer).plan(filled, captured)
         query = torch.cat([given.query, given.query.new_zeros(8 - count, *given.query.shape[1:])])
-        _run(layer, replace(given, query=query), captured, harness, f"{name}, a plan reused: ")
+        _run(given.remembered(), captured, f"{name}, a plan reused: ", query)
 
 
-def forest_graph(case: Case, harness: AttentionHarness) -> None:
+def forest_graph(case: Case, harness: Harness) -> None:
     """A graph that was captured for steps that may share serves any of them, and steps that don't."""
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
@@ -60,7 +57,7 @@ def forest_graph(case: Case, harness: AttentionHarness) -> None:
     def step(plans, query):  # type: ignore[no-untyped-def]
         return layer(query, None, None, cache, plans[layer.group])
 
-    steps = [_inputs(layer, name, harness) for name in NAMES]
+    steps = [_step(layer, name, harness) for name in FORESTS]
     blocks = max(given.cache.num_blocks for given, _ in steps if given.cache is not None)
     cache = layer.group.allocate_cache(blocks)
     graphs = StepGraphs(
@@ -68,23 +65,21 @@ def forest_graph(case: Case, harness: AttentionHarness) -> None:
     )  # fmt: skip
     graphs.capture({"query": steps[0][0].query})
     for given, levels in (*steps, steps[0]):
-        held = harness.expected_cache(layer, given)
+        held = given.remembered().held
         assert held is not None
         cache.key[: held.num_blocks], cache.value[: held.num_blocks] = held.key, held.value
         told = given.batch.with_shared_prefix(levels)
         found = graphs.replay(told, {"query": given.query})
         out, lse = found if isinstance(found, tuple) else (found, None)
-        harness.compare(
-            layer, replace(given, cache=held), out, lse, "a replayed step that shares: "
-        )
+        given.compare(out, lse, "a replayed step that shares: ")
 
 
-def _inputs(layer: Attention, name: str, harness: AttentionHarness) -> tuple[Inputs, Levels]:
+def _step(layer: Attention, name: str, harness: Harness) -> tuple[AttentionWorkload, Levels]:
     """Return the decode of a forest's rows, whose tables and keys agree where they share."""
     form = layer.group.cache_format
     assert form is not None
     levels, lens = forest_of(name, form.block_size)
-    return harness.inputs(layer, [(1, length) for length in lens], shared=levels), levels
+    return harness.step(layer, [(1, length) for length in lens], shared=levels), levels
 
 
 def _backend(layer: Attention) -> AttentionBackend:
@@ -100,17 +95,18 @@ def _claims(layer: Attention) -> frozenset[str]:
 
 
 def _run(
-    layer: Attention, inputs: Inputs, plan: Plan, harness: AttentionHarness, label: str
+    step: AttentionWorkload, plan: Plan, label: str, query: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Run the backend into a poisoned output over the cache as the step leaves it, and compare."""
-    spec, held, count = layer.spec, harness.expected_cache(layer, inputs), inputs.batch.num_seqs
-    out = torch.full(
-        (len(inputs.query), spec.num_heads, spec.v_head_size), torch.nan, device=inputs.query.device
-    ).to(inputs.query.dtype)
-    lse = None
+    """Run the backend into a poisoned output over the cache as the step leaves it, and compare.
+
+    `query`: the step's, and padding rows.
+    """
+    spec, count = step.spec, step.batch.num_seqs
+    query = step.query if query is None else query
+    out = torch.full((len(query), spec.num_heads, spec.v_head_size), torch.nan, device=query.device)
+    out, lse = out.to(query.dtype), None
     if spec.needs_lse:
         lse = torch.full(out.shape[:2], torch.nan, device=out.device)
-    _backend(layer).run(plan, inputs.query, None, None, held, layer.params, out, lse)
-    seen = replace(inputs, query=inputs.query[:count], cache=held)
-    harness.compare(layer, seen, out[:count], None if lse is None else lse[:count], label)
+    _backend(step.layer).run(plan, query, None, None, step.held, step.layer.params, out, lse)
+    step.compare(out[:count], None if lse is None else lse[:count], label)
     return out

@@ -2,91 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases.attention import batches
 from polyattn.conformance.checks.attention import with_stale_tables
-from polyattn.conformance.harness.base import copied, spoil
-from polyattn.conformance.harness.mla import LatentHarness, LatentInputs
+from polyattn.conformance.harness.base import Harness
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepBuffers
+from polyattn.workload.pages import copied, spoiled
+from polyattn.workload.steps import batches, pairs
 
 
-def latent(case: Case, harness: LatentHarness) -> None:
+def latent(case: Case, harness: Harness) -> None:
     """Expanded prefill, absorbed decode and merged context agree with the plain definition."""
     layer = harness.layer(case.spec)
-    harness.check(layer, harness.inputs(layer, case.batch))
+    harness.step(layer, case.batch).check()
 
 
-def latent_absorbed(case: Case, harness: LatentHarness) -> None:
+def latent_absorbed(case: Case, harness: Harness) -> None:
     """A layer without weights takes absorbed queries and gives latents."""
     layer = harness.layer(case.spec, weights=False)
-    harness.check(layer, harness.inputs(layer, case.batch))
+    harness.step(layer, case.batch).check()
 
 
-def latent_plans(case: Case, harness: LatentHarness) -> None:
+def latent_plans(case: Case, harness: Harness) -> None:
     """Plans and layers in turn: each plan's own batch, each layer's own weights and cache."""
     group = harness.group(case.spec)
-    layers = [harness.layer(case.spec, group) for _ in range(2)]
+    layers = [harness.layer(case.spec, group=group) for _ in range(2)]
     few = [(1, 3), (1, 40), (1, 25)]
-    firsts = [harness.inputs(layers[0], lengths) for lengths in (case.batch, few, few)]
-    steps = [[step, harness.inputs(layers[1], pairs(step), like=step)] for step in firsts]
+    firsts = [harness.step(layers[0], lengths) for lengths in (case.batch, few, few)]
+    steps = [[step, harness.step(layers[1], pairs(step.batch), like=step)] for step in firsts]
     plans = [group.plan(step.batch) for step in firsts]
     for index in (0, 1, 2, 0, 2, 1):
-        for number, layer in enumerate(layers):
-            label = f"plan {index + 1}, layer {number + 1}, interleaved: "
-            harness.check(layer, steps[index][number], label, plans[index])
+        for number, step in enumerate(steps[index], 1):
+            step.check(f"plan {index + 1}, layer {number}, interleaved: ", plans[index])
 
 
-def pairs(step: LatentInputs) -> list[tuple[int, int]]:
-    """Return the (query, sequence) lengths of a step."""
-    return list(zip(step.batch.query_lens, step.batch.lens, strict=True))
-
-
-def latent_stale(case: Case, harness: LatentHarness) -> None:
+def latent_stale(case: Case, harness: Harness) -> None:
     """Entries of a block table past a sequence's length are never read, whatever they say."""
     layer = harness.layer(case.spec)
-    inputs = harness.inputs(layer, case.batch)
-    before = harness.check(layer, inputs).clone()
+    inputs = harness.step(layer, case.batch)
+    before = inputs.check().clone()
     for batch in with_stale_tables(inputs.batch, inputs.cache.block_size):
-        after = harness.check(layer, replace(inputs, batch=batch), "stale table entries: ")
+        after = inputs.but(batch=batch).check("stale table entries: ")
         assert torch.equal(after, before), "entries past a sequence's length changed the result"
 
 
-def latent_shared(case: Case, harness: LatentHarness) -> None:
+def latent_shared(case: Case, harness: Harness) -> None:
     """Sequences may have their first blocks in common."""
     layer = harness.layer(case.spec)
     form = layer.group.cache_format
     assert form is not None
     lengths = [(1, length) for _, length in batches("shared", form.block_size)]
-    harness.check(layer, harness.inputs(layer, lengths, shared=2))
+    harness.step(layer, lengths, shared=2).check()
 
 
-def latent_isolation(case: Case, harness: LatentHarness) -> None:
+def latent_isolation(case: Case, harness: Harness) -> None:
     """Whatever one request's latents and queries hold never reaches another, bit for bit."""
     layer, how = harness.layer(case.spec), case.label.split()[-1]
-    inputs = harness.inputs(layer, case.batch)
+    inputs = harness.step(layer, case.batch)
     batch = inputs.batch
-    before = harness.check(layer, inputs).clone()
+    before = inputs.check().clone()
     assert batch.block_table is not None
     victim = max(range(batch.num_seqs), key=lambda i: (batch.query_lens[i] > 0, batch.lens[i]))
     rows = slice(batch.starts[victim], batch.starts[victim + 1])
     used = -(-batch.lens[victim] // inputs.cache.block_size)
     blocks = batch.block_table[victim, :used].long()
     for part in ("cache", "latent", "query"):
-        changed = replace(
-            inputs, cache=copied(inputs.cache), latent=inputs.latent.clone(),
-            query=inputs.query.clone(), rope=inputs.rope.clone(),
-        )  # fmt: skip
+        changed = inputs.but(cache=copied(inputs.cache))
         if part == "cache":
-            changed.cache.key[blocks] = spoil(changed.cache.key[blocks], how)
+            changed.cache.key[blocks] = spoiled(changed.cache.key[blocks], how)
         else:
-            given = getattr(changed, part)
-            given[rows] = spoil(given[rows], how)
-        after, _ = harness.run(layer, changed)
+            changed = changed.spoil(how, (part,), rows)
+        after = changed.run()
         others = torch.ones(len(before), dtype=torch.bool)
         others[rows] = False
         what = f"sequence {victim}'s {part} ({how})"
@@ -96,10 +84,10 @@ def latent_isolation(case: Case, harness: LatentHarness) -> None:
             assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
 
 
-def latent_graph(case: Case, harness: LatentHarness) -> None:
+def latent_graph(case: Case, harness: Harness) -> None:
     """A captured decode, planned anew with other lengths and tables, equals eager bit for bit."""
     layer = harness.layer(case.spec)
-    first = harness.inputs(layer, case.batch)
+    first = harness.step(layer, case.batch)
     cache, count = first.cache, first.batch.num_seqs
     names = ["query", "latent", "rope"] + (["topk"] if first.topk is not None else [])
 
@@ -108,16 +96,16 @@ def latent_graph(case: Case, harness: LatentHarness) -> None:
 
     graphs = StepGraphs([layer.group], step, [count], 8 * cache.block_size)
     graphs.capture({name: getattr(first, name) for name in names})
-    for lengths in (pairs(first), pairs(first)[::-1]):
-        given = harness.inputs(layer, lengths)
+    for lengths in (pairs(first.batch), pairs(first.batch)[::-1]):
+        given = harness.step(layer, lengths)
         cache.key[: given.cache.num_blocks] = given.cache.key
-        eager, _ = harness.run(layer, given)
+        eager = given.remembered().run()
         replayed = graphs.replay(given.batch, {name: getattr(given, name) for name in names})
         assert torch.equal(replayed, eager)
-        harness.check(layer, given)  # not only the same as eager: right
+        given.check()  # not only the same as eager: right
 
 
-def latent_reuse(case: Case, harness: LatentHarness) -> None:
+def latent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
     layer = harness.layer(case.spec)
     layer.checks = False  # the captured plan's lengths are the longest, not the step's
@@ -128,7 +116,7 @@ def latent_reuse(case: Case, harness: LatentHarness) -> None:
     buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
     captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
     for chosen in (lengths, lengths[::-1], lengths[1:4]):
-        given = harness.inputs(layer, chosen)
+        given = harness.step(layer, chosen)
         tokens = given.batch.num_tokens
         filled = buffers.fill(given.batch)
         layer.group.plan(filled, reuse=captured)
@@ -136,13 +124,10 @@ def latent_reuse(case: Case, harness: LatentHarness) -> None:
         def wide(tensor: torch.Tensor, short: int = rows - tokens) -> torch.Tensor:
             return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
 
-        step = LatentInputs(
-            filled, wide(given.query), wide(given.latent), wide(given.rope), given.cache,
-            None if given.topk is None else wide(given.topk),
+        step = given.remembered().but(
+            batch=filled, query=wide(given.query), latent=wide(given.latent),
+            rope=wide(given.rope), topk=None if given.topk is None else wide(given.topk),
         )  # fmt: skip
-        held = harness.expected_cache(layer, given)
-        found, lse = harness.run(layer, step, captured)
-        harness.compare(
-            layer, replace(given, cache=held), found[:tokens],
-            None if lse is None else lse[:tokens], "a plan reused: ",
-        )  # fmt: skip
+        step.run(captured)
+        lse = None if step.lse is None else step.lse[:tokens]
+        given.compare(step.out[:tokens], lse, "a plan reused: ")

@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.case import Case
-from polyattn.conformance.cases.recurrent import BATCHES, EACH, LAST
-from polyattn.conformance.harness.base import Lengths, bits, spoil
-from polyattn.conformance.harness.recurrent import RecurrentHarness, RecurrentInputs
-from polyattn.families.recurrent.inputs import recurrent_state
+from polyattn.conformance.cases.recurrent import EACH, LAST
+from polyattn.conformance.harness.base import Harness
 from polyattn.families.recurrent.layer import Recurrent
+from polyattn.families.recurrent.workload import RecurrentWorkload, recurrent_state
 from polyattn.runtime.cache.state_cache import StateCache
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
 from polyattn.runtime.graphs.step_buffers import StepBuffers, StepSize
 from polyattn.runtime.step.batch import Batch
+from polyattn.workload.pages import bits, spoiled
+from polyattn.workload.steps import RECURRENT, Lengths, pairs
 
 
-def recurrence(case: Case, harness: RecurrentHarness) -> None:
+def recurrence(case: Case, harness: Harness) -> None:
     """Output and states follow the recurrence; other slots, all NaN, are neither read nor written."""
-    layer = harness.layer(case.spec, case.inputs)
-    harness.check(layer, harness.inputs(layer, case.batch, case.inputs))
+    layer = harness.layer(case.spec, numbers=case.inputs)
+    harness.step(layer, case.batch, numbers=case.inputs).check()
 
 
-def pieces(case: Case, harness: RecurrentHarness) -> None:
+def pieces(case: Case, harness: Harness) -> None:
     """One piece, pieces of any size and token by token give the same outputs and states."""
-    layer, spec = harness.layer(case.spec), case.spec
-    total = 90
-    whole = harness.inputs(layer, [(total, total)])
-    expected = harness.check(layer, whole).clone()
+    layer, total = harness.layer(case.spec), 90
+    whole = harness.step(layer, [(total, total)])
+    expected = whole.check().clone()
     state = whole.states.data[whole.used].clone()
     slots = whole.batch.state_slots
     for sizes in ([64, 26], [1, 40, 1, 48], [17] * 5 + [5], [1] * total):
@@ -42,19 +42,18 @@ def pieces(case: Case, harness: RecurrentHarness) -> None:
             batch = Batch.from_lens(
                 [size], [at + size], state_slots=slots, device=harness.torch_device
             )
-            out[rows] = layer(*(x[rows] for x in whole.inputs), states=states, plan=batch)
+            out[rows] = layer(*(x[rows] for x in whole.tokens), states=states, plan=batch)
             at += size
-        harness.compare(spec, out, expected.cpu(), f"in pieces of {sizes[:3]}… ")
-        found = states.data[whole.used].flatten(1)
-        harness.compare(spec, found, state.cpu().flatten(1), f"state after {sizes[:3]}… ")
+        whole.agree(out, expected, f"in pieces of {sizes[:3]}… ")
+        whole.agree(states.data[whole.used], state, f"state after {sizes[:3]}… ")
 
 
-def state_isolation(case: Case, harness: RecurrentHarness) -> None:
+def state_isolation(case: Case, harness: Harness) -> None:
     """Whatever one sequence's state and tokens hold never reaches another, bit for bit."""
     layer, how = harness.layer(case.spec), case.label.split()[-1]
-    step = harness.inputs(layer, case.batch)
+    step = harness.step(layer, case.batch)
     start = step.states.data.clone()
-    before = harness.check(layer, step).clone()
+    before = step.check().clone()
     ended, batch = step.states.data.clone(), step.batch
     assert batch.state_slots is not None
     victim = max(
@@ -62,15 +61,15 @@ def state_isolation(case: Case, harness: RecurrentHarness) -> None:
         key=lambda i: (batch.lens[i] > batch.query_lens[i], batch.query_lens[i]),
     )
     slot, rows = int(batch.state_slots[victim]), slice(*batch.starts[victim : victim + 2])
-    for part in range(-1, len(step.inputs)):
+    for part in range(-1, len(step.tokens)):
         states = start.clone()
-        given = [tensor.clone() for tensor in step.inputs]
+        given = [tensor.clone() for tensor in step.tokens]
         if part < 0:
-            states[slot] = spoil(states[slot], how)
+            states[slot] = spoiled(states[slot], how)
         else:
-            given[part][rows] = spoil(given[part][rows], how)
-        after = harness.run(layer, replace(step, states=StateCache(states), inputs=given))
-        same = harness.real_rows(batch)
+            given[part][rows] = spoiled(given[part][rows], how)
+        after = step.but(states=StateCache(states), tokens=given).run()
+        same = step.real_rows()
         same[rows] = False
         what = "state" if part < 0 else list(layer.form.inputs)[part]
         what = f"sequence {victim}'s {what} ({how})"
@@ -80,15 +79,15 @@ def state_isolation(case: Case, harness: RecurrentHarness) -> None:
         assert not torch.equal(after[rows], before[rows]), f"{what} must change its own output"
 
 
-def state_targets(case: Case, harness: RecurrentHarness) -> None:
+def state_targets(case: Case, harness: Harness) -> None:
     """States end where the step says: a sequence's, or each token's, of which any can be gone on from."""
     layer, how = harness.layer(case.spec), case.label.split()[-1]
     if how == "sequences":
-        harness.check(layer, harness.moved(layer, case.batch, by_token=False))
+        harness.step(layer, case.batch, targets="sequences").check()
         return
     drafts = [(4, 9), (1, 1), (3, 3), (1, 0), (2, 70), (0, 5), (4, 4)]
-    step = harness.moved(layer, drafts, by_token=True)
-    harness.check(layer, step)
+    step = harness.step(layer, drafts, targets="tokens")
+    step.check()
     if how == "tokens":
         return
     slots, targets = step.batch.state_slots, step.batch.state_targets
@@ -101,15 +100,12 @@ def state_targets(case: Case, harness: RecurrentHarness) -> None:
     ]
     start = StateCache.accepted(targets, kept)[alive]
     after = [lens[i] - queries[i] + counts[i] for i in alive]
-    batch = Batch.from_lens(
-        [1] * len(alive), [length + 1 for length in after], state_slots=start,
-        device=harness.torch_device,
-    )  # fmt: skip
-    tokens = harness.tokens(layer, len(alive))
-    harness.check(layer, RecurrentInputs(batch, tokens, step.states, start.tolist()), "accepted: ")
+    batch = step.step([(1, length + 1) for length in after], start)
+    more = step.but(batch=batch, tokens=step.more(len(alive)), used=start.tolist())
+    more.check("accepted: ")
 
 
-def rejected_drafts(case: Case, harness: RecurrentHarness) -> None:
+def rejected_drafts(case: Case, harness: Harness) -> None:
     """Sequences take drafts and go on after those that were accepted, as if no others had come."""
     layer, form = harness.layer(case.spec), case.spec.recurrent
     assert form is not None
@@ -117,85 +113,76 @@ def rejected_drafts(case: Case, harness: RecurrentHarness) -> None:
     group, most = harness.group(plain), form.draft_tokens + 1
     params: dict[str, Any] = {name: tensor.clone() for name, tensor in layer.params.items()}
     alone = type(layer)(group, **params)
-    step = harness.inputs(layer, [(5, 5), (1, 1), (40, 40)])
+    step = harness.step(layer, [(5, 5), (1, 1), (40, 40)])
     slots, lens = step.batch.state_slots, list(step.batch.lens)
-    harness.check(layer, step, "prompts: ")
+    step.check("prompts: ")
     states = group.allocate_states(step.states.num_slots)
-    alone(*step.inputs, states=states, plan=step.batch)
-    dice = torch.Generator().manual_seed(harness.seed)
+    alone(*step.tokens, states=states, plan=step.batch)
     for turn in range(6):
-        counts = torch.randint(1, most + 1, (3,), generator=dice).tolist()
-        tokens = harness.tokens(layer, 3 * most)
-        batch = Batch.from_lens(
-            [most] * 3, [n + most for n in lens], state_slots=slots, device=harness.torch_device
-        )
+        counts = harness.dice.integers(1, most + 1, 3)
+        tokens = step.more(3 * most)
+        drafts = step.but(batch=step.step([(most, n + most) for n in lens], slots), tokens=tokens)
         label = f"drafts, step {turn}: "
-        drafted = RecurrentInputs(batch, tokens, step.states, step.used)
-        found = harness.check(layer, drafted, label)
+        found = drafts.check(label)
         rows = torch.tensor([i * most + t for i in range(3) for t in range(counts[i])])
         rows = rows.to(harness.torch_device)
         lens = [n + count for n, count in zip(lens, counts, strict=True)]
         batch = Batch.from_lens(counts, lens, state_slots=slots, device=harness.torch_device)
         expected = alone(*(x[rows] for x in tokens), states=states, plan=batch)
-        harness.compare(case.spec, found[rows], expected.cpu(), f"{label}accepted ")
+        step.agree(found[rows], expected, f"{label}accepted ")
 
 
-def recurrent_out(case: Case, harness: RecurrentHarness) -> None:
+def recurrent_out(case: Case, harness: Harness) -> None:
     """`out=` may be a view into a larger tensor; its surroundings stay untouched."""
     layer = harness.layer(case.spec)
-    step = harness.inputs(layer, case.batch)
+    step = harness.step(layer, case.batch)
     start = step.states.data.clone()
-    expected = harness.check(layer, step).clone()
+    expected = step.check().clone()
     step.states.data.copy_(start)
     wide = torch.full((expected.shape[0] + 2, *expected.shape[1:]), 7.0).to(expected)
-    layer(*step.inputs, states=step.states, plan=step.batch, out=wide[1:-1])
-    rows = harness.real_rows(step.batch)
+    layer(*step.tokens, states=step.states, plan=step.batch, out=wide[1:-1])
+    rows = step.real_rows()
     assert torch.equal(wide[1:-1][rows], expected[rows])
     assert bool((wide[0] == 7).all()) and bool((wide[-1] == 7).all())
 
 
-def recurrent_strided(case: Case, harness: RecurrentHarness) -> None:
+def recurrent_strided(case: Case, harness: Harness) -> None:
     """Inputs may be slices of one fused projection."""
     layer = harness.layer(case.spec)
-    step = harness.inputs(layer, case.batch)
-    wide = [torch.cat([x.flatten(1), x.flatten(1)], dim=1) for x in step.inputs]
-    step.inputs = [
+    step = harness.step(layer, case.batch)
+    wide = [torch.cat([x.flatten(1), x.flatten(1)], dim=1) for x in step.tokens]
+    step.tokens = [
         w[:, : w.shape[1] // 2].unflatten(1, x.shape[1:])
-        for w, x in zip(wide, step.inputs, strict=True)
+        for w, x in zip(wide, step.tokens, strict=True)
     ]
-    harness.check(layer, step)
+    step.check()
 
 
-def recurrent_plans(case: Case, harness: RecurrentHarness) -> None:
+def recurrent_plans(case: Case, harness: Harness) -> None:
     """Plans and layers in turn: each plan's own sequences, each layer's own parameters and states."""
     group = harness.group(case.spec)
     layers = [harness.layer(case.spec, group=group) for _ in range(2)]
     few = [(1, 9), (3, 3), (1, 1), (7, 20)]
     batches = (case.batch, few, few, "tokens")
-    firsts = [harness.inputs(layers[0], lengths) for lengths in batches]
+    firsts = [harness.step(layers[0], lengths) for lengths in batches]
     plans = [group.plan(step.batch) for step in firsts]
-    steps = [[step, _another(harness, layers[1], step)] for step in firsts]
+    steps = [[step, harness.step(layers[1], pairs(step.batch), like=step)] for step in firsts]
     for index in (0, 1, 2, 3, 1, 0):
-        for number, layer in enumerate(layers):
+        for number in range(len(layers)):
             step = steps[index][number]
             states = step.states.data
             states[step.used] = recurrent_state(
-                case.spec, (len(step.used), *states.shape[1:]), harness.generator
+                case.spec, (len(step.used), *states.shape[1:]), harness.dice.generator
             ).to(states)
             label = f"plan {index + 1}, layer {number + 1}, interleaved: "
-            harness.check(layer, step, label, plans[index])
+            step.check(label, plans[index])
 
 
-def _another(harness: RecurrentHarness, layer, step: RecurrentInputs) -> RecurrentInputs:  # type: ignore[no-untyped-def]
-    lengths = list(zip(step.batch.query_lens, step.batch.lens, strict=True))
-    return harness.inputs(layer, lengths, like=step)
-
-
-def recurrent_graph(case: Case, harness: RecurrentHarness) -> None:
+def recurrent_graph(case: Case, harness: Harness) -> None:
     """A captured step over other slots and lengths equals eager bit for bit."""
     layer = harness.layer(case.spec)
-    first = _to_capture(case, harness, layer, BATCHES[case.batch])
-    states, names = layer.group.allocate_states(first.states.num_slots), list(layer.form.inputs)
+    first = _to_capture(case, harness, layer, RECURRENT[case.batch])
+    states = layer.group.allocate_states(first.states.num_slots)
 
     def step(plans, **inputs):  # type: ignore[no-untyped-def]
         return layer(*inputs.values(), states=states, plan=plans[layer.group])
@@ -203,22 +190,22 @@ def recurrent_graph(case: Case, harness: RecurrentHarness) -> None:
     moves = first.batch.state_targets is not None
     size = StepSize(first.batch.num_seqs + 1, first.batch.max_query_len, state_targets=moves)
     graphs = StepGraphs([layer.group], step, [size], 1 << 13)
-    graphs.capture(dict(zip(names, first.inputs, strict=True)))
-    for chosen in (BATCHES[case.batch], BATCHES[case.batch][::-1]):
+    graphs.capture(first.tensors())
+    for chosen in (RECURRENT[case.batch], RECURRENT[case.batch][::-1]):
         given = _to_capture(case, harness, layer, chosen)
         states.data.copy_(given.states.data)
-        replayed = graphs.replay(given.batch, dict(zip(names, given.inputs, strict=True)))
-        expected = harness.check(layer, given)
+        replayed = graphs.replay(given.batch, given.tensors())
+        expected = given.check()
         if case.inputs != LAST:  # which eager steps move by a copy before another kernel
             assert torch.equal(replayed, expected)
             assert torch.equal(states.data[given.used], given.states.data[given.used])
-        _same(harness, layer, given, replayed, expected, states)
+        _same(given, replayed, expected, states)
 
 
-def recurrent_reuse(case: Case, harness: RecurrentHarness) -> None:
+def recurrent_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
     layer = harness.layer(case.spec)
-    lengths = [(query, min(length, 40)) for query, length in BATCHES[case.batch]]
+    lengths = [(query, min(length, 40)) for query, length in RECURRENT[case.batch]]
     rows, each = len(lengths) + 2, lengths[0][0]
     buffers = StepBuffers(
         rows, each, 64, None, harness.torch_device, padding_rows=layer.group.planner.padding_rows,
@@ -230,12 +217,12 @@ def recurrent_reuse(case: Case, harness: RecurrentHarness) -> None:
         tokens, start = given.batch.num_tokens, given.states.data.clone()
         layer.group.plan(buffers.fill(given.batch), reuse=captured)
         wide = [
-            torch.cat([t, t.new_zeros(rows * each - tokens, *t.shape[1:])]) for t in given.inputs
+            torch.cat([t, t.new_zeros(rows * each - tokens, *t.shape[1:])]) for t in given.tokens
         ]
         states = StateCache(start.clone())
-        found = harness.run(layer, replace(given, inputs=wide, states=states), captured)
-        expected = harness.check(layer, given)
-        _same(harness, layer, given, found[:tokens], expected, states)
+        found = given.but(tokens=wide, states=states).run(captured)
+        expected = given.check()
+        _same(given, found[:tokens], expected, states)
         kept = [slot for slot in range(len(start)) if slot not in given.used]
         assert torch.equal(bits(states.data[kept]), bits(start[kept])), (
             "a stranger's slot was written"
@@ -243,19 +230,15 @@ def recurrent_reuse(case: Case, harness: RecurrentHarness) -> None:
 
 
 def _to_capture(
-    case: Case, harness: RecurrentHarness, layer: Recurrent, lengths: Lengths
-) -> RecurrentInputs:
+    case: Case, harness: Harness, layer: Recurrent, lengths: Lengths
+) -> RecurrentWorkload:
     """Return a step for a captured one, its states where the case wants them."""
-    if case.inputs in (EACH, LAST):
-        return harness.moved(layer, lengths, by_token=case.inputs == EACH)
-    return harness.inputs(layer, lengths)
+    targets = {EACH: "tokens", LAST: "sequences"}.get(case.inputs, "")
+    step: RecurrentWorkload = harness.step(layer, lengths, targets=targets)
+    return step
 
 
-def _same(
-    harness: RecurrentHarness, layer: Recurrent, given: RecurrentInputs, found: Tensor,
-    expected: Tensor, states: StateCache,
-) -> None:  # fmt: skip
+def _same(given: RecurrentWorkload, found: Tensor, expected: Tensor, states: StateCache) -> None:
     """Assert that a captured step's output and states are the eager one's."""
-    harness.compare(layer.spec, found, expected.cpu(), "a plan reused: ")
-    now, right = (s.data[given.used].flatten(1) for s in (states, given.states))
-    harness.compare(layer.spec, now, right.cpu(), "a plan reused, its state ")
+    given.agree(found, expected, "a plan reused: ")
+    given.agree(states.data[given.used], given.states.data[given.used], "a plan reused, its state ")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from polyattn.checking.compare import lse_error, output_error
 from polyattn.conformance.case import Case
-from polyattn.conformance.harness.base import unchanged
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
 from polyattn.runtime.backend import MergeBackend
 from polyattn.runtime.cache.kv_cache import quantize
 from polyattn.spec.kinds import LAYOUTS
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.pages import unchanged
 
 STATES = 1e-5
 """How far a merged state may be off: totals are float32, whatever the parts are."""

@@ -16,13 +16,9 @@ from polyattn.conformance.checks import (
     search,
     services,
 )
-from polyattn.conformance.harness.attention import AttentionHarness
 from polyattn.conformance.harness.base import Harness
-from polyattn.conformance.harness.mla import LatentHarness
-from polyattn.conformance.harness.recurrent import RecurrentHarness
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
-from polyattn.conformance.random_batches.run import batches
 from polyattn.device import Device
 
 Check = Callable[[Case, Any], None]
@@ -52,10 +48,8 @@ _MERGE: tuple[Check, ...] = (services.merge, services.merge_many)
 
 CHECKS: dict[str, tuple[type[Harness], Check]] = {
     "refusal": (Harness, attention.refusal),
-    "batches": (Harness, batches),
-    **{check.__name__: (AttentionHarness, check) for check in _ATTENTION},
-    **{check.__name__: (LatentHarness, check) for check in _LATENT},
-    **{check.__name__: (RecurrentHarness, check) for check in _RECURRENT},
+    "batches": (Harness, search.batches),
+    **{check.__name__: (Harness, check) for check in (*_ATTENTION, *_LATENT, *_RECURRENT)},
     **{check.__name__: (StoreHarness, check) for check in _STORE},
     **{check.__name__: (RotationHarness, check) for check in _ROTATED},
     **{check.__name__: (MergeHarness, check) for check in _MERGE},

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn.conformance.harness.base import bits, unchanged
 from polyattn.conformance.harness.services import StoreHarness
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import rotation_of
@@ -19,6 +18,7 @@ from polyattn.runtime.plan import StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
+from polyattn.workload.pages import bits, unchanged
 
 FARTHEST = 100_000
 """Positions are below; float32 angles there would be off by a hundredth."""
@@ -50,7 +50,7 @@ class RotationHarness(StoreHarness):
         count, dtype = base.slots.shape[0], STORAGE_DTYPES[spec.dtype]
         parts = [(spec.num_heads, spec.head_size), base.key.shape[1:], base.value.shape[1:]]
         widths = [heads * size for heads, size in parts]
-        fused = self.random(count, sum(widths) + 8, dtype=dtype)
+        fused = self.dice.normal(count, sum(widths) + 8, dtype=dtype)
         views = fused[:, : sum(widths)].split(widths, dim=1)
         query, key, value = (
             view.unflatten(1, tuple(part)) for view, part in zip(views, parts, strict=True)
@@ -59,13 +59,13 @@ class RotationHarness(StoreHarness):
         if base.cache.value_in_key:
             value = key[..., : value.shape[2]]
         precise = torch.float64 if dtype == torch.float64 else torch.float32
-        bias = self.random(sum(widths), dtype=precise) if biased else None
+        bias = self.dice.normal(sum(widths), dtype=precise) if biased else None
         new = NewTokens(query, key, value, bias)
         if like is not None:
             return RotatedTokens(
                 new, like.positions, like.slots, like.rotation, base.cache, base.params
             )
-        positions = torch.randint(FARTHEST, (count,), generator=self.generator)
+        positions = torch.randint(FARTHEST, (count,), generator=self.dice.generator)
         positions = positions.to(self.torch_device)
         step = Batch(
             list(range(count + 1)), [1] * count, slot_mapping=base.slots, positions=positions

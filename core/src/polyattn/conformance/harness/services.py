@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polyattn.conformance.harness.base import Harness, bits, copied, poison, put, unchanged
+from polyattn.conformance.harness.base import Harness
 from polyattn.runtime.backend import LayerParams, MergeBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.cache.scales import input_dtype, of_heads
@@ -15,6 +15,7 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StorePlan
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
+from polyattn.workload.pages import bits, copied, poison, put, unchanged
 
 COUNTS = {"some": 37, "all skipped": 5, "none": 0, "one": 1, "many": 3000}
 
@@ -39,18 +40,23 @@ class StoreHarness(Harness):
         return group, group.backend("store", StoreBackend, cache=group.cache_format)
 
     def tokens(
-        self, group: LayerGroup, batch: str, like: NewTokens | None = None, packed: bool = False
+        self,
+        group: LayerGroup,
+        batch: str | int,
+        like: NewTokens | None = None,
+        packed: bool = False,
     ) -> NewTokens:
         """Return strided keys and values, slots in no order, and a cache of NaN with old rows."""
-        form, spec, count = group.cache_format, group.spec, COUNTS[batch]
+        form, spec = group.cache_format, group.spec
+        count = batch if isinstance(batch, int) else COUNTS[batch]
         assert form is not None
         cache = group.allocate_cache(-(-2 * count // form.block_size) + 3)
         poison(cache)
         key, value = self.rows(form, spec, count)
         room = cache.num_blocks * form.block_size
-        slots = torch.randperm(room, generator=self.generator)[:count]
-        if batch in ("some", "many"):
-            slots[torch.rand(count, generator=self.generator) < 0.3] = -1
+        slots = self.dice.order(room)[:count]
+        if batch in ("some", "many") or isinstance(batch, int):
+            slots[self.dice.chance(count) < 0.3] = -1
         if batch == "some":
             slots[0] = -1
         if batch == "all skipped":
@@ -61,8 +67,8 @@ class StoreHarness(Harness):
     def rows(self, form: CacheFormat, spec: LayerSpec, count: int) -> tuple[Tensor, Tensor]:
         """Return strided keys and values, now and then beyond what 8 bits hold: those saturate."""
         heads = form.num_kv_heads
-        fused = self.random(count, 3 * heads, max(form.head_size, form.v_head_size))
-        fused *= torch.where(self.random(count, 1, 1) > 1.5, 2000.0, 1.0)
+        fused = self.dice.normal(count, 3 * heads, max(form.head_size, form.v_head_size))
+        fused *= torch.where(self.dice.normal(count, 1, 1) > 1.5, 2000.0, 1.0)
         fused = fused.clamp(-448.0, 448.0) if spec.qkv_dtype != "auto" else fused
         fused = fused.to(input_dtype(spec))
         key = fused[:, :heads, : form.head_size]
@@ -75,7 +81,7 @@ class StoreHarness(Harness):
         if spec.kv_cache_dtype == "auto":
             return LayerParams()
         count = form.num_kv_heads if spec.scales == "head" else 1
-        drawn = [0.05 + 0.01 * n for n in self.integers(0, 10, count)]
+        drawn = [0.05 + 0.01 * n for n in self.dice.integers(0, 10, count)]
         if spec.scales == "number":
             scale = drawn[0]
             return LayerParams(k_scale=scale, v_scale=scale if form.value_in_key else scale * 1.5)
@@ -128,11 +134,11 @@ class MergeHarness(Harness):
         dtype = STORAGE_DTYPES[spec.dtype]
         found = []
         for index in range(parts):
-            out = self.random(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
-            lse = self.random(tokens, spec.num_heads) * 3.0
+            out = self.dice.normal(tokens, spec.num_heads, spec.v_head_size, dtype=dtype)
+            lse = self.dice.normal(tokens, spec.num_heads) * 3.0
             lse[5:10] += 80.0  # whose exponential is no float32
             lse[10:15] -= 200.0 * index
-            none = torch.rand(lse.shape, generator=self.generator).to(lse.device) < 0.2
+            none = self.dice.chance(*lse.shape).to(lse.device) < 0.2
             none[:3], none[3] = True, index == 0
             none[4] = index > 0
             lse.masked_fill_(none, -torch.inf)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.families.recurrent.inputs import input_dtype
 from polyattn.families.recurrent.planning import RecurrentStep
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
 from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
@@ -29,6 +28,13 @@ from polyattn.runtime.step.batch_checks import check_state_slots
 from polyattn.selection.selection import Selection
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.recurrence import GATES, form_of, shape_of
+
+
+def input_dtype(spec: LayerSpec, name: str) -> torch.dtype:
+    """Return the dtype that an input of a layer has; of gates, the narrower one that they may have."""
+    assert spec.recurrent is not None
+    wide = spec.recurrent.bc_in_float32 and name in ("B", "C") and spec.dtype != "float64"
+    return torch.float32 if wide else STORAGE_DTYPES[spec.dtype]
 
 
 class Recurrent(Layer):

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
+import random
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from polyattn.api import select
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.device import Device
 from polyattn.errors import PolyattnError, SettingsError, describe
-from polyattn.families.attention import reference
-from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.workload import AttentionWorkload
 from polyattn.registry.capabilities import check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
-from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
+from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.selection.selection import Selection
 from polyattn.selection.tree import SERVICES
 from polyattn.spec.decompose import unrotated
@@ -35,6 +32,10 @@ from polyattn.tools.cli.models import read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
+from polyattn.workload.clock import repeat
+from polyattn.workload.dice import Dice
+from polyattn.workload.pages import fill
+from polyattn.workload.tolerance import tolerance_of
 
 LONGEST = 3600
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
@@ -143,7 +144,7 @@ class Bench:
             row["selected"] = name in _names(chosen, phases)
             try:
                 selection = self._named(name, phases)
-                row |= self._time(selection, queries, lens, cost)
+                row |= self._time(selection, lengths, cost)
             except PolyattnError as error:
                 row["cannot"] = str(error)
             except (MemoryError, torch.OutOfMemoryError):
@@ -154,7 +155,7 @@ class Bench:
         if len(_names(chosen, phases)) > 1:
             pair = "+".join(sorted(_names(chosen, phases)))
             row = {"batch": text, "backend": pair, "limit_ms": limit * 1e3, "selected": True}
-            rows.append(row | self._time(chosen, queries, lens, cost))
+            rows.append(row | self._time(chosen, lengths, cost))
         return sorted(rows, key=lambda r: r.get("ms", float("inf")))
 
     def _named(self, name: str, phases: set[str]) -> Selection:
@@ -166,11 +167,11 @@ class Bench:
         return select(self.spec, self.device, backend=info.name if both else scoped)
 
     def _time(
-        self, selection: Selection, queries: list[int], lens: list[int], cost: Cost
+        self, selection: Selection, lengths: Sequence[tuple[int, int]], cost: Cost
     ) -> dict[str, Any]:
-        step = Step(selection, queries, lens, self.torch_device, self.shared)
-        error = step.error()
-        times = repeat(step.run, self.torch_device, self.seconds)
+        step = full_step(selection, lengths, self.shared)
+        error = sampled_error(step)
+        times = repeat(step.call, self.torch_device, self.seconds)
         median = statistics.median(times)
         return {
             "ms": median * 1e3,
@@ -179,7 +180,7 @@ class Bench:
             "tflop_per_s": cost.flops / median / 1e12,
             "of_limit": self._limit(cost) / median,
             "error": error,
-            **(step.sharing() if self.shared else {}),
+            **(sharing(step) if self.shared else {}),
         }
 
     def _limit(self, cost: Cost) -> float:
@@ -190,123 +191,53 @@ class Bench:
         )
 
 
-class Step:
-    """One layer over one batch with random pages, ready to run again and again."""
+def full_step(
+    selection: Selection, lengths: Sequence[tuple[int, int]], shared: int = 0
+) -> AttentionWorkload:
+    """Return a step of a new layer over a cache full of random numbers, decodes first, as engines do.
 
-    def __init__(
-        self,
-        selection: Selection,
-        queries: list[int],
-        lens: list[int],
-        device: torch.device,
-        shared: int = 0,
-    ):
-        """`shared`: leading tokens whose blocks all sequences have in common."""
-        group = LayerGroup(selection)
-        group.finish_builds()
-        spec = group.spec
-        assert group.cache_format is not None
-        size = group.cache_format.block_size
-        needed = [-(-n // size) for n in lens]
-        order = torch.randperm(sum(needed)).to(torch.int32).split(needed)
-        table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).to(device)
-        table[1:, : shared // size] = table[0, : shared // size]
-        self.cache = group.allocate_cache(sum(needed))
-        for stored in (self.cache.key, self.cache.value):
-            if stored.dtype == torch.uint8:  # any 4-bit numbers, block scales up to 4
-                stored.random_(0, 0x48)
-                continue
-            noise = torch.randn(stored.shape, device=device)
-            stored.copy_((noise * 32 if stored.dtype == torch.int8 else noise).to(stored.dtype))
-        # Decodes come first, as an engine orders them.
-        pairs = sorted(zip(queries, lens, range(len(lens)), strict=True), key=lambda p: p[0] != 1)
-        rows = torch.tensor([p[2] for p in pairs])
-        table = table[rows.to(device)]
-        self.batch = Batch.from_lens(
-            [p[0] for p in pairs], [p[1] for p in pairs], table, size,
-            host_block_table=table.cpu().numpy(),
-        )  # fmt: skip
-        tokens = self.batch.num_tokens
-
-        def random(heads: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.randn(tokens, heads, width, device=device).to(dtype)
-
-        given = input_dtype(spec)
-
-        self.layer = Attention(
-            group,
-            sinks=torch.randn(spec.num_heads) if spec.learned_sinks else None,
-            rotate=spec.rope is not None,
-            checks=False,
-        )
-        self.query = random(spec.num_heads, spec.head_size, given)
-        self.key = random(spec.num_kv_heads, spec.head_size, given)
-        self.value = random(spec.num_kv_heads, spec.v_head_size, given)
-        self.out = random(spec.num_heads, spec.v_head_size, output_dtype(spec))
-        self.plan = group.plan(self.batch)
-
-    def run(self) -> None:
-        """Store the new tokens and attend."""
-        self.layer(self.query, self.key, self.value, self.cache, self.plan, out=self.out)
-
-    def attend(self) -> None:
-        """Attend alone: the new tokens were stored before."""
-        self.layer(self.query, None, None, self.cache, self.plan, out=self.out)
-
-    def sharing(self) -> dict[str, int]:
-        """Return how many blocks the step reads, and how many bytes less for sharing them.
-
-        `shared_bytes`: where each distinct block is read once; `saved_bytes`: by this step's plan.
-        """
-        cache, table = self.layer.group.cache_format, self.batch.host_block_table
-        assert cache is not None and table is not None
-        counts = [-(-n // cache.block_size) for n in self.batch.lens]
-        rows = [row[:n].tolist() for row, n in zip(table, counts, strict=True)]
-        read, distinct = sum(counts), len({block for row in rows for block in row})
-        saved = sum(call.saved_bytes for call in self.plan.calls)
-        per_block = cache.block_size * cache.bytes_per_token
-        return {
-            "blocks_read": read, "distinct_blocks": distinct,
-            "shared_bytes": (read - distinct) * per_block, "saved_bytes": saved,
-        }  # fmt: skip
-
-    def error(self) -> float:
-        """Return the error of one sampled token; raise if it is too large."""
-        self.run()
-        spec, batch = self.layer.spec, self.batch
-        index = int(torch.randint(batch.num_seqs, (1,)))
-        keys, values = reference.read_cache(spec, self.cache, batch, index, self.layer.params)
-        row = batch.starts[index + 1] - 1
-        params = self.layer.params
-        query = reference.exact(self.query[row : row + 1], params.q_scale, torch.float64)
-        expected, _ = reference.attend(spec, query, keys, values, params)
-        found = reference.exact(self.out[row : row + 1], params.out_scale, torch.float64)
-        error = output_error(found, expected)
-        if not error <= tolerance_of(spec).output:
-            raise PolyattnError(f"its result is wrong: relative error {error:.2g}")
-        return error
+    `shared`: leading tokens whose blocks all sequences have in common.
+    """
+    group = LayerGroup(selection)
+    group.finish_builds()
+    assert group.cache_format is not None
+    size = group.cache_format.block_size
+    cache = group.allocate_cache(sum(-(-n // size) for _, n in lengths) + 1)
+    fill(cache)
+    everybody = SharedRun(tuple(range(len(lengths))), 0, shared // size)
+    dice = Dice(random.SystemRandom().randrange(2**31), group.torch_device, fast=True)
+    layer = AttentionWorkload.layer_of(group, dice, checks=False)
+    lengths = sorted(lengths, key=lambda pair: pair[0] != 1)
+    levels = ((everybody,),) if everybody.count and len(lengths) > 1 else ()
+    return AttentionWorkload(layer, lengths, dice, full=cache, shared=levels, spare=0)
 
 
-def repeat(
-    call: Callable[[], None], device: torch.device, seconds: float, least: int = 3
-) -> list[float]:
-    """Return the seconds of each of many calls, warmed up."""
-    call()
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(times) < least or time.perf_counter() < end:
-        if device.type == "cuda":
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            call()
-            stop.record()
-            stop.synchronize()
-            times.append(start.elapsed_time(stop) / 1e3)
-        else:
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-    return times
+def sampled_error(step: AttentionWorkload) -> float:
+    """Run a step and return the error of one token; raise if it is too large."""
+    step.call()
+    error = step.token_error(step.dice.integer(0, step.batch.num_seqs))
+    if not error <= tolerance_of(step.spec).output:
+        raise PolyattnError(f"its result is wrong: relative error {error:.2g}")
+    return error
+
+
+def sharing(step: AttentionWorkload) -> dict[str, int]:
+    """Return how many blocks a step reads, and how many bytes less for sharing them.
+
+    `shared_bytes`: where each distinct block is read once; `saved_bytes`: by this step's plan.
+    """
+    cache, table = step.group.cache_format, step.batch.host_block_table
+    assert cache is not None and table is not None
+    counts = [-(-n // cache.block_size) for n in step.batch.lens]
+    rows = [row[:n].tolist() for row, n in zip(table, counts, strict=True)]
+    read, distinct = sum(counts), len({block for row in rows for block in row})
+    per_block = cache.block_size * cache.bytes_per_token
+    return {
+        "blocks_read": read,
+        "distinct_blocks": distinct,
+        "shared_bytes": (read - distinct) * per_block,
+        "saved_bytes": sum(call.saved_bytes for call in step.plan.calls),
+    }
 
 
 def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, float]:
@@ -314,12 +245,12 @@ def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, float]:
     big = device.type != "cpu"
     source = torch.randn(1 << (29 if big else 25), device=device)
     target = torch.empty_like(source)
-    copy = statistics.median(repeat(lambda: _done(target.copy_(source)), device, 0.2))
+    copy = statistics.median(repeat(lambda: target.copy_(source), device, 0.2))
     size = 8192 if big else 1024
     left, right = (
         torch.randn(size, size, device=device).to(getattr(torch, spec.dtype)) for _ in range(2)
     )
-    matmul = statistics.median(repeat(lambda: _done(torch.mm(left, right)), device, 0.2))
+    matmul = statistics.median(repeat(lambda: torch.mm(left, right), device, 0.2))
     return {
         "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,
         "matmul_tflop_per_s": 2 * size**3 / matmul / 1e12,
@@ -370,7 +301,3 @@ def _print(
             )  # fmt: skip
         if "cannot" in row:
             console.print(f"{row['batch']}: {row['cannot']}", markup=False, highlight=False)
-
-
-def _done(_: torch.Tensor) -> None:
-    """Drop a result, where a call must return nothing."""

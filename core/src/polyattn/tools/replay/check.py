@@ -17,13 +17,14 @@ from polyattn import (
     Recurrent,
     StateCache,
 )
-from polyattn.checking.compare import output_error
-from polyattn.checking.tolerance import tolerance_of
 from polyattn.errors import PolyattnError
 from polyattn.families.attention import reference
+from polyattn.families.attention.workload import token_error
 from polyattn.families.mla import reference as reference_latent
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.spec.recurrence import Shape
+from polyattn.workload.compare import output_error
+from polyattn.workload.tolerance import tolerance_of
 
 HEADS = 4
 """Heads of an MLA layer, or channels of a recurrent one, that are checked at a time."""
@@ -66,25 +67,17 @@ class Checker:
         out: Tensor,
         index: int,
     ) -> None:
-        spec = layer.spec
+        spec, last = layer.spec, batch.query_lens[index] - 1
         rows = slice(batch.starts[index], batch.starts[index + 1])
-        at = self._random.randrange(batch.query_lens[index])
-        if cache is not None:
-            keys, values = reference.read_cache(spec, cache, batch, index, layer.params)
-        else:
-            key, value = given
-            assert key is not None and value is not None
-            keys, values = key[rows], value[rows]
-        seen = batch.lens[index]
-        if spec.causal:  # a token sees what lies before it: it is the last query of a shorter run
-            seen -= batch.query_lens[index] - 1 - at
-        elif spec.sliding_window or spec.chunk_size or spec.alibi:
-            at = batch.query_lens[index] - 1  # its position must be the last
+        at = self._random.randrange(last + 1)
+        if not spec.causal and (spec.sliding_window or spec.chunk_size or spec.alibi):
+            at = last  # its position must be the last
+        own = [None if tensor is None else tensor[rows] for tensor in given]
+        after = last - at if spec.causal else 0
         row = rows.start + at
-        expected, _ = reference.attend(
-            spec, query[row : row + 1], keys[:seen], values[:seen], layer.params
+        error = token_error(
+            layer, query[row], (own[0], own[1]), cache, batch, index, out[row], after
         )
-        error = output_error(out[row : row + 1], expected)
         self._judge(layer, error, f"sequence {index} of {batch}, token {at}")
 
     def _judge(

@@ -24,8 +24,9 @@ from polyattn import (
     StepPlan,
     choose_tokens,
 )
-from polyattn.families.mla.inputs import latent_weights
-from polyattn.families.recurrent.inputs import recurrent_inputs, recurrent_params
+from polyattn.families.attention.workload import widths
+from polyattn.families.mla.workload import latent_weights
+from polyattn.families.recurrent.workload import recurrent_inputs, recurrent_params
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, raw
 from polyattn.tools.replay.check import Checker
 
@@ -167,12 +168,8 @@ class AttentionRunner(Runner):
 
     def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return random (query, key, value) for one layer and step."""
-        spec = self.spec
-        return (
-            self.draw(tokens, spec.num_heads, spec.head_size),
-            self.draw(tokens, spec.num_kv_heads, spec.head_size),
-            self.draw(tokens, spec.num_kv_heads, spec.v_head_size),
-        )
+        query, key, value = (self.draw(tokens, *width) for width in widths(self.spec))
+        return query, key, value
 
     def step(self, batch: Batch, checker: Checker, stores: bool = True) -> float:
         seconds, plan = self.plan(batch)

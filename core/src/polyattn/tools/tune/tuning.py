@@ -18,12 +18,12 @@ from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.lengths import Lengths
-from polyattn.tools.tune.clock import Clock
 from polyattn.tools.tune.fitting import LEAST_POINTS
 from polyattn.tools.tune.measuring import Measured, attending, pool_bytes, size_for
 from polyattn.tools.tune.points import Measurement, PointsFile
 from polyattn.tools.tune.shapes import Size, StepSample, samples
 from polyattn.tools.tune.tables import packages_of, versions_of
+from polyattn.workload.clock import Clock
 
 SEED = 13
 LEAVE_OUT = ("FLEX_ATTENTION",)

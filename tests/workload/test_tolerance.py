@@ -7,11 +7,11 @@ import math
 import pytest
 import torch
 from polyattn import LayerSpec, resolve_device
-from polyattn.checking.compare import lse_error, output_error
-from polyattn.checking.tolerance import LATENT, TOLERANCES, tolerance_of
-from polyattn.conformance.harness.mla import LatentHarness
+from polyattn.conformance.harness.base import Harness
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LatentSpec
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.tolerance import LATENT, TOLERANCES, tolerance_of
 from torch import Tensor
 
 HEADS, NOPE, ROPE, RANK, KEYS = 16, 32, 16, 64, 40
@@ -65,10 +65,10 @@ def test_one_rounding_alone_uses_up_what_a_dtype_is_allowed(name: str) -> None:
 def test_torch_mla_at_large_logits_is_within_its_tolerance(dtype: str) -> None:
     spec = SPEC.replace(dtype=dtype)
     assert tolerance_of(spec).output == LATENT * TOLERANCES[dtype].output
-    harness = LatentHarness("TORCH_MLA", resolve_device("cpu"), 5)
+    harness = Harness("TORCH_MLA", resolve_device("cpu"), 5)
     layer = harness.layer(spec)
     for _ in range(20):
-        harness.check(layer, harness.inputs(layer, [(1, 40), (1, 7), (1, 100)]))
+        harness.step(layer, [(1, 40), (1, 7), (1, 100)]).check()
 
 
 def off_by_e4m3(heads: int, size: int, scale: float, dice: torch.Generator) -> tuple[float, float]:

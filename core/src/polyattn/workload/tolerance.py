@@ -10,7 +10,7 @@ from polyattn.spec.layer import LayerSpec
 
 @dataclass(frozen=True)
 class Tolerance:
-    """`output`: see `checking.compare`; `lse`: largest absolute difference, natural logarithm."""
+    """`output`: see `workload.compare`; `lse`: largest absolute difference, natural logarithm."""
 
     output: float
     lse: float

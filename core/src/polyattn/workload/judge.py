@@ -1,4 +1,4 @@
-"""Where is a result wrong, and what does it look like? For the messages of who wrote the kernel."""
+"""Is a result right, and if not, where is it wrong? For the messages of who wrote the kernel."""
 
 from __future__ import annotations
 
@@ -8,8 +8,40 @@ from bisect import bisect_right
 import torch
 from torch import Tensor
 
-from polyattn.checking.compare import row_errors
 from polyattn.runtime.step.batch import Batch
+from polyattn.spec.layer import LayerSpec
+from polyattn.workload.compare import lse_error, output_error, row_errors
+from polyattn.workload.steps import pairs
+from polyattn.workload.tolerance import tolerance_of
+
+
+def judge(
+    who: str,
+    spec: LayerSpec,
+    batch: Batch,
+    out: Tensor,
+    lse: Tensor | None,
+    expected: tuple[Tensor, Tensor | None],
+    label: str = "",
+    offset: float = 0.0,
+) -> None:
+    """Assert that an output and an LSE, where there is one, are within the spec's tolerance.
+
+    `offset`: what all logits lie near.
+    """
+    limit = tolerance_of(spec, offset)
+    error = output_error(out, expected[0])
+    assert error <= limit.output, (
+        f"{label}{who} is off by {error:.3g} (allowed {limit.output:g}): "
+        f"{worst_row(batch, out, expected[0], limit.output)}; for {spec}, "
+        f"(query, length) {pairs(batch)}"
+    )
+    if lse is not None and expected[1] is not None:
+        error = lse_error(lse, expected[1])
+        assert error <= limit.lse, (
+            f"{label}{who}: LSE is off by {error:.3g} (allowed {limit.lse:g}): "
+            f"{worst_lse(batch, lse, expected[1])}; for {spec}"
+        )
 
 
 def worst_row(batch: Batch, out: Tensor, expected: Tensor, limit: float) -> str:

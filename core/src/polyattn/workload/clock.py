@@ -46,6 +46,23 @@ class Clock:
         return device_us(call, self._scratch)
 
 
+def repeat(
+    call: Callable[[], object], device: torch.device, seconds: float, least: int = 3
+) -> list[float]:
+    """Return the seconds of each of many calls, warmed up, the L2 as each call leaves it."""
+    call()
+    times: list[float] = []
+    end = time.perf_counter() + seconds
+    while len(times) < least or time.perf_counter() < end:
+        if device.type == "cuda":
+            times.append(between_events(call, lambda: None)[0] / 1e6)
+        else:
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+    return times
+
+
 def device_us(call: Callable[[], object], scratch: torch.Tensor) -> float:
     """Return the device's microseconds for one run of `call`, the L2 cold.
 

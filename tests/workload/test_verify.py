@@ -11,7 +11,6 @@ import torch
 from defaults import CPU_DEFAULT
 from polyattn import LayerGroup, LayerSpec, register, select, unregister
 from polyattn.errors import PluginError, SelectionError
-from polyattn.families.attention.trial import reach
 from polyattn.plugin import hookimpl
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo, Priority
@@ -152,7 +151,6 @@ def test_masks_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) 
 
 def test_a_window_of_a_million_tokens_is_tried_in_bounded_time() -> None:
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=1 << 20)
-    assert reach(spec) == 4096
     assert select(spec, "cpu", backend="NATIVE_ATTN", verify=True).decision.prefill
 
 

@@ -1,0 +1,435 @@
+"""One step of attention: paged or with keys that are given whole, and what it must give."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from polyattn.families.attention import reference
+from polyattn.families.attention.layer import Attention
+from polyattn.families.attention.transforms import Places, Transforms
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
+from polyattn.runtime.cache.scales import Scale, input_dtype, output_dtype, used_scales
+from polyattn.runtime.functions.pointwise import Pointwise, example_inputs
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask, StepMask
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+from polyattn.workload.base import Workload, picked_rows, spoil_requests
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.dice import Dice
+from polyattn.workload.judge import judge
+from polyattn.workload.pages import copied, poison, put, same_cache
+from polyattn.workload.steps import (
+    LATER,
+    PAGES,
+    USUAL,
+    Lengths,
+    held_before,
+    lens_of,
+    new_rows,
+    paged,
+)
+from polyattn.workload.tolerance import tolerance_of
+
+OFFSETS = {"+100": 100.0, "-100": -100.0}
+"""What unusual logits are raised or lowered by: more than float32's exponential takes."""
+
+
+class AttentionWorkload(Workload):
+    """One step of an attention layer.
+
+    - `query` (tokens, num_heads, head_size); `key`, `value`: the new tokens', or, without a cache,
+      all. None where nothing new is stored.
+    - `keys`, `values`: every sequence's tokens, one sequence after another.
+    - `offset`: what all logits lie near.
+    """
+
+    names = ("query", "key", "value")
+    key: Tensor | None
+    value: Tensor | None
+    cache: KVCache | None
+
+    def __init__(
+        self,
+        layer: Attention,
+        lengths: Lengths,
+        dice: Dice,
+        *,
+        numbers: str = USUAL,
+        packed: bool = False,
+        shared: Levels = (),
+        skipped: bool = False,
+        like: AttentionWorkload | None = None,
+        full: KVCache | None = None,
+        spare: int = 1,
+    ):
+        """Draw a step.
+
+        - `numbers`: unusual ones, by name.
+        - `packed`: K and V are views into one storage.
+        - `shared`: runs of blocks that sequences have in common.
+        - `skipped`: of every other new token the cache has the key already; it isn't stored again.
+        - `like`: another layer's step, whose batch this one has too.
+        - `full`: a cache of random numbers, anywhere in which the step lies; there is no `keys`.
+        - `spare`: columns of the block table beyond the longest sequence's.
+        """
+        self.layer, self.lengths, self.dice, self.packed = layer, lengths, dice, packed
+        self.numbers, self.skipped, self.spare = numbers, skipped, spare
+        self.offset = OFFSETS.get(numbers, 0.0)
+        queries, lens = lens_of(lengths)
+        self.query = self._drawn("query", sum(queries))
+        self.brought = Brought.of(self, numbers == PAGES)
+        tokens = sum(queries) if full is not None else sum(lens)
+        self.keys, self.values = self._drawn("key", tokens), self._drawn("value", tokens)
+        if full is None:
+            self._lay(shared, like)
+            return
+        self.cache, self.key, self.value = full, self.keys, self.values
+        table, _ = dice.blocks(lens, full.block_size, spare, full.num_blocks)
+        for run in (run for level in shared for run in level):
+            _share(run, table, (), lens, full.block_size)
+        host = table.cpu().numpy()
+        self.batch = paged(lengths, table, full.block_size, host_block_table=host)
+
+    @classmethod
+    def layer_of(cls, group: LayerGroup, dice: Dice, *, checks: bool = True) -> Attention:
+        """Return a layer with random sinks, slopes and scales where the spec has them."""
+        spec = group.spec
+        # An output this small leaves room in e4m3 for values near 1.
+        stored = 0.08 if spec.kv_cache_dtype == "int8" else 1.0
+        sizes = {"q_scale": 1.0, "k_scale": stored, "v_scale": stored, "out_scale": 0.04}
+        scales: dict[str, Any] = {
+            name: _scale(spec, name, sizes[name], dice) for name in sorted(used_scales(spec))
+        }
+        pointwise, read = Pointwise.of(spec), None
+        if pointwise is not None:
+            read = example_inputs(pointwise, spec, dice.generator, num_seqs=0)
+            read = {n: t for n, t in read.items() if "num_seqs" not in pointwise.inputs[n].dims}
+        return Attention(
+            group,
+            sinks=dice.normal(spec.num_heads).float() if spec.learned_sinks else None,
+            alibi_slopes=dice.normal(spec.num_heads).abs().float() * 0.1 if spec.alibi else None,
+            **scales,
+            rotate=spec.rope is not None,
+            inputs=read,
+            checks=checks,
+        )
+
+    def _drawn(self, what: str, tokens: int) -> Tensor:
+        """Return random queries, keys or values, as the layer is given them."""
+        shape = widths(self.spec)[("query", "key", "value").index(what)]
+        numbers = self.dice.normal(tokens, *shape, dtype=STORAGE_DTYPES[self.spec.dtype])
+        if self.offset and what != "value":
+            each = (abs(self.offset) / self.spec.scale) ** 0.5
+            numbers[..., 0] = math.copysign(each, self.offset) if what == "key" else each
+        dtype = input_dtype(self.spec)
+        if dtype == numbers.dtype:
+            return numbers
+        factor = getattr(self.layer.params, f"{what[0]}_scale")
+        if isinstance(factor, Tensor):
+            factor = factor.repeat_interleave(numbers.shape[1] // len(factor))
+        return quantize(numbers, dtype, factor)
+
+    def _lay(self, shared: Levels = (), like: AttentionWorkload | None = None) -> None:
+        """Lay the tokens out in a fresh cache, or with gaps that hold NaN."""
+        spec, form = self.spec, self.group.cache_format
+        queries, lens = lens_of(self.lengths)
+        if form is None:
+            self._lay_given(like)
+            return
+        table, num_blocks = self.dice.blocks(lens, form.block_size, self.spare)
+        if like is not None and like.cache is not None and like.batch.block_table is not None:
+            table, num_blocks = like.batch.block_table, like.cache.num_blocks
+        for run in (run for level in shared for run in level):
+            _share(run, table, (self.keys, self.values), lens, form.block_size)
+        kept = replace(form, interleaved=self.packed)
+        self.cache = cache = KVCache.allocate(kept, num_blocks, self.device)
+        poison(cache)
+        slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
+        assert slots is not None
+        if spec.role is Role.CROSS:
+            put(cache, self.keys, self.values, slots, self.scales)
+            self.batch = Batch([0, *accumulate(queries)], lens, table)
+            self.key = self.value = None
+            return
+        there = held_before(self.lengths, self.skipped).to(self.device)
+        put(cache, self.keys, self.values, slots.masked_fill(~there, -1), self.scales)
+        rows = new_rows(self.lengths).to(self.device)
+        self.batch = paged(self.lengths, table, form.block_size, self.brought.mask())
+        self.batch.inputs |= self.brought.tensors(self.device)
+        if not len(self.keys):  # padding rows alone: no sequence has a key
+            self.key, self.value = (
+                t.new_zeros(len(rows), *t.shape[1:]) for t in (self.keys, self.values)
+            )
+            return
+        if self.skipped:
+            assert self.batch.slot_mapping is not None
+            self.batch.slot_mapping.masked_fill_(there[rows], -1)
+        self.key, self.value = self.keys[rows], self.values[rows]
+
+    def _lay_given(self, like: AttentionWorkload | None) -> None:
+        queries, lens = lens_of(self.lengths)
+        starts, total = [], 0
+        for gap, length in zip(self.dice.integers(0, 4, len(lens)), lens, strict=True):
+            starts.append(total + gap)
+            total += gap + length
+        if like is not None:
+            starts = like.batch.key_starts
+        total = max(map(sum, zip(starts, lens, strict=True)), default=0) + 2
+        self.key, self.value = (
+            t.new_zeros(total, *t.shape[1:]).fill_(torch.nan) for t in (self.keys, self.values)
+        )
+        for whole, tokens in ((self.key, self.keys), (self.value, self.values)):
+            for start, own in zip(starts, tokens.split(lens), strict=True):
+                whole[start : start + len(own)] = own
+        firsts = self.dice.integers(0, 60, len(lens)) if self.numbers == LATER else None
+        self.cache, self.batch = None, Batch.from_lens(
+            queries, lens, key_starts=starts, first_positions=firsts, mask=self.brought.mask(),
+            device=self.device,
+        )  # fmt: skip
+        self.batch.inputs |= self.brought.tensors(self.device)
+
+    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
+        queries, lens = lens_of(self.lengths)
+        rows = picked_rows(queries, requests, self.device)
+        tokens = picked_rows(lens, requests, self.device)
+        work = self.but(
+            lengths=[self.lengths[i] for i in requests], brought=self.brought.picked(requests),
+            query=self.query[rows], keys=self.keys[tokens], values=self.values[tokens],
+        )  # fmt: skip
+        queries, lens = lens_of(work.lengths)
+        parts = [(work.query, queries), (work.keys, lens), (work.values, lens)]
+        spoil_requests(parts, spoilt, self.dice)
+        work._lay()
+        expected, lse = self.expected
+        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
+        return work
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.query, self.key, self.value, self.cache
+
+    @property
+    def scales(self) -> tuple[Scale, Scale]:
+        """The scales of what is stored."""
+        return self.layer.params.k_scale, self.layer.params.v_scale
+
+    @cached_property
+    def held(self) -> KVCache | None:
+        """What the cache must hold after the step."""
+        if self.cache is None:
+            return None
+        held, slots = copied(self.cache), self.batch.slot_mapping
+        if slots is not None and self.key is not None and self.value is not None:
+            key, value, transforms = self.key, self.value, Transforms.of(self.spec)
+            if transforms is not None:
+                places = Places.of_queries(self.batch)
+                read = {**self.batch.inputs, **self.layer.params.inputs}
+                key = transforms.changed("key", key, places, read)
+                value = transforms.changed("value", value, places, read)
+            put(held, key, value, slots, self.scales)
+        return held
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        return reference.forward(
+            self.spec, self.query, self.key, self.value, self.held, self.batch, self.layer.params
+        )
+
+    @cached_property
+    def out(self) -> Tensor:
+        shape = (len(self.query), self.spec.num_heads, self.spec.v_head_size)
+        return torch.full(shape, torch.nan, device=self.device).to(output_dtype(self.spec))
+
+    def run(self, plan: StepPlan | None = None) -> Tensor:
+        self.__dict__.pop("out", None)
+        self.lse = None
+        if self.spec.needs_lse:
+            self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
+        self.layer.run(plan or self.plan, *self.inputs, self.out, self.lse)
+        return self.out
+
+    @property
+    def exact(self) -> Tensor:
+        """What the output stands for, in float64."""
+        return reference.exact(self.out, self.layer.params.out_scale, torch.float64)
+
+    def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
+        rows = torch.arange(len(self.query)) if rows is None else rows
+        limit = tolerance_of(self.spec, self.offset)
+        yield "output", output_error(self.exact[rows], self.expected[0][rows]), limit.output
+        if self.lse is not None:
+            yield (
+                "LSE",
+                lse_error(self.lse[rows.to(self.lse.device)], self.expected[1][rows]),
+                limit.lse,
+            )
+
+    def check_memory(self) -> None:
+        if self.cache is not None and self.held is not None:
+            same_cache(self.cache, self.held, self.batch.slot_mapping)
+
+    def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
+        real = reference.exact(out, self.layer.params.out_scale, torch.float64)
+        judge(self.who, self.spec, self.batch, real, lse, self.expected, label, self.offset)
+
+    def token_error(self, index: int) -> float:
+        """Return the error of the last run's last token of a sequence, by what the cache holds now.
+
+        For caches too large for a copy, and outputs too large for the reference.
+        """
+        assert self.cache is not None
+        row = self.batch.starts[index + 1] - 1
+        return token_error(
+            self.layer, self.query[row], (None, None), self.cache, self.batch, index, self.out[row]
+        )
+
+
+WORKLOAD = AttentionWorkload
+
+
+def token_error(
+    layer: Attention, query: Tensor, given: tuple[Tensor | None, Tensor | None],
+    cache: KVCache | None, batch: Batch, index: int, out: Tensor, before_last: int = 0,
+) -> float:  # fmt: skip
+    """Return the error of one token's output, `out` (num_heads, v_head_size).
+
+    `given`: the sequence's own keys and values, without a cache. `before_last`: how many of the
+    sequence's tokens come after it, of a causal layer.
+    """
+    spec, params = layer.spec, layer.params
+    if cache is None:
+        keys, values = given
+        assert keys is not None and values is not None
+    else:
+        keys, values = reference.read_cache(spec, cache, batch, index, params)
+    seen = batch.lens[index] - before_last
+    asked = reference.exact(query[None], params.q_scale, torch.float64)
+    expected, _ = reference.attend(spec, asked, keys[:seen], values[:seen], params)
+    return output_error(reference.exact(out[None], params.out_scale, torch.float64), expected)
+
+
+def widths(spec: LayerSpec) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Return heads and their size, of queries, keys and values."""
+    return (
+        (spec.num_heads, spec.head_size),
+        (spec.num_kv_heads, spec.head_size),
+        (spec.num_kv_heads, spec.v_head_size),
+    )
+
+
+def attention_inputs(
+    spec: LayerSpec, tokens: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return normal (query, key, value) of `tokens` tokens, in what they come in."""
+    query, key, value = (
+        torch.randn(tokens, *width, generator=generator).to(input_dtype(spec))
+        for width in widths(spec)
+    )
+    return query, key, value
+
+
+def _scale(spec: LayerSpec, name: str, size: float, dice: Dice) -> Scale:
+    """Return a random scale, as the spec has them: a number, or a tensor."""
+    many = spec.scales == "head" and name != "out_scale"
+    drawn = [
+        size * (0.5 + 0.05 * n) for n in dice.integers(0, 10, spec.num_kv_heads if many else 1)
+    ]
+    if spec.scales == "number":
+        return drawn[0]
+    return torch.tensor(drawn if many else drawn[0], device=dice.device)
+
+
+def _share(
+    run: SharedRun, table: Tensor, tokens: tuple[Tensor, ...], lens: list[int], block: int
+) -> None:
+    """Let a run's rows have the first one's blocks, and the keys and values that lie there."""
+    columns = slice(run.first, run.first + run.count)
+    table[list(run.rows), columns] = table[run.rows[0], columns].clone()
+    same = slice(run.first * block, (run.first + run.count) * block)
+    for tensor in tokens:
+        parts = tensor.split(lens)
+        for row in run.rows[1:]:
+            assert lens[row] >= same.stop
+            parts[row][same] = parts[run.rows[0]][same]
+
+
+@dataclass(frozen=True)
+class Brought:
+    """What sequences bring to their step: masks, and what a variant's functions read.
+
+    - `kind`: of the masks, as `LayerSpec.mask` has it.
+    - `bits`: of each sequence its mask, over its new tokens or all its keys (`over`).
+    - `block`: rows and keys of a block, where masks are of blocks.
+    - `inputs`: what functions read of each sequence, by name; `dims`: which dimension counts them.
+    """
+
+    lengths: Lengths
+    kind: str | None
+    bits: list[Tensor]
+    over: str
+    block: tuple[int, int] | None
+    inputs: dict[str, Tensor]
+    dims: dict[str, int]
+
+    @classmethod
+    def of(cls, work: AttentionWorkload, pages: bool) -> Brought:
+        """Draw what a step's sequences bring: half of the keys, or of the blocks.
+
+        `pages`: a block is a page of keys, seen by four queries.
+        """
+        spec, dice, form = work.spec, work.dice, work.group.cache_format
+        bits, over, block = list[Tensor](), "all", None
+        if spec.mask == "custom":
+            over = ("new", "all")[dice.integer(0, 2)]
+        elif spec.mask == "block_sparse":
+            block = (
+                (4, form.block_size) if pages and form else ((2, 3), (1, 16))[dice.integer(0, 2)]
+            )
+        height, width = block or (1, 1)
+        for queries, keys in work.lengths if spec.mask is not None else ():
+            seen = min(queries, keys) if over == "new" else keys
+            drawn = dice.chance(-(-queries // height), -(-seen // width)) < 0.5
+            drawn = drawn.repeat_interleave(height, 0).repeat_interleave(width, 1)
+            bits.append(drawn[:queries, :seen])
+        pointwise, inputs, dims = Pointwise.of(spec), dict[str, Tensor](), dict[str, int]()
+        if pointwise is not None:
+            found = example_inputs(pointwise, spec, dice.generator, len(work.lengths))
+            for name, tensor in found.items():
+                sizes = pointwise.inputs[name].dims
+                if "num_seqs" in sizes:
+                    inputs[name], dims[name] = tensor, sizes.index("num_seqs")
+        return cls(work.lengths, spec.mask, bits, over, block, inputs, dims)
+
+    def picked(self, requests: Sequence[int]) -> Brought:
+        """Return what some of the sequences bring."""
+        index = torch.tensor(list(requests), dtype=torch.int64)
+        return replace(
+            self, lengths=[self.lengths[i] for i in requests],
+            bits=[self.bits[i] for i in requests] if self.bits else [],
+            inputs={n: t.index_select(self.dims[n], index) for n, t in self.inputs.items()},
+        )  # fmt: skip
+
+    def mask(self) -> StepMask | None:
+        """Return the step's mask."""
+        if self.kind is None:
+            return None
+        whole = CustomMask.pack(self.bits, self.over)
+        if self.block is None:
+            return whole
+        return BlockSparseMask.of(whole, *lens_of(self.lengths), self.block)
+
+    def tensors(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what functions read of the step's sequences."""
+        return {name: tensor.to(device) for name, tensor in self.inputs.items()}

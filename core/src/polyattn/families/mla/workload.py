@@ -1,0 +1,196 @@
+"""One step of MLA: a poisoned latent cache, and the reference that absorbs nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from polyattn.families.attention import reference as attention_reference
+from polyattn.families.mla import reference
+from polyattn.families.mla.layer import LatentAttention
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.decompose import absorbed
+from polyattn.spec.layer import LatentSpec, LayerSpec
+from polyattn.workload.base import Workload, picked_rows, spoil_requests
+from polyattn.workload.compare import lse_error, output_error
+from polyattn.workload.dice import Dice
+from polyattn.workload.judge import judge
+from polyattn.workload.pages import copied, poison, put, same_cache
+from polyattn.workload.steps import Lengths, held_before, lens_of, new_rows, paged
+from polyattn.workload.tolerance import tolerance_of
+
+
+class LatentWorkload(Workload):
+    """One step of an MLA layer.
+
+    - `query` (tokens, num_heads, size), `latent` (tokens, rank), `rope` (tokens, rope_head_size): what
+      the layer takes, and `topk` (tokens, k) int32 of a sparse one.
+    - `entries` (all tokens, rank + rope_head_size): every sequence's.
+    """
+
+    names = ("query", "latent", "rope", "topk")
+    cache: KVCache
+
+    def __init__(
+        self, layer: LatentAttention, lengths: Lengths, dice: Dice, *, shared: int = 0,
+        like: LatentWorkload | None = None,
+    ):  # fmt: skip
+        """Draw a step. `shared`: the blocks that all sequences begin with; `like`: as attention's."""
+        self.layer, self.lengths, self.dice = layer, lengths, dice
+        spec, form = self.spec, self.group.cache_format
+        assert form is not None
+        queries, lens = lens_of(lengths)
+        dtype = STORAGE_DTYPES[spec.dtype]
+        self.entries = dice.normal(sum(lens), self.part.size, dtype=dtype)
+        for seq in self.entries.split(lens) if shared else ():
+            seq[: shared * form.block_size] = self.entries[: shared * form.block_size]
+        width = spec.head_size if layer.weights is not None else self.part.size
+        self.query = dice.normal(sum(queries), spec.num_heads, width, dtype=dtype)
+        self.topk = None
+        if self.part.topk:
+            self.topk = chosen_positions(lens, queries, self.part.topk, dice).to(self.device)
+        self._lay(shared, like)
+
+    @classmethod
+    def layer_of(
+        cls, group: LayerGroup, dice: Dice, *, checks: bool = True, weights: bool = True
+    ) -> LatentAttention:
+        """Return an MLA layer with random weights, or one whose caller absorbs."""
+        made = latent_weights(group.spec, dice.generator) if weights else (None, None)
+        factor = 0.5 + 0.05 * dice.integer(0, 10)
+        scale = {"auto": 1.0, "int8": 0.08 * factor}.get(group.spec.kv_cache_dtype, factor)
+        return LatentAttention(group, *made, k_scale=scale, checks=checks)
+
+    @property
+    def part(self) -> LatentSpec:
+        """The spec's own part."""
+        assert self.spec.latent is not None
+        return self.spec.latent
+
+    def _lay(self, shared: int = 0, like: LatentWorkload | None = None) -> None:
+        form = self.group.cache_format
+        assert form is not None
+        _, lens = lens_of(self.lengths)
+        table, num_blocks = self.dice.blocks(lens, form.block_size)
+        if like is not None and like.batch.block_table is not None:
+            table, num_blocks = like.batch.block_table, like.cache.num_blocks
+        if shared:
+            table[1:, :shared] = table[0, :shared]
+        self.cache = KVCache.allocate(form, num_blocks, self.device)
+        poison(self.cache)
+        slots = Batch.from_lens(lens, lens, table, form.block_size).slot_mapping
+        assert slots is not None
+        there = held_before(self.lengths).to(self.device)
+        self._put(self.cache, self.entries, slots.masked_fill(~there, -1))
+        rows = new_rows(self.lengths).to(self.device)
+        own = self.entries.new_zeros(len(rows), self.part.size)
+        own = self.entries[rows] if len(self.entries) else own
+        self.latent = own[:, : self.part.rank].contiguous()
+        self.rope = own[:, self.part.rank :].contiguous()
+        self.batch = paged(self.lengths, table, form.block_size)
+
+    def _put(self, cache: KVCache, entries: Tensor, slots: Tensor) -> None:
+        scales = (self.layer.params.k_scale, self.layer.params.v_scale)
+        put(cache, entries[:, None], entries[:, None, : self.part.rank], slots, scales)
+
+    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
+        queries, lens = lens_of(self.lengths)
+        rows = picked_rows(queries, requests, self.device)
+        work = self.but(
+            lengths=[self.lengths[i] for i in requests], query=self.query[rows],
+            entries=self.entries[picked_rows(lens, requests, self.device)],
+            topk=None if self.topk is None else self.topk[rows],
+        )  # fmt: skip
+        queries, lens = lens_of(work.lengths)
+        spoil_requests([(work.query, queries), (work.entries, lens)], spoilt, self.dice)
+        work._lay()
+        expected, lse = self.expected
+        work.__dict__["expected"] = expected[rows.cpu()], lse[rows.cpu()]
+        return work
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return self.query, self.latent, self.rope, self.cache
+
+    @cached_property
+    def held(self) -> KVCache:
+        """What the cache must hold after the step."""
+        held, slots = copied(self.cache), self.batch.slot_mapping
+        assert slots is not None
+        self._put(held, torch.cat([self.latent, self.rope], dim=1), slots)
+        return held
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        if layer.weights is None:
+            return attention_reference.forward(
+                absorbed(self.spec), self.query, None, None, self.held, self.batch, layer.params
+            )
+        return reference.forward(
+            self.spec, self.query, self.held, self.batch, layer.weights, layer.params, self.topk
+        )
+
+    @cached_property
+    def out(self) -> Tensor:
+        width = self.part.rank if self.layer.weights is None else self.spec.v_head_size
+        shape = (len(self.query), self.spec.num_heads, width)
+        return torch.full(shape, torch.nan, device=self.device).to(self.query.dtype)
+
+    def call(self) -> Any:
+        return self.layer(*self.inputs, self.plan, topk=self.topk, out=self.out)
+
+    def run(self, plan: StepPlan | None = None) -> Tensor:
+        self.__dict__.pop("out", None)
+        self.lse = None
+        if self.spec.needs_lse:
+            self.lse = torch.full(self.out.shape[:2], torch.nan, device=self.device)
+        self.layer.run(plan or self.plan, *self.inputs, self.topk, self.out, self.lse)
+        return self.out
+
+    def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
+        rows = torch.arange(len(self.query)) if rows is None else rows
+        limit = tolerance_of(self.spec)
+        at = rows.to(self.device)
+        yield "output", output_error(self.out[at], self.expected[0][rows]), limit.output
+        if self.lse is not None:
+            yield "LSE", lse_error(self.lse[at], self.expected[1][rows]), limit.lse
+
+    def check_memory(self) -> None:
+        same_cache(self.cache, self.held, self.batch.slot_mapping)
+
+    def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
+        judge(self.who, self.spec, self.batch, out, lse, self.expected, label)
+
+
+WORKLOAD = LatentWorkload
+
+
+def latent_weights(spec: LayerSpec, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return W_UK and W_UV of an MLA layer, scaled so that keys and values have unit size."""
+    assert spec.latent is not None
+    dtype, rank = STORAGE_DTYPES[spec.dtype], spec.latent.rank
+    nope = spec.head_size - spec.latent.rope_head_size
+    w_uk = torch.randn(spec.num_heads, nope, rank, generator=generator) / math.sqrt(rank)
+    w_uv = torch.randn(spec.num_heads, rank, spec.v_head_size, generator=generator)
+    return w_uk.to(dtype), (w_uv / math.sqrt(rank)).to(dtype)
+
+
+def chosen_positions(lens: list[int], queries: list[int], topk: int, dice: Dice) -> Tensor:
+    """Return int32 (tokens, topk): for each token distinct positions that it sees, -1 past them."""
+    rows = []
+    for length, count in zip(lens, queries, strict=True):
+        for at in range(length - count, length):
+            row = torch.full((topk,), -1, dtype=torch.int32)
+            seen = dice.order(max(at + 1, 0))[:topk]
+            row[: len(seen)] = seen.int()
+            rows.append(row)
+    return torch.stack(rows) if rows else torch.empty(0, topk, dtype=torch.int32)

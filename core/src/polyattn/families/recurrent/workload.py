@@ -1,0 +1,297 @@
+"""One step of a recurrence: poisoned states, and the published recurrence in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from polyattn.families.recurrent import reference
+from polyattn.families.recurrent.layer import Recurrent, input_dtype
+from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES
+from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.step.batch import Batch
+from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.layer import LayerSpec
+from polyattn.spec.recurrence import form_of, shape_of
+from polyattn.workload.base import Workload, picked_rows, spoil_requests
+from polyattn.workload.compare import output_error
+from polyattn.workload.dice import Dice
+from polyattn.workload.pages import bits, unchanged
+from polyattn.workload.steps import USUAL, Lengths, lens_of
+from polyattn.workload.tolerance import tolerance_of
+
+GROWTH, FORGETTING = 0.03, 40.0
+"""What a token multiplies the state by in unusual inputs: up to exp(GROWTH), down to exp(-FORGETTING).
+
+No trained model grows for long; none is forbidden to.
+"""
+
+
+class RecurrentWorkload(Workload):
+    """One step of a recurrent layer.
+
+    - `tokens`: the inputs, in the form's order.
+    - `states`: the cache, NaN but for the states of sequences that go on; `used`: the slots that the
+      step writes.
+    """
+
+    def __init__(
+        self, layer: Recurrent, lengths: Lengths, dice: Dice, *, numbers: str = USUAL,
+        targets: str = "", like: RecurrentWorkload | None = None,
+    ):  # fmt: skip
+        """Draw a step.
+
+        - `numbers`: `growing` and `forgetting` are unusual.
+        - `targets`: states end elsewhere, of `sequences` or `tokens`.
+        - `like`: another layer's step, whose slots this one has too.
+        """
+        self.layer, self.lengths, self.dice, self.numbers = layer, lengths, dice, numbers
+        self.tokens = self.more(sum(q for q, _ in lengths))
+        shape = layer.group.allocate_states(1).data.shape[1:]
+        self.starts = recurrent_state(self.spec, (len(lengths), *shape), dice.generator)
+        self.starts = self.starts.to(self.device)
+        slots = None if like is None else like.slots
+        self._lay(dice.order(len(lengths) + 2).tolist() if slots is None else slots)
+        if targets:
+            self._move(by_token=targets == "tokens")
+
+    @classmethod
+    def layer_of(
+        cls, group: LayerGroup, dice: Dice, *, checks: bool = True, numbers: str = USUAL
+    ) -> Recurrent:
+        """Return a recurrent layer with random parameters."""
+        params = recurrent_params(group.spec, dice.generator)
+        for name in {"A", "decay"} & params.keys():
+            params[name] = rates(params[name], numbers)
+        return Recurrent(group, checks=checks, **params)
+
+    def more(self, count: int) -> list[Tensor]:
+        """Return the inputs of so many tokens, in the form's order."""
+        inputs = recurrent_inputs(self.spec, count, self.dice.generator, self.device)
+        for index, name in enumerate(self.layer.form.inputs):
+            if name in ("g", "w"):
+                inputs[index] = rates(inputs[index], self.numbers)
+        return inputs
+
+    def _lay(self, slots: Sequence[int]) -> None:
+        """Put the states of sequences that go on into these slots."""
+        self.states = self.group.allocate_states(len(self.lengths) + 2)
+        self.states.data.fill_(torch.nan)
+        self.slots, own, self.used = list(slots), [], []
+        for (query, length), slot, start in zip(self.lengths, slots, self.starts, strict=False):
+            padding = query > 0 and length == 0
+            own.append(-1 if padding else slot)
+            if length > query:
+                self.states.data[slot] = start.to(self.states.data)
+            if query and not padding:
+                self.used.append(slot)
+        self.batch = self.step(self.lengths, torch.tensor(own, dtype=torch.int64))
+
+    def step(self, lengths: Lengths, slots: Tensor, targets: Tensor | None = None) -> Batch:
+        """Return a batch over states of this workload."""
+        targets = None if targets is None else targets.to(self.device)
+        return Batch.from_lens(
+            *lens_of(lengths), state_slots=slots.to(self.device), state_targets=targets,
+            device=self.device,
+        )  # fmt: skip
+
+    def _move(self, by_token: bool) -> None:
+        queries, lens = lens_of(self.lengths)
+        held, slots = self.states.data, self.batch.state_slots
+        assert slots is not None
+        real = [query if length else 0 for query, length in self.lengths]
+        counts = real if by_token else [min(count, 1) for count in real]
+        free = (self.dice.order(sum(counts)) + len(held)).tolist()
+        targets = torch.full((len(lens), max(counts)), -1, dtype=torch.int64)
+        for row, count in enumerate(counts):
+            targets[row, :count] = torch.tensor([free.pop() for _ in range(count)])
+        self.used = targets[targets >= 0].tolist()
+        if by_token:  # as engines have it: a sequence goes on from one of its own slots
+            row = max(range(len(lens)), key=lambda i: (lens[i] > queries[i], queries[i]))
+            self.used[self.used.index(int(targets[row, -1]))] = int(slots[row])
+            targets[row, -1] = slots[row]
+        self.states = self.group.allocate_states(len(held) + sum(counts))
+        self.states.data.fill_(torch.nan)
+        self.states.data[: len(held)] = held
+        self.batch = self.step(self.lengths, slots, targets if by_token else targets[:, 0])
+
+    def picked(self, requests: Sequence[int], spoilt: Sequence[int] = ()) -> Self:
+        queries, _ = lens_of(self.lengths)
+        rows, chosen = picked_rows(queries, requests, self.device), list(requests)
+        work = self.but(
+            lengths=[self.lengths[i] for i in requests], starts=self.starts[chosen],
+            tokens=[tensor[rows] for tensor in self.tokens],
+        )  # fmt: skip
+        queries, ones = lens_of(work.lengths)[0], [1] * len(chosen)
+        parts = [*((tensor, queries) for tensor in work.tokens), (work.starts, ones)]
+        spoil_requests(parts, spoilt, self.dice)
+        work._lay(self.dice.order(len(chosen) + 2).tolist())
+        output, after = self.expected
+        ends = work.states.data.cpu().double()
+        ends[work.slots[: len(chosen)]] = after[[self.slots[i] for i in requests]]
+        work.__dict__["expected"] = output[rows.cpu()], ends
+        work.used = [
+            slot for i, slot in enumerate(work.slots[: len(chosen)])
+            if slot in work.used and i not in spoilt
+        ]  # fmt: skip
+        return work
+
+    @property
+    def inputs(self) -> tuple[Any, ...]:
+        return tuple(self.tokens)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(zip(self.layer.form.inputs, self.tokens, strict=True))
+
+    @cached_property
+    def held(self) -> Tensor:
+        """The states before the step."""
+        return self.states.data.clone()
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        return reference.forward(
+            self.spec, self.tensors(), self.layer.params, self.held, self.batch
+        )
+
+    @cached_property
+    def out(self) -> Tensor:
+        shape = self.layer.output_shape(len(self.tokens[0]))
+        return torch.full(shape, torch.nan, device=self.device).to(STORAGE_DTYPES[self.spec.dtype])
+
+    def call(self) -> Any:
+        return self.layer(*self.tokens, states=self.states, plan=self.plan, out=self.out)
+
+    def run(self, plan: StepPlan | None = None) -> Tensor:
+        self.__dict__.pop("out", None)
+        self.layer.run(plan or self.plan, self.inputs, self.states, self.out)
+        return self.out
+
+    def errors(self, rows: Tensor | None = None) -> Iterator[tuple[str, float, float]]:
+        limit, real = tolerance_of(self.spec).output, self.real_rows()
+        rows = torch.arange(len(real)) if rows is None else rows
+        rows = rows[real[rows]]
+        pairs = [
+            ("output", self.out[rows.to(self.device)], self.expected[0][rows]),
+            ("state", self.states.data[self.used], self.expected[1][self.used]),
+        ]
+        for what, actual, right in pairs:
+            count = len(right)
+            yield what, _error(actual, right) if count else 0.0, limit
+
+    def check(self, label: str = "", plan: StepPlan | None = None) -> Tensor:
+        self.__dict__.pop("held", None)  # states go on from where they are
+        self.__dict__.pop("expected", None)
+        params = {name: tensor.clone() for name, tensor in self.layer.params.items()}
+        out = super().check(label, plan)
+        for name, then in params.items():
+            unchanged(name, self.layer.params[name], then)
+        return out
+
+    def check_memory(self) -> None:
+        now = self.states.data
+        rest = [slot for slot in range(len(now)) if slot not in self.written()]
+        same = torch.equal(bits(now[rest]), bits(self.held[rest]))
+        assert same, "a slot that no sequence of the step has was written"
+
+    def written(self) -> set[int]:
+        """Return the slots that the step may write."""
+        slots, targets = self.batch.state_slots, self.batch.state_targets
+        assert slots is not None
+        if targets is not None:
+            return set(self.used)
+        pairs = zip(slots.tolist(), self.batch.query_lens, strict=True)
+        return {slot for slot, query in pairs if slot >= 0 and query}
+
+    def compare(self, out: Tensor, lse: Tensor | None, label: str = "") -> None:
+        real = self.real_rows()
+        self.agree(out[real], self.expected[0][real], label)
+        self.agree(self.states.data[self.used], self.expected[1][self.used], f"{label}state ")
+
+    def agree(self, actual: Tensor, right: Tensor, label: str = "") -> None:
+        """Assert that two tensors agree: by token, or by slot."""
+        error, limit = _error(actual, right) if len(right) else 0.0, tolerance_of(self.spec).output
+        assert error <= limit, (
+            f"{self.who}: {label}is off by {error:.3g} (allowed {limit:g}) for {self.spec}"
+        )
+
+    def real_rows(self) -> Tensor:
+        """Return which tokens belong to no padding row."""
+        assert self.batch.state_slots is not None
+        real = (self.batch.state_slots >= 0).cpu()
+        return torch.repeat_interleave(real, torch.tensor(self.batch.query_lens))
+
+
+WORKLOAD = RecurrentWorkload
+
+
+def _error(actual: Tensor, right: Tensor) -> float:
+    return output_error(actual.reshape(len(right), -1), right.cpu().reshape(len(right), -1))
+
+
+def rates(usual: Tensor, numbers: str) -> Tensor:
+    """Return exponents of the same shape that make a state grow, or forget all at once."""
+    if numbers == "growing" and usual.numel():
+        return (usual.abs() / usual.abs().max().clamp(min=1e-6) * GROWTH).to(usual.dtype)
+    if numbers == "forgetting":
+        return usual - FORGETTING
+    return usual
+
+
+def recurrent_inputs(
+    spec: LayerSpec, tokens: int, generator: torch.Generator, device: str | torch.device = "cpu"
+) -> list[Tensor]:
+    """Return inputs of a recurrent layer in its form's order: steps short, gates within (0, 1)."""
+    found: list[Tensor] = []
+    for name, letters in form_of(spec).inputs.items():
+        tensor = torch.randn(shape_of(spec, letters, tokens), generator=generator)
+        if name == "dt":
+            tensor = tensor * 0.5 - 1.0
+            if spec.recurrent and not spec.recurrent.dt_softplus:  # then it is the step itself
+                tensor = torch.nn.functional.softplus(tensor)
+        elif name in ("g", "w"):
+            tensor = -torch.nn.functional.softplus(tensor - 2.0)
+        elif name == "beta":
+            tensor = torch.sigmoid(tensor)
+        elif name in ("q", "k") and spec.kind in (AttentionKind.GDN, AttentionKind.KDA):
+            tensor = normalize(tensor, dim=-1)
+        elif name == "a":
+            tensor = -normalize(tensor, dim=-1)
+        elif name == "b":  # what a model writes in place of what it removed: as much at most
+            tensor = -found[-1].to("cpu", tensor.dtype) * torch.sigmoid(tensor)
+        elif name in ("r", "k", "B", "C"):
+            tensor = tensor / math.sqrt(tensor.shape[-1])
+        found.append(tensor.to(input_dtype(spec, name)).to(device))
+    return found
+
+
+def recurrent_state(spec: LayerSpec, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Return states (…, as the form says) that earlier tokens may have left, in float32."""
+    state = torch.randn(shape, generator=generator) * 0.5
+    if spec.kind is AttentionKind.PHI_LINEAR:  # the last column sums up weights, none negative
+        state[..., -1] = state[..., -1].abs() + 1.0
+    return state
+
+
+def recurrent_params(spec: LayerSpec, generator: torch.Generator) -> dict[str, Tensor]:
+    """Return a recurrent layer's parameters: A and decay negative, as every model has them."""
+    found = {}
+    for name, letters in form_of(spec).params.items():
+        tensor = torch.randn(shape_of(spec, letters), generator=generator)
+        if name == "A":
+            tensor = -torch.exp(tensor * 0.5)
+        elif name == "decay":
+            tensor = -torch.rand(tensor.shape, generator=generator) * 0.5
+        elif name == "weight":
+            tensor = tensor / math.sqrt(tensor.shape[-1])
+        elif name == "dt_bias" and spec.recurrent and not spec.recurrent.dt_softplus:
+            tensor = tensor.abs() * 0.1
+        found[name] = tensor
+    return found

@@ -1,0 +1,148 @@
+"""Which steps are worth a look? Tables of (query length, sequence length) by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.shared_prefix import Levels, SharedRun
+from polyattn.runtime.step.step_mask import StepMask
+
+USUAL, LATER, PAGES = "usual", "later", "pages"
+"""How a step's numbers are drawn: normal; the first given keys stand later in their texts; a mask's
+blocks are the cache's. A family knows others."""
+Lengths = Sequence[tuple[int, int]]
+"""(query length, sequence length) of each sequence."""
+
+
+def batches(name: str, block: int) -> list[tuple[int, int]]:
+    """Return (query length, sequence length) pairs for a block size.
+
+    Together they hold empty sequences, length 1, exact multiples of a block and one over, more
+    sequences than a warp has lanes, and lengths beyond any tile.
+    """
+    decode = [(1, 1), (1, block), (1, block + 1), (1, 3 * block - 1), (1, 5 * block + 7)]
+    prefill = [(0, 0), (1, 1), (2, 2), (block, block), (block + 1, block + 1), (37, 37)]
+    chunked = [(0, 5), (3, block + 3), (block, 2 * block), (5, 4 * block + 1), (1, 9), (29, 61)]
+    mixed = [*decode, (0, 0), *prefill[3:], *chunked]
+    return {
+        "decode": decode,
+        "prefill": prefill,
+        "chunked": chunked,
+        "mixed": mixed,
+        "prefills first": sorted(mixed, key=lambda pair: -pair[0]),
+        "many": [(1 + 2 * (i % 7 == 3), 3 + 5 * (i % 9)) for i in range(41)],
+        "in order": [(1, 5), (1, block + 1), (1, 3 * block), (7, 7), (block, 2 * block), (29, 61)],
+        "long": [(1, 2049), (1, 1500), (70, 1100), (300, 300)],
+        "shared": [(1, 2 * block + 1), (5, 3 * block + 5), (1, 2 * block + 7), (block, 4 * block)],
+        "short queries": [(3, block + 3), (1, 5), (2, 2), (4, 3 * block), (37, 50), (8, 3 * block)],
+        "padded": [(1, block + 3), (1, 0), (1, 2), (1, 0)],
+        "empty": [(0, 0), (0, 7)],
+        "padded rows": [(4, block + 4), (4, 0), (4, 4), (4, 0), (4, 3 * block + 1), (4, 0)],
+        "padded prompts": [
+            (37, 0),
+            (1, 9),
+            (20, 30),
+            (block + 1, 0),
+            (1, 0),
+            (2 * block, 2 * block),
+        ],
+        "late padding": [(5, block + 5), (1, 0), (0, 3), (1, 9)],
+        "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
+        "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
+        "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
+    }[name]
+
+
+RECURRENT = {
+    "mixed": [
+        (1, 9), (1, 1), (1, 0), (1, 300), (0, 7), (5, 5), (70, 70), (4, 0), (129, 140), (3, 80), (1, 2),
+    ],
+    "fresh": [(1, 1), (2, 2), (64, 64), (65, 65), (200, 200), (31, 31)],
+    "continued": [(2, 3), (16, 40), (64, 100), (66, 166), (3, 4)],
+    "tokens": [(1, 5), (1, 1), (1, 17), (1, 4096)],
+    "three each": [(3, 5), (3, 3), (3, 17), (3, 4000)],
+    "many": [(1 + 2 * (i % 5 == 2), 3 + 4 * (i % 7)) for i in range(45)],
+    "padded": [(1, 5), (1, 0), (1, 1), (1, 0)],
+    "padded drafts": [(4, 9), (4, 0), (4, 4), (4, 70), (4, 0), (4, 0)],
+    "padded prompts": [(70, 0), (20, 30), (33, 0), (130, 130), (200, 0)],
+    "empty": [(0, 0), (0, 7)],
+}  # fmt: skip
+"""A recurrence's: longer sequences continue, equal ones start fresh."""
+
+FORESTS = ("one run", "levels", "many rows", "alone")
+
+
+def forest(name: str, block: int) -> tuple[Levels, list[int]]:
+    """Return the runs that a batch's rows share, and their lengths, for a block size.
+
+    Together they hold rows without a run, padding, several levels, a group that with its heads is wider
+    than any tile of queries, and nothing shared at all.
+    """
+    if name == "one run":
+        return ((SharedRun((0, 1, 3), 0, 5),),), [5 * block + 1, 6 * block, 9, 7 * block + 3]
+    if name == "levels":
+        levels: Levels = (
+            (SharedRun((0, 1, 2, 3, 5), 0, 4),),
+            (SharedRun((0, 2, 3), 4, 3), SharedRun((1, 5), 4, 1)),
+            (SharedRun((2, 3), 7, 2),),
+        )
+        return levels, [9 * block, 6 * block + 5, 10 * block + 1, 9 * block + 2, 0, 5 * block + 7]
+    if name == "many rows":
+        rows = tuple(range(20))
+        levels = ((SharedRun(rows, 0, 3),), (SharedRun(rows[1::2], 3, 2),))
+        return levels, [5 * block + 1 + row % 5 for row in rows]
+    return (), [block + 1, 0, 3 * block]
+
+
+def lens_of(lengths: Lengths) -> tuple[list[int], list[int]]:
+    """Return the queries' and the sequences' lengths."""
+    return [q for q, _ in lengths], [n for _, n in lengths]
+
+
+def pairs(batch: Batch) -> list[tuple[int, int]]:
+    """Return the (query length, sequence length) pairs of a batch."""
+    return list(zip(batch.query_lens, batch.lens, strict=True))
+
+
+def new_rows(lengths: Lengths) -> Tensor:
+    """Return where a step's new tokens are among all tokens of its sequences, int64."""
+    rows, start = [], 0
+    for query, length in lengths:
+        # A padding row (one query token, length 0) has no token at all: any will do.
+        rows += [max(at, 0) for at in range(start + length - query, start + length)]
+        start += length
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def held_before(lengths: Lengths, skipped: bool = False) -> Tensor:
+    """Return which tokens the cache holds before the step: the context, some new ones if `skipped`."""
+    there, end = torch.ones(sum(n for _, n in lengths), dtype=torch.bool), 0
+    for query, length in lengths:
+        first, end = end + max(length - query, 0), end + length
+        there[first:end] = False
+        if skipped:
+            there[first:end:2] = True
+    return there
+
+
+def paged(
+    lengths: Lengths, table: Tensor, block: int, mask: StepMask | None = None, **known: Any
+) -> Batch:
+    """Like `Batch.from_lens`, with slot -1 for padding rows (one query token, length 0).
+
+    `known`: what else a `Batch` is told.
+    """
+    queries, lens = lens_of(lengths)
+    real = [n if n or q != 1 else 1 for q, n in lengths]
+    batch = Batch.from_lens(queries, real, table, block)
+    assert batch.slot_mapping is not None
+    slots = batch.slot_mapping.clone()
+    for start, (query, length) in zip(batch.starts, lengths, strict=False):
+        if query == 1 and length == 0:
+            slots[start] = -1
+    return Batch(batch.starts, lens, table, slots, mask=mask, **known)
