@@ -99,10 +99,9 @@ def error_of(work: Workload, call: Call) -> float:
     if isinstance(work, LatentWorkload):
         spec, params = absorbed(work.spec), work.layer.params
         read = attention_reference.read_cache(spec, work.cache, work.batch, index, params)
-        expected, _ = attention_reference.attend(
-            spec, work.query[row : row + 1].double(), *read, params
-        )
-        return output_error(work.out[row : row + 1].double(), expected)
+        query = work.query[row : row + 1].cpu().double()
+        expected, _ = attention_reference.attend(spec, query, *read, params)
+        return output_error(work.out[row : row + 1], expected)
     assert isinstance(work, AttentionWorkload)
     if work.cache is not None:
         return work.token_error(index)
@@ -139,11 +138,11 @@ def attend(work: Any) -> Call:
 def unshared(work: Any) -> Call:
     """A call that reads shared blocks once for each sequence: the plan doesn't know of them."""
     batch = work.batch
-    plain = Batch(batch.starts, batch.lens, batch.block_table, batch.slot_mapping)
+    plain = Batch(
+        batch.starts, batch.lens, batch.block_table, batch.slot_mapping, device=work.device
+    )
     plain.__dict__["host_block_table"] = None  # on a CPU it is the block table itself
-    other = work.but(batch=plain)
-    other.__dict__["out"] = work.out
-    return attend(other)
+    return attend(work.but(batch=plain))
 
 
 def own_calls(work: Any) -> Call:
@@ -154,10 +153,8 @@ def own_calls(work: Any) -> Call:
         plan.stored_by.run(plan.store, work.key, work.value, cache, layer.params)
         for call in plan.calls:
             rows = slice(None) if call.rows is None else call.rows
-            new = work.query[rows], work.key[rows], work.value[rows]
-            call.backend.run(
-                call.plan, *new, call.view(cache), layer.params, work.out[rows], None
-            )  # fmt: skip
+            new, view = (work.query[rows], work.key[rows], work.value[rows]), call.view(cache)
+            call.backend.run(call.plan, *new, view, layer.params, work.out[rows], None)
 
     return run
 

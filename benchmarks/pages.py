@@ -20,9 +20,10 @@ RESULTS = Path(__file__).parent / "results"
 LIBRARIES = ("torch", "triton", "flashinfer-python", "vllm", "flash-linear-attention", "mamba-ssm")
 HEAD = """# {machine}
 
-Generated from `{machine}.jsonl` by `python benchmarks/run.py --pages`: the newest figure of each. Times are
-microseconds: on a GPU device time, the L2 cold, the median; elsewhere, and of the host, the least. "Ratio" is the first
-one's time over what its bar names, or over the fastest of the others. "Error" is the largest, against float64.
+Generated from `{machine}.jsonl` by `python benchmarks/run.py --pages`: the newest figure of each.
+Times are microseconds: on a GPU device time, the L2 cold, the median; elsewhere, and of the host, the
+least. "Ratio" is the first one's time over what its bar names, or over the fastest of the others.
+"Error" is the largest, against float64.
 """
 
 
@@ -64,23 +65,20 @@ def judged(row: Row, times: dict[str, float]) -> tuple[float | None, bool | None
 
     `times`: microseconds by contender, the first one's first.
     """
-    if not times or all(
-        next(iter(times)) != c.label for d in row.by for c in row.contenders(d)[:1]
-    ):
+    held = {c.label for device in row.by for c in row.contenders(device)[:1]}
+    if not times or next(iter(times)) not in held:
         return None, None
-    (first, us), others = next(iter(times.items())), dict(list(times.items())[1:])
-    others = (
-        {name: other for name, other in others.items() if not name.startswith("machine.")}
-        if row.bar is None or row.bar.of == BEST
-        else others
-    )
-    if row.bar is not None and row.bar.of == "us":
+    us, *_ = times.values()
+    beside = {
+        who: other for who, other in list(times.items())[1:] if not who.startswith("machine.")
+    }
+    of, best = row.bar.of if row.bar else BEST, min(beside.values(), default=None)
+    if of == "us" and row.bar is not None:
         return us / row.bar.most, us <= row.bar.most
-    if row.bar is None or row.bar.of == BEST:
-        ratio = us / min(others.values()) if others else None
-    else:
-        ratio = us / others[row.bar.of] if row.bar.of in others else None
-    return ratio, None if row.bar is None or ratio is None else ratio <= row.bar.most
+    other = best if of == BEST else times.get(of)
+    if other is None:
+        return None, None
+    return us / other, None if row.bar is None else us / other <= row.bar.most
 
 
 def newest(records: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:

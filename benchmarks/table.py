@@ -83,7 +83,7 @@ K = 1024
 
 
 def model(name: str, kind: str | None = None) -> LayerSpec:
-    """Return the first layer of a bundled model, or its first of a kind; queries and keys come rotated."""
+    """Return the first layer of a bundled model, or of a kind; its queries come rotated."""
     specs = LayerSpec.from_hf_config(bundled("models", f"{name}.json"))
     found = next(spec for spec in specs if kind is None or spec.kind.value == kind)
     return found.replace(rope=None)

@@ -15,8 +15,8 @@ SOURCE = random.Random(1)
 CHAT = of_trace(bundled("azure_conversation.csv"))
 LONG = of_trace(bundled("mooncake_conversation.jsonl"))
 UNIFORM, ZIPF = DISTRIBUTIONS["uniform"], DISTRIBUTIONS["zipf"]
-ROPE = RopeSpec(rotary_size=128)
 CPU = {"cpu": ATTENTION["cpu"]}
+COPY = ["machine.copy", "vllm.attention"]
 LEVEL = Bar(1.05, BEST)
 """As fast as the best library, but for noise."""
 
@@ -31,14 +31,14 @@ def other(name: str, spec: LayerSpec) -> Row:
 
 
 ROWS = [
-    *(Row(f"equal {n} x {m}", LLAMA, [(1, m)] * n, ATTENTION, LEVEL, ["flashinfer.decode", "machine.copy"],
-          part="attend")
+    *(Row(f"equal {n} x {m}", LLAMA, [(1, m)] * n, ATTENTION, LEVEL,
+          ["flashinfer.decode", "machine.copy"], part="attend")
       for n, m in ((1, 8192), (4, 8192), (16, 4096), (64, 4096), (128, 8192))),
-    Row("CPU: 8 x 2048", LLAMA, "8q1s2k", CPU, Bar(1.0), ["machine.copy", "vllm.attention"], "attend"),
+    Row("CPU: 8 x 2048", LLAMA, "8q1s2k", CPU, Bar(1.0), COPY, "attend"),
     Row("CPU: 8 x 1024, 32/32 heads of 96", LayerSpec(num_heads=32, head_size=96), "8q1s1k", CPU,
-        Bar(1.0), ["machine.copy", "vllm.attention"], "attend"),
+        Bar(1.0), COPY, "attend"),
     Row("CPU: 8 x 2048, 71/1 heads of 64", LayerSpec(num_heads=71, num_kv_heads=1, head_size=64),
-        "8q1s2k", CPU, Bar(1.0), ["machine.copy", "vllm.attention"], "attend"),
+        "8q1s2k", CPU, Bar(1.0), COPY, "attend"),
     decodes("1 x 128k + 63 x 1k", [128 * K] + [K] * 63),
     decodes("the same in 64 equal", [(128 * K + 63 * K) // 64] * 64),
     decodes("12 of mooncake", LONG(12, 0, SOURCE)),

@@ -1,4 +1,4 @@
-"""Captured steps: a graph of a layer's call takes at most 1 % longer than one of the backends' own calls."""
+"""Captured steps: a graph of a layer's call beside one of the backends' own calls."""
 
 from __future__ import annotations
 

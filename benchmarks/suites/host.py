@@ -26,7 +26,8 @@ CALLS = {device: both(names) for device, names in NAMES.items()}
 
 ROWS = [
     Row("a layer's call: one token after 16", LLAMA, "q1s17", CALLS, part="host of a call"),
-    Row("a layer's call: one token after 16, 4/2 heads of 32", TINY, "q1s17", CALLS, part="host of a call"),
+    Row("a layer's call: one token after 16, 4/2 heads of 32", TINY, "q1s17", CALLS,
+        part="host of a call"),
     Row("a layer's call: 64 x 64", LLAMA, "64q1s64", CALLS, part="host of a call"),
     Row("a plan: one token after 16", LLAMA, "q1s17", NAMES, part="plan"),
     Row("a plan: 256 uneven decodes", QWEN, [(1, n) for n in LENS], NAMES, part="plan"),
