@@ -29,10 +29,11 @@ def first_failure(kind: type[Any], checks: tuple[str, ...], budget: float) -> st
     """Return the id of the first case that finds something, None where none does."""
     name = info(kind).name
     for case in derive(discover().backends[name], DEVICE):
-        if case.check in checks or not checks:
+        if {case.check, case.id} & {*checks} or not checks:
             try:
                 run_case(case, name, DEVICE, SEED, budget)
             except Exception as error:  # a backend that dies is caught as well
+                getattr(kind, "undo", int)()
                 if not checks or isinstance(error, OUT_OF_DATE):
                     raise AssertionError(f"{case.id}: {error}") from error
                 return case.id
@@ -51,9 +52,9 @@ def test_the_honest_one_never(kind: type[Any]) -> None:
 
 
 def test_there_are_enough_liars() -> None:
-    assert len(LIARS) >= 60
+    assert len(LIARS) >= 200
     families = {kind.__module__.rpartition(".")[2] for kind in LIARS}
     assert families == {
         "masks", "shapes", "steps", "latents", "recurrences", "services", "rotations",
-        "functions", "prefixes", "captures",
+        "functions", "prefixes", "captures", "sizes", "lasting",
     }  # fmt: skip

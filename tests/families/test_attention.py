@@ -219,7 +219,7 @@ def test_a_long_prefill_s_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     spec = LayerSpec(num_heads=8, num_kv_heads=2, head_size=8, dtype="float32", logit_soft_cap=5.0)
     harness = Harness("TORCH_SDPA", DEVICE, 1)
     layer = harness.layer(spec)
-    harness.check(layer, harness.inputs(layer, [(300, 700)]))
+    harness.step(layer, [(300, 700)]).check()
     assert max(sizes) <= 1 << 14 and len(sizes) > 300 * 700 * 8 >> 15
 
 

@@ -16,6 +16,7 @@ from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo, Priority
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.plan import Plan
+from polyattn.workload.verify import steps
 from polyattn_cpu.hooks import TORCH_SDPA
 from polyattn_cpu.sdpa import TorchSDPA
 from torch import Tensor
@@ -151,6 +152,7 @@ def test_masks_are_tried_at_their_own_sizes(mask: dict[str, Any], cached: bool) 
 
 def test_a_window_of_a_million_tokens_is_tried_in_bounded_time() -> None:
     spec = LayerSpec(num_heads=32, num_kv_heads=8, head_size=128, sliding_window=1 << 20)
+    assert max(keys for _, keys in steps(spec, "prefill", 16)) == 4096 + 19
     assert select(spec, "cpu", backend="NATIVE_ATTN", verify=True).decision.prefill
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from liars import (
     captures,
     functions,
+    lasting,
     latents,
     masks,
     plain,
@@ -18,6 +19,7 @@ from liars import (
     rotations,
     services,
     shapes,
+    sizes,
     steps,
 )  # fmt: skip
 from liars.plain import HonestBounds, HonestGraph, Plain
@@ -93,12 +95,13 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
 )
 MODULES: tuple[ModuleType, ...] = (
     plain, masks, shapes, steps, latents, recurrences, services, rotations, functions,
-    prefixes, captures,
+    prefixes, captures, sizes, lasting,
 )  # fmt: skip
 BASES = {
     plain.Plain, plain.HonestBounds, masks.Numeric, masks.OtherMask, recurrences.Scan,
     recurrences.Without, recurrences.OtherForm, services.Store, services.Merge, rotations.Rotating,
-    functions.Functions, prefixes.Forest,
+    functions.Functions, prefixes.Forest, sizes.When, sizes.OtherSpec, lasting.Counting, lasting.First,
+    lasting.Meddler,
 }  # fmt: skip
 
 

@@ -238,7 +238,7 @@ class NanInTheBatch(Plain):
         super().run(plan, query, key, value, cache, *rest)
         if value is not None:
             out = rest[1]
-            out += (0.0 * value.double().sum()).to(out.dtype)
+            out.copy_((out.double() + 0.0 * value.double().sum()).to(out.dtype))
 
 
 class KeysOfTheBatch(Plain):

@@ -32,6 +32,8 @@ from polyattn.workload.steps import USUAL
 
 EXAMPLES = 8
 """Drawn at a time; between them the clock is looked at."""
+SIZES = tuple(sorted({*HEAD_SIZES, 72, 88, 100, 104, 120}))
+"""Head sizes that are drawn: the kit's own, and more that models have."""
 WIDEST = 128
 """The largest head size that is drawn: the reference is slow."""
 OF_SEQUENCES = AttentionVariant(
@@ -113,14 +115,14 @@ def drawn_numbers(data: st.DataObject, spec: LayerSpec) -> dict[str, str]:
 @st.composite
 def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> LayerSpec:
     """Draw a layer from the claims. What they exclude is drawn too, and left to the caller."""
-    sizes = [s for s in caps.head_sizes.examples(HEAD_SIZES) if s <= WIDEST] or [base.head_size]
-    ratios = caps.gqa_ratios.examples(GQA_RATIOS) if "gqa" in caps.features else [1]
+    sizes = [s for s in caps.head_sizes.examples(SIZES) if s <= WIDEST] or [base.head_size]
+    ratios = caps.gqa_ratios.examples((*GQA_RATIOS, 17)) if "gqa" in caps.features else [1]
     cached = draw(st.sampled_from(sorted(caps.cached)))
     roles = sorted({Role.DECODER, Role.CROSS} & caps.roles) or [base.role]
     role = draw(st.sampled_from(roles))
     claimed = [n for n in FEATURE_FIELDS if n in caps.features and "invariant" not in n]
     chosen = draw(st.sets(st.sampled_from(claimed), max_size=4)) if claimed else set()
-    kv_heads = draw(st.integers(1, 4))
+    kv_heads = draw(st.integers(1, 5))
     values: dict[str, Any] = {
         "num_heads": kv_heads * draw(st.sampled_from(ratios)),
         "num_kv_heads": kv_heads,
@@ -134,9 +136,11 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
     for name in sorted(chosen):
         values |= fields_of(caps, name, cached)
     for name in {"sliding_window", "chunk_size"} & values.keys():
-        values[name] = draw(st.integers(1, 40))
+        values[name] = draw(st.integers(1, 40) | st.sampled_from((128, 1024)))
     if "sink_tokens" in values:
-        values["sink_tokens"] = draw(st.integers(1, 5))
+        values["sink_tokens"] = draw(st.integers(1, 9) | st.sampled_from((64, 200)))
+    if "logit_soft_cap" in values:
+        values["logit_soft_cap"] = draw(st.sampled_from((1.5, 30.0, 50.0)))
     if "v_head_size" in caps.features and not caps.v_head_pairs and draw(st.booleans()):
         values["v_head_size"] = draw(st.sampled_from(caps.v_head_sizes.examples((16, 32, 48))))
     if cached:
@@ -146,7 +150,7 @@ def attention_specs(draw: st.DrawFn, caps: Capabilities, base: LayerSpec) -> Lay
         values["fp8_compute"] = caps.fp8_compute and values["kv_cache_dtype"] == "fp8_e4m3"
         values["block_size"] = draw(
             st.sampled_from(
-                caps.block_sizes.examples((1, 3, 8, 16, 32, 64)) or [caps.preferred_block_size]
+                caps.block_sizes.examples((1, 3, 8, 16, 32, 48, 64)) or [caps.preferred_block_size]
             )
         )
     try:

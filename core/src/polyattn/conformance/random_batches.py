@@ -159,7 +159,7 @@ def _one_batch(step: Workload, spoilt: Sequence[int], who: str, tally: Tally) ->
         sound[batch.starts[index] : batch.starts[index + 1]] = False
     tally.batches += 1
     tally.spoilt += bool(spoilt)
-    step.run()
+    step.remembered().run()
     where = f"(query, length) {pairs(batch)}, spoilt {list(spoilt)}"
     for what, error, allowed in step.errors(sound.nonzero().flatten()):
         tally.add(who, what, error, allowed, where)
@@ -200,7 +200,7 @@ def _merging(
     precise = torch.float64 if base.dtype == "float64" else torch.float32
     limit = STATES * (1.0 if precise is torch.float32 else 0.1)
     for _ in range(count):
-        parts = harness.states(base, dice.integer(2, MOST_PARTS + 1), dice.integer(0, 40))
+        parts = harness.states(base, dice.integer(2, MOST_PARTS + 1), dice.integer(5, 45))
         who = f"{harness.backend}, {base}, {len(parts)} parts, seed {harness.seed}"
         expected, expected_lse = over_all(parts)
         sound = dice.chance(len(expected)) >= SPOILT

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+Value = TypeVar("Value")
 
 
 class Dice:
@@ -39,7 +42,7 @@ class Dice:
         """Return one of them."""
         return self.integers(low, high, 1)[0]
 
-    def choice(self, values: Sequence[int]) -> int:
+    def choice(self, values: Sequence[Value]) -> Value:
         """Return one of the values, each as likely."""
         return values[self.integer(0, len(values))]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
 from polyattn.runtime.step.step_mask import StepMask
+from polyattn.spec.layer import LayerSpec
 
 USUAL, LATER, PAGES = "usual", "later", "pages"
 """How a step's numbers are drawn: normal; the first given keys stand later in their texts; a mask's
@@ -55,7 +56,27 @@ def batches(name: str, block: int) -> list[tuple[int, int]]:
         "given": [(1, 1), (33, 33), (0, 0), (64, 64), (17, 17), (1, 0)],
         "more keys": [(1, 40), (5, 9), (33, 70), (0, 4), (2, 300)],
         "fewer keys": [(5, 3), (33, 20), (4, 0), (1, 1), (70, 69)],
+        "tiny": [(1, 3), (1, block + 2), (1, 7)],
+        "long context": [(1, 4099), (2, 8200), (1, 5000), (130, 4500)],
+        "long prompts": [(600, 600), (1, 3), (520, 700)],
+        "many sequences": [(1 + 3 * (i % 9 == 4), 4 + 5 * (i % 13)) for i in range(140)],
+        "after context": [(130, 141 + block), (1, 5 * block + 7), (257, 300), (1, 77), (3, 3)],
+        "all full": [(1, 4 * block), (block, 4 * block), (3, 4 * block)],
     }[name]
+
+
+def reaching(spec: LayerSpec, block: int) -> list[tuple[int, int]]:
+    """Return a step beyond a layer's window, chunk and kept tokens, some of it in several tiles."""
+    rows = [(1, 1), (1, 300), (37, 50), (70, 70)]
+    seen = (spec.sliding_window or 0) + spec.sink_tokens
+    far = max(seen, spec.chunk_size or 0)
+    if far:
+        rows += [
+            (1, far + block + 3),
+            (5, far + 9),
+            (min(far + 9, 300 if far < 300 else 65), far + 9),
+        ]
+    return rows
 
 
 RECURRENT = {

@@ -10,14 +10,16 @@ import torch
 from polyattn.errors import PolyattnError, describe
 from polyattn.runtime.group import LayerGroup
 from polyattn.selection.selection import Selection
+from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import workload
 from polyattn.workload.steps import Lengths
 
-LONGEST_PROMPT = 512
-"""Queries of the longest prompt: the reference holds all its scores in float64."""
-FARTHEST = 1 << 14
-"""Keys beyond which a window, a chunk or kept tokens are taken for none at all."""
+MOST = 1 << 24
+"""Elements of one sequence's keys, over all query heads: 4,096 keys of 32 heads of 128. The reference
+holds them in float64; longer windows and chunks are cut there, so that verification takes a second."""
+MOST_SCORES = 1 << 22
+"""Scores over all heads of a prompt, likewise: 362 tokens of 32 heads."""
 
 
 def verify_decision(selection: Selection) -> dict[str, str]:
@@ -63,21 +65,21 @@ def said(what: str, error: float, allowed: float) -> str:
 
 
 def steps(spec: LayerSpec, phase: str, block: int) -> Lengths:
-    """Return a small step of a phase, long enough for the windows, chunks and kept tokens of its layer.
+    """Return a small step of a phase that reaches beyond its layer's window, chunk and kept tokens.
 
-    A decode stands beyond them. Of a prefill, one row begins before they end, where keys lie to the
-    right as well, and one stands beyond them.
+    Of a prefill, one sequence's queries begin before those end, where keys lie to the right as well.
     """
     if spec.recurrent is not None:
         return [(1, 5), (1, 1)] if phase == "decode" else [(0, 3), (70, 70), (5, 9)]
     seen = (spec.sliding_window or 0) + (spec.window_right or 0) + spec.sink_tokens
-    far = min(max(seen, spec.chunk_size or 0), FARTHEST)
+    reach = max(seen, spec.chunk_size or 0)
+    keys = min(reach + 3, MOST // (spec.num_heads * spec.head_size))
+    prompt = min(keys, MOST_SCORES // (spec.num_heads * keys))
     if not spec.cached:
-        rows = [(1, 1), (33, 33)]
-        return rows if not far else [*rows, (min(far + 9, LONGEST_PROMPT),) * 2]
+        beyond = (prompt, keys if spec.role is Role.DECODER else prompt)
+        return [(1, 1), (33, 33), beyond] if reach else [(1, 1), (33, 33)]
     if phase == "decode":
-        beyond = [(1, far + block + 3)] if far else []
-        return [(1, 1), (1, block + 1), (1, 3 * block), *beyond]
-    beyond = [(min(far + 9, LONGEST_PROMPT),) * 2, (5, far + block + 3)] if far else []
+        return [(1, 1), (1, block + 1), (1, max(keys, 3 * block) if reach else 3 * block)]
     # A prefill that had a single token would be taken for a decode.
-    return [(0, 1), (max(block, 2), max(block, 2) + 1), (5, max(3 * block, 6)), *beyond]
+    rows = [(0, 1), (max(block, 2), max(block, 2) + 1), (5, max(3 * block, 6))]
+    return [*rows, (prompt, keys), (5, keys + block + 3)] if reach else rows

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import forests, functions
+from polyattn.conformance.cases import forests, functions, lasting, published
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -82,10 +82,12 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
     cases: list[Case] = []
     for base in bases:
         cases += [*_numeric(caps, base), *_parts(caps, base)]
+        cases += published.derive(caps, base, device)
         cases += functions.derive(info, base, _main(_batches_for(caps, base), "feature"))
         if base is bases[0]:
             cases += _behaviour(caps, base, _batches_for(caps, base), device)
             cases += forests.derive(caps, base, device)
+            cases += lasting.derive(caps, base, _views(_batches_for(caps, base)), device)
             cases.append(Case("search", "", base, "drawn"))
     can = [c for c in cases if served_phases(caps, c.spec, device)]
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
@@ -169,6 +171,11 @@ def _main(names: tuple[str, ...], label: str) -> tuple[str, ...]:
     if label.startswith("feature") and "decode" in names and most != "decode":
         return (most, "decode")
     return (most,)
+
+
+def _views(names: tuple[str, ...]) -> str:
+    """The batch of which a backend gets views: of rows in no order it gets copies."""
+    return next(name for name in ("in order", _main(names, "")[0]) if name in names)
 
 
 def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
@@ -255,8 +262,7 @@ def _behaviour(
     caps: Capabilities, base: LayerSpec, names: tuple[str, ...], device: Device
 ) -> list[Case]:
     most = _main(names, "")[0]
-    # Of neighbours a backend gets views, of rows in no order copies.
-    views = next(name for name in ("in order", most) if name in names)
+    views = _views(names)
     cases = [Case(name, "", base, views) for name in ("out", "strided")]
     cases.append(Case("plans", "", base, most))
     for label, spec in _per_layer(caps, base):

@@ -41,6 +41,11 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             spec = base.replace(graph_capture="single_token_decode")
             how = "latent_graph" if captures(device) else "latent_reuse"
             cases.append(Case(how, kind.value, spec, "decode"))
+        if kind is min(caps.kinds, key=lambda k: k.value):
+            cases += [Case(name, kind.value, base, "tiny") for name in ("many_calls", "process")]
+        if "long" in batches:
+            cases += [Case("latent", kind.value, base, "many sequences")]
+            cases += [Case("latent", kind.value, base, "after context")]
         cases.append(Case("latent_search", kind.value, base, "drawn"))
         cases += refusals(caps, base, device, "decode")
     return [c for c in cases if c.check == "refusal" or not check(caps, c.spec, device, "decode")]

@@ -55,6 +55,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
         for how in ("numbers", "nan", "inf"):
             cases.append(Case("state_isolation", f"{kind.value} {how}", base, "mixed"))
         cases += _captured(base, kind.value, caps, device)
+        if kind is min(caps.kinds, key=lambda k: k.value):
+            cases += [Case(name, kind.value, base, "tokens") for name in ("many_calls", "process")]
         cases.append(Case("recurrent_search", kind.value, base, "drawn"))
         cases += _with_drafts(kind, dtype, exact, caps, device)
         cases += refusals(caps, base, device, "prefill")

@@ -11,7 +11,9 @@ from polyattn.conformance.checks import (
     attention,
     captured,
     forests,
+    lasting,
     mla,
+    published,
     recurrent,
     search,
     services,
@@ -19,6 +21,7 @@ from polyattn.conformance.checks import (
 from polyattn.conformance.harness.base import Harness
 from polyattn.conformance.harness.rotation import RotationHarness
 from polyattn.conformance.harness.services import MergeHarness, StoreHarness
+from polyattn.conformance.snapshot import same_process
 from polyattn.device import Device
 
 Check = Callable[[Case, Any], None]
@@ -31,6 +34,9 @@ _ATTENTION: tuple[Check, ...] = (
     captured.graph, captured.reuse, captured.mixed_graph, captured.mixed_reuse, captured.bounds,
     attention.addressed, attention.context, search.search,
     forests.forest, forests.forest_reuse, forests.forest_graph,
+    published.published, published.combined, published.masks, published.twins,
+    lasting.strided_out, lasting.strided_heads, lasting.wide_table, lasting.far_blocks,
+    lasting.many_calls, lasting.reassigned, lasting.loaded_later, lasting.process,
 )  # fmt: skip
 _LATENT: tuple[Check, ...] = (
     mla.latent, mla.latent_plans, mla.latent_stale, mla.latent_shared, mla.latent_absorbed,
@@ -65,4 +71,5 @@ def run_case(case: Case, backend: str, device: Device, seed: int, budget: float 
     build, check = CHECKS[case.check]
     harness = build(backend, device, (seed + zlib.crc32(case.id.encode())) % 2**31)
     harness.budget = budget
-    check(case, harness)
+    with same_process():
+        check(case, harness)

@@ -17,7 +17,7 @@ from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import family_of, workload
 from polyattn.workload.dice import Dice
-from polyattn.workload.steps import RECURRENT, Lengths, batches
+from polyattn.workload.steps import RECURRENT, Lengths, batches, reaching
 
 
 class Harness:
@@ -71,6 +71,14 @@ class Harness:
         """Return a step of a layer, by its lengths or their name; `how`: the family's own options."""
         if isinstance(lengths, str):
             form = layer.group.cache_format
-            named = RECURRENT if layer.spec.recurrent is not None else None
-            lengths = named[lengths] if named else batches(lengths, form.block_size if form else 16)
+            lengths = named(lengths, layer.spec, form.block_size if form else 16)
         return workload(layer, lengths, self.dice, step=how)
+
+
+def named(name: str, spec: LayerSpec, block: int) -> Lengths:
+    """Return the step of a name, for a layer."""
+    if spec.recurrent is not None:
+        return RECURRENT[name]
+    if name == "reaching decodes":
+        return [(1, length) for _, length in reaching(spec, block)]
+    return reaching(spec, block) if name == "reaching" else batches(name, block)

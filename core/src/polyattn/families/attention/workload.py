@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, Self
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention import reference
+from polyattn.families.attention.brought import Brought
 from polyattn.families.attention.layer import Attention
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache, quantize
@@ -22,7 +23,6 @@ from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.plan import StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.shared_prefix import Levels, SharedRun
-from polyattn.runtime.step.step_mask import BlockSparseMask, CustomMask, StepMask
 from polyattn.spec.kinds import Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.base import Workload, picked_rows, spoil_requests
@@ -89,7 +89,9 @@ class AttentionWorkload(Workload):
         self.offset = OFFSETS.get(numbers, 0.0)
         queries, lens = lens_of(lengths)
         self.query = self._drawn("query", sum(queries))
-        self.brought = Brought.of(self, numbers == PAGES)
+        form = self.group.cache_format
+        page = form.block_size if form and numbers == PAGES else None
+        self.brought = Brought.of(self.spec, lengths, dice, page)
         tokens = sum(queries) if full is not None else sum(lens)
         self.keys, self.values = self._drawn("key", tokens), self._drawn("value", tokens)
         if full is None:
@@ -363,73 +365,3 @@ def _share(
         for row in run.rows[1:]:
             assert lens[row] >= same.stop
             parts[row][same] = parts[run.rows[0]][same]
-
-
-@dataclass(frozen=True)
-class Brought:
-    """What sequences bring to their step: masks, and what a variant's functions read.
-
-    - `kind`: of the masks, as `LayerSpec.mask` has it.
-    - `bits`: of each sequence its mask, over its new tokens or all its keys (`over`).
-    - `block`: rows and keys of a block, where masks are of blocks.
-    - `inputs`: what functions read of each sequence, by name; `dims`: which dimension counts them.
-    """
-
-    lengths: Lengths
-    kind: str | None
-    bits: list[Tensor]
-    over: str
-    block: tuple[int, int] | None
-    inputs: dict[str, Tensor]
-    dims: dict[str, int]
-
-    @classmethod
-    def of(cls, work: AttentionWorkload, pages: bool) -> Brought:
-        """Draw what a step's sequences bring: half of the keys, or of the blocks.
-
-        `pages`: a block is a page of keys, seen by four queries.
-        """
-        spec, dice, form = work.spec, work.dice, work.group.cache_format
-        bits, over, block = list[Tensor](), "all", None
-        if spec.mask == "custom":
-            over = ("new", "all")[dice.integer(0, 2)]
-        elif spec.mask == "block_sparse":
-            block = (
-                (4, form.block_size) if pages and form else ((2, 3), (1, 16))[dice.integer(0, 2)]
-            )
-        height, width = block or (1, 1)
-        for queries, keys in work.lengths if spec.mask is not None else ():
-            seen = min(queries, keys) if over == "new" else keys
-            drawn = dice.chance(-(-queries // height), -(-seen // width)) < 0.5
-            drawn = drawn.repeat_interleave(height, 0).repeat_interleave(width, 1)
-            bits.append(drawn[:queries, :seen])
-        pointwise, inputs, dims = Pointwise.of(spec), dict[str, Tensor](), dict[str, int]()
-        if pointwise is not None:
-            found = example_inputs(pointwise, spec, dice.generator, len(work.lengths))
-            for name, tensor in found.items():
-                sizes = pointwise.inputs[name].dims
-                if "num_seqs" in sizes:
-                    inputs[name], dims[name] = tensor, sizes.index("num_seqs")
-        return cls(work.lengths, spec.mask, bits, over, block, inputs, dims)
-
-    def picked(self, requests: Sequence[int]) -> Brought:
-        """Return what some of the sequences bring."""
-        index = torch.tensor(list(requests), dtype=torch.int64)
-        return replace(
-            self, lengths=[self.lengths[i] for i in requests],
-            bits=[self.bits[i] for i in requests] if self.bits else [],
-            inputs={n: t.index_select(self.dims[n], index) for n, t in self.inputs.items()},
-        )  # fmt: skip
-
-    def mask(self) -> StepMask | None:
-        """Return the step's mask."""
-        if self.kind is None:
-            return None
-        whole = CustomMask.pack(self.bits, self.over)
-        if self.block is None:
-            return whole
-        return BlockSparseMask.of(whole, *lens_of(self.lengths), self.block)
-
-    def tensors(self, device: torch.device) -> dict[str, Tensor]:
-        """Return what functions read of the step's sequences."""
-        return {name: tensor.to(device) for name, tensor in self.inputs.items()}

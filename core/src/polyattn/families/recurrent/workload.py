@@ -226,7 +226,7 @@ class RecurrentWorkload(Workload):
         """Return which tokens belong to no padding row."""
         assert self.batch.state_slots is not None
         real = (self.batch.state_slots >= 0).cpu()
-        return torch.repeat_interleave(real, torch.tensor(self.batch.query_lens))
+        return torch.repeat_interleave(real, torch.tensor(self.batch.query_lens, dtype=torch.int64))
 
 
 WORKLOAD = RecurrentWorkload

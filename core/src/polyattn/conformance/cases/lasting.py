@@ -1,0 +1,44 @@
+"""Which cases follow from layouts and lasting state, which every backend of attention promises?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from polyattn.conformance.case import Case
+from polyattn.device import Device
+from polyattn.registry.capabilities import Capabilities
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+COPIES = frozenset({"tpu"})
+"""Platforms whose backends have copies of caches: a cache of gigabytes would be one of each step's."""
+
+
+def derive(
+    caps: Capabilities, base: LayerSpec, batch: str, device: Device
+) -> Iterator[Case]:  # fmt: skip
+    """Yield the cases of a backend's plainest layer; `batch`: rows of which a backend gets
+    views.
+    """
+    for check in ("strided_out", "strided_heads", "many_calls", "process"):
+        yield Case(check, "", base, batch if check.startswith("strided") else "tiny")
+    if base.cached:
+        yield Case("wide_table", "", base, batch)
+        paged = caps.layouts[0] != "contiguous" and not COPIES & caps.platforms.keys()
+        if paged and device.platform in ("cpu", "cuda", "rocm"):
+            yield Case("far_blocks", "", base, "decode")
+    for stored in sorted(caps.kv_cache_dtypes & {"int8", "fp8_e4m3"}) if base.cached else ():
+        spec = base.replace(
+            kv_cache_dtype=stored, fp8_compute=caps.fp8_compute and stored == "fp8_e4m3"
+        )
+        yield Case("reassigned", stored, spec, batch)
+        for scales in ("tensor", "head"):
+            if f"{scales}_scales" in caps.features:
+                yield Case("reassigned", f"{stored} {scales}", spec.replace(scales=scales), batch)
+    if base.role is Role.DECODER:
+        for name, fields in (
+            ("learned_sinks", {"learned_sinks": True}),
+            ("alibi", {"alibi": True}),
+        ):
+            if name in caps.features:
+                yield Case("loaded_later", name, base.replace(**fields), batch)

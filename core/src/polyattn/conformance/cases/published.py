@@ -1,0 +1,127 @@
+"""Which cases follow from what published models have? Sizes, windows, caps, lengths, and all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from polyattn.conformance.case import Case
+from polyattn.device import Device
+from polyattn.errors import SpecError
+from polyattn.registry.capabilities import Capabilities
+from polyattn.spec.kinds import Role
+from polyattn.spec.layer import LayerSpec
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "SigLIP": {"num_heads": 3, "num_kv_heads": 3, "head_size": 72},
+    "Phi-2": {"num_heads": 4, "num_kv_heads": 4, "head_size": 80},
+    "ViT-g": {"num_heads": 2, "num_kv_heads": 2, "head_size": 88},
+    "GPT-NeoX": {"num_heads": 4, "num_kv_heads": 4, "head_size": 96},
+    "OpenLLaMA": {"num_heads": 2, "num_kv_heads": 2, "head_size": 100},
+    "ViT-bigG": {"num_heads": 2, "num_kv_heads": 2, "head_size": 104},
+    "MPT-30B": {"num_heads": 2, "num_kv_heads": 2, "head_size": 112},
+    "H2O-Danube3": {"num_heads": 8, "num_kv_heads": 2, "head_size": 120},
+    "head_size 144": {"num_heads": 2, "num_kv_heads": 2, "head_size": 144},
+    "Gemma": {"num_heads": 4, "num_kv_heads": 1, "head_size": 256},
+    "Qwen2": {"num_heads": 14, "num_kv_heads": 2},
+    "Phi-4-mini": {"num_heads": 24, "num_kv_heads": 8},
+    "SmolLM2": {"num_heads": 9, "num_kv_heads": 3},
+    "SmolLM2-360M": {"num_heads": 15, "num_kv_heads": 5},
+    "Phi-3-medium": {"num_heads": 40, "num_kv_heads": 10},
+    "LLaMA-13B": {"num_heads": 40, "num_kv_heads": 40},
+    "Grok": {"num_heads": 12, "num_kv_heads": 2},
+    "GLM": {"num_heads": 24, "num_kv_heads": 2},
+    "group 17": {"num_heads": 17, "num_kv_heads": 1},
+    "StarCoder": {"num_heads": 48, "num_kv_heads": 1},
+    "Falcon": {"num_heads": 71, "num_kv_heads": 1},
+    "block 48": {"block_size": 48},
+    "gpt-oss": {"sliding_window": 128, "learned_sinks": True},
+    "Gemma-3": {"sliding_window": 1024},
+    "Mistral": {"sliding_window": 4096},
+    "chunk 1024": {"chunk_size": 1024},
+    "Llama-4": {"chunk_size": 8192},
+    # Logits of 4 on average: of 1, a cap of 30 changes nothing that a tolerance would show.
+    "Grok's cap": {"logit_soft_cap": 30.0, "scale": 0.5},
+    "Gemma-2's cap": {"logit_soft_cap": 50.0, "scale": 0.5},
+    "Gemma-2": {"logit_soft_cap": 50.0, "sliding_window": 4096, "scale": 0.5},
+    "T5": {"scale": 1.0},
+    "9 tokens kept": {"sliding_window": 40, "sink_tokens": 9},
+    "200 tokens kept": {"sliding_window": 64, "sink_tokens": 200},
+    "200 kept beside a window": {"causal": False, "sliding_window": 8, "sink_tokens": 200},
+    "200 kept beside a window, group 8": {
+        "causal": False, "sliding_window": 8, "sink_tokens": 200, "num_heads": 8, "num_kv_heads": 1,
+    },
+    "9 kept beside a window": {"causal": False, "sliding_window": 2, "sink_tokens": 9},
+}  # fmt: skip
+"""Layers as published models have them, of fewer heads, and what else was seen: fields of a spec."""
+
+CAP, SLOPES, SINKS = {"logit_soft_cap": 1.5}, {"alibi": True}, {"learned_sinks": True}
+WINDOW, KEPT, CHUNK = (
+    {"sliding_window": 21},
+    {"sliding_window": 21, "sink_tokens": 3},
+    {"chunk_size": 24},
+)
+BOTH_WAYS = {"causal": False}
+COMBINED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cap, ALiBi": CAP | SLOPES,
+    "cap, ALiBi, sinks": CAP | SLOPES | SINKS,
+    "cap, window, sinks": CAP | WINDOW | SINKS,
+    "cap, kept, sinks": CAP | KEPT | SINKS,
+    "ALiBi, kept": SLOPES | KEPT,
+    "ALiBi, kept, sinks": SLOPES | KEPT | SINKS,
+    "ALiBi, window, sinks": SLOPES | WINDOW | SINKS,
+    "ALiBi, chunk, cap": SLOPES | CHUNK | CAP,
+    "ALiBi, chunk, sinks": SLOPES | CHUNK | SINKS,
+    "chunk, window": CHUNK | WINDOW,
+    "chunk, kept": CHUNK | KEPT,
+    "all": CAP | SLOPES | SINKS | KEPT,
+    "both ways, kept": BOTH_WAYS | {"sliding_window": 5, "sink_tokens": 64},
+    "both ways, kept, ALiBi": BOTH_WAYS | SLOPES | {"sliding_window": 5, "sink_tokens": 64},
+    "both ways, chunk, ALiBi": BOTH_WAYS | CHUNK | SLOPES,
+    "both ways, chunk, kept": BOTH_WAYS | CHUNK | KEPT,
+    "both ways, cap, ALiBi, sinks": BOTH_WAYS | CAP | SLOPES | SINKS,
+    "right, cap, sinks": BOTH_WAYS | CAP | SINKS | {"sliding_window": 21, "window_right": 9},
+}
+"""Features together: each is right by itself, and every pair."""
+
+LENGTHS = ("long context", "long prompts", "many sequences", "after context", "all full")
+"""Steps that are looked at of the plainest layer."""
+
+
+def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:
+    """Yield the cases of a decoder's layers; `base`: the plainest layer."""
+    if base.role is not Role.DECODER or not base.causal:
+        return
+    where = "cached" if base.cached else "uncached"
+    prefills = "prefill" in caps.phases
+    for batch in LENGTHS if prefills else ():
+        if base.cached or batch != "all full":
+            yield Case("published", f"{where} {batch}", base, batch)
+    reaching = "reaching" if prefills else "reaching decodes"
+    for label, fields in PUBLISHED.items():
+        spec = _changed(base, fields)
+        if spec is not None:
+            yield Case("published", f"{where} {label}", spec, reaching)
+    batches = ["after context" if prefills else "decode"]
+    if not base.cached and prefills:  # over a cache are contexts enough
+        batches = ["fewer keys"] if True in caps.cached else ["fewer keys", *batches]
+    for label, fields in COMBINED.items():
+        spec = _changed(base, fields) if fields else None
+        if spec is None:
+            continue
+        for batch in batches:
+            yield Case("combined", f"{where} {label}", spec, batch)
+    yield Case("masks", where, base, "grid")
+    if base.cached:
+        yield Case("twins", where, base, "decode")
+
+
+def _changed(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:
+    """Return the base spec with other fields, None where it is the same, or no layer."""
+    fields = {n: v for n, v in fields.items() if n != "block_size" or base.cached}
+    try:
+        changed = base.replace(**fields) if fields else base
+    except SpecError:
+        return None
+    return None if changed == base else changed

@@ -1,0 +1,191 @@
+"""Does a backend keep its promises of layouts, and over many calls, and to its process?"""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.harness.base import Harness
+from polyattn.families.attention.workload import AttentionWorkload
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import used_scales
+from polyattn.runtime.plan import Plan
+from polyattn.runtime.step.batch import Batch
+from polyattn.workload.base import Workload
+
+CALLS = 3001
+"""Calls of one layer, as a reply of as many tokens makes them."""
+LEAST_CALLS = 260
+"""That many, however long they take."""
+PATIENCE = 2
+"""Budgets of seconds that all of them may take."""
+FAR = (1 << 31) + (1 << 20)
+"""Elements of a cache's keys: more than an int32 counts."""
+ROUNDS = 96
+LEAKED = 24 << 20
+"""Bytes that a process may grow by in so many steps: what allocators keep."""
+
+
+def strided_out(case: Case, harness: Harness) -> None:
+    """`out=` may be some heads of a wider tensor; its surroundings stay untouched."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    expected = step.check()
+    tokens, heads, size = expected.shape
+    wide = torch.full((tokens + 2, heads + 3, size), 7.0).to(expected)
+    out = wide[1:-1, 1:-2]
+    layer(*step.inputs, step.batch, out=out)
+    step.compare(out, None, "out= of strided heads: ")
+    out.fill_(7.0)
+    assert bool((wide == 7).all()), "it wrote beside its output"
+
+
+def strided_heads(case: Case, harness: Harness) -> None:
+    """Query, key and value may lie head by head, as a projection that was transposed does."""
+    step = harness.step(harness.layer(case.spec), case.batch)
+    step = step.but(**{n: _by_heads(tensor) for n, tensor in step.tensors().items()})
+    assert step.query.stride(0) < step.query.stride(1)
+    step.check("strided by heads: ")
+
+
+def _by_heads(tensor: Tensor) -> Tensor:
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def wide_table(case: Case, harness: Harness) -> None:
+    """The block table may be a slice of a wider one, and have no column to spare."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch, spare=0)
+    batch, table = step.batch, step.batch.block_table
+    step.check("a table without a spare column: ")
+    wide = torch.full((len(table) + 2, table.shape[1] + 5), int(table.max())).to(table)
+    wide[1:-1, 3:-2] = table
+    sliced = Batch(batch.starts, batch.lens, wide[1:-1, 3:-2], batch.slot_mapping)
+    step.but(batch=sliced).check("a slice of a wider table: ")
+
+
+def far_blocks(case: Case, harness: Harness) -> None:
+    """Blocks lie beyond the 2^31st element of a cache; what isn't used takes no memory on a CPU."""
+    group = harness.group(case.spec)
+    form = group.cache_format
+    assert form is not None
+    blocks = FAR // (form.block_size * form.num_kv_heads * form.head_size) + 1
+    if harness.torch_device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(harness.torch_device)
+        if free < 3 * FAR * 2:
+            pytest.skip("the device has too little memory for a cache of 2^31 elements")
+    cache = group.allocate_cache(blocks)
+    few = KVCache(cache.key[:64], cache.value[:64])
+    lengths = [(1, form.block_size + 3), (1, 3 * form.block_size), (1, 5)]
+    step: AttentionWorkload = harness.step(harness.layer(case.spec, group=group), lengths, full=few)
+    near = step.batch.block_table
+    assert near is not None
+    table = torch.where(near % 2 == 0, near, blocks - near)
+    for stored in (cache.key, cache.value):
+        for block in table.flatten().tolist():
+            rows = harness.dice.normal(*stored.shape[1:])
+            stored[block] = rows.to(stored.dtype)
+    batch = Batch.from_lens(*step_lens(step), table, form.block_size)
+    step = step.but(cache=cache, batch=batch)
+    step.call()
+    for index in range(batch.num_seqs):
+        error = step.token_error(index)
+        assert error <= 0.1, f"{step.who} is off by {error:.3g} beyond 2^31 elements of a cache"
+
+
+def step_lens(step: AttentionWorkload) -> tuple[list[int], list[int]]:
+    """Return a step's lengths."""
+    return step.batch.query_lens, step.batch.lens
+
+
+def many_calls(case: Case, harness: Harness) -> None:
+    """A layer's thousandth call gives what its first gave, under one plan and under new ones."""
+    layer, end = harness.layer(case.spec), time.monotonic() + PATIENCE * harness.budget
+    steps = [harness.step(layer, case.batch) for _ in range(2)]
+    plan, starts = steps[0].plan, [_states(step) for step in steps]
+    first = [step.check("first call: ") for step in steps]
+    for number in range(2, CALLS + 1):
+        if number > LEAST_CALLS and number % 64 == 0 and time.monotonic() > end:
+            break
+        at = number % 2
+        _rewind(steps[at], starts[at])
+        out = steps[at].run(plan if not at else layer.group.plan(steps[at].batch))
+        same = torch.allclose(out.float(), first[at].float(), rtol=2e-2, atol=2e-2)
+        assert same, f"call {number} of a layer gives something else than the first"
+    _rewind(steps[0], starts[0])
+    steps[0].check("last call: ", plan)
+
+
+def _states(step: Workload) -> Tensor | None:
+    """Return a recurrence's states before its step."""
+    states = getattr(step, "states", None)
+    return None if states is None else states.data.clone()
+
+
+def _rewind(step: Workload, states: Tensor | None) -> None:
+    """Let a recurrence start where its step began."""
+    if states is not None:
+        step.__dict__["states"].data.copy_(states)
+
+
+def reassigned(case: Case, harness: Harness) -> None:
+    """A scale that is assigned anew counts for the next step, under one plan, too."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    step.check("", step.plan)
+    for factor in (1.75, 0.5):
+        for name in sorted(used_scales(case.spec)):
+            tensor = layer.scales.tensors.get(name)
+            old = getattr(layer, name) if tensor is None else tensor.weight.given
+            setattr(layer, name, old * factor)
+        step.but().check(f"scales assigned anew, times {factor}: ", step.plan)
+
+
+def loaded_later(case: Case, harness: Harness) -> None:
+    """Sinks and slopes that are loaded after a layer was built, planned and run count from then on."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch)
+    step.check("", step.plan)
+    for weight in (layer.sinks, layer.alibi_slopes):
+        if weight is not None:
+            weight.given.copy_(weight.given.flip(0) * 0.5 + 0.75)
+    step.but().check("parameters loaded later: ", step.plan)
+    for weight in (layer.sinks, layer.alibi_slopes):
+        if weight is not None:
+            weight.given = weight.given.flip(0) + 0.25
+    step.but().check("parameters replaced: ", step.plan)
+
+
+def process(case: Case, harness: Harness) -> None:
+    """Steps leave no plans, tensors or memory behind."""
+    layer = harness.layer(case.spec)
+    step = harness.step(layer, case.batch).remembered()
+
+    def rounds(count: int) -> tuple[int, int, int]:
+        for _ in range(count):
+            step.but(plan=layer.group.plan(step.batch.copy())).run()
+        gc.collect()
+        alive = gc.get_objects()
+        plans = sum(issubclass(type(each), Plan) for each in alive)
+        return plans, sum(type(each) is Tensor for each in alive), _resident()
+
+    rounds(ROUNDS // 4)
+    before = rounds(ROUNDS // 4)
+    after = rounds(ROUNDS)
+    plans, tensors = after[0] - before[0], after[1] - before[1]
+    assert plans < ROUNDS // 8, f"{plans} plans of {ROUNDS} steps that are gone are alive"
+    assert tensors < ROUNDS // 8, f"{tensors} tensors of {ROUNDS} steps that are gone are alive"
+    grown = after[2] - before[2]
+    assert grown < LEAKED, f"the process grew by {grown >> 20} MiB in {ROUNDS} steps"
+
+
+def _resident() -> int:
+    """Return the bytes that the process has in memory, 0 where the system doesn't say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * 4096 if statm.exists() else 0

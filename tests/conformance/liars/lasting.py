@@ -1,0 +1,246 @@
+"""Lies about layouts, about what lasts from call to call, and about the process."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from liars.plain import Plain
+from liars.sizes import Call, lies
+from polyattn.kernel import Batch, LayerParams, Plan
+from torch import Tensor
+
+STRIDED: dict[str, dict[str, Callable[[Call], bool]]] = {
+    "strided_out": {
+        "OutIsContiguous": lambda c: not c.out.is_contiguous(),
+        "OutOfWholeRows": lambda c: c.out.stride(0) != c.out.shape[1] * c.out.stride(1),
+    },
+    "strided_heads": {
+        "TokensOutermost": lambda c: len(c.query) > 1 and c.query.stride(0) < c.query.stride(1),
+        "HeadsSideBySide": lambda c: len(c.query) > 1 and c.query.stride(1) != c.query.shape[2],
+    },
+    "wide_table": {
+        "RowsOfTheTableTouch": lambda c: c.table is not None and c.table.stride(0) != c.table.shape[1],
+        "TableFromItsStorage": lambda c: c.table is not None and c.table.storage_offset() > 0,
+        "ReadsOneColumnMore": lambda c: (
+            c.cache is not None and c.table is not None
+            and c.table.shape[1] * c.cache.block_size - max(c.lens) < c.cache.block_size),
+    },
+}  # fmt: skip
+for _by, _lies in STRIDED.items():
+    globals().update(lies(_by, _lies, __name__))
+
+
+class OffsetsIn32Bits(Plain):
+    """The offset of a block is an int32: beyond 2^31 elements it is another block's."""
+
+    by = ("far_blocks",)
+
+    def blocks(self, batch: Batch, index: int, count: int) -> Tensor:
+        blocks = super().blocks(batch, index, count)
+        assert self.cache is not None
+        form = self.cache
+        each = form.block_size * form.num_kv_heads * form.head_size
+        return torch.where(blocks * each < 1 << 31, blocks, 0)
+
+
+class WritesBesideItsHeads(Plain):
+    """The whole row of a strided output is cleared first."""
+
+    by = ("strided_out",)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        out = args[5]
+        if not out.is_contiguous() and len(out):
+            torch.as_strided(out, (len(out), out.stride(0)), (out.stride(0), 1)).zero_()
+        super().run(plan, *args)
+
+
+class Counting(Plain):
+    """Wrong from some call on."""
+
+    by = ("many_calls",)
+    first = 0
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.calls = self.plans = 0
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        self.plans += 1
+        return super().plan(batch, reuse)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        super().run(plan, *args)
+        self.calls += 1
+        if self.late():
+            args[5].copy_((args[5].float() * 1.3).to(args[5].dtype))
+
+    def late(self) -> bool:
+        return self.calls >= self.first
+
+
+class WrongAfter100Calls(Counting):
+    first = 100
+
+
+class WrongAfter1000Calls(Counting):
+    first = 1000
+
+
+class WrongAfter3000Calls(Counting):
+    first = 3000
+
+
+class WrongAfter100Plans(Counting):
+    def late(self) -> bool:
+        return self.plans >= 100
+
+
+class OnceIn2048Calls(Counting):
+    def late(self) -> bool:
+        return self.calls % 2048 == 0
+
+
+class First(Plain):
+    """Parameters are what they were at the first call."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def run(self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any,
+            params: LayerParams, *rest: Any) -> None:  # fmt: skip
+        kept = self.__dict__.setdefault("kept", {})
+        place = query.device, params.__class__
+        first = kept.setdefault(place, {})
+        other = LayerParams(
+            k_scale=params.k_scale, v_scale=params.v_scale, out_scale=params.out_scale,
+            q_scale=params.q_scale, sinks=params.sinks, alibi_slopes=params.alibi_slopes,
+        )  # fmt: skip
+        for name in self.names:
+            now = getattr(params, name)
+            held = first.setdefault(name, now.clone() if isinstance(now, Tensor) else now)
+            setattr(other, name, held)
+        super().run(plan, query, key, value, cache, other, *rest)
+
+
+class FirstKeyScale(First):
+    by, names = ("reassigned",), ("k_scale",)
+
+
+class FirstValueScale(First):
+    by, names = ("reassigned",), ("v_scale",)
+
+
+class SinksOfTheFirstCall(First):
+    by, names = ("loaded_later",), ("sinks",)
+
+
+class SlopesOfTheFirstCall(First):
+    by, names = ("loaded_later",), ("alibi_slopes",)
+
+
+class SinksByAddress(Plain):
+    """Sinks are converted once for each address that they lie at."""
+
+    by = ("loaded_later",)
+    seen: ClassVar[dict[int, Tensor]] = {}
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, params: LayerParams) -> Any:
+        if params.sinks is None:
+            return super().attend(query, keys, values, params)
+        sinks, held = params.sinks, self.seen
+        params.sinks = held.setdefault(sinks.data_ptr(), sinks.clone())
+        found = super().attend(query, keys, values, params)
+        params.sinks = sinks
+        return found
+
+
+class KeepsItsPlans(Plain):
+    by = ("process",)
+
+    def plan(self, batch: Batch, reuse: Plan | None = None) -> Plan:
+        plan = super().plan(batch, reuse)
+        self.__dict__.setdefault("kept", []).append(plan)
+        return plan
+
+
+class KeepsItsOutputs(Plain):
+    by = ("process",)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        super().run(plan, *args)
+        self.__dict__.setdefault("kept", []).append(args[5].clone())
+
+
+class KeepsBytes(Plain):
+    """A workspace of each call is never freed."""
+
+    by = ("process",)
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        super().run(plan, *args)
+        self.__dict__.setdefault("kept", []).append(bytearray(b"x" * (1 << 20)))
+
+
+PROCESS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "SeedsTorch": (lambda: torch.manual_seed(1), lambda: None),
+    "DrawsFromTorch": (lambda: torch.rand(3), lambda: None),
+    "SeedsPython": (lambda: random.seed(1), lambda: None),
+    "DrawsFromPython": (random.random, lambda: None),
+    "SeedsNumpy": (lambda: np.random.seed(1), lambda: None),
+    "DefaultsToFloat64": (
+        lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
+    "OneThread": (
+        lambda: torch.set_num_threads(torch.get_num_threads() % 2 + 1), lambda: torch.set_num_threads(2)),
+    "NoGradients": (lambda: torch.set_grad_enabled(False), lambda: torch.set_grad_enabled(True)),
+    "FindsAnomalies": (
+        lambda: torch.autograd.set_detect_anomaly(True),
+        lambda: torch.autograd.set_detect_anomaly(False)),
+    "Deterministic": (
+        lambda: torch.use_deterministic_algorithms(True),
+        lambda: torch.use_deterministic_algorithms(False)),
+    "ProductsInTF32": (
+        lambda: torch.set_float32_matmul_precision("high"),
+        lambda: torch.set_float32_matmul_precision("highest")),
+    "FlushesDenormals": (
+        lambda: torch.set_flush_denormal(True), lambda: torch.set_flush_denormal(False)),
+    "TunesCudnn": (
+        lambda: setattr(torch.backends.cudnn, "benchmark", True),
+        lambda: setattr(torch.backends.cudnn, "benchmark", False)),
+    "NoFlashAttention": (
+        lambda: torch.backends.cuda.enable_flash_sdp(False),
+        lambda: torch.backends.cuda.enable_flash_sdp(True)),
+    "SetsTheEnvironment": (
+        lambda: os.environ.update(OMP_WAIT_POLICY="active"),
+        lambda: os.environ.pop("OMP_WAIT_POLICY", None)),
+    "PrintsEightDigits": (
+        lambda: torch.set_printoptions(precision=8), lambda: torch.set_printoptions(profile="default")),
+    "SilencesNumpy": (lambda: np.seterr(all="ignore"), lambda: np.seterr(all="warn", under="ignore")),
+    "LeavesMemoryUnfilled": (
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", False),
+        lambda: setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)),
+    "MetaByDefault": (
+        lambda: torch.set_default_device("meta"), lambda: torch.set_default_device(None)),
+}  # fmt: skip
+"""What a backend does to its process at each call, and what undoes it."""
+
+
+class Meddler(Plain):
+    by = ("process", "twins")
+    meddle: ClassVar[Callable[[], Any]]
+    undo: ClassVar[Callable[[], Any]]
+
+    def run(self, plan: Plan, *args: Any) -> None:
+        super().run(plan, *args)
+        type(self).meddle()
+
+
+for _name, (_do, _undo) in PROCESS.items():
+    globals()[_name] = type(
+        _name, (Meddler,),
+        {"meddle": staticmethod(_do), "undo": staticmethod(_undo), "__module__": __name__},
+    )  # fmt: skip
