@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import polyattn
+import polyattn.host
 import polyattn.kernel
 import polyattn.plugin
 from mkdocs.structure.files import File, Files
@@ -22,6 +23,7 @@ REFERENCE = {
     "polyattn": (polyattn, "The public names."),
     "plugin": (polyattn.plugin, "What a hook module imports; no torch."),
     "kernel": (polyattn.kernel, "What a backend's module imports."),
+    "host": (polyattn.host, "What an integration imports beside `polyattn` and `polyattn.errors`."),
 }
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#:]+)(#[^)]*)?\)")
 log = logging.getLogger("mkdocs.hooks.polyattn")

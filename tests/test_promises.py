@@ -97,6 +97,8 @@ def test_one_version_everywhere() -> None:
 
 
 def test_every_public_name_is_there() -> None:
+    lines = (ROOT / "core/src/polyattn/__init__.pyi").read_text().splitlines()
+    assert len(polyattn.__all__) == len(lines), "a line of the list that isn't read"
     for name in polyattn.__all__:
         assert getattr(polyattn, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'atention'") as caught:

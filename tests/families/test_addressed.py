@@ -8,7 +8,13 @@ import polyattn
 import pytest
 import torch
 from polyattn.families.attention.stateless import dense as dense_module
-from polyattn.families.attention.stateless.dense import Asked, dense, group_of, plan_for, run
+from polyattn.families.attention.stateless.dense import (
+    CallOptions,
+    attend_dense,
+    group_for_call,
+    plan_lengths,
+    run_plan,
+)
 from polyattn.families.attention.stateless.given import given
 from polyattn.kernel import BatchError
 from torch import Tensor
@@ -18,7 +24,7 @@ from torch import Tensor
 def fresh() -> Any:
     torch.manual_seed(0)
     dense_module._calls.clear()
-    plan_for.cache_clear()
+    plan_lengths.cache_clear()
     with torch.no_grad():
         yield
     dense_module._calls.clear()
@@ -48,9 +54,9 @@ def test_dense_rows(order: str, heads_first: bool, backend: str) -> None:
             for n, h, kind in ((7, 4, order), (11, 2, other), (11, 2, order))
         )
         tensors = [t.transpose(1, 2) for t in (q, k, v)] if heads_first else [q, k, v]
-        asked = Asked(True, needs_lse=True, backend=backend)
-        found, lse = dense(*tensors, asked, heads_first=heads_first)
-        wanted, wanted_lse = dense(
+        asked = CallOptions(True, needs_lse=True, backend=backend)
+        found, lse = attend_dense(*tensors, asked, heads_first=heads_first)
+        wanted, wanted_lse = attend_dense(
             *(t.contiguous() for t in (q, k, v)), asked._replace(backend="VANILLA")
         )
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
@@ -64,11 +70,11 @@ def test_results_lie_by_tokens_where_sizes_say_nothing(heads_first: bool, heads_
     """As many heads as tokens: only strides tell a query that was copied from its result."""
     q, k, v = (torch.randn(2, 4, 4, 32) for _ in range(3))
     wide = torch.randn(2, 4, 4, 40)[..., :32].copy_(q)
-    asked = Asked(backend="NATIVE_ATTN")
+    asked = CallOptions(backend="NATIVE_ATTN")
     order = {"heads_first": heads_first, "heads_out": heads_out}
-    wanted = dense(q, k, v, asked._replace(backend="VANILLA"), **order)[0]
+    wanted = attend_dense(q, k, v, asked._replace(backend="VANILLA"), **order)[0]
     for query in (q, wide, wide.transpose(1, 2).contiguous().transpose(1, 2)):
-        found = dense(query, k, v, asked, **order)[0]
+        found = attend_dense(query, k, v, asked, **order)[0]
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert (found.transpose(1, 2) if heads_out else found).is_contiguous()
 
@@ -91,14 +97,14 @@ def test_parameters_come_along() -> None:
 def test_packed_tensors_are_checked_where_they_lie_otherwise() -> None:
     """What was found right once isn't looked at again; whatever differs in a size or a stride is."""
     q, k, v = (torch.randn(12, h, 32) for h in (4, 2, 2))
-    asked = Asked(True, backend="NATIVE_ATTN")
-    step = plan_for(group_of(q, 2, 32, asked, False, False, cached=False), (5, 7), (5, 7))
+    asked = CallOptions(True, backend="NATIVE_ATTN")
+    step = plan_lengths(group_for_call(q, 2, 32, asked, False, False, cached=False), (5, 7), (5, 7))
     lens = (5, 7), (5, 7), None
     first, _ = given(q, k, v, lens, asked)
     again, _ = given(q, k, v, lens, asked)
     wide = torch.randn(12, 5, 40)[:, 1:3, :32].copy_(v)
     strided = [given(q, k, wide, lens, asked)[0] for _ in range(2)]
-    for found in (again, *strided, run(step, q, k, v)[0]):
+    for found in (again, *strided, run_plan(step, q, k, v)[0]):
         assert torch.equal(found, first)
     for wrong in ((q[:-1], k, v), (q, k[:, :1], v), (q, k, v.double()), (q, k[:-1], v[:-1])):
         with pytest.raises(BatchError):
@@ -109,9 +115,9 @@ def test_packed_tensors_are_checked_where_they_lie_otherwise() -> None:
 
 def test_a_last_dimension_with_gaps_is_copied() -> None:
     q, k, v = (torch.randn(9, h, 64)[..., ::2] for h in (4, 2, 2))
-    asked = Asked(backend="NATIVE_ATTN")
-    step = plan_for(group_of(q, 2, 32, asked, False, False, cached=False), (9,), (9,))
-    wanted = run(step, *(t.contiguous() for t in (q, k, v)))[0]
+    asked = CallOptions(backend="NATIVE_ATTN")
+    step = plan_lengths(group_for_call(q, 2, 32, asked, False, False, cached=False), (9,), (9,))
+    wanted = run_plan(step, *(t.contiguous() for t in (q, k, v)))[0]
     for _ in range(2):
         torch.testing.assert_close(given(q, k, v, ((9,), (9,), None), asked)[0], wanted)
 

@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 import torch
 from polyattn.errors import CacheError, PolyattnError
-from polyattn.families.attention.stateless.cached import Cache, New, Turns, cached
-from polyattn.families.attention.stateless.dense import Asked
+from polyattn.families.attention.stateless.cached import (
+    CallerCache,
+    NewKeys,
+    RotaryTables,
+    attend_cached,
+)
+from polyattn.families.attention.stateless.dense import CallOptions
 from polyattn.families.attention.stateless.views import joined_pages
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.selection.cache_format import CacheFormat
@@ -26,7 +31,7 @@ def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
 
 
-def turned(tokens: Tensor, turns: Turns, positions: range) -> Tensor:
+def turned(tokens: Tensor, turns: RotaryTables, positions: range) -> Tensor:
     """Rotate pairs of the first and the second half of 8 elements, by complex numbers."""
     at = list(positions)
     turn = torch.complex(turns.cos[at], turns.sin[at]).to(torch.complex128)[:, None]
@@ -54,13 +59,15 @@ def test_new_tokens(form: str, new_lens: list[int], dtype: torch.dtype) -> None:
         return storage[:, rows[row]].clone()
 
     angles = torch.randn(64, 4)
-    turns = Turns(angles.cos(), angles.sin(), "neox")
+    turns = RotaryTables(angles.cos(), angles.sin(), "neox")
     query = torch.randn(sum(counts), HEADS, SIZE)
-    new = New(torch.randn(sum(new_lens), 2, SIZE), torch.randn(sum(new_lens), 2, SIZE), new_lens)
+    new = NewKeys(
+        torch.randn(sum(new_lens), 2, SIZE), torch.randn(sum(new_lens), 2, SIZE), new_lens
+    )
     wanted = [held(row, caches) for row in range(3)]
-    out, lse = cached(
-        query, counts, Cache(*caches, **given), torch.tensor(before, dtype=dtype),
-        Asked(causal=True, needs_lse=True), new=new, turns=turns,
+    out, lse = attend_cached(
+        query, counts, CallerCache(*caches, **given), torch.tensor(before, dtype=dtype),
+        CallOptions(causal=True, needs_lse=True), new=new, turns=turns,
     )  # fmt: skip
     assert lse is not None and lse.shape == (sum(counts), HEADS)
     queries, keys, values = query.split(counts), new.key.split(new_lens), new.value.split(new_lens)
@@ -78,7 +85,7 @@ def test_new_tokens(form: str, new_lens: list[int], dtype: torch.dtype) -> None:
 def test_one_length_for_all_and_none() -> None:
     caches, query = torch.randn(2, 3, 32, 2, SIZE), torch.randn(3, HEADS, SIZE)
     for lens, count in ((7, 7), (None, 32), (torch.full((3,), 9), 9)):
-        out, _ = cached(query, [1] * 3, Cache(*caches), lens, Asked(causal=True))
+        out, _ = attend_cached(query, [1] * 3, CallerCache(*caches), lens, CallOptions(causal=True))
         wanted = [expected(query[row : row + 1], *caches[:, row, :count]) for row in range(3)]
         torch.testing.assert_close(out.double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
@@ -103,49 +110,69 @@ def test_one_length_for_all_and_none() -> None:
 def test_what_is_wrong_changes_nothing(lens: Any, more: dict[str, Any], match: str) -> None:
     page = 17 if "block_table" in more else 32
     caches = torch.randn(2, 2, page, 2, SIZE)
-    before, new = caches.clone(), New(torch.randn(4, 2, SIZE), torch.randn(4, 2, SIZE), [2, 2])
+    before, new = caches.clone(), NewKeys(torch.randn(4, 2, SIZE), torch.randn(4, 2, SIZE), [2, 2])
     with pytest.raises(CacheError, match=match):
-        cached(torch.randn(4, HEADS, SIZE), [2, 2], Cache(*caches, **more), lens, Asked(), new=new)
+        attend_cached(
+            torch.randn(4, HEADS, SIZE),
+            [2, 2],
+            CallerCache(*caches, **more),
+            lens,
+            CallOptions(),
+            new=new,
+        )
     assert torch.equal(caches, before)
 
 
 @pytest.mark.parametrize("page", [-1, 7])
 def test_a_new_token_s_page_is_one_of_the_cache_s(page: int) -> None:
     caches, query = torch.randn(2, 4, 16, 2, SIZE), torch.randn(2, HEADS, SIZE)
-    before, new = caches.clone(), New(torch.randn(2, 2, SIZE), torch.randn(2, 2, SIZE), [1, 1])
+    before, new = caches.clone(), NewKeys(torch.randn(2, 2, SIZE), torch.randn(2, 2, SIZE), [1, 1])
     table = torch.tensor([[0, page], [2, page]], dtype=torch.int32)
     lens = torch.tensor([3, 16], dtype=torch.int32)
     with pytest.raises(
         CacheError, match=rf"block_table\[1\] gives a new token page {page}; .* 4 pages"
     ):
-        cached(query, [1, 1], Cache(*caches, table), lens, Asked(True), new=new)
+        attend_cached(query, [1, 1], CallerCache(*caches, table), lens, CallOptions(True), new=new)
     assert torch.equal(caches, before)
     lens[1] = 15
-    cached(query, [1, 1], Cache(*caches, table), lens, Asked(True), new=new)
+    attend_cached(query, [1, 1], CallerCache(*caches, table), lens, CallOptions(True), new=new)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float8_e4m3fn,) * 2])
 def test_dtypes_that_a_call_doesn_t_take(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     of_cache, of_query = dtypes
-    cache = Cache(*torch.randn(2, 2, 32, 2, SIZE).to(of_cache))
+    cache = CallerCache(*torch.randn(2, 2, 32, 2, SIZE).to(of_cache))
     query = torch.randn(2, HEADS, SIZE).to(of_query)
     with pytest.raises(
         PolyattnError, match="the cache is torch.float16, the query|query is torch.float8"
     ):
-        cached(query, [1, 1], cache, 3, Asked(True))
+        attend_cached(query, [1, 1], cache, 3, CallOptions(True))
 
 
 def test_what_new_tokens_and_turns_lack() -> None:
     caches, query = torch.randn(2, 2, 32, 2, SIZE), torch.randn(4, HEADS, SIZE)
     before, key = caches.clone(), torch.randn(2, 2, SIZE)
     with pytest.raises(CacheError, match="new keys are of 1 sequences; the queries are of 2"):
-        cached(query, [2, 2], Cache(*caches), 3, Asked(), new=New(key, key, [2]))
-    turns, new = Turns(torch.ones(9, 4), torch.zeros(9, 4), "neox"), New(key, key, [1, 1])
+        attend_cached(
+            query, [2, 2], CallerCache(*caches), 3, CallOptions(), new=NewKeys(key, key, [2])
+        )
+    turns, new = (
+        RotaryTables(torch.ones(9, 4), torch.zeros(9, 4), "neox"),
+        NewKeys(key, key, [1, 1]),
+    )
     for causal, length, last in ((True, 8, 9), (False, 9, 9)):
         with pytest.raises(CacheError, match=f"9 positions; a token stands at {last}"):
-            cached(query, [2, 2], Cache(*caches), length, Asked(causal), new=new, turns=turns)
+            attend_cached(
+                query,
+                [2, 2],
+                CallerCache(*caches),
+                length,
+                CallOptions(causal),
+                new=new,
+                turns=turns,
+            )
     assert torch.equal(caches, before)
-    cached(query, [2, 2], Cache(*caches), 7, Asked(True), new=new, turns=turns)
+    attend_cached(query, [2, 2], CallerCache(*caches), 7, CallOptions(True), new=new, turns=turns)
     assert not torch.equal(caches, before)
 
 

@@ -7,7 +7,7 @@ import torch
 from polyattn import LayerGroup, LayerSpec, select
 from polyattn.families.attention import short_steps
 from polyattn.families.attention.short_steps import is_short, server_of
-from polyattn.families.attention.stateless.dense import plan_for
+from polyattn.families.attention.stateless.dense import plan_lengths
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=16, dtype="float32", cached=False)
 
@@ -51,4 +51,4 @@ def test_the_plan_is_of_who_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     group = group_by("TORCH_SDPA")
     monkeypatch.setattr(group, "device_type", "cuda")
     assert group.torch_device == torch.device("cpu")
-    assert plan_for(group, (2,), (3,)).calls[0].name == "NATIVE_ATTN"
+    assert plan_lengths(group, (2,), (3,)).calls[0].name == "NATIVE_ATTN"

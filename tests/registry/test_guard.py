@@ -183,21 +183,35 @@ class Failing:
         return None
 
 
-@pytest.mark.parametrize("at", [0, 99], ids=["first", "last"])
-def test_a_failing_finder_is_passed_over(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+class FailingSpecs:
+    """One that fails for each module that the finders before it don't have."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        raise RuntimeError(f"no spec of {name}")
+
+
+@pytest.mark.parametrize(
+    ("at", "finder"),
+    [(0, Failing), (99, Failing), (99, FailingSpecs)],
+    ids=["first", "last", "specs"],
+)
+def test_a_failing_finder_is_passed_over(
+    at: int, finder: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from polyattn.registry.discovery import refresh
     from polyattn.registry.integrations import integrations
     from polyattn.tools.cli.doctoring import examine
     from polyattn.tools.cli.listing import backend_rows
 
-    before = [row["name"] for row in backend_rows(discover())], integrations()
+    before = backend_rows(discover()), integrations(), discover().problems
     finders = list(sys.meta_path)
-    finders.insert(at, Failing)  # type: ignore[arg-type]
+    finders.insert(at, finder)  # type: ignore[arg-type]
     monkeypatch.setattr(sys, "meta_path", finders)
     refresh()
     try:
-        after = [row["name"] for row in backend_rows(discover())]
-        assert after == before[0]
+        assert backend_rows(discover()) == before[0]  # no probe takes it for its library's
+        assert discover().problems == before[2]
         assert [i.name for i in integrations()] == [i.name for i in before[1]]
         assert examine()["devices"]
     finally:

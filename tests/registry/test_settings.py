@@ -6,7 +6,7 @@ import pytest
 from defaults import CPU_DEFAULT
 from fakes import LLAMA
 from polyattn import PolyattnError, select, settings
-from polyattn.errors import SelectionError, SettingsError
+from polyattn.errors import SettingsError
 from polyattn.registry.capabilities import Capabilities
 from polyattn.settings import load
 
@@ -99,8 +99,18 @@ def test_tensorrt_llms_xqa_is_a_decoders_decode_and_nothing_else(
     decision = select(LLAMA, "h200").decision
     assert decision.decode == "FLASHINFER_TRTLLM" != decision.prefill
     assert any("TRTLLM_FORCE_XQA" in note for note in decision.notes)
-    with pytest.raises(SelectionError, match="TRTLLM_FORCE_XQA names FLASHINFER_TRTLLM for decode"):
-        select(LLAMA.replace(logit_soft_cap=30.0), "h200")  # never a silent fallback
+    # As in TensorRT-LLM, where it can serve; else a note says why.
+    capped = select(LLAMA.replace(logit_soft_cap=30.0), "h200").decision
+    assert capped.decode != "FLASHINFER_TRTLLM"
+    assert any("names FLASHINFER_TRTLLM for decode, which can't" in note for note in capped.notes)
+    assert any("logit_soft_cap: wanted" in note for note in capped.notes)
+    assert select(LLAMA, "x86-amx").decision.decode != "FLASHINFER_TRTLLM"
+    monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cuda")
+    assert any(
+        "'FLASHINFER_TRTLLM' isn't here" in n for n in select(LLAMA, "x86-amx").decision.notes
+    )
+    with pytest.raises(SettingsError, match="'FLASHINFER_TRTLLM' isn't here"):
+        select(LLAMA, "x86-amx", backend="FLASHINFER_TRTLLM")
 
 
 @pytest.mark.parametrize("word", ["no", "No", "off", "false", "0", ""])
@@ -176,7 +186,10 @@ def test_disabled_and_unknown_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolyattnError, match="did you mean 'cpu'"):
         select(LLAMA, "x86-amx")
     monkeypatch.setenv("POLYATTN_DISABLE_PLUGINS", "cpu,hpu")
-    with pytest.raises(PolyattnError, match="'x86-amx' is unknown"):
+    with pytest.raises(
+        PolyattnError,
+        match="'x86-amx' isn't here: polyattn-cpu has it, but its plugin is disabled or broken",
+    ):
         select(LLAMA, "x86-amx")
     with pytest.raises(PolyattnError, match="no installed plugin finds device 'cpu'"):
         select(LLAMA, "cpu")

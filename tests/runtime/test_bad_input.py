@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -110,6 +111,38 @@ def test_bad_batches(changes: dict[str, Any], says: str) -> None:
         step.run()
     assert says in str(caught.value)
     assert torch.equal(step.cache.key, before), "a refused step must change nothing"
+
+
+@pytest.mark.parametrize("backend", ["NATIVE_ATTN", "TORCH_SDPA", "VANILLA"])
+@pytest.mark.parametrize("wrong", [8, 2**31 - 1, -1, -(2**31)])
+@pytest.mark.parametrize("at", [(0, 0), (1, 2)])
+def test_a_hosts_block_table_is_checked_before_anything_runs(
+    backend: str, wrong: int, at: tuple[int, int]
+) -> None:
+    """Without `checks`, too; each of the group's layers refuses."""
+    step = Step()
+    step.layer = Attention(select(SPEC, "cpu", backend=backend), checks=False)
+    table = TABLE.clone()
+    table[at] = wrong
+    batch = Batch(**(step.batch | {"block_table": table}))
+    before, out = step.cache.key.clone(), torch.full((6, 4, 32), 7.0)
+    for _ in range(2):
+        with pytest.raises(BatchError) as caught:
+            step.layer(**step.tensors, cache=step.cache, plan=batch, out=out)
+        says = f"block_table[{at[0]}, {at[1]}]={wrong} points outside the cache's 8 blocks"
+        assert says in str(caught.value)
+    assert torch.equal(step.cache.key, before) and (out == 7.0).all()
+
+
+def test_entries_that_no_query_reads_may_be_anything() -> None:
+    """Behind a sequence's end, left of its window, and of rows without queries."""
+    step = Step()
+    wide = torch.full((3, 5), -(2**31), dtype=torch.int32)
+    wide[0, 1], wide[1, :3] = 1, TABLE[1]  # the first sequence's window begins in its second block
+    spec = replace(SPEC, sliding_window=4)
+    layer = Attention(select(spec, "cpu"), checks=False)
+    batch = Batch([0, 1, 6, 6], [20, 33, 30], wide, step.batch["slot_mapping"])
+    assert layer(**step.tensors, cache=step.cache, plan=batch).isfinite().all()
 
 
 @pytest.mark.parametrize("block", [8, 32])

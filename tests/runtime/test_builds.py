@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from polyattn import Attention, Batch, LayerGroup, LayerSpec, register, select, unregister
-from polyattn.checking.compare import output_error
 from polyattn.families.attention import reference
 from polyattn.kernel import GraphCapture
 from polyattn.plugin import BackendInfo, Capabilities, Priority, hookimpl
 from polyattn.runtime.builds import finish_all
 from polyattn.selection.selection import Selection
 from polyattn.spec.timing import TERMS, TimingModel
+from polyattn.workload.compare import output_error
 from polyattn_cpu.sdpa import TorchSDPA
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=32, dtype="float32", block_size=16)

@@ -190,3 +190,21 @@ def test_a_batch_that_ran_is_copied_and_pickled_without_its_plans(
     other = copied(batch)
     assert not other.plans and other.lens == batch.lens
     assert torch.equal(layer(*rows, cache, other), expected)
+
+
+@pytest.mark.parametrize(
+    ("queries", "lens", "table", "phase"),
+    [
+        ([3], [3], [[0, 1]], "c--"),
+        ([1], [20], [[0, 1]], "--u"),
+        ([3], [20], [[0, 1]], "cs-"),
+        ([1, 3], [40, 40], [[0, 1, 2], [0, 1, 3]], "csu"),
+    ],
+)
+def test_a_plan_tells_gaudis_phase(
+    queries: list[int], lens: list[int], table: list[list[int]], phase: str
+) -> None:
+    group = LayerGroup(select(SPEC.replace(block_size=16), "cpu", backend="HPU_ATTN"))
+    blocks = torch.tensor(table, dtype=torch.int32)
+    plan = group.plan(Batch.from_lens(queries, lens, blocks, 16))
+    assert f"HPU_ATTN (phase {phase})" in plan.explain()

@@ -9,8 +9,16 @@ import polyattn.api
 import pytest
 import torch
 import two_chips
-from polyattn import Device, LayerSpec, register, resolve_device, select, unregister
-from polyattn.errors import DeviceError
+from polyattn import (
+    Device,
+    LayerSpec,
+    check_supported,
+    register,
+    resolve_device,
+    select,
+    unregister,
+)
+from polyattn.errors import DeviceError, SettingsError, SpecError
 from polyattn.plugin import BackendInfo, Capabilities, Platform, hookimpl
 from polyattn.selection.decision import Decision
 from polyattn.settings import Settings, parse_overrides
@@ -127,3 +135,17 @@ def test_a_device_that_is_not_here_names_who_was_asked() -> None:
     assert str(caught.value).splitlines()[1:] == [
         "  hpu: not here", "  without a name the best device of this machine is taken",
     ]  # fmt: skip
+
+
+def test_support_is_asked_by_the_names_of_vllm() -> None:
+    """As its `validate_configuration`, which returns the reasons."""
+    at = {"backend": "FLASH_ATTN_V3", "device": "h100-sxm"}
+    assert check_supported(128, torch.bfloat16, "auto", 16, **at) == []
+    reasons = check_supported(80, torch.float16, "fp8_e5m2", 16, **at)
+    assert any(line.startswith("head_size: wanted 80") for line in reasons)
+    assert any(line.startswith("kv_cache_dtype: wanted fp8_e5m2") for line in reasons)
+    assert check_supported(80, torch.float16, "fp8_e5m2", 16, device="h100-sxm") == []
+    with pytest.raises(SpecError, match="dtype"):
+        check_supported(128, "float17")
+    with pytest.raises(SettingsError, match="NOPE"):
+        check_supported(128, backend="NOPE", device="cpu")

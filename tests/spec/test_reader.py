@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.errors import ConfigError, nearest
 from polyattn.spec.huggingface import READERS, layer_specs, model_layers
 from polyattn.spec.huggingface.config import read_values
+from polyattn.spec.huggingface.encoders import READERS as ENCODERS
 from polyattn.spec.huggingface.rotary import KNOWN
 from polyattn.tools.cli.models import bundled, bundled_models
 from tiny import CONFIG_MAPPING, tiny_values
@@ -63,8 +65,115 @@ def test_an_unread_field_is_refused_unless_it_is_said_to_be_harmless() -> None:
     assert "sliding_window=8" in refused(values) and "ignore=('sliding_window',)" in refused(values)
     assert layer_specs(values, ignore=["sliding_window"]) == layer_specs(LLAMA)
     assert layer_specs(LLAMA | {"sliding_window": None}) == layer_specs(LLAMA)
-    assert "attn_window=4" in refused(
-        {"model_type": "llava", "text_config": LLAMA | {"attn_window": 4}}
+    inner = LLAMA | {"sliding_window": 8}
+    assert "sliding_window=8" in refused({"model_type": "llava", "text_config": inner})
+
+
+def test_a_field_that_nobody_reads_is_harmless(caplog: pytest.LogCaptureFixture) -> None:
+    beside = {
+        "use_mrope": True,
+        "norm_type": "x",
+        "full_attn_mod": 3,
+        "transformers.js_config": {"a": 1},
+    }
+    assert layer_specs(LLAMA | beside) == layer_specs(LLAMA)
+    neutral = {"is_causal": True, "alibi": False, "layer_types": None, "attention_chunk_size": None}
+    assert layer_specs(LLAMA | neutral) == layer_specs(LLAMA)
+    changes: list[dict[str, Any]] = [
+        {"is_causal": False}, {"alibi": True}, {"layer_types": ["full_attention"] * 2},
+        {"dual_chunk_attention_config": {"chunk_size": 4}}, {"num_key_value_head": 2},
+    ]  # fmt: skip
+    for read in changes:
+        (name,) = read
+        assert f"{name}=" in refused(LLAMA | read)
+        assert layer_specs(LLAMA | read, strict=False) == layer_specs(LLAMA)
+        assert f"{name}=" in caplog.text
+
+
+def test_code_that_nobody_here_has_seen_may_read_any_field() -> None:
+    """A type that is read as another: what transformers never heard of isn't passed over."""
+    values = LLAMA | {"model_type": "my_llama", "vocab_size": 7, "rms_norm_eps": 1e-6}
+    assert layer_specs(values, assume="llama") == layer_specs(LLAMA)
+    assert "token_shift=2" in refused(values | {"token_shift": 2}, assume="llama")
+
+
+def test_a_wrapper_says_what_its_text_is() -> None:
+    text = LLAMA | {"num_key_value_heads": 2}
+    for name in ("text_config", "llm_config"):
+        wrapper = {"model_type": "my_vlm", name: text, "vision_config": {"depth": 3}, "merge": 2}
+        said = refused(wrapper)
+        assert (
+            "its text_config is of type 'llama', which is known" in said
+            and "--assume llama" in said
+        )
+        model = model_layers(wrapper, assume="llama")
+        assert model.specs == layer_specs(text) and model.towers == ("text", "vision")
+    known = {"model_type": "internvl", "text_config": text, "vision_config": {"model_type": "x"}}
+    assert layer_specs(known) == layer_specs(text)
+    assert "attn_window" not in refused(known | {"text_config": text | {"model_type": "x"}})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "my_encoder", "rope_theta": 1e4},
+        {"model_type": "x", "architectures": ["XForMaskedLM"], "num_key_value_heads": 2},
+        {"model_type": "llama_bidirec", "num_key_value_heads": 2},
+        {"model_type": "lama", "is_causal": False},
+        {"model_type": "x", "type_vocab_size": 2, "num_attention_heads": 4},
+        {"model_type": "x", "image_size": 224, "num_attention_heads": 4},
+    ],
+)
+def test_no_causal_type_is_suggested_for_an_encoder(values: dict[str, Any]) -> None:
+    said = refused(values)
+    for name in re.findall(r"assume='([^']*)'|mean '([^']*)'", said):
+        assert "".join(name) in ENCODERS, said
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model_type": "x", "alibi": True, "num_attention_heads": 4},
+        {"model_type": "x", "position_embedding_type": "alibi", "num_attention_heads": 4},
+        {"model_type": "x", "attn_config": {"alibi": True}, "num_key_value_heads": 4},
+        {"model_type": "baichuan", "num_attention_heads": 4},
+        {"model_type": "lama", "use_alibi": True, "rope_theta": 1e4},
+    ],
+)
+def test_no_type_without_alibi_is_suggested_for_a_model_with_it(values: dict[str, Any]) -> None:
+    said = refused(values)
+    for name in re.findall(r"assume='([^']*)'|mean '([^']*)'", said):
+        assert "".join(name) in ("bloom", "mpt"), said
+
+
+PACKAGE = """
+from polyattn import LayerSpec
+
+def read(cfg):
+    heads = cfg.need("heads")
+    spec = LayerSpec(num_heads=heads, head_size=cfg.need("width") // heads, dtype=cfg.dtype)
+    return {"text": [(spec,)] * cfg.need("depth")}
+"""
+
+
+def test_a_package_adds_a_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "my_models-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: my-models\nVersion: 1.0\n")
+    points = (
+        "[polyattn.readers]\nmy_type = my_models:read\nbroken = my_models:absent\nllama = x:y\n"
+    )
+    (info / "entry_points.txt").write_text(points)
+    (tmp_path / "my_models.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    values = {"model_type": "my_type", "heads": 4, "width": 64, "depth": 3, "vocab_size": 100}
+    assert [spec.head_size for spec in layer_specs(values)] == [16] * 3
+    assert "lacks the field 'heads'" in refused({"model_type": "my_type"})
+    assert "attn_window=4" in refused(values | {"attn_window": 4})
+    assert "from my-models can't be loaded" in refused({"model_type": "broken"})
+    assert len(layer_specs(LLAMA)) == 2  # our own types stay ours
+    assert layer_specs(values | {"model_type": "their_type"}, assume="my_type") == layer_specs(
+        values
     )
 
 
@@ -104,7 +213,7 @@ def test_bad_fields(changes: dict[str, Any], names: str) -> None:
         (RWKV7 | {"attn": {"layers": [1]}}, "attn={'layers': [1]}"),
         (RWKV7 | {"num_heads": 3}, "num_heads=3 x head_dim=64 isn't hidden_size=256"),
         (RWKV7 | {"value_dim": [256, 100]}, "value_dim=[256, 100] must be multiples"),
-        (RWKV7 | {"token_shift": 2}, "token_shift=2 isn't known for model_type='rwkv7'"),
+        (RWKV7 | {"token_shift": 2}, "token_shift=2 isn't understood for model_type='rwkv7'"),
         ({"model_type": "recurrent_gemma", "lru_width": 2559}, "is no multiple of num_attention_heads"),
         ({"model_type": "deberta-v2", "num_hidden_layers": 2},
          "text layers 0-1 need a learned relative position bias"),

@@ -17,6 +17,8 @@ from polyattn import LayerSpec
 from polyattn.errors import ConfigError
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
+from polyattn.spec.huggingface.multimodal import WRAPPERS
+from polyattn.tools.cli.models import bundled
 from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config, tiny_values
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variations import variations
@@ -26,7 +28,7 @@ torch.set_num_threads(1)
 
 PUBLISHERS_CODE = {"kimi_k2", "minimax_text_01", "rwkv5", "rwkv6", "rwkv7"}
 """Types that transformers has no code for."""
-BY_THEIR_TOWERS = {"gemma3n", "llama4_vision_model", "mllama"}
+BY_THEIR_TOWERS = {"gemma3n", "llama4_vision_model", "mllama", *WRAPPERS}
 """Needs a library for images, or images; the towers are compared by themselves."""
 BY_ATTRIBUTES = {"bloom", "mpt"}
 """Models that add ALiBi outside any attention interface: compared below."""
@@ -203,3 +205,11 @@ def test_the_table_of_models_is_fresh_and_has_all_that_are_read() -> None:
         "stale: python tests/spec/update_table.py"
     )
     assert {name for kinds in update_table.MODELS.values() for name in kinds} <= set(READERS)
+
+
+def test_the_table_of_fields_is_fresh() -> None:
+    import update_classes
+
+    assert bundled("config_classes.json").read_text() == update_classes.text(), (
+        "stale: python tests/spec/update_classes.py"
+    )

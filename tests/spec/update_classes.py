@@ -1,6 +1,6 @@
 """Writes what the installed transformers says of each type's config: fields, defaults, what is read.
 
-Run after a newer transformers: `python tests/spec/update_classes.py`. A test says when the table is stale.
+Run after a newer transformers: `python tests/spec/update_classes.py`; a test says when it is stale.
 """
 
 from __future__ import annotations
@@ -31,17 +31,20 @@ LEGACY = {
     "use_bfloat16", "tf_legacy_loss", "task_specific_params", "output_past", "quantization_config",
 }  # fmt: skip
 """Fields of every config that older files have."""
+EVERYWHERE = {"model_type", "hidden_act", "max_position_embeddings"}
 SIZES = {"hidden_size", "num_attention_heads", "num_hidden_layers", "max_position_embeddings"}
 """What readers ask for wherever it matters, under whatever name."""
+GENERATION = set(vars(GenerationConfig()))
 BASE = {f.name for f in dataclasses.fields(PretrainedConfig)}
 OTHER_THAN_ATTENTION = re.compile(
-    r"""_.* | .*token.* | .*dropout.* | .*_eps | .*layerdrop.* | initializer_.* | vocab_.* | embedding_size
-    | .*intermediate_size.* | hidden_act.* | .*expert.* | .*router.* | moe_.* | mlp_.* | .*_config(_dict)?
-    | use_cache | tie_.* | image_.* | .*patch_.* | num_channels | classifier_.* | summary_.* | pixel_.*
-    | get | set_.* | .*_act(_fn)? | is_gated_act | scale_decoder_outputs | gradient_checkpointing | out_.*
-    | mamba_(dt_(min|max|init_floor)|conv_bias|chunk_size) | first_k_dense_replace | pooler_.* | block_ff_dim
-    | (.*_)?bias | norm_.* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank | attn_(impl|pdrop)
-    | chunk_size | final_w_init_variance_scale | use_falcon_mambapy | conv_(act|groups|kernel_size)""",
+    r"""_.* | .*token.* | .*dropout.* | .*_eps | .*layerdrop.* | initializer_.* | vocab_.* | use_cache
+    | .*intermediate_size.* | hidden_act.* | .*expert.* | .*router.* | moe_.* | mlp_.* | tie_.* | image_.*
+    | .*_config(_dict)? | .*patch_.* | num_channels | classifier_.* | summary_.* | pixel_.* | get | set_.*
+    | .*_act(_fn)? | is_gated_act | scale_decoder_outputs | gradient_checkpointing | out_.* | pooler_.*
+    | mamba_(dt_(min|max|init_floor)|conv_bias|chunk_size) | first_k_dense_replace | block_ff_dim
+    | (.*_)?bias | norm_.* | layer_norm.* | residual_.* | use_mem_eff_path | time_step_rank | chunk_size
+    | attn_(impl|pdrop) | final_w_init_variance_scale | use_falcon_mambapy | embedding_size
+    | conv_(act|groups|kernel_size)""",
     re.VERBOSE,
 )
 """Names of what surrounds attention: tokens, dropout, norms, MLPs, experts, heads, images."""
@@ -93,9 +96,8 @@ def accesses(path: Path) -> Iterator[tuple[str, Any]]:
             if isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
                 if _is_config(node.args[0], own):
                     yield from _named(node.args[1:])
-            elif isinstance(node.func, ast.Attribute) and node.func.attr in ("pop", "get"):
-                if isinstance(node.func.value, ast.Name) and node.func.value.id == "kwargs" and own:
-                    yield from _named(node.args)
+            elif own and ast.unparse(node.func) in ("kwargs.pop", "kwargs.get"):
+                yield from _named(node.args)
 
 
 def _is_config(node: ast.expr, own: bool) -> bool:
@@ -116,7 +118,7 @@ def reads(paths: list[Path], declared: set[str]) -> dict[str, Any]:
         name: default
         for path in paths
         for name, default in accesses(path)
-        if name not in declared
+        if name not in declared | GENERATION
         and not OTHER_THAN_ATTENTION.fullmatch(name)
         and not hasattr(PretrainedConfig, name)
     }
@@ -147,7 +149,7 @@ def entry(cls: Any) -> dict[str, Any]:
     found = {
         "fields": fields(cls),
         "aliases": aliases,
-        "reads": reads([*models, configuration], declared(inspect.getmodule(cls))),
+        "reads": reads([*models, configuration], declared(inspect.getmodule(cls)) | SIZES),
     }
     if cls.default_theta != ModelClass.theta:
         found["theta"] = cls.default_theta
@@ -159,12 +161,10 @@ def table() -> dict[str, Any]:
     types = {name: PUBLISHED_AS.get(name, name) for name in sorted(READERS)}
     classes = {n: entry(CONFIG_MAPPING[s]) for n, s in types.items() if s in CONFIG_MAPPING}
     classes["mpt_attention"] = {"fields": fields(CONFIG_MAPPING["mpt"].sub_configs["attn_config"])}
-    names = BASE | set(vars(GenerationConfig())) | LEGACY
+    names = BASE | GENERATION | LEGACY
     for source in {types[name] for name in classes if name in types}:
         names |= {f.name for f in dataclasses.fields(CONFIG_MAPPING[source])}
-    beside = names - {
-        n for c in classes.values() for n in (*c.get("reads", ()), *c.get("fields", ()))
-    }
+    beside = names - {n for c in classes.values() for n in c.get("fields", ())} | EVERYWHERE
     folder = Path(transformers.__file__).parent
     shared = reads([folder / f"{name}.py" for name in SHARED], SIZES)
     return {

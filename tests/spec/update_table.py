@@ -10,6 +10,7 @@ from pathlib import Path
 
 import transformers
 from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
+from polyattn.spec.huggingface.multimodal import WRAPPERS
 from test_transformers import BY_ATTRIBUTES, BY_THEIR_TOWERS, PUBLISHERS_CODE
 from tiny import CONFIG_MAPPING, tiny_values
 
@@ -57,6 +58,36 @@ its publisher wrote, without an oracle. "Not served": what the layers need that 
 layers are refused by this name. Files of mamba_ssm, which have no `model_type`, are read as `mamba` or
 `mamba2`.
 
+A field is harmless unless somebody reads it. A table, generated from the sources of transformers
+{version}, says which fields each type's modelling and configuration files read, and which ones caches,
+masks and rotations read in any type. A field that neither the reader nor this code reads passes. One
+that this code reads, and the reader doesn't understand, is refused unless it has its default. A type
+that is read as another one (`assume`), or that transformers has no code for, is refused with any field
+that is unknown. `ignore` names fields that change nothing, and `strict=False` warns instead of refusing;
+commands take `--assume` and `--ignore`.
+
+A checkpoint's quantised cache (`kv_cache_scheme`, `kv_cache_quant_algo`) is refused unless
+`kv_cache_dtype` says what the cache holds. Layers that read another layer's keys (Gemma 3n) have that
+layer's index as `LayerSpec.kv_source`.
+
+A package adds a type by an entry point in the group `polyattn.readers`, whose name is the `model_type`:
+
+```python
+# my_models.py; in pyproject.toml: [project.entry-points."polyattn.readers"] my_type = "my_models:read"
+from polyattn import LayerSpec
+
+
+def read(cfg):
+    heads, size = cfg.need("num_attention_heads"), cfg.need("head_dim")
+    full = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype)
+    near = full.replace(sliding_window=cfg.need("sliding_window"))
+    return {{"text": [(full if i % 4 == 3 else near,) for i in range(cfg.need("num_hidden_layers"))]}}
+```
+
+`cfg.need` returns a positive integer; `cfg.integer`, `cfg.number`, `cfg.flag`, `cfg.items` return
+optional values, and `cfg.only` refuses all values but some. The types in the table below stay as they
+are.
+
 What happens to a field that is renamed, dropped, changed or new: `pytest -m sweep
 tests/spec/test_transformers.py` tries it for each of 156 types. On 2026-11-22, transformers 5.23.0, in
 three runs on three machines, all passed: what was read is what the modules do, or it was refused.
@@ -83,7 +114,9 @@ def read(name: str) -> ModelLayers:
     values: dict[str, object] = {"num_hidden_layers": 4}
     if name == "rwkv7":
         values["hidden_size"] = 256
-    if name in CONFIG_MAPPING:
+    if name in WRAPPERS:
+        values = {"text_config": {"model_type": "llama", "num_hidden_layers": 4}}
+    elif name in CONFIG_MAPPING:
         values = tiny_values(CONFIG_MAPPING[name])
     return model_layers({"model_type": name} | values)
 

@@ -2,11 +2,43 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
-from polyattn.spec.huggingface.known import HARMLESS
 from tiny import CONFIG_MAPPING, class_fields, tiny_values
+
+NOT_TRIED = re.compile(
+    r"""_.* | .*_token(_id|_ids|_index|_indices)? | .*_tokens | .*dropout.* | .*_pdrop | .*_dropout_prob
+    | (layer_norm|norm|rms_norm)_(eps|epsilon) | .*layernorm_epsilon | initializer_.* | init_std
+    | vocab_size.* | .*intermediate_size | hidden_act.* | activation(_function)? | mlp_.* | ffn_.*
+    | .*expert.* | .*router.* | moe_.* | .*aux_loss.* | .*z_loss.* | norm_topk_prob | topk_group
+    | n_group | topk_method | scoring_func | seq_aux | ep_size | score_function
+    | use_cache | tie_.* | architectures | auto_map | transformers_version | dtype | torch_dtype
+    | model_type | quantization_config | compression_config | name_or_path | attn_implementation
+    | return_dict | output_(attentions|hidden_states|router_logits) | torchscript | use_bfloat16
+    | pruned_heads | problem_type | id2label | label2id | num_labels | finetuning_task | task_.*
+    | chunk_size_feed_forward | gradient_checkpointing | pretraining_tp | pad_to_multiple_of
+    | bad_words_ids | num_beams?(_groups)? | do_sample | max_length | min_length | early_stopping
+    | temperature | top_[kp] | typical_p | repetition_penalty | length_penalty | diversity_penalty
+    | no_repeat_ngram_size | encoder_no_repeat_ngram_size | num_return_sequences | prefix
+    | forced_decoder_ids | remove_invalid_values | exponential_decay_length_penalty | tf_legacy_loss
+    | tokenizer_class | sep_token_id | cache_implementation | use_mamba_kernels
+    | is_composition | is_encoder_decoder | add_final_layer_norm | classif.* | summary_.*
+    | max_position_embeddings | language_model_only | fused_.* | .*_fusion
+    | use_flash_attn.* | flash_attn.* | unsloth.* | .*_hash
+    | projection_(dim|size) | num_image_tokens | vision_use_head | mm_tokens_per_image
+    | (attention|attention_out|qkv|mlp|mamba_conv|mamba_proj|conv)_bias | use_(qkv_|conv_)?bias
+    | (residual|skip|apply_residual)_.* | layernorm_.*_(alpha|beta) | postnorm | shared_.*
+    | time_step_(floor|max|min|rank|scale|init_scheme) | rescale_prenorm_residual | rms_norm
+    | pad_vocab_size_multiple | attention_softmax_in_fp32 | seq_length | n_ctx | n_positions
+    | mamba_inner_layernorms | calc_logits_.* | block_(mlp|out|norm|use|auto|ff|ffn|multiple)_.*
+    | conv_use_xavier_init | initial_context_length | swiglu_limit | .*layerdrop
+    | num_nextn_predict_layers | mtp_.* | num_mtp_modules | use_mtp | .*routing.*
+    | num_logits_to_keep | mlp_only_layers | final_logit_softcapping""",
+    re.VERBOSE,
+)
+"""Fields around attention: another value builds another model, or takes long to build."""
 
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16,
@@ -80,12 +112,12 @@ def variations(model_type: str) -> Iterator[tuple[str, dict[str, Any]]]:
     values, names = tiny_values(cls), class_fields(cls)
     yield "hub form", values
     for name in values:
-        if not HARMLESS.fullmatch(name):
+        if not NOT_TRIED.fullmatch(name):
             rest = {k: v for k, v in values.items() if k != name}
             yield f"{name} dropped", rest
             yield f"{name} renamed", rest | {f"{name}_x": values[name]}
             yield f"{name} renamed to attn", rest | {f"attn_{name}": values[name]}
-    for name in sorted(set(VALUES) | {n for n in names if not HARMLESS.fullmatch(n)}):
+    for name in sorted(set(VALUES) | {n for n in names if not NOT_TRIED.fullmatch(n)}):
         for other in VALUES.get(name, []) or alternatives(values.get(name, _default(cls, name))):
             if other != values.get(name, ...):
                 yield f"{name}={other!r}", values | {name: other}

@@ -49,8 +49,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
             "--block-size=", "--kv-cache-dtype=", "--fp8-compute", "--check=", "--seed=", "--plot=",
             "--weights=", "--arrivals=", "--context-parallel=", "--assume=", "--ignore=", "--beams="),
     "bench": ("--json", "--device=", "--backend=", "--spec=", "--model=", "MODEL", "--block-size=",
-              "--seconds=", "--lengths=", "--seed=", "--plot="),
-    "tune": ("--json", "--device=", "--backend=", "--model=", "--trace=", "--out=", "--no-quantized"),
+              "--seconds=", "--lengths=", "--seed=", "--plot=", "--assume=", "--ignore=",
+              "--kv-cache-dtype="),
+    "tune": ("--json", "--device=", "--backend=", "--model=", "--trace=", "--out=", "--no-quantized",
+             "--assume=", "--ignore=", "--kv-cache-dtype="),
     "doctor": ("--json", "--help", "x"),
 }  # fmt: skip
 VARIABLES = (

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import polyattn
@@ -133,6 +134,15 @@ def test_settings_can_be_imported_without_a_home() -> None:
     assert found.stdout == "()\n"
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Children hear SIGINT: where tests run in the background the shell has them ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_in_list(tmp_path: Path) -> None:
     from zoo.animals import ANIMALS
     from zoo.build import install
@@ -140,18 +150,68 @@ def test_ctrl_c_in_list(tmp_path: Path) -> None:
     install(tmp_path, ANIMALS["import-hangs"])
     env = {**os.environ, "PYTHONPATH": str(tmp_path), "POLYATTN_PLUGIN_TIMEOUT": "60"}
     pipe = subprocess.PIPE
-    # Where tests run in the background the shell has them, and their children, ignore it.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with subprocess.Popen(
-            [*COMMAND, "list"], env=env, stdout=pipe, stderr=pipe, text=True
-        ) as child:
-            time.sleep(2)
-            child.send_signal(signal.SIGINT)
-            out, err = child.communicate(timeout=30)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with subprocess.Popen(
+        [*COMMAND, "list"], env=env, stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        time.sleep(2)
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=30)
     assert (child.returncode, out, err) == (130, "", "polyattn: interrupted\n")
+
+
+DEAF = """
+import sys, time
+from polyattn.tools.cli import entry, listing
+
+def deaf(as_json):
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    except BaseException:
+        time.sleep(60)
+
+listing.show = deaf
+sys.argv = ["polyattn", "list"]
+sys.exit(entry.main())
+"""
+"""A command that drops the first interrupt, as finalizers and some libraries' imports do."""
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_that_a_library_drops_is_raised_again() -> None:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", DEAF], stdout=pipe, stderr=pipe, text=True
+    ) as child:
+        assert child.stderr is not None and child.stderr.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=30)
+    assert (child.returncode, err) == (130, "polyattn: interrupted\n")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    "command", [["list"], ["explain", "llama-3.1-8b"], ["run", "llama-3.1-8b"]]
+)
+def test_ctrl_c_in_a_commands_first_second(command: list[str], tmp_path: Path) -> None:
+    """At 20 moments; a plugin's import hangs, so that an interrupt that is dropped costs a minute."""
+    from zoo.animals import ANIMALS
+    from zoo.build import install
+
+    install(tmp_path, ANIMALS["import-hangs"])
+    env = {**os.environ, "PYTHONPATH": str(tmp_path), "POLYATTN_PLUGIN_TIMEOUT": "60"}
+    pipe = subprocess.PIPE
+    for moment in range(20):
+        with subprocess.Popen(
+            [*COMMAND, *command], env=env, stdout=pipe, stderr=pipe, text=True
+        ) as child:
+            time.sleep(0.05 * (1 + moment))
+            child.send_signal(signal.SIGINT)
+            _, err = child.communicate(timeout=30)
+        # Before `main` runs, Python itself ends the process, by the signal.
+        assert child.returncode in (130, -signal.SIGINT), (moment, err)
+        assert child.returncode < 0 or err == "polyattn: interrupted\n", (moment, err)
 
 
 def test_what_others_print_is_not_in_the_json() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.device import Device
-from polyattn.errors import SettingsError, SpecError, describe, plain, shown
+from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
@@ -78,6 +78,51 @@ def select(
             _remembered.clear()
         _remembered[key] = found
     return found
+
+
+def check_supported(
+    head_size: int,
+    dtype: Any = "bfloat16",
+    kv_cache_dtype: str = "auto",
+    block_size: int | None = None,
+    *,
+    backend: str | None = None,
+    device: Any = None,
+    **fields: Any,
+) -> list[str]:
+    """Return why a layer can't be served, one line each; an empty list where it can.
+
+    What vLLM's backends answer in `validate_configuration`, for one backend or for all.
+
+    Args:
+        head_size: elements of a head.
+        dtype: of queries and outputs.
+        kv_cache_dtype: of the cache, `"auto"` for `dtype`.
+        block_size: tokens of a cache block, None for any.
+        backend: as in `select`; None for any backend.
+        device: as in `select`.
+        fields: more of `LayerSpec`'s fields; one head for queries and keys by default.
+
+    Raises:
+        SpecError: a field isn't known or isn't possible.
+        SettingsError: the backend's name isn't known.
+        DeviceError: the device isn't known.
+
+    Example:
+        >>> check_supported(128, torch.bfloat16, "auto", 16, backend="FLASH_ATTN", device="h100-sxm")
+        []
+
+    """
+    heads = {"num_heads": 1, "num_kv_heads": 1} | fields
+    spec = LayerSpec(
+        head_size=head_size, dtype=dtype, kv_cache_dtype=kv_cache_dtype, block_size=block_size,
+        **heads,
+    )  # fmt: skip
+    try:
+        select(spec, device, backend=backend)
+    except SelectionError as error:
+        return [line.strip() for line in str(error).splitlines()]
+    return []
 
 
 def select_for_layer(spec: LayerSpec) -> Selection:

@@ -27,6 +27,7 @@ from polyattn.runtime.conventions import (
     empty_rows,
     store_lse,
 )
+from polyattn.runtime.function_backend import backend
 from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwise
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
@@ -93,6 +94,7 @@ __all__ = [
     "alibi_slopes",
     "arch_matches",
     "at_least",
+    "backend",
     "blank",
     "cumulative",
     "current_settings",

@@ -3,6 +3,7 @@
 from polyattn.device import Device
 from polyattn.errors import BatchError, SettingsError
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.distributions import find_spec, installed
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
 from polyattn.registry.sizes import ANY_SIZE, Sizes, multiples, one_of
@@ -33,7 +34,9 @@ __all__ = [
     "Variant",
     "absorbed",
     "expanded",
+    "find_spec",
     "hookimpl",
+    "installed",
     "key_ranges",
     "multiples",
     "one_of",

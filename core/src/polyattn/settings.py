@@ -41,7 +41,7 @@ FOREIGN_VARIABLES: dict[str, str] = {
     "VLLM_ATTENTION_BACKEND": "alias of POLYATTN_BACKEND",
     "VLLM_USE_FLASHINFER": "deprecated: 1, true or yes means POLYATTN_BACKEND=FLASHINFER",
     "TRTLLM_FORCE_XQA": "1, true or yes means "
-    "POLYATTN_BACKEND=attention.decoder.decode=FLASHINFER_TRTLLM",
+    "POLYATTN_BACKEND=attention.decoder.decode=FLASHINFER_TRTLLM where that can serve",
 }
 XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
 """What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
@@ -59,11 +59,15 @@ SCOPES = (*PHASE_SCOPES, *KIND_SCOPES, *ROLE_SCOPES)
 
 @dataclass(frozen=True)
 class Override:
-    """A backend that the user named, for a scope (all of it must match), and where they did."""
+    """A backend that the user named, for a scope (all of it must match), and where they did.
+
+    `optional`: where it can't serve a layer, a note says so, and another one serves.
+    """
 
     backend: str
     scope: tuple[str, ...]
     source: str
+    optional: bool = False
 
     def applies(self, spec: LayerSpec, phase: str) -> bool:
         """Whether the scope matches `phase` of `spec`. An empty scope matches everything."""
@@ -131,6 +135,25 @@ class Settings:
             if matching:
                 return max(matching, key=lambda o: len(o.scope))
         return None
+
+    def renamed(self, names: Mapping[str, str]) -> Settings:
+        """Return the settings with each backend under its own name; a note tells each alias."""
+        aliases = [f"{alias} is {name}" for alias, name in names.items() if alias != name]
+        if not aliases:
+            return self
+        sources = tuple(
+            tuple(replace(o, backend=names[o.backend]) for o in source) for source in self.sources
+        )
+        return replace(self, sources=sources).noting(*aliases)
+
+    def without_optional(self) -> Settings:
+        """Return the settings without the overrides that give way where they can't serve."""
+        sources = tuple(tuple(o for o in source if not o.optional) for source in self.sources)
+        return replace(self, sources=tuple(filter(None, sources)))
+
+    def noting(self, *notes: str) -> Settings:
+        """Return the settings with more notes."""
+        return replace(self, notes=(*self.notes, *notes))
 
     def without_timings(self) -> Settings:
         """Return the settings with every timing table ignored: who runs is chosen by priority."""
@@ -292,7 +315,8 @@ def _foreign_overrides(
             notes.append(f"{source} gives way to POLYATTN_BACKEND where both speak of a layer")
         else:
             notes.append(f"{source} is honoured as an alias of POLYATTN_BACKEND")
-        yield parse_overrides(name, source)
+        optional = source == "TRTLLM_FORCE_XQA"  # TensorRT-LLM serves other layers without it, too
+        yield tuple(replace(o, optional=optional) for o in parse_overrides(name, source))
 
 
 def _backend_text(value: Any, source: str) -> str:

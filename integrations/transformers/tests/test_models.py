@@ -200,6 +200,7 @@ def test_unknown_arguments_are_refused() -> None:
     model, ids = decoder("llama"), torch.randint(3, 96, (2, 9))
     model.set_attn_implementation("polyattn")
     model(ids, block_indices=None, position_ids=torch.arange(9)[None])
+    model.model(ids, logits_to_keep=1)  # GOT-OCR2 passes it on
     with pytest.raises(PolyattnError, match=r"LlamaAttention calls attention with block_indices="):
         model(ids, block_indices=torch.zeros(1))
     layer, heads = model.model.layers[0].self_attn, torch.randn(1, 4, 9, 16)

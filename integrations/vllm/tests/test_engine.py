@@ -49,6 +49,19 @@ def test_greedy_tokens(case: str, folder: Path) -> None:
     assert found == expected
 
 
+@pytest.mark.parametrize("layers", [2, 3], ids=["the model itself", "another"])
+def test_a_draft_model(layers: int, folder: Path) -> None:
+    """Every draft token of the model itself is accepted, nearly none of another's."""
+    path = save("llama", folder)
+    draft = save("llama", folder / f"draft-{layers}", num_hidden_layers=layers)
+    speculation = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 3}
+    with Engine(path, own=True) as engine:
+        expected = engine.tokens()
+    with Engine(path, own=False, speculative_config=speculation) as engine:
+        found = engine.tokens()
+    assert found == expected
+
+
 def test_embeddings(folder: Path) -> None:
     path = save("bert", folder)
     with Engine(path, own=True, runner="pooling") as engine:

@@ -26,14 +26,15 @@ def test_graphs_hold_steps_of_one_token_where_there_are_graphs(monkeypatch: Any)
 def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
     runner = Runner("cpu", torch.float32, graphs=False)
     builder = runner.builder
+    (group,) = builder.groups.values()
     planned: list[tuple[Any, Any]] = []
-    plan = builder.groups[0].plan
+    plan = group.plan
 
     def noted(batch: Any, reuse: Any = None) -> Any:
         planned.append((batch, reuse))
         return plan(batch, reuse)
 
-    monkeypatch.setattr(builder.groups[0], "plan", noted)
+    monkeypatch.setattr(group, "plan", noted)
     captured = {}
     for size in (8, 4):
         common = runner.step([1] * size, size, torch.zeros(size, 1, dtype=torch.int32))
@@ -43,7 +44,7 @@ def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
         lens, table = random_step(rows)
         step = builder.build(0, runner.step(lens, padded, table))
         batch, reuse = planned[-1]
-        assert reuse is captured[padded].plans[builder.groups[0]]
+        assert reuse is captured[padded].plans[group]
         assert batch.all_decode and batch.lens == lens + [0] * (padded - rows)
         assert batch.seq_lens.data_ptr() == runner.lens.data_ptr()
         query = torch.randn(padded, HEADS, SIZE)
@@ -55,7 +56,21 @@ def test_steps_are_planned_into_the_captured_plans(monkeypatch: Any) -> None:
     builder.build_for_cudagraph_capture(
         runner.step([1] * 4, 4, torch.zeros(4, 1, dtype=torch.int32))
     )
-    assert planned[-1][1] is captured[4].plans[builder.groups[0]]
+    assert planned[-1][1] is captured[4].plans[group]
+
+
+def test_layers_named_later_are_attached() -> None:
+    """A draft model's proposer gives its builder one layer's name and adds the others later."""
+    runner = Runner("cpu", torch.float32, graphs=False)
+    builder, later = runner.builder, Runner("cpu", torch.float32, graphs=False, sliding_window=40)
+    builder.vllm_config.compilation_config.static_forward_context["later"] = later.layer
+    builder.layer_names.append("later")
+    lens, table = random_step(ROWS)
+    step = builder.build(0, runner.step(lens, ROWS, table))
+    query = torch.randn(ROWS, HEADS, SIZE)
+    for each in (runner, later):
+        found, expected = each.attend(query, step), each.expected(query, lens, table)
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_other_steps_have_plans_of_their_own() -> None:

@@ -34,10 +34,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def save(name: str, folder: Path) -> Path:
-    """Write the checkpoint of a model, its weights such that tokens differ. Returns its path."""
+def save(name: str, folder: Path, **changed: Any) -> Path:
+    """Write the checkpoint of a model, its weights such that tokens differ. Returns its path.
+
+    `changed` are fields of its config that differ from `SIZES` and `MODELS`.
+    """
     torch.manual_seed(sum(map(ord, name)))
-    config = AutoConfig.for_model(name, **{**SIZES, **MODELS[name]})
+    config = AutoConfig.for_model(name, **{**SIZES, **MODELS[name], **changed})
     kind = AutoModel if name == "bert" else AutoModelForCausalLM
     model = kind.from_config(config).eval().float()
     with torch.no_grad():

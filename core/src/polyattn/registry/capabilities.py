@@ -25,6 +25,9 @@ from polyattn.spec.kinds import (
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import PAIRINGS, RopeSpec
 
+SERVICES = frozenset({"store", "merge"})
+"""The phases beside the layer's own work."""
+
 
 @dataclass(frozen=True)
 class Rejection:
@@ -119,6 +122,11 @@ class Capabilities:
     excludes: tuple[tuple[frozenset[str], str], ...] = ()
     remedies: Mapping[str, str] = field(default_factory=dict)
     graph_capture: GraphCapture = GraphCapture.NONE
+
+    @property
+    def attends(self) -> bool:
+        """Whether it serves the layer itself, not one of the services beside it."""
+        return not self.phases & SERVICES
 
     def __post_init__(self) -> None:
         typed.require(self)

@@ -26,7 +26,7 @@ PREFIX = "polyattn-"
 
 @cache
 def catalogue() -> dict[str, dict[str, list[str]]]:
-    """Return, for each plugin distribution, its `backends`, `platforms`, `profiles` and `folder`s."""
+    """Return each plugin distribution's `backends`, `aliases`, `platforms`, `profiles` and `folder`."""
     read: dict[str, dict[str, list[str]]] = json.loads(CATALOGUE.read_text(encoding="utf-8"))
     return read
 
@@ -62,8 +62,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
     """
     ours: set[str] = set()
     for distribution, brings in catalogue().items():
-        ours.update(brings[kind])
-        if name.casefold() not in map(str.casefold, brings[kind]):
+        names = brings[kind] + (brings["aliases"] if kind == "backends" else [])
+        ours.update(names)
+        if name.casefold() not in map(str.casefold, names):
             continue
         if installed(distribution) is None:
             remedy = f"has it and isn't installed; run {install_command(distribution)}"
@@ -95,7 +96,8 @@ def install_command(distribution: str) -> str:
     checkout = _checkout()
     if checkout is None:
         return f'{_pip()} install "polyattn[{extra}]"'
-    wanted = [name for name in _plugins_by_extra()[extra] if installed(name) is None]
+    brought = _plugins_by_extra()[extra]
+    wanted = [name for name in brought if installed(name) is None] or brought
     folders = [str(checkout / folder) for name in wanted for folder in catalogue()[name]["folder"]]
     return " ".join([_pip(), "install", *folders])
 

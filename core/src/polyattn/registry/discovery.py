@@ -22,6 +22,8 @@ from polyattn.registry.guard import within
 from polyattn.registry.hooks import ENTRY_POINT_GROUP, PROJECT, HookSpecs, Platform
 from polyattn.registry.info import API_VERSION, BackendInfo
 from polyattn.registry.machine import forget_probes
+from polyattn.registry.names import backend_named, not_a_backend, without_conflicts
+from polyattn.registry.record import BY_HAND, PluginRecord
 from polyattn.registry.validate import (
     accepted,
     accepted_timings,
@@ -30,46 +32,6 @@ from polyattn.registry.validate import (
 )
 from polyattn.settings import Settings, current
 from polyattn.spec.variant import AttentionVariant
-
-
-@dataclass(frozen=True)
-class PluginRecord:
-    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
-
-    `note` says what asking it cost where it keeps others waiting. `shadowed`: its name is one of ours.
-    """
-
-    name: str
-    dist: str
-    version: str
-    target: str
-    status: str = "ok"
-    problem: str = ""
-    note: str = ""
-    shadowed: bool = False
-    backends: tuple[BackendInfo, ...] = ()
-    platforms: tuple[Platform, ...] = ()
-    timings: tuple[str, ...] = ()
-    variants: tuple[AttentionVariant, ...] = ()
-
-    @property
-    def origin(self) -> str:
-        """The plugin with its distribution and version, for messages."""
-        return f"plugin {self.name!r} of {self.dist} {self.version}".rstrip()
-
-    @property
-    def removal(self) -> str:
-        """What a user does to be rid of the plugin."""
-        if not self.target:
-            return f"reinstall or uninstall {self.dist}"
-        if self.dist == BY_HAND:
-            return "register one that is mended"
-        if self.shadowed:  # a setting would disable ours
-            return f"pip uninstall {self.dist}"
-        disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"
-        if plugin_name_problem(self.name) is not None:  # no list can name it
-            disabling = "POLYATTN_PLUGINS to the names of the others"
-        return f"pip uninstall {self.dist}, or set {disabling}"
 
 
 @dataclass(frozen=True)
@@ -116,28 +78,30 @@ class Registry:
         return [f"{p.origin} is disabled" for p in self.plugins if p.status == "disabled"]
 
     def backend(self, name: str) -> BackendInfo:
-        """Return a backend by its name in any case. Raises `PluginError`: why there is none."""
+        """Return a backend by a name or an alias in any case. Raises `PluginError`: why there is none."""
         name = name.upper()
-        if name in self.backends:
-            return self.backends[name]
+        own = backend_named(name, self.backends)
+        if own is not None:
+            return self.backends[own]
         key = f"backend {name}"
         if key in self.conflicts:
             raise PluginError(self.conflicts[key])
         notes = "".join(f"\n  note: {text}" for text in (*self.disabled, *self.problems))
-        raise PluginError(f"backend {name!r} is unknown{nearest(name, self.backends)}{notes}")
+        raise PluginError(f"backend {name!r} {not_a_backend(name, self.backends)}{notes}")
 
-
-BY_HAND = "this process"
-"""What stands in place of a distribution for a plugin that was registered by hand."""
 
 _registered: dict[str, Any] = {}
 _generation = 0
 _cache: dict[Any, Registry] = {}
 
 
-def register(plugin: Any, name: str) -> None:
-    """Add a plugin (a module or an object with hook methods) to this process by hand."""
+def register(plugin: Any, name: str | None = None) -> None:
+    """Add a plugin (a module, or an object with hook methods) to this process.
+
+    `name`: the plugin's; default: its `__name__`. Raises `PluginError`.
+    """
     global _generation
+    name = str(getattr(plugin, "__name__", "")) if name is None else name
     problem = plugin_name_problem(name)
     if problem:
         raise PluginError(problem)
@@ -374,7 +338,11 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
     backends, platforms, variants = taken
     return Registry(
         records,
-        {name: entry for name, (entry, _) in backends.items()},
+        without_conflicts(
+            {name: entry for name, (entry, _) in backends.items()},
+            {name: record.origin for name, (_, record) in backends.items()},
+            conflicts,
+        ),
         {name: record for name, (_, record) in backends.items()},
         {name: entry for name, (entry, _) in platforms.items()},
         {name: record for name, (_, record) in platforms.items()},

@@ -1,11 +1,12 @@
-"""Which distributions are installed? As importlib.metadata says, but a finder that fails ends nothing."""
+"""Which distributions and modules are here? As importlib says, but a finder that fails ends nothing."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections.abc import Iterator
-from importlib import metadata
+from importlib import metadata, util
+from importlib.machinery import ModuleSpec, PathFinder
 
 from polyattn.errors import describe, shown
 
@@ -29,6 +30,20 @@ def distributions(name: str | None = None) -> Iterator[metadata.Distribution]:
 def installed(name: str) -> metadata.Distribution | None:
     """Return the installed distribution of a name, None where there is none."""
     return next(distributions(name), None)
+
+
+def find_spec(name: str) -> ModuleSpec | None:
+    """Return what `importlib.util.find_spec` does of a top-level module; imports nothing of it.
+
+    That ends with whatever an entry of `sys.meta_path` raises; then the folders of `sys.path` are asked.
+    """
+    try:
+        return util.find_spec(name)
+    except ValueError:  # a loaded module without a spec
+        raise
+    except Exception as error:
+        log.warning("sys.meta_path: no finder is asked for %s: %s", shown(name), describe(error))
+        return PathFinder.find_spec(name)
 
 
 def requires_of_polyattn() -> list[str]:

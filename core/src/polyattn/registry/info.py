@@ -15,7 +15,10 @@ from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 API_VERSION = 1
-"""The number of the contract between core and plugins. It changes when the contract breaks."""
+"""The number of the contract of the three doors, `polyattn.plugin`, `kernel` and `host`.
+
+It changes when a name of a door goes, or changes its meaning or its arguments.
+"""
 
 
 class Proof(str, Enum):
@@ -77,10 +80,11 @@ class BackendInfo:
     """A backend as a plugin declares it, in a module that imports neither torch nor its library.
 
     - `name`: letters, digits, `_` and `-`; written and looked up in upper case.
+    - `aliases`: names that engines have for such a kernel (vLLM's `CPU_ATTN`), looked up as `name` is.
     - `path`: `"package.module:Class"`, imported only when the backend is chosen.
     - `probe`: `"package.module:function"`, or None. Called without arguments on a real device; it
       returns None when the backend can run here, else the reason as text. It must not import
-      the vendor's library: look it up with `find_spec` and `importlib.metadata`.
+      the vendor's library: look it up with `polyattn.plugin`'s `find_spec` and `installed`.
     - `runs`: `"package.module:function"`, or None. Called as the probe is, where that found nothing
       against the backend; returns in a word what of it runs here (an instruction set), or None.
       What follows the word, after a space, is for readers (what its build lacks).
@@ -114,6 +118,7 @@ class BackendInfo:
     by_name_only: bool = False
     variants: tuple[Variant, ...] = ()
     build: str = ""
+    aliases: tuple[str, ...] = ()
 
     @classmethod
     def of_variants(cls, *variants: Variant, **fields: Any) -> BackendInfo:

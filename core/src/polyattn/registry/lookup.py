@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 
 from polyattn.errors import describe
+from polyattn.registry.distributions import find_spec
 
 _DYNAMIC = re.compile(
     r"import\s*\*|__getattr__|globals\(|vars\(|setattr\(|exec\(|sys\.modules|__dict__|__path__"
@@ -75,7 +76,7 @@ def _find(
         return getattr(loaded, "__file__", None), None if folders is None else list(folders)
     # A top-level name is found without importing anything. Below it the last word alone is asked
     # for: a dotted name would have the finder look for a parent that isn't imported.
-    spec = PathFinder.find_spec(word, locations) if locations else importlib.util.find_spec(full)
+    spec = PathFinder.find_spec(word, locations) if locations else find_spec(full)
     if spec is None:
         return None
     inner = spec.submodule_search_locations

@@ -136,6 +136,15 @@ def _backend_problems(info: BackendInfo) -> Iterator[str]:
             f"BackendInfo.name={shown(info.name)} can't be a backend's name; use letters, digits, "
             "_ and -, 64 at most"
         )
+    for alias in info.aliases:
+        if not BACKEND_NAME.fullmatch(alias):
+            yield (
+                f"BackendInfo.aliases: {shown(alias)} can't be a backend's name; use letters, digits, "
+                "_ and -, 64 at most"
+            )
+    called = [name.upper() for name in (info.name, *info.aliases)]
+    if len(set(called)) < len(called):
+        yield f"BackendInfo.aliases: {shown(called)} has a name twice, the backend's own included"
     yield from _build_problems(info)
     for where in info.proof:
         if not is_arch_pattern(where):
@@ -229,10 +238,12 @@ def _path_problems(field: str, path: str, what: str) -> Iterator[str]:
 
 
 def _canonical(declaration: Any) -> Any:
-    """Return the declaration with plain texts, and a backend's name as users write it."""
+    """Return the declaration with plain texts, and a backend's names as users write them."""
     declaration = _plain(declaration)
-    if type(declaration) is BackendInfo and declaration.name != declaration.name.upper():
-        return dataclasses.replace(declaration, name=declaration.name.upper())
+    if type(declaration) is BackendInfo:
+        names = [name.upper() for name in (declaration.name, *declaration.aliases)]
+        if names != [declaration.name, *declaration.aliases]:
+            return dataclasses.replace(declaration, name=names[0], aliases=tuple(names[1:]))
     return declaration
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from polyattn.runtime.step.batch import Batch
+from polyattn.runtime.step.batch_checks import blocks_of_table
 
 if TYPE_CHECKING:
     from polyattn.runtime.cache.kv_cache import KVCache
@@ -28,6 +29,11 @@ class Plan:
 
     def __init__(self, batch: Batch):
         self.batch = batch
+
+    @property
+    def detail(self) -> str:
+        """What `StepPlan.explain` says of the call beside its backend's name; "" for nothing."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,7 @@ class Call:
         return f"<Call: {self.phase} by {self.name}, {self.plan.batch!r}>"
 
 
+UNKNOWN = 1 << 32
 _numbers = itertools.count(1)
 _alive: weakref.WeakValueDictionary[int, StepPlan] = weakref.WeakValueDictionary()
 
@@ -85,11 +92,22 @@ class StepPlan(ABC):
         number = next(_numbers)
         _alive[number] = self
         self.handle = torch.tensor(number)
+        # The cache must have as many blocks; a table that only the device has isn't read.
+        table = batch.block_table
+        self._num_blocks = UNKNOWN if table is not None and table.device.type == "cpu" else 0
 
     @property
     @abstractmethod
     def calls(self) -> tuple[Call, ...]:
         """The backends' parts, in the order in which they run."""
+
+    def check_blocks(self, cache: KVCache | None) -> None:
+        """Check that what a step's layers read of a block table on the host lies in their cache.
+
+        Its entries are read once a step. Raises `BatchError`.
+        """
+        if cache is not None and self._num_blocks > cache.num_blocks:
+            self._num_blocks = blocks_of_table(self.group.spec, self.batch, cache)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {'; '.join(self.explain().splitlines())}>"
@@ -99,12 +117,15 @@ class StepPlan(ABC):
 
         Of decodes it says which shared prefixes are read once, or why none is.
         """
-        note = self.group.planner.note
-        return "\n".join(
-            f"{call.phase}: {call.plan.batch.num_seqs} sequences, {call.plan.batch.num_tokens} query "
-            f"tokens, up to {call.plan.batch.max_seq_len} keys: {call.name}{note(self, call)}"
-            for call in self.calls
-        )
+        lines = []
+        for call in self.calls:
+            batch, detail = call.plan.batch, call.plan.detail
+            lines.append(
+                f"{call.phase}: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, up to "
+                f"{batch.max_seq_len} keys: {call.name}{f' ({detail})' if detail else ''}"
+                f"{self.group.planner.note(self, call)}"
+            )
+        return "\n".join(lines)
 
 
 def plan_of(handle: Tensor) -> StepPlan | None:

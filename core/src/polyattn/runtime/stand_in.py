@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import ModuleType
 
 from polyattn.registry.discovery import refresh
+from polyattn.registry.distributions import find_spec
 from polyattn.registry.requirements import HIDDEN
 
 
@@ -37,7 +38,7 @@ class StandIns:
         if self._installed:
             return
         for root in self.versions:
-            if not replace and (root in sys.modules or importlib.util.find_spec(root) is not None):
+            if not replace and (root in sys.modules or find_spec(root) is not None):
                 raise ImportError(
                     f"{root} is installed here; uninstall it, or say install(replace=True) to hide it "
                     "in this process"

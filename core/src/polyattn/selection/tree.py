@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError
-from polyattn.registry.capabilities import ANY_PLATFORM, Rejection, check
-from polyattn.registry.catalogue import install_advice, unknown
+from polyattn.registry.capabilities import ANY_PLATFORM, SERVICES, Rejection, check
+from polyattn.registry.catalogue import install_advice
 from polyattn.registry.info import BackendInfo
+from polyattn.registry.names import backend_named, not_a_backend
 from polyattn.selection.cache_format import format_of
 from polyattn.selection.decision import Decision, Step, Verdict
 from polyattn.selection.shared_cache import SharedCache, share_cache, walks
@@ -18,8 +19,6 @@ from polyattn.spec.decompose import questions
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 
-SERVICES = frozenset({"store", "merge"})
-"""The phases beside attention itself."""
 Availability = Callable[[BackendInfo], str | None]
 Rank = Callable[[str, tuple[str, ...]], Sequence[str]]
 
@@ -52,15 +51,24 @@ def phases_of(spec: LayerSpec) -> tuple[str, ...]:
 
 def decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
     """Walk the five steps. Raises `SelectionError` with every rejection, `SettingsError`."""
-    _check_names(facts, settings)
+    settings = _by_own_names(device, facts, settings)
+    try:
+        return _decide(spec, device, facts, settings)
+    except SelectionError as error:
+        strict = settings.without_optional()
+        if strict == settings:
+            raise
+        why = " ".join(line.strip() for line in str(error).splitlines()[:2])
+        return _decide(spec, device, facts, strict.noting(f"{why}; the selector chooses instead"))
+
+
+def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -> Decision:
     phases = phases_of(spec)
     notes = list(settings.notes)
     named = {p: _named(spec, p, facts, settings, notes) for p in phases}
     steps = [_named_step(named), *_family_steps(spec)]
     family = [
-        b
-        for b in _family(spec, phases, facts)
-        if not b.capabilities.phases & SERVICES and not b.by_name_only
+        b for b in _family(spec, phases, facts) if b.capabilities.attends and not b.by_name_only
     ]
     here = [b for b in family if device.platform in b.capabilities.platforms]
     steps.append(
@@ -145,13 +153,23 @@ def _is_here(info: BackendInfo, device: Device) -> bool:
     return bool({device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys())
 
 
-def _check_names(facts: Facts, settings: Settings) -> None:
-    """Refuse a name that nobody has, whatever layers it speaks of. Raises `SettingsError`."""
+def _by_own_names(device: Device, facts: Facts, settings: Settings) -> Settings:
+    """Return the settings with each backend by its own name; notes say which aliases were used.
+
+    Raises `SettingsError` for a name that no backend has, whatever layers it speaks of.
+    """
+    names: dict[str, str] = {}
     for override in (o for source in settings.sources for o in source):
-        if override.backend not in facts.backends:
-            what = unknown("backends", override.backend, facts.backends)
-            problems = "".join(f"\n  note: {text}" for text in facts.problems)
-            raise SettingsError(f"{override.source}: backend {override.backend!r} {what}{problems}")
+        name = backend_named(override.backend, facts.backends)
+        if name is not None:
+            names[override.backend] = name
+            continue
+        what = not_a_backend(override.backend, facts.backends, device.platform)
+        text = f"{override.source}: backend {override.backend!r} {what}"
+        if not override.optional:
+            raise SettingsError(text + "".join(f"\n  note: {line}" for line in facts.problems))
+        settings = settings.without_optional().noting(f"{text}; the selector chooses instead")
+    return settings.renamed(names)
 
 
 def _named(
@@ -192,7 +210,7 @@ def _family(spec: LayerSpec, phases: Sequence[str], facts: Facts) -> list[Backen
 
     def takes(info: BackendInfo, phase: str) -> bool:
         caps = info.capabilities
-        role = phase in caps.phases if phase in SERVICES else not caps.phases & SERVICES
+        role = phase in caps.phases if phase in SERVICES else caps.attends
         return role and bool(_asked(spec, phase) & caps.kinds)
 
     return [b for b in facts.backends.values() if any(takes(b, phase) for phase in phases)]
@@ -285,7 +303,7 @@ def _best_pair(
         if isinstance(shared, SharedCache):
             return prefill, decode, shared
         refused.append(shared)
-    who = "the backends that were named" if any(named.values()) else "no pair of backends"
+    who = "no pair of backends" + (" with those that were named" if any(named.values()) else "")
     raise SelectionError(
         f"{who} can share one cache for {spec} on {device}:"
         + "".join(f"\n  {rejection}" for rejection in refused)

@@ -289,19 +289,23 @@ class LayerSpec:
         *,
         assume: str | None = None,
         ignore: Collection[str] = (),
+        strict: bool = True,
         kv_cache_dtype: str | None = None,
     ) -> list[LayerSpec]:
         """Return the specs of the layers that a Hugging Face model serves text with, in order.
 
         `config` is a mapping, a config object (`to_dict`), or the path of a `config.json` or of
         a directory that holds one. `assume` names the type to read it as; `ignore` the fields
-        that don't change attention; `kv_cache_dtype` what the caches hold, `"auto"` for the model's
+        that don't change attention; `strict=False` warns of those that aren't understood instead
+        of refusing them; `kv_cache_dtype` what the caches hold, `"auto"` for the model's
         dtype. It has to be named where the checkpoint asks for a quantised cache. Raises
         `ConfigError`.
         """
         from polyattn.spec.huggingface import layer_specs
 
-        return layer_specs(config, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype)
+        return layer_specs(
+            config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype
+        )
 
     def __str__(self) -> str:
         """One line that a log can carry: what is unusual about the layer, not every field."""

@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from polyattn import Batch, CacheWindow, KVCache, LayerGroup
 from polyattn.errors import BatchError
-from polyattn.runtime.cache.kv_cache import KVCache, raw
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.step.batch import Batch
-from polyattn.spec.cache_window import CacheWindow
+from polyattn.host import raw
 from torch import Tensor
 
 from polyattn_context_parallel.heads import own_heads

@@ -14,12 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from polyattn.runtime.cache.kv_cache import KVCache, raw
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StepPlan
-from polyattn.runtime.step.batch import Batch
-from polyattn.spec.key_ranges import key_ranges
-from polyattn.spec.layer import LayerSpec
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan
+from polyattn.host import key_ranges, raw
 from torch import Tensor
 
 from polyattn_context_parallel.merging import Merging

@@ -7,14 +7,9 @@ from collections.abc import Callable
 from typing import Literal, TypeVar, cast, get_args
 
 import torch
+from polyattn import AttentionKind, Batch, KVCache, LayerGroup, Role
 from polyattn.errors import BatchError, SpecError, nearest
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.decompositions import by_phase
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import Rows
-from polyattn.runtime.step.batch import Batch
-from polyattn.runtime.step.batch_checks import check_pages, check_queries
-from polyattn.spec.kinds import AttentionKind, Role
+from polyattn.host import Rows, by_phase, check_paged_batch
 from torch import Tensor
 
 from polyattn_context_parallel.collected import CollectedStep, Layout
@@ -195,8 +190,7 @@ class ContextGroup:
         if self.keys == "placed" and queries == "own" and self.prefill != "star":
             raise BatchError("placed keys with queries='own' are Star Attention's first phase; give "
                              "ContextGroup prefill='star'")  # fmt: skip
-        check_queries(batch)
-        check_pages(self.spec, batch, self.block_size)
+        check_paged_batch(self.spec, batch, self.block_size)
 
     def _note(self, batch: Batch, queries: str) -> str:
         """Say what this rank is about to plan, as far as all ranks must say the same."""

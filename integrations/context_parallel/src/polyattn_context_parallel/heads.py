@@ -11,11 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec
 from polyattn.errors import SpecError
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.step.batch import Batch
-from polyattn.spec.layer import LayerSpec
 from torch import Tensor
 
 from polyattn_context_parallel.ranks import ContextParallel

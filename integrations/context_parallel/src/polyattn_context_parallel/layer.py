@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from polyattn import KVCache
 from polyattn.errors import BatchError, SpecError
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.inputs import capturing, own_precision, refuse_gradients
-from polyattn.runtime.plan import Rows
-from polyattn.runtime.step.batch_checks import check_on_device
+from polyattn.host import Rows, capturing, check_on_device, own_precision, refuse_gradients
 from torch import Tensor, nn
 
 from polyattn_context_parallel.group import ContextGroup, ContextPlan

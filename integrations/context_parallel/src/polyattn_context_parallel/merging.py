@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn.runtime.backend import MergeBackend
-from polyattn.runtime.group import LayerGroup
+from polyattn import LayerGroup
+from polyattn.host import MergeBackend
 from torch import Tensor
 
 from polyattn_context_parallel.ranks import ContextParallel

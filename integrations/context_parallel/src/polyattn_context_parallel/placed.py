@@ -10,10 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from polyattn import Batch, KVCache, LayerGroup
 from polyattn.errors import BatchError
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.step.batch import Batch
 from torch import Tensor
 
 from polyattn_context_parallel.merging import Merging

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from polyattn.errors import PolyattnError, SpecError, describe, plain, shown
+from polyattn import PolyattnError
+from polyattn.errors import SpecError, describe, plain, shown
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 

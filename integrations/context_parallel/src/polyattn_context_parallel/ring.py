@@ -12,12 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from polyattn import Batch, KVCache, LayerGroup
 from polyattn.errors import BatchError
-from polyattn.runtime.backend import MergeBackend
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.merge import MergeBuffers
-from polyattn.runtime.step.batch import Batch
+from polyattn.host import MergeBackend, MergeBuffers
 from torch import Tensor
 
 from polyattn_context_parallel.merging import add_sink

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from polyattn.api import select
-from polyattn.runtime.cache.kv_cache import KVCache
-from polyattn.runtime.group import LayerGroup
+from polyattn import KVCache, LayerGroup, select
 from torch import Tensor
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from polyattn.runtime.step.batch import Batch
+from polyattn import Batch
 from torch import Tensor
 
 Numbers = NDArray[np.int64]

@@ -7,9 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from polyattn.families.attention.layer import Attention
-from polyattn.families.mla.layer import LatentAttention
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn import Attention, KVCache, LatentAttention
 from torch import Tensor
 
 Layer = Attention | LatentAttention

@@ -9,8 +9,7 @@ import torch
 from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName
 from polyattn import PolyattnError
-from polyattn.families.attention.stateless.sdpa import sdpa, sdpa_operator
-from polyattn.runtime.ledger import Ledger
+from polyattn.host import Ledger, sdpa, sdpa_operator
 from torch import Tensor
 
 LEDGER = Ledger("diffusers", "diffusers' native attention")

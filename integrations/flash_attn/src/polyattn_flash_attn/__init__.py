@@ -9,7 +9,7 @@ Nothing is installed by importing this package, and a real flash-attn is never h
 
 from __future__ import annotations
 
-from polyattn.runtime.stand_in import StandIns
+from polyattn.host import StandIns
 
 from polyattn_flash_attn import bert_padding, flash_attn_2, flash_attn_3
 

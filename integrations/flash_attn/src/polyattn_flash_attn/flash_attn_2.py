@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.families.attention.stateless.cached import Cache
-from polyattn.families.attention.stateless.packed import Keys
-from polyattn.runtime.inputs import refuse
-from polyattn.runtime.step.host_copies import lens_between
+from polyattn.host import CallerCache, PackedKeys, lens_between, refuse
 from torch import Tensor
 
 from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache
@@ -49,7 +46,7 @@ def flash_attn_varlen_func(
     asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs)
     queries = lens_between(cu_seqlens_q)
     keys = queries if cu_seqlens_k is cu_seqlens_q else lens_between(cu_seqlens_k)
-    found = varlen(q, queries, Keys(k, v, keys, None, block_table), asked, alibi_slopes)
+    found = varlen(q, queries, PackedKeys(k, v, keys, None, block_table), asked, alibi_slopes)
     return (*found, None) if return_attn_probs else found[0]
 
 
@@ -91,7 +88,7 @@ def flash_attn_with_kvcache(
 ) -> Found | Tensor:  # fmt: skip
     """Append `k`, `v` to the cache in place and attend. Returns the output, or (output, LSE)."""
     asked = asked_of(softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax_lse)
-    cache = Cache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
+    cache = CallerCache(k_cache, v_cache, block_table, cache_batch_idx, cache_leftpad)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     found = with_kvcache(q, k, v, cache, cache_seqlens, asked, rotary, alibi_slopes)
     return found if return_softmax_lse else found[0]

@@ -8,12 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import PolyattnError
-from polyattn.families.attention.stateless.cached import Cache
-from polyattn.families.attention.stateless.packed import Keys
-from polyattn.runtime.inputs import refuse
-from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.step.host_copies import lens_between, values_of
+from polyattn import AttentionState, PolyattnError, merge_states
+from polyattn.host import CallerCache, PackedKeys, lens_between, refuse, values_of
 from torch import Tensor
 
 from polyattn_flash_attn.calls import Found, Window, asked_of, dense, varlen, with_kvcache
@@ -61,7 +57,7 @@ def flash_attn_varlen_func(
         queries = [n for u, q_ in zip(used, queries, strict=True) for n in (u, q_ - u)]
         keys = [n for length in keys for n in (length, 0)]
         starts = [s for start in starts for s in (start, start)]
-    found = varlen(q, queries, Keys(k, v, keys, starts), asked)
+    found = varlen(q, queries, PackedKeys(k, v, keys, starts), asked)
     return found if return_attn_probs else found[0]
 
 
@@ -105,7 +101,7 @@ def flash_attn_with_kvcache(
         page_table is not None and cache_batch_idx is not None
     ):  # then it says which rows of the table
         page_table, cache_batch_idx = page_table[cache_batch_idx], None
-    cache = Cache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
+    cache = CallerCache(k_cache, v_cache, page_table, cache_batch_idx, cache_leftpad)
     rotary = rotary_cos, rotary_sin, rotary_interleaved
     starts = cu_seqlens_q, cu_seqlens_k_new
     found = with_kvcache(q, k, v, cache, cache_seqlens, asked, rotary, starts=starts)

@@ -10,7 +10,7 @@ asks for gradients raises. Nothing is installed by importing this package.
 
 from __future__ import annotations
 
-from polyattn.runtime.stand_in import StandIns
+from polyattn.host import StandIns
 
 from polyattn_recurrent import causal_conv1d, gated_delta_rule, mamba1, mamba2, mamba_state
 

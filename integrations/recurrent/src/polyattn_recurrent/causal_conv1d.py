@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import AttentionKind, PolyattnError
-from polyattn.families.recurrent.function import recurrence
-from polyattn.spec.layer import RecurrentSpec
+from polyattn import AttentionKind, PolyattnError, RecurrentSpec
+from polyattn.host import recurrence
 from torch import Tensor
 
 from polyattn_recurrent.calls import blank_padding, given, leave, refuse_gradients, states_of

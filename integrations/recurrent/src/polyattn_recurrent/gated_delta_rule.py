@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from polyattn import AttentionKind, PolyattnError
-from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.inputs import refuse
-from polyattn.runtime.step.host_copies import lens_between
-from polyattn.spec.layer import RecurrentSpec
+from polyattn import AttentionKind, PolyattnError, RecurrentSpec
+from polyattn.host import lens_between, recurrence, refuse
 from torch import Tensor
 from torch.nn.functional import softplus
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn import AttentionKind
-from polyattn.families.recurrent.function import recurrence
-from polyattn.runtime.inputs import refuse
-from polyattn.spec.layer import RecurrentSpec
+from polyattn import AttentionKind, RecurrentSpec
+from polyattn.host import recurrence, refuse
 from torch import Tensor
 
 from polyattn_recurrent.calls import given, limited, per_head, refuse_gradients, widths

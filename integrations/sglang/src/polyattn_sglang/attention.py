@@ -6,9 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from polyattn import Batch, KVCache, LayerGroup, PolyattnError
-from polyattn.families.attention.stateless.dense import Asked, group_of, plan_for, run
-from polyattn.runtime.inputs import refuse
-from polyattn.runtime.ledger import Ledger
+from polyattn.host import CallOptions, Ledger, group_for_call, plan_lengths, refuse, run_plan
 from torch import Tensor
 
 LEDGER = Ledger("sglang", "nothing")
@@ -107,7 +105,7 @@ class ServedAttention:
         out = query.new_zeros(query.shape[0], heads * layer.v_head_dim)
         window = layer.sliding_window_size
         sliding = window is not None and window > -1
-        asked = Asked(
+        asked = CallOptions(
             layer.attn_type.value == "decoder", float(layer.scaling),
             window + 1 if sliding else None, logit_soft_cap=layer.logit_cap or None,
         )  # fmt: skip
@@ -117,7 +115,7 @@ class ServedAttention:
         cache = None
         if layer.attn_type.value == "encoder_only":
             group = self._group(query, layer, asked, sinks, cached=False)
-            plan: Any = plan_for(group, tuple(step.query_lens), tuple(step.query_lens))
+            plan: Any = plan_lengths(group, tuple(step.query_lens), tuple(step.query_lens))
         else:
             cache = self._cache(layer, q)
             group = self._group(query, layer, asked, sinks, block_size=self.page)
@@ -126,14 +124,14 @@ class ServedAttention:
                 k = v = None
             plan = group.plan_for(step.batch(sliding, k is not None))
         LEDGER.count(plan.group)
-        found, _ = run(plan, query[:tokens], k, v, cache, sinks=sinks)
+        found, _ = run_plan(plan, query[:tokens], k, v, cache, sinks=sinks)
         out[:tokens] = found.flatten(1)
         return out
 
     def _group(
-        self, query: Tensor, layer: Any, asked: Asked, sinks: Tensor | None, **more: Any
+        self, query: Tensor, layer: Any, asked: CallOptions, sinks: Tensor | None, **more: Any
     ) -> LayerGroup:
-        return group_of(
+        return group_for_call(
             query, layer.tp_k_head_num, layer.v_head_dim, asked, sinks is not None, False, **more
         )
 

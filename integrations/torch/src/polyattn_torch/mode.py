@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.stateless.sdpa import sdpa, sdpa_operator
+from polyattn.host import sdpa, sdpa_operator
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode

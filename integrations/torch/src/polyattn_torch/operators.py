@@ -14,10 +14,16 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.stateless.dense import Asked, window
-from polyattn.families.attention.stateless.packed import Keys, packed, packed_backward
-from polyattn.families.attention.stateless.sdpa import sdpa
-from polyattn.runtime.step.host_copies import lens_between, values_of
+from polyattn.host import (
+    CallOptions,
+    PackedKeys,
+    attend_packed,
+    flash_window,
+    lens_between,
+    packed_gradients,
+    sdpa,
+    values_of,
+)
 from torch import Tensor
 from torch.library import Library, get_kernel
 
@@ -156,9 +162,11 @@ def varlen_forward(
         else:
             raise PolyattnError("cum_seq_k is None; give it, or seqused_k with a block_table")
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
-    keys = Keys(key, value, key_lens, None if block_table is not None else starts, block_table)
+    keys = PackedKeys(
+        key, value, key_lens, None if block_table is not None else starts, block_table
+    )
     with torch.no_grad():
-        out, lse = packed(query, lens, keys, asked, alibi_slopes=alibi_slopes)
+        out, lse = attend_packed(query, lens, keys, asked, alibi_slopes=alibi_slopes)
     assert lse is not None
     # What flash-attn's backward reads where a query sees nothing.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -186,11 +194,11 @@ def varlen_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """`aten::_flash_attention_backward` on the CPU, where torch has none: the formula's gradients."""
     asked = _asked(is_causal, scale, window_size_left, window_size_right)
-    keys = Keys(key, value, lens_between(cum_seq_k))
-    return packed_backward(grad_out, query, lens_between(cum_seq_q), keys, asked)
+    keys = PackedKeys(key, value, lens_between(cum_seq_k))
+    return packed_gradients(grad_out, query, lens_between(cum_seq_q), keys, asked)
 
 
-def _asked(causal: bool, scale: float | None, left: int | None, right: int | None) -> Asked:
+def _asked(causal: bool, scale: float | None, left: int | None, right: int | None) -> CallOptions:
     sides = (-1 if side is None else side for side in (left, right))
-    causal, before, after = window(causal, *sides)
-    return Asked(causal, scale, before, after, needs_lse=True)
+    causal, before, after = flash_window(causal, *sides)
+    return CallOptions(causal, scale, before, after, needs_lse=True)

@@ -9,7 +9,7 @@ What can't be served falls back to the model's own eager attention: warned of on
 
 from __future__ import annotations
 
-from polyattn.runtime.ledger import Report
+from polyattn.host import Report
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from polyattn_transformers.attention import attention

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from polyattn import PolyattnError
-from polyattn.families.attention.stateless.sdpa import sdpa
+from polyattn.host import sdpa
 from torch import Tensor, nn
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
@@ -79,8 +79,15 @@ def attention(
     if not torch.compiler.is_compiling():
         LEDGER.count_fallback(type(module).__name__, why)
     if why in TRAINING and softcap is None and sinks is None:
-        return sdpa_attention_forward(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, dropout, scaling, is_causal
+        return sdpa_attention_forward(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
         )
     attention_mask = _as_added(attention_mask, query, key, is_causal)
     if softcap is not None:
@@ -107,7 +114,10 @@ SERVED = {
 """Arguments of models' eager functions that are understood here (windows are in the mask)."""
 
 KNOWN = SERVED | set(TransformersKwargs.__annotations__) | set(PagedAttentionArgs.__annotations__)
-KNOWN |= {"indices", "use_cache", "cache_position", "deterministic"}
+KNOWN |= {
+    "indices", "use_cache", "cache_position", "deterministic", "logits_to_keep", "return_dict",
+    "token_type_ids", "mm_token_type_ids", "image_sizes",
+}  # fmt: skip
 """Arguments that are served, or that no attention needs beside the mask."""
 
 
@@ -171,4 +181,5 @@ def _weights_wanted(kwargs: dict[str, Any]) -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return any("attentions" in name for name in _active_collector.get() or ())
+    collected = _active_collector.get()  # type: ignore[no-untyped-call]
+    return any("attentions" in name for name in collected or ())

@@ -1,5 +1,5 @@
 """The calls that this integration served, and those that it didn't."""
 
-from polyattn.runtime.ledger import Ledger
+from polyattn.host import Ledger
 
 LEDGER = Ledger("transformers", "transformers' own attention")

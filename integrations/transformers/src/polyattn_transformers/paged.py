@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from polyattn import Batch, KVCache, LayerGroup, PolyattnError
-from polyattn.families.attention.stateless.dense import plan_for, run
-from polyattn.runtime.stateless import group_for
+from polyattn.host import group_for, plan_lengths, run_plan
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -75,13 +74,13 @@ def attend(
         pages = KVCache(k_pages, v_pages)
         group = group_for(query.device, **fields, block_size=pages.block_size)
         batch = _batch(group, lens, read_index, kwargs["write_index"][allocator.index], pages)
-        out = run(group.plan_for(batch), flat[:tokens], *step_key, pages, sinks=sinks)[0]
+        out = run_plan(group.plan_for(batch), flat[:tokens], *step_key, pages, sinks=sinks)[0]
     else:
         keys, values = cache.update(key, value, layer, dict(kwargs))
         group = group_for(query.device, **fields, sliding_window=window, cached=False)
-        step = plan_for(group, tuple(lens[0]), tuple(lens[1]))
+        step = plan_lengths(group, tuple(lens[0]), tuple(lens[1]))
         given = keys[0].transpose(0, 1), values[0].transpose(0, 1)
-        out = run(step, flat[:tokens], *given, sinks=sinks)[0]
+        out = run_plan(step, flat[:tokens], *given, sinks=sinks)[0]
     LEDGER.count(group)
     if tokens < flat.shape[0]:  # padding, whose output is free
         out = torch.cat([out, out.new_zeros(flat.shape[0] - tokens, *out.shape[1:])])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from polyattn.registry.integrations import integrations
+from polyattn.host import integrations
 
 ATTENTION = "polyattn_vllm.attention.PolyattnBackend"
 MLA = "polyattn_vllm.mla.PolyattnMLABackend"

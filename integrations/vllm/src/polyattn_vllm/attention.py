@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from polyattn import Attention, LayerGroup
-from polyattn.runtime.inputs import refuse
+from polyattn.host import refuse
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionType, MultipleOf
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from polyattn import LatentAttention, LayerGroup, PolyattnError
-from polyattn.kernel import LatentSpec
-from polyattn.runtime.inputs import refuse
+from polyattn import LatentAttention, LatentSpec, LayerGroup, PolyattnError
+from polyattn.host import refuse
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 

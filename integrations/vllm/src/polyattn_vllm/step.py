@@ -8,10 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select, settings
+from polyattn import Batch, KVCache, LayerGroup, LayerSpec, StepPlan, select
 from polyattn.errors import SelectionError
-from polyattn.families.attention.stateless.views import joined_pages
-from polyattn.runtime.inputs import refuse
+from polyattn.host import current_settings, joined_pages, refuse
 from torch import Tensor
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.logger import init_logger
@@ -84,16 +83,25 @@ class Builder(AttentionMetadataBuilder[Step]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         _check_engine(vllm_config, device)
         self.captured: dict[int, dict[LayerGroup, StepPlan]] = {}
-        known = [vllm_config.compilation_config.static_forward_context[n] for n in layer_names]
-        specs = [self._spec(layer) for layer in known]
-        groups = {spec: self._group(spec) for spec in dict.fromkeys(specs)}
-        self.groups = tuple(groups.values())
-        self.layers = {
-            layer.impl: layer.impl.attach(layer, groups[spec])
-            for layer, spec in zip(known, specs, strict=True)
-        }
+        self.groups: dict[LayerSpec, LayerGroup] = {}
+        self.layers: dict[Any, Any] = {}
+        self._attach()
+
+    def _attach(self) -> None:
+        """Attach the layers that `layer_names` has and `layers` doesn't.
+
+        A draft model's proposer gives its builder one layer, and adds the others to that list later.
+        """
+        known = self.vllm_config.compilation_config.static_forward_context
+        layers = [known[name] for name in self.layer_names[len(self.layers) :]]
+        specs = [self._spec(layer) for layer in layers]
+        for layer, spec in zip(layers, specs, strict=True):
+            if spec not in self.groups:
+                self.groups[spec] = self._group(spec)
+            self.layers[layer.impl] = layer.impl.attach(layer, self.groups[spec])
         for spec, count in Counter(specs).items():
-            log.info("polyattn serves %d layers:\n%s", count, groups[spec].selection.explain())
+            chosen = self.groups[spec].selection.explain()
+            log.info("polyattn serves %d layers:\n%s", count, chosen)
 
     def _spec(self, layer: Any) -> LayerSpec:
         dtype = str(self.vllm_config.model_config.dtype).removeprefix("torch.")
@@ -114,7 +122,7 @@ class Builder(AttentionMetadataBuilder[Step]):
         layout = next(name for name, theirs in LAYOUTS.items() if theirs is resolved)
         if spec.latent is not None:
             layout = "NHD"  # of one head, both are
-        ours = replace(settings.current(), layout=layout)
+        ours = replace(current_settings(), layout=layout)
         verify = self.device.type != "cpu" if ours.verify is None else ours.verify
         try:
             return LayerGroup(select(spec, self.device, settings=ours, verify=verify))
@@ -131,6 +139,8 @@ class Builder(AttentionMetadataBuilder[Step]):
         fast_build: bool = False,
     ) -> Step:  # fmt: skip
         """Plan a step by the host's lengths; kernels read the device's."""
+        if len(self.layers) < len(self.layer_names):
+            self._attach()
         common = common_attn_metadata
         cpu = self.device.type == "cpu"
         given = common.seq_lens if cpu else common.seq_lens_cpu_upper_bound
@@ -162,9 +172,10 @@ class Builder(AttentionMetadataBuilder[Step]):
             mm_req_doc_ranges=common.mm_req_doc_ranges, rswa_prefix_lens=common.rswa_prefix_lens,
             dcp_local_seq_lens=common.dcp_local_seq_lens,
         )  # fmt: skip
-        table = common.block_table_tensor if any(g.spec.cached for g in self.groups) else None
+        groups = self.groups.values()
+        table = common.block_table_tensor if any(g.spec.cached for g in groups) else None
         batch = Batch.on_buffers(starts, lens, common.query_start_loc, common.seq_lens, table, None)
-        plans = {group: group.plan(batch, captured.get(group)) for group in self.groups}
+        plans = {group: group.plan(batch, captured.get(group)) for group in groups}
         tokens, slots = common.num_actual_tokens, common.slot_mapping
         return Step(plans, self.layers, tokens, common.num_reqs, slots)
 
@@ -194,6 +205,6 @@ def layouts() -> tuple[KVCacheLayout, ...]:
 
     Every GPU kernel takes NHD; a CPU reads a head's keys faster where they are neighbours.
     """
-    wanted = settings.current().layout
+    wanted = current_settings().layout
     names = ("HND", "NHD") if current_platform.is_cpu() else ("NHD", "HND")
     return tuple(LAYOUTS[name] for name in names if wanted in (None, name))

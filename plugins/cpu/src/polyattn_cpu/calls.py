@@ -17,13 +17,12 @@ class Given:
         self.keys, self.values = keys, values
 
     def read(self, span: Span) -> tuple[Tensor, Tensor]:
-        near = slice(span.start, span.stop)
-        if not span.sinks:
-            return self.keys[:, near], self.values[:, near]
         keys, values = (
-            torch.cat([t[:, : span.sinks], t[:, near]], dim=1) for t in (self.keys, self.values)
+            [each[:, slice(*part)] for part in span.ranges] for each in (self.keys, self.values)
         )
-        return keys, values
+        return (
+            (keys[0], values[0]) if len(keys) == 1 else (torch.cat(keys, 1), torch.cat(values, 1))
+        )
 
 
 class Paged:

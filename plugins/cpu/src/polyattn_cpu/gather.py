@@ -5,51 +5,32 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from polyattn.kernel import Batch, KVCache, LayerSpec, raw, unpacked, window_sizes
+from polyattn.kernel import Batch, KVCache, LayerSpec, key_ranges, raw, unpacked
 from torch import Tensor, uint8
 
 
 @dataclass(frozen=True)
 class Span:
-    """The keys that a block of queries can see: the first `sinks`, and `start` up to `stop`."""
+    """The keys that a block of queries sees, and no other key: ranges of positions, one or two."""
 
-    sinks: int
-    start: int
-    stop: int
+    ranges: tuple[tuple[int, int], ...]
 
     @property
     def size(self) -> int:
         """Keys in the span."""
-        return self.sinks + self.stop - self.start
+        return sum(stop - start for start, stop in self.ranges)
 
     def positions(self) -> Tensor:
         """Return each key's position in its sequence, int64."""
-        near = torch.arange(self.start, self.stop)
-        return torch.cat([torch.arange(self.sinks), near]) if self.sinks else near
+        return torch.cat([torch.arange(*each) for each in self.ranges])
 
 
 def seen(spec: LayerSpec, first: int, last: int, length: int) -> Span:
-    """Return what queries at positions `first` to `last` see of `length` keys, or a little more.
-
-    Positions below zero are of queries before the first key. It is exactly what one query sees, unless
-    kept first tokens lie within its chunk but not its window.
-    """
-    low, high = 0, min(length, last + 1) if spec.causal else length
-    if spec.chunk_size is not None:
-        low = max(0, first // spec.chunk_size * spec.chunk_size)
-        high = min(high, (last // spec.chunk_size + 1) * spec.chunk_size)
-    start, stop, sinks = low, max(low, high), 0
-    left, right = window_sizes(spec)
-    if left >= 0 or right >= 0:
-        start = low if left < 0 else min(max(low, first - left), stop)
-        if right >= 0:
-            stop = max(start, min(stop, last + right + 1))
-        kept = min(spec.sink_tokens, high)
-        if kept > low and (low > 0 or kept >= start):
-            start, stop = low, max(stop, kept)
-        elif kept > low:
-            sinks = kept
-    return Span(sinks, start, stop)
+    """Return what queries at positions `first` to `last` see of `length` keys, as `key_ranges` says."""
+    start, kept, near, stop = key_ranges(spec, first, last, length)
+    if kept == near:  # they touch
+        return Span(((start, stop),))
+    return Span(((near, stop),) if kept == start else ((start, kept), (near, stop)))
 
 
 class PagedReader:
@@ -69,12 +50,9 @@ class PagedReader:
         their blocks' scales.
         """
         size = cache.block_size
-        parts = [(span.start, span.stop)]
-        if span.sinks:
-            parts.insert(0, (0, span.sinks))
         found = []
         for stored in (cache.key,) if cache.value_in_key else (cache.key, cache.value):
-            pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in parts]
+            pieces = [self._piece(stored, index, a, b, size, cache.layout) for a, b in span.ranges]
             tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
             found.append(unpacked(tokens, dtype) if tokens.dtype == uint8 else tokens.to(dtype))
         if not cache.value_in_key:

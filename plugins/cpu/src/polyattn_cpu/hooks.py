@@ -22,6 +22,7 @@ MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window", "chunked", "
 
 TORCH_SDPA = BackendInfo(
     name="TORCH_SDPA",
+    aliases=("SDPA", "TORCH_NATIVE"),
     summary="torch's fused attention, one sequence at a time; serves everything",
     path="polyattn_cpu.sdpa:TorchSDPA",
     capabilities=Capabilities(
@@ -73,6 +74,7 @@ PROOF_OF_RUNS = {
 
 NATIVE_ATTN = BackendInfo(
     name="NATIVE_ATTN",
+    aliases=("CPU_ATTN", "INTEL_AMX"),
     summary="paged attention in C++ for each instruction set, the whole batch in one call",
     path="polyattn_cpu.native.backends:NativeAttention",
     probe="polyattn_cpu.native.library:why_not",
@@ -182,6 +184,7 @@ NATIVE_SCAN = BackendInfo(
 
 FLEX_ATTENTION = BackendInfo(
     name="FLEX_ATTENTION",
+    aliases=("FLEX",),
     summary="torch's flex_attention through torch.compile, the whole batch in one call",
     path="polyattn_cpu.flex:FlexAttention",
     variant_check="polyattn_cpu.flex_pointwise:variant_problem",

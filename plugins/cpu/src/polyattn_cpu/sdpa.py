@@ -22,6 +22,7 @@ from polyattn.kernel import (
     LayerSpec,
     Plan,
     Pointwise,
+    key_ranges,
     merge_states,
     window_sizes,
     write_output,
@@ -171,10 +172,10 @@ class TorchSDPA(AttentionBackend):
     def _causal(self, query: Tensor, call: Call, context: int) -> AttentionState:
         """The kernel's causal mask is aligned to the top left, so context is a part of its own."""
         read = call.source.read
-        tail = self._kernel(query, *read(Span(0, context, call.length)), call, causal=True)
+        tail = self._kernel(query, *read(Span(((context, call.length),))), call, causal=True)
         if context == 0:
             return tail
-        head = self._kernel(query, *read(Span(0, 0, context)), call)
+        head = self._kernel(query, *read(Span(((0, context),))), call)
         return merge_states([head, tail])
 
     def _kernel(
@@ -250,8 +251,7 @@ class TorchSDPA(AttentionBackend):
         """
         spec, count = call.spec, query.shape[0]
         limited = spec.chunk_size or max(window_sizes(spec)) >= 0
-        # One query's span is exactly what it sees, but for this.
-        masked = limited and (count > 1 or (spec.sink_tokens and spec.chunk_size))
+        masked = limited and count > 1  # one query's span is exactly what it sees
         if not masked and not spec.alibi:
             return None, None
         dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
@@ -260,7 +260,7 @@ class TorchSDPA(AttentionBackend):
         bias = torch.zeros(1, count, span.size, dtype=dtype, device=query.device)
         blind = None
         if masked:
-            mask = _visible(spec, position, key)
+            mask = _visible(spec, position, key, call.length)
             bias.masked_fill_(~mask, -torch.inf)
             if not spec.causal:
                 blind = ~mask.any(1)
@@ -294,7 +294,7 @@ class TorchSDPA(AttentionBackend):
         key = span.positions().to(query.device)
         if self.spec.alibi:
             scores += _alibi(call.params, position, key, scores.dtype)
-        mask = _visible(call.spec, position, key)
+        mask = _visible(call.spec, position, key, call.length)
         scores, mask = changed(pointwise, call.places, scores, mask, span, first)
         if not pointwise.softmax:
             return summed(scores.masked_fill(~mask, 0.0), values)
@@ -341,19 +341,13 @@ def _beside(scale: float | Tensor, shape: tuple[int, ...], times: int = 1) -> fl
     return scale.repeat_interleave(times).view(shape) if isinstance(scale, Tensor) else scale
 
 
-def _visible(spec: LayerSpec, position: Tensor, key: Tensor) -> Tensor:
-    mask = torch.ones(position.shape[0], key.shape[0], dtype=torch.bool, device=key.device)
-    if spec.causal:
-        mask &= key <= position
-    left, right = window_sizes(spec)
-    if left >= 0 or right >= 0:
-        near = key <= position + right if right >= 0 else torch.ones_like(mask)
-        if left >= 0:
-            near = near & (key >= position - left)
-        mask &= near | (key < spec.sink_tokens)
-    if spec.chunk_size is not None:
-        mask &= key // spec.chunk_size == position // spec.chunk_size
-    return mask
+def _visible(spec: LayerSpec, position: Tensor, key: Tensor, length: int) -> Tensor:
+    """Return which keys each query sees, bool (queries, keys); `position` is int64 (queries, 1)."""
+    start, kept, near, stop = key_ranges(
+        spec, position, position, torch.full_like(position, length), torch.minimum, torch.maximum
+    )
+    mask: Tensor = (key >= near) & (key < stop)
+    return mask | ((key >= start) & (key < kept)) if spec.sink_tokens else mask
 
 
 def _store_lse(lse: Tensor | None, params: LayerParams, values: Tensor) -> None:

@@ -22,6 +22,7 @@ SIGNATURE = {"cuda": Proof.SIGNATURE}
 
 FLASHINFER_MLA = BackendInfo(
     name="FLASHINFER_MLA",
+    aliases=("TRTLLM_MLA",),
     summary="FlashInfer's planned MLA wrapper, absorbed decode",
     path="polyattn_cuda.flashinfer_mla:FlashInferMLA",
     probe="polyattn_cuda.providers:flashinfer_ready",
@@ -156,6 +157,7 @@ FLASHMLA_SPARSE = BackendInfo.of_variants(
 )
 CUTLASS_MLA = BackendInfo(
     name="CUTLASS_MLA",
+    aliases=("CUTLASS",),
     summary="CUTLASS's MLA decode for Blackwell, through FlashInfer",
     path="polyattn_cuda.flashinfer_mla:CutlassMLA",
     probe="polyattn_cuda.providers:flashinfer_ready",

@@ -89,6 +89,7 @@ FLASH_ATTN = BackendInfo.of_variants(
         ),
     ),
     name="FLASH_ATTN",
+    aliases=("FA2", "FLASH_ATTN_V2", "FLASH_ATTENTION_2"),
     summary="FlashAttention-2: the flash-attn package, vLLM's build of it, or torch's own",
     priorities=(
         Priority(score=70, archs=("sm_80-sm_89",), kind=ATTENTION, why="the fastest before Hopper"),
@@ -157,6 +158,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
         ),
     ),
     name="FLASH_ATTN_V3",
+    aliases=("FA3", "FLASH_ATTENTION_3"),
     summary="FlashAttention-3 for Hopper: flash_attn_interface, or vLLM's build of it",
     priorities=(
         Priority(score=90, phase="prefill", why="warp-specialised Hopper prefill"),
@@ -170,6 +172,7 @@ FLASH_ATTN_V3 = BackendInfo.of_variants(
 
 FLASH_ATTN_V4 = BackendInfo(
     name="FLASH_ATTN_V4",
+    aliases=("FA4", "FLASH_ATTENTION_4"),
     summary="FlashAttention-4 (CuTe DSL) for Hopper and Blackwell",
     path="polyattn_cuda.flash_attn_v4:FlashAttention4",
     probe="polyattn_cuda.providers:fa4_ready",
@@ -241,6 +244,7 @@ FLASHINFER = BackendInfo(
 
 FLASHINFER_TRTLLM = BackendInfo(
     name="FLASHINFER_TRTLLM",
+    aliases=("TRTLLM", "TRTLLM_MHA", "XQA"),
     summary="TensorRT-LLM's decode in FlashInfer: XQA on Hopper, trtllm-gen on Blackwell",
     path="polyattn_cuda.flashinfer_trtllm:FlashInferTrtllm",
     probe="polyattn_cuda.providers:flashinfer_ready",
@@ -271,6 +275,7 @@ FLASHINFER_TRTLLM = BackendInfo(
 
 CUDNN_ATTENTION = BackendInfo(
     name="CUDNN_ATTENTION",
+    aliases=("CUDNN", "CUDNN_ATTN"),
     summary="torch's cuDNN attention, one sequence at a time",
     path="polyattn_cuda.cudnn:CudnnAttention",
     probe="polyattn_cuda.providers:cudnn_ready",

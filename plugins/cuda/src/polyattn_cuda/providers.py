@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
+
+from polyattn.plugin import find_spec, installed
 
 
 def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    found = installed(package)
+    return None if found is None else found.version
 
 
 def _real(module: str) -> bool:

@@ -47,6 +47,11 @@ class UnifiedPlan(Plan):
         self._made: dict[bool, Metadata] = {}
         self.metadata(fresh=spec.role is Role.DECODER)
 
+    @property
+    def detail(self) -> str:
+        """Which parts the step's graph has: "csu" is causal, shared and unique, "-" an absent one."""
+        return "phase " + ", ".join(made.bucket.phase for made in self._made.values())
+
     def metadata(self, fresh: bool) -> Metadata:
         """Return the metadata for a call with own keys (`fresh`) or without."""
         batch = self.batch

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-from polyattn.plugin import Device
+from polyattn.plugin import Device, find_spec
 
 FP8 = {"gaudi2": None, "gaudi3": "ocp"}
 """Gaudi 2's e4m3 ends at 240, where OCP's goes on to 448: it is no format that others write."""

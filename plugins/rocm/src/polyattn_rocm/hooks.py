@@ -26,6 +26,7 @@ EITHER = frozenset({True, False})
 
 ROCM_ATTN = BackendInfo(
     name="ROCM_ATTN",
+    aliases=("AITER", "ROCM_AITER_FA"),
     summary="Composable Kernel attention through AITER: paged varlen prefill, paged decode",
     path="polyattn_rocm.aiter:AiterAttention",
     probe="polyattn_rocm.providers:aiter_ready",

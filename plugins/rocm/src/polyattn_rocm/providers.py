@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from polyattn.plugin import find_spec
 
 
 def aiter_ready() -> str | None:

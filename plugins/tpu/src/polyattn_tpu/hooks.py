@@ -52,6 +52,7 @@ TESTS = Priority(score=1, platform="cpu", why="the interpreter: for tests only")
 
 PALLAS_ATTN = BackendInfo(
     name="PALLAS_ATTN",
+    aliases=("PALLAS",),
     summary="ragged paged attention in Pallas: prefill, decode and mixed batches in one kernel",
     path="polyattn_tpu.backends:PallasAttention",
     capabilities=Capabilities(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import AbstractContextManager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from polyattn.plugin import Device
+from polyattn.plugin import Device, find_spec
 
 ARCHS = {"v5 lite": "v5e", "v5e": "v5e", "v5p": "v5p", "v5": "v5p", "v6 lite": "v6e", "v6e": "v6e",
          "7x": "v7x", "v7x": "v7x"}  # fmt: skip

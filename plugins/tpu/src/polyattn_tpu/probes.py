@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
+
+from polyattn.plugin import find_spec
 
 
 def ready() -> str | None:

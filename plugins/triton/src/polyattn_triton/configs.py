@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from polyattn import AttentionKind, LayerSpec
-from polyattn.device import arch_matches
+from polyattn.kernel import AttentionKind, LayerSpec, arch_matches
 
 
 @dataclass(frozen=True)

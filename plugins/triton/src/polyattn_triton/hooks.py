@@ -39,6 +39,7 @@ NO_E4M3 = tuple(
 )
 TRITON_ATTN = BackendInfo(
     name="TRITON_ATTN",
+    aliases=("TRITON",),
     summary="paged prefill and split-KV decode in Triton; every feature, NVIDIA and AMD",
     path="polyattn_triton.attention:TritonAttention",
     variant_check="polyattn_triton.functions.pointwise:variant_problem",

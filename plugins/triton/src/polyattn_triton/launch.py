@@ -20,8 +20,7 @@ import numpy as np
 import torch
 import triton
 from numpy.typing import NDArray
-from polyattn.device import arch_matches
-from polyattn.runtime.conventions import at_least
+from polyattn.kernel import arch_matches, at_least
 from torch import Tensor
 from triton import knobs
 from triton.runtime import driver

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from polyattn import LayerSpec
-from polyattn.kernel import key_ranges
+from polyattn.kernel import LayerSpec, key_ranges
 
 Ints = NDArray[np.signedinteger[Any]]
 

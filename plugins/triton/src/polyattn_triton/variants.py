@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from polyattn.device import arch_matches
-from polyattn.kernel import STORAGE_DTYPES, LayerSpec
+from polyattn.kernel import STORAGE_DTYPES, LayerSpec, arch_matches
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING

@@ -272,7 +272,7 @@ def _behaviour(
     # There is a cache to change in the first two.
     contexts = [name for name in names if name in ("decode", "chunked", "more keys")]
     for how in ("numbers", "nan", "inf"):
-        chosen = dict.fromkeys((most, contexts[0], views))
+        chosen = dict.fromkeys((most, *contexts[:1], views))
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError, SelectionError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.attention.stateless.dense import Asked, group_of, parameters
+from polyattn.families.attention.stateless.dense import CallOptions, group_for_call, parameters
 from polyattn.families.attention.stateless.views import pages_of
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Addressed, PagesLie
@@ -27,7 +27,7 @@ def way_of(
     value: Tensor,
     block_table: Tensor,
     lens: Tensor,
-    asked: Asked,
+    asked: CallOptions,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -57,7 +57,7 @@ def way_of(
 
 
 def known_way(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: Asked,
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: CallOptions,
     sinks: Tensor | None = None, alibi_slopes: Tensor | None = None,
 ) -> Way | None:  # fmt: skip
     """Return what `way_of` made for tensors that lie as these, so that nothing need be checked again."""
@@ -65,7 +65,7 @@ def known_way(
 
 
 def _kind(
-    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: Asked,
+    query: Tensor, key: Tensor, value: Tensor, block_table: Tensor, lens: Tensor, asked: CallOptions,
     sinks: Tensor | None, alibi_slopes: Tensor | None,
 ) -> Any:  # fmt: skip
     return (
@@ -77,11 +77,11 @@ def _kind(
 
 
 def _group(
-    query: Tensor, key: Tensor, value: Tensor, asked: Asked, sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, asked: CallOptions, sinks: Tensor | None,
     alibi_slopes: Tensor | None,
 ) -> LayerGroup | None:  # fmt: skip
     try:
-        return group_of(
+        return group_for_call(
             query, key.shape[2], value.shape[3], asked, sinks is not None, alibi_slopes is not None,
             block_size=key.shape[1], length_bounds=True,
         )  # fmt: skip

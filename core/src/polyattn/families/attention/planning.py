@@ -214,6 +214,7 @@ class AttentionStep(StepPlan):
         lse: Tensor | None,
     ) -> None:
         """Store the new keys and values and attend. Writes `out` (and `lse`)."""
+        self.check_blocks(cache)
         if self.transforms is not None:
             query, key, value = self._transformed(self.transforms, query, key, value, params)
         if params.rotate or params.qkv_bias is not None:

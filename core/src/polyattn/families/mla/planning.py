@@ -88,6 +88,7 @@ class LatentStep(StepPlan):
         Without `weights` query and output are the absorbed ones, (num_tokens, heads, rank + rope)
         and (num_tokens, heads, rank).
         """
+        self.check_blocks(cache)
         planner = self.group.planner
         assert isinstance(planner, Planner)
         if params.rotate or (self.store is not None and entry is not None):

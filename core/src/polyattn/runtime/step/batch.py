@@ -72,7 +72,7 @@ class Batch(Lengths):
     Sequences of one query token are served as decodes, wherever they stand. A padding row has one
     query token, length 0 and slot -1. Of slots any negative one is taken as -1; a layer with `checks`
     refuses others. Lengths given as device tensors are copied to the host once.
-    What TensorRT-LLM and vLLM call all this: `TensorRTLLMMetadata(batch)`, `VLLMMetadata(batch)`.
+    `examples/engine_metadata.py` has the names of TensorRT-LLM and vLLM for all this.
     Raises `BatchError`.
     """
 
@@ -210,6 +210,11 @@ class Batch(Lengths):
         batch.__dict__["query_start_loc"], batch.__dict__["seq_lens"] = query_start_loc, seq_lens
         batch.lens_are_bounds = True
         return batch
+
+    @property
+    def block_tables(self) -> Tensor | None:
+        """`block_table` by the name that vLLM's backends have for it."""
+        return self.block_table
 
     @cached_property
     def token_positions(self) -> Tensor:

@@ -12,8 +12,10 @@ from polyattn.errors import BatchError, shown
 from polyattn.runtime.inputs import check_is_tensor, same_device
 from polyattn.runtime.step.shared_prefix import check_shared_blocks
 from polyattn.spec.checks import LONGEST
+from polyattn.spec.key_ranges import key_ranges
 
 if TYPE_CHECKING:
+    from polyattn.runtime.cache.kv_cache import KVCache
     from polyattn.runtime.step.batch import Batch
     from polyattn.spec.layer import LayerSpec
 
@@ -219,6 +221,43 @@ def check_pages(spec: LayerSpec, batch: Batch, block_size: int) -> None:
     if batch.block_table is None and batch.num_seqs:
         raise BatchError(f"{spec} attends over a cache; the batch has no block_table")
     check_table_width(batch, block_size)
+
+
+def blocks_of_table(spec: LayerSpec, batch: Batch, cache: KVCache) -> int:
+    """Return how many blocks a cache must have for a block table that lies on the host.
+
+    Raises `BatchError` where that is more than `cache` has. Only entries that the step reads count; what
+    others hold costs a closer look.
+    """
+    assert batch.block_table is not None
+    size, blocks = cache.block_size, cache.num_blocks
+    table = batch.block_table.numpy()[:, : -(-batch.max_seq_len // size)]
+    numbers = table.view(np.uint32)  # a negative number is a large one
+    most = int(numbers.max(initial=0))
+    if most < blocks:
+        return most + 1
+    rows, columns = np.nonzero(numbers >= blocks)
+    queries, lens = np.array(batch.query_lens)[rows], np.array(batch.lens)[rows]
+    start, kept, near, stop = key_ranges(
+        spec, lens - queries, lens - 1, lens, np.minimum, np.maximum
+    )
+    first, end = columns * size, columns * size + size
+    read = (np.maximum(first, start) < np.minimum(end, kept)) | (
+        np.maximum(first, near) < np.minimum(end, stop)
+    )
+    for at in np.flatnonzero(read & (queries > 0))[:1]:
+        place = int(rows[at]), int(columns[at])
+        raise BatchError(
+            f"block_table[{place[0]}, {place[1]}]={table[place]} points outside the cache's "
+            f"{blocks} blocks"
+        )
+    return blocks
+
+
+def check_paged_batch(spec: LayerSpec, batch: Batch, block_size: int) -> None:
+    """Check on the host the lengths and the block table of a step over a cache. Raises `BatchError`."""
+    check_queries(batch)
+    check_pages(spec, batch, block_size)
 
 
 def check_on_device(batch: Batch, num_blocks: int, block_size: int) -> None:

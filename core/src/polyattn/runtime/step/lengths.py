@@ -35,6 +35,16 @@ class Lengths:
         """Query tokens in the batch."""
         return self.starts[-1]
 
+    @property
+    def num_decode_tokens(self) -> int:
+        """Query tokens of the sequences that have one each, as vLLM's metadata counts them."""
+        return int((self.host_query_lens == 1).sum())
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Query tokens of all other sequences, as vLLM's metadata counts them."""
+        return self.num_tokens - self.num_decode_tokens
+
     @cached_property
     def host_starts(self) -> Integers:
         """`starts` as int64 (num_seqs + 1,), NumPy; not to be written to."""

@@ -40,15 +40,9 @@ def model_class(model_type: str) -> ModelClass:
     return ModelClass(**_table()["classes"].get(model_type, {}))
 
 
-@cache
-def readable() -> dict[str, list[Any]]:
-    """Return each field that any type's attention reads, with its defaults wherever it has some."""
-    out: dict[str, list[Any]] = {name: [value] for name, value in _table()["shared"].items()}
-    for values in _table()["classes"].values():
-        for name, value in values.get("fields", {}).items():
-            if name not in ("hidden_act", "max_position_embeddings"):
-                out.setdefault(name, []).append(value)
-    return out
+def shared_reads() -> dict[str, Any]:
+    """Return the fields that caches, masks and rotations read in any type, with their defaults."""
+    return _table()["shared"]  # type: ignore[no-any-return]
 
 
 @cache

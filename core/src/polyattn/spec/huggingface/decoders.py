@@ -199,6 +199,8 @@ def qwen3_moe_types(cfg: Config, count: int) -> list[str]:
     """All layers or none are windowed; where none is, `max_window_layers` says nothing."""
     if optional_window(cfg) is None:
         cfg.get("max_window_layers")
+    else:
+        cfg.only("max_window_layers", 0)
     return [SLIDING] * count
 
 

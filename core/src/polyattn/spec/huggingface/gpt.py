@@ -64,7 +64,7 @@ def bloom(cfg: Config) -> Towers:
 def mpt(cfg: Config) -> Towers:
     """ALiBi or learned positions, said in `attn_config`."""
     heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
-    part = cfg.part("attn_config")
+    part = cfg.part("attn_config", "mpt_attention")
     part.only("attn_type", "multihead_attention")
     part.only("prefix_lm", False)
     part.only("alibi_bias_max", 8)

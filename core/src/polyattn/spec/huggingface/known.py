@@ -11,17 +11,18 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from polyattn.errors import ConfigError, shown
-from polyattn.spec.huggingface.classes import beside, has_class, readable
+from polyattn.spec.huggingface.classes import beside, has_class, shared_reads
 from polyattn.spec.huggingface.config import Config
 
 log = logging.getLogger("polyattn")
 
 NEUTRAL: tuple[Any, ...] = (False, "", [], {})
-BY_OTHERS = {
-    "dual_chunk_attention_config", "cla_share_factor", "use_cla", "kv_source_layers",
-    "num_kv_shared_layers", "num_shared_kv_layers", "use_nope",
-}  # fmt: skip
-"""Fields that engines or publishers' code read, in any type, and transformers doesn't."""
+BY_OTHERS = dict.fromkeys((
+    "alibi", "attn_logit_softcapping", "cla_share_factor", "dual_chunk_attention_config", "index_topk",
+    "kv_lora_rank", "kv_source_layers", "no_rope_layers", "num_kv_heads", "num_kv_shared_layers",
+    "num_shared_kv_layers", "query_pre_attn_scalar", "use_bidirectional_attention", "use_cla", "use_nope",
+))  # fmt: skip
+"""Fields that change attention wherever engines or publishers' code read them."""
 QWEN3_5 = {
     "attn_output_gate": True, "output_gate_type": "swish", "mamba_ssm_dtype": "float32",
 }  # fmt: skip
@@ -58,26 +59,24 @@ def check_fields(
 def _unread(cfg: Config, assumed: bool) -> Iterator[str]:
     """Yield the fields that the reader didn't read, and somebody does."""
     published = PUBLISHED.get(cfg.model_type, {})
-    foreign = assumed or not has_class(cfg.model_type)
+    reads = {**BY_OTHERS, **shared_reads(), **cfg.cls.reads}
+    foreign = assumed or not has_class(cfg.model_type)  # code that nobody here has seen
     for name, value in cfg.values.items():
         if name in cfg.read or value is None:
             continue
         if name in published:
             if value != published[name]:
                 yield name
-        elif name in cfg.cls.fields or value in NEUTRAL or name in beside() or name[0] == "_":
+        elif name in cfg.cls.fields or name.startswith("_"):
             continue
-        elif name in cfg.cls.reads:
-            if value != cfg.cls.reads[name]:
+        elif name in reads:
+            if value != reads[name] and (reads[name] or value not in NEUTRAL):
                 yield name
-        elif name in readable():
-            if value not in readable()[name]:
-                yield name
-        elif foreign or name in BY_OTHERS or _misspelt(name, cfg):
+        elif value not in NEUTRAL and name not in beside() and (foreign or _misspelt(name, cfg)):
             yield name
 
 
 def _misspelt(name: str, cfg: Config) -> bool:
     """Return whether a name is nearly that of a field that the reader misses."""
-    missing = [field for field in cfg.read if field not in cfg.values]
+    missing = [field for field in cfg.read if field not in cfg.values and field not in name]
     return bool(difflib.get_close_matches(name, missing, 1, 0.9))

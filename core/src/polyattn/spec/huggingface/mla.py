@@ -19,10 +19,9 @@ def latent_attention(
     """Return an MLA layer, a sparse one where `topk` is given; `indexed`: with its own indexer."""
     nope, rotated = cfg.need("qk_nope_head_dim"), cfg.need("qk_rope_head_dim")
     heads = cfg.need("num_attention_heads")
-    if rope is None:
-        cfg.get("head_dim")  # nothing is rotated
-    else:
+    if rope is not None and "head_dim" not in cfg.cls.fields:  # classes that have it overwrite it
         cfg.only("head_dim", rotated)
+    cfg.get("head_dim")
     return LayerSpec(
         kind=AttentionKind.SPARSE_MLA if topk else AttentionKind.MLA,
         num_heads=heads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from polyattn.errors import ConfigError
@@ -21,6 +22,22 @@ QWEN_VL = Decoder(
 QWEN3_VL = Decoder(rope=rotary(sections=(24, 20, 20), interleaved=True))
 
 
+TEXT_PARTS = ("text_config", "llm_config", "language_config")
+WRAPPERS = (
+    "aya_vision", "cohere2_vision", "deepseek_vl", "deepseek_vl_hybrid", "exaone4_5", "fast_vlm",
+    "got_ocr2", "hyperclovax_vision_v2", "idefics2", "internvl", "janus", "kimi_k25", "lfm2_vl",
+    "lighton_ocr", "llava_next_video", "ovis2", "perception_lm", "qianfan_ocr", "qwen2_audio",
+    "video_llama_3", "video_llava", "vipllava", "voxtral",
+)  # fmt: skip
+"""Types whose text is a model of the type that `text_config` names, with that model's own masks."""
+
+
+def text_part(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the text tower's own fields, where a config has them apart."""
+    parts = (values.get(name) for name in TEXT_PARTS)
+    return next((part for part in parts if isinstance(part, Mapping)), None)
+
+
 def towers(text_type: str, vision_type: str = "") -> Reader:
     """Return the reader of a text tower and, where it is known, a vision tower."""
 
@@ -38,8 +55,8 @@ def towers(text_type: str, vision_type: str = "") -> Reader:
 
 def _text_part(cfg: Config, text_type: str) -> Config:
     """Return the text tower: `text_config`, or in older files the model's own fields."""
-    if cfg.get("text_config") is not None or "num_hidden_layers" not in cfg.values:
-        return cfg.part("text_config", text_type)
+    if cfg.get(*TEXT_PARTS) is not None or "num_hidden_layers" not in cfg.values:
+        return cfg.part("text_config", text_type, TEXT_PARTS[1:])
     own = {
         name: value
         for name, value in cfg.values.items()
@@ -138,6 +155,7 @@ TOWERS: dict[str, Reader] = {
 
 READERS: dict[str, Reader] = {
     **TOWERS,
+    **dict.fromkeys(WRAPPERS, towers("")),
     **dict.fromkeys(
         ("llava", "llava_next", "llava_onevision"), towers("llama", "clip_vision_model")
     ),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from polyattn.api import select
 from polyattn.device import Device
 from polyattn.errors import PolyattnError, SettingsError, describe
 from polyattn.families.attention.workload import AttentionWorkload
-from polyattn.registry.capabilities import check
+from polyattn.registry.capabilities import ANY_PLATFORM, check
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
@@ -22,14 +24,13 @@ from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.cost import Cost, batch_cost
 from polyattn.runtime.step.shared_prefix import SharedRun
 from polyattn.selection.selection import Selection
-from polyattn.selection.tree import SERVICES
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import read_specs
-from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
+from polyattn.tools.cli.output import add_row, console, print_json, progress, table
 from polyattn.tools.cli.plots import check_plot, plot_bench
 from polyattn.tools.lengths import redrawn
 from polyattn.workload.clock import repeat
@@ -38,6 +39,7 @@ from polyattn.workload.pages import fill
 from polyattn.workload.tolerance import tolerance_of
 
 LONGEST = 3600
+SMALLEST_COPY = 1 << 18
 DEFAULT_BATCHES = ("8q1s2k", "q2k", "2q512_8q1s1k")
 
 
@@ -47,20 +49,23 @@ def show(
     spec_json: str | None,
     device: str | None,
     backends: Sequence[str],
-    block_size: int | None,
     seconds: float,
     lengths: str | None,
     seed: int,
     shared_prefix: int,
     as_json: bool,
     plot: Path | None,
+    reading: Reading = AS_IT_IS,
+    reference: bool = False,
+    total: float = 120.0,
 ) -> int:
     """Measure and print; backends that can't serve are listed with the reason.
 
     Return 1 when not one backend could be measured.
     """
-    if not 0 < seconds <= LONGEST:
-        raise SettingsError(f"--seconds={seconds} must be positive, {LONGEST} at most")
+    for name, value in (("seconds", seconds), ("total-seconds", total)):
+        if not 0 < value <= LONGEST:
+            raise SettingsError(f"--{name}={value} must be positive, {LONGEST} at most")
     if plot:
         check_plot(plot)
     batches = {text: parse_batch(text) for text in texts or DEFAULT_BATCHES}
@@ -70,16 +75,17 @@ def show(
         }
     for text, rows_of in batches.items():
         _check_shared(text, rows_of, shared_prefix)
-    spec = _spec(model, spec_json).replace(block_size=block_size)
-    names = [discover().backend(name).name for name in backends]
+    spec = _spec(model, spec_json, reading)
     resolved = resolve_device(device)
+    names = [discover().backend(name).name for name in backends]
+    names = names or _of_this_kind(spec, resolved, reference)
     for text, rows_of in batches.items():
         check_room(_bytes(spec, rows_of), f"batch {text}", resolved)
-    bench = Bench(spec, resolved, seconds, shared_prefix)
+    bench = Bench(spec, resolved, seconds, shared_prefix, total / len(batches))
     rows: list[dict[str, Any]] = []
-    with said_plainly("name a smaller batch"):
+    with said_plainly("name a smaller batch"), progress("measuring", as_json) as tell:
         for text, rows_of in batches.items():
-            rows += bench.measure(text, rows_of, names)
+            rows += bench.measure(text, rows_of, names, tell)
     if as_json:
         print_json(
             {"spec": spec.to_dict(), "device": str(resolved), "limits": bench.limits, "rows": rows}
@@ -92,8 +98,8 @@ def show(
     return int(not measured)
 
 
-def _spec(model: str | None, spec_json: str | None) -> LayerSpec:
-    source, specs = read_specs(model, spec_json)
+def _spec(model: str | None, spec_json: str | None, reading: Reading) -> LayerSpec:
+    source, specs = read_specs(model, spec_json, reading)
     for spec in specs:
         if spec.kind is AttentionKind.ATTENTION and spec.cached:
             return unrotated(spec)  # random queries and keys stand for rotated ones
@@ -121,15 +127,28 @@ def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
 class Bench:
     """Times one spec on one device; knows the machine's limits."""
 
-    def __init__(self, spec: LayerSpec, device: Device, seconds: float, shared: int = 0):
+    def __init__(
+        self,
+        spec: LayerSpec,
+        device: Device,
+        seconds: float,
+        shared: int = 0,
+        total: float = LONGEST,
+    ):
+        """`seconds` is for each measurement; after `total` seconds of a batch no other one begins."""
         if not device.is_real:
             raise SettingsError(f"--device: {device} is a profile; bench needs a device to run on")
         self.spec, self.device, self.seconds, self.shared = spec, device, seconds, shared
         self.torch_device = torch.device(str(device.torch_device))
         self.limits = measure_limits(spec, self.torch_device)
+        self.total = total
 
     def measure(
-        self, text: str, lengths: list[tuple[int, int]], only: Sequence[str]
+        self,
+        text: str,
+        lengths: list[tuple[int, int]],
+        only: Sequence[str],
+        tell: Callable[[str], None] = lambda what: None,
     ) -> list[dict[str, Any]]:
         """Return a row for each backend: its time and rates, or why it can't."""
         queries, lens = [q for q, _ in lengths], [n for _, n in lengths]
@@ -138,11 +157,17 @@ class Bench:
         limit = self._limit(cost)
         phases = {"decode" if q == 1 else "prefill" for q in queries}
         chosen = select(self.spec, self.device)
+        end = time.monotonic() + self.total
         rows = []
-        for name in only or _attending():
+        for name in sorted(only, key=lambda name: name not in _names(chosen, phases)):
             row: dict[str, Any] = {"batch": text, "backend": name, "limit_ms": limit * 1e3}
             row["selected"] = name in _names(chosen, phases)
+            tell(f"{text} by {name}")
             try:
+                if time.monotonic() > end:
+                    raise SettingsError(
+                        f"{name} isn't measured: its batch's {self.total:g} s of --total-seconds are over"
+                    )
                 selection = self._named(name, phases)
                 row |= self._time(selection, lengths, cost)
             except PolyattnError as error:
@@ -156,6 +181,10 @@ class Bench:
             pair = "+".join(sorted(_names(chosen, phases)))
             row = {"batch": text, "backend": pair, "limit_ms": limit * 1e3, "selected": True}
             rows.append(row | self._time(chosen, lengths, cost))
+        best = min((row["ms"] for row in rows if "ms" in row), default=0.0)
+        for row in rows:
+            if "ms" in row:
+                row["over_best"] = row["ms"] / best
         return sorted(rows, key=lambda r: r.get("ms", float("inf")))
 
     def _named(self, name: str, phases: set[str]) -> Selection:
@@ -184,11 +213,14 @@ class Bench:
         }
 
     def _limit(self, cost: Cost) -> float:
-        """The larger of the times that moving the bytes and doing the operations take."""
-        return max(
-            cost.bytes / self.limits["copy_gb_per_s"] / 1e9,
-            cost.flops / self.limits["matmul_tflop_per_s"] / 1e12,
-        )
+        """The larger of the times that moving the bytes and doing the operations take.
+
+        The bytes move as fast as a copy of at most as many does: in a cache, or in memory.
+        """
+        levels = self.limits["copy_gb_per_s"]
+        within = [size for size in levels if size <= cost.bytes] or [min(levels)]
+        reading = cost.bytes / levels[max(within)] / 1e9
+        return float(max(reading, cost.flops / self.limits["matmul_tflop_per_s"] / 1e12))
 
 
 def full_step(
@@ -240,27 +272,43 @@ def sharing(step: AttentionWorkload) -> dict[str, int]:
     }
 
 
-def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, float]:
-    """Return this machine's copy bandwidth and its matmul rate in the spec's dtype, measured."""
+def measure_limits(spec: LayerSpec, device: torch.device) -> dict[str, Any]:
+    """Return this machine's copy bandwidths and its matmul rate in the spec's dtype, measured.
+
+    `copy_gb_per_s` is by the bytes that a copy reads and writes: each level of the memory has its own.
+    A larger copy is never the faster one: what slows small copies down is their launch.
+    """
     big = device.type != "cpu"
     source = torch.randn(1 << (29 if big else 25), device=device)
     target = torch.empty_like(source)
-    copy = statistics.median(repeat(lambda: target.copy_(source), device, 0.2))
+    rates: dict[int, float] = {}
+    part = source.numel()
+    while 8 * part >= SMALLEST_COPY:
+        to, of = target[:part], source[:part]
+        seconds = statistics.median(repeat(partial(to.copy_, of), device, 0.05))
+        rates[8 * part] = max(8 * part / seconds / 1e9, *rates.values(), 0.0)
+        part //= 4
     size = 8192 if big else 1024
     left, right = (
         torch.randn(size, size, device=device).to(getattr(torch, spec.dtype)) for _ in range(2)
     )
     matmul = statistics.median(repeat(lambda: torch.mm(left, right), device, 0.2))
     return {
-        "copy_gb_per_s": 2 * source.nbytes / copy / 1e9,
+        "copy_gb_per_s": rates,
         "matmul_tflop_per_s": 2 * size**3 / matmul / 1e12,
     }
 
 
-def _attending() -> list[str]:
-    """Return every backend but those that only store or merge."""
-    backends = discover().backends.values()
-    return [b.name for b in backends if not b.capabilities.phases & SERVICES]
+def _of_this_kind(spec: LayerSpec, device: Device, reference: bool) -> list[str]:
+    """Return the backends of a layer's kind on a device's platform; the `reference` where asked for."""
+    return [
+        info.name
+        for info in discover().backends.values()
+        if info.capabilities.attends
+        and spec.kind in info.capabilities.kinds
+        and {device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys()
+        and (reference or not info.by_name_only)
+    ]
 
 
 def _names(selection: Selection, phases: set[str]) -> set[str]:
@@ -273,20 +321,26 @@ def _names(selection: Selection, phases: set[str]) -> set[str]:
 
 
 def _print(
-    spec: LayerSpec, device: Device, limits: dict[str, float], rows: Sequence[dict[str, Any]]
+    spec: LayerSpec, device: Device, limits: dict[str, Any], rows: Sequence[dict[str, Any]]
 ) -> None:
     console.print(f"{spec}\non {device}", highlight=False, markup=False)
+    copies = ", ".join(
+        f"{size / 2**20:g} MiB {rate:.1f}" for size, rate in sorted(limits["copy_gb_per_s"].items())
+    )
     console.print(
-        f"limits measured now: copy {limits['copy_gb_per_s']:.1f} GB/s, {spec.dtype} matmul "
-        f"{limits['matmul_tflop_per_s']:.3f} TFLOP/s\n",
+        f"limits measured now: {spec.dtype} matmul {limits['matmul_tflop_per_s']:.3f} TFLOP/s; copy, in "
+        f"GB/s, of {copies}\n",
         highlight=False,
     )
-    made = table("batch", "backend", ">ms", ">GB/s", ">TFLOP/s", ">of limit", ">error", "")
+    made = table(
+        "batch", "backend", ">ms", ">/ best", ">GB/s", ">TFLOP/s", ">of limit", ">error", ""
+    )
     for row in rows:
         if "ms" not in row:
             continue
         add_row(
-            made, row["batch"], row["backend"], f"{row['ms']:.3f}", f"{row['gb_per_s']:.2f}",
+            made, row["batch"], row["backend"], f"{row['ms']:.3f}", f"{row['over_best']:.2f}",
+            f"{row['gb_per_s']:.2f}",
             f"{row['tflop_per_s']:.3f}", f"{row['of_limit']:.0%}", f"{row['error']:.1e}",
             "<- selected" if row["selected"] else "",
         )  # fmt: skip

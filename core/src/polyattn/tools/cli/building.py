@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 
 from polyattn.api import select
 from polyattn.registry.devices import resolve_device
 from polyattn.runtime.group import LayerGroup
 from polyattn.settings import current
 from polyattn.spec.decompose import group_layers
-from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
 from polyattn.tools.cli.output import console
 
 
@@ -20,15 +19,15 @@ def show(
     spec_json: str | None,
     device: str | None,
     backend: str | None,
-    assume: str | None,
-    ignore: Sequence[str],
+    reading: Reading = AS_IT_IS,
 ) -> int:
     """Build each layer group's backends and candidates; print the seconds that each group took."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("polyattn").setLevel(logging.INFO)
     settings = current().with_backend(backend, "flag --backend")
     resolved = resolve_device(device)
-    for spec, layers in group_layers(read_specs(model, spec_json, assume, ignore)[1]).items():
+    _, specs = read_specs(model, spec_json, reading)
+    for spec, layers in group_layers(specs).items():
         began = time.monotonic()
         group = LayerGroup(select(spec, resolved, settings=settings))
         group.finish_builds()

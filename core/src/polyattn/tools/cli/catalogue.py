@@ -21,7 +21,8 @@ def generated(registry: Registry) -> str:
             "folder": [f"plugins/{plugin.name}"],
             "platforms": _names(name for p in owned for name in (p.name, *p.device_types)),
             "profiles": _names(name for p in owned for name, _ in p.profiles),
-            "backends": _names(n for n, owner in registry.owners.items() if owner is plugin),
+            "backends": _names(info.name for info in plugin.backends),
+            "aliases": _names(alias for info in plugin.backends for alias in info.aliases),
         }
     ordered: dict[str, Any] = dict(sorted(entries.items()))
     return json.dumps(ordered, indent=1) + "\n"

@@ -7,13 +7,18 @@ done. 130: interrupted.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from polyattn._version import __version__
 from polyattn.errors import PolyattnError, SettingsError
 from polyattn.tools.cli import stdout
+
+INTERRUPTED = 130  # typer's too, which says nothing
 
 
 def main() -> int:
@@ -23,14 +28,44 @@ def main() -> int:
     if sys.stdout is None:
         print("polyattn: standard output is closed", file=sys.stderr)
         return 2
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell may have it ignored
+        signal.signal(signal.SIGINT, _interrupt)
     return run(sys.argv[1:])
+
+
+_interrupts = 0
+"""Interrupts that arrived and that `run` hasn't heard of."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    """Raise KeyboardInterrupt, and again twice a second until `run` hears of one.
+
+    Python drops one that it raises in a finalizer or a callback, and libraries have a bare `except:`.
+    """
+    global _interrupts
+    _interrupts += 1
+    if hasattr(signal, "setitimer"):  # not on Windows
+        signal.signal(signal.SIGALRM, _interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    raise KeyboardInterrupt
+
+
+def _heard() -> None:
+    """Let no interrupt that arrived be raised again."""
+    global _interrupts
+    if _interrupts and hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    _interrupts = 0
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code."""
     try:
         try:
-            return _dispatch(list(arguments))
+            code = _dispatch(list(arguments))
+            if code == INTERRUPTED or _interrupts:
+                raise KeyboardInterrupt
+            return code
         finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:
@@ -44,8 +79,9 @@ def run(arguments: Sequence[str]) -> int:
         print(f"polyattn: {error.filename or 'standard output'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        _heard()
         print("polyattn: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.markup import escape
 from rich.tree import Tree
 
 from polyattn.api import select, unmatched_overrides
-from polyattn.errors import SelectionError
+from polyattn.errors import SelectionError, SettingsError
 from polyattn.registry.devices import resolve_device
 from polyattn.selection.decision import verdict_line
 from polyattn.selection.selection import Selection
-from polyattn.settings import current
+from polyattn.settings import Settings, current
 from polyattn.spec.decompose import group_layers, kv_sources, ranges
 from polyattn.spec.layer import LayerSpec
-from polyattn.tools.cli.forecasting import forecast, print_forecast
+from polyattn.tools.cli.forecasting import UNMEASURED, forecast, print_forecast
 from polyattn.tools.cli.grammar import parse_batch
-from polyattn.tools.cli.models import read_specs
+from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
 from polyattn.tools.cli.output import console, print_json
+from polyattn.tools.cli.plots import check_plot, plot_values
 
 
 def show(
@@ -29,13 +33,15 @@ def show(
     backend: str | None,
     batches: Sequence[str],
     as_json: bool,
-    assume: str | None = None,
-    ignore: Sequence[str] = (),
+    reading: Reading = AS_IT_IS,
+    plot: Path | None = None,
 ) -> int:
     """Print one tree a layer group; exit 1 when a group has no backend."""
+    if plot:
+        check_plot(plot)
     steps = {text: parse_batch(text) for text in batches}
     settings = current().with_backend(backend, "flag --backend")
-    specs = read_specs(model, spec_json, assume, ignore)[1]
+    specs = read_specs(model, spec_json, reading)[1]
     groups = group_layers(specs)
     resolved = resolve_device(device)
     found: list[_Group] = []
@@ -46,20 +52,63 @@ def show(
         except SelectionError as error:
             found.append((spec, layers, read, error))
     notes = unmatched_overrides(list(groups), settings)
+    predicted = [_predicted(result, steps, settings) for *_, result in found]
     if as_json:
-        print_json(
-            {"device": str(resolved), "groups": [_json(*g, steps) for g in found], "notes": notes}
-        )
+        rows = [_json(*g, times) for g, times in zip(found, predicted, strict=True)]
+        print_json({"device": str(resolved), "groups": rows, "notes": notes})
     else:
         console.print(f"on [bold]{escape(str(resolved))}[/]", highlight=False)
-        for spec, layers, read, result in found:
+        for (spec, layers, read, result), times in zip(found, predicted, strict=True):
             console.print(_tree(spec, layers, read, result), highlight=False)
-            if isinstance(result, Selection):
-                for text, rows in steps.items():
-                    print_forecast(text, forecast(result, rows))
+            for text, step in times.items():
+                print_forecast(text, step)
         for note in notes:
             console.print(f"note: {note}", markup=False)
+    if plot:
+        _plot(found, predicted, plot, str(resolved))
     return int(any(isinstance(result, SelectionError) for *_, result in found))
+
+
+DEFAULT_STEPS = ("32q1s4k", "q2k")
+"""A decode and a prefill, whose times are predicted where no step is named."""
+
+
+def _predicted(
+    result: Selection | SelectionError,
+    steps: Mapping[str, list[tuple[int, int]]],
+    settings: Settings,
+) -> dict[str, dict[str, Any]]:
+    """Return what each step takes; without steps the usual two, where a timing table speaks of them.
+
+    A choice that the user forced is compared with every backend that can serve.
+    """
+    if isinstance(result, SelectionError):
+        return {}
+    free = result
+    if settings.sources:
+        with suppress(SelectionError):
+            free = select(result.spec, result.device, settings=replace(settings, sources=()))
+    usual = {} if steps else {text: parse_batch(text) for text in DEFAULT_STEPS}
+    found = {text: forecast(result, rows, free) for text, rows in (steps or usual).items()}
+    return {text: step for text, step in found.items() if steps or step["calls"]}
+
+
+def _plot(
+    found: Sequence[_Group], predicted: Sequence[dict[str, Any]], path: Path, device: str
+) -> None:
+    """Plot each candidate's predicted time. Raises `SettingsError` where none is known."""
+    panels = {
+        f"{len(layers)} layers: {spec}\n{text}, {call['kind']}, {call['rows']}": {
+            row["backend"]: row["us"] for row in call["candidates"]
+        }
+        for (spec, layers, *_), steps in zip(found, predicted, strict=True)
+        for text, step in steps.items()
+        for call in step["calls"]
+        if call["candidates"]
+    }
+    if not panels:
+        raise SettingsError(f"--plot={path}: {UNMEASURED}, so there are no times to plot")
+    plot_values(panels, path, f"predicted on {device}", "us")
 
 
 _Group = tuple[LayerSpec, list[int], tuple[int, ...], Selection | SelectionError]
@@ -71,13 +120,12 @@ def _json(
     layers: list[int],
     read: tuple[int, ...],
     result: Selection | SelectionError,
-    steps: Mapping[str, list[tuple[int, int]]],
+    predicted: Mapping[str, dict[str, Any]],
 ) -> dict[str, Any]:
     base: dict[str, Any] = {"spec": spec.to_dict(), "layers": layers, "kv_source": list(read)}
     if isinstance(result, SelectionError):
         return base | {"error": str(result)}
-    predicted = {text: forecast(result, rows) for text, rows in steps.items()}
-    return base | result.decision.to_dict() | ({"batches": predicted} if steps else {})
+    return base | result.decision.to_dict() | ({"batches": predicted} if predicted else {})
 
 
 def _tree(

@@ -34,10 +34,10 @@ def joined(size: int, device: Device) -> AbstractContextManager[Ranks | None]:
     if size == 1:
         return nullcontext()
     try:
-        from polyattn_context_parallel import run
+        from polyattn.tools.replay import ranks
     except ImportError as error:
         raise SettingsError(
             f"--context-parallel={size} needs a distribution of its own ({describe(error)}): "
             'pip install "polyattn[context-parallel]"'
         ) from error
-    return run.joined(size, device)
+    return ranks.joined(size, device)

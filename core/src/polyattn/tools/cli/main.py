@@ -4,7 +4,6 @@ it runs, so that `polyattn list` costs milliseconds.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -18,7 +17,6 @@ app = typer.Typer(
     name="polyattn",
     help="One attention interface, every vendor's kernels.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -34,15 +32,26 @@ def count(text: str, least: int = 1) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", help="A backend, or scoped ones: prefill=NAME,decode=NAME."),
+    typer.Option(
+        "--backend",
+        "--attention-backend",
+        help="A backend, or scoped ones: prefill=NAME,decode=NAME.",
+    ),
 ]
 BackendsOption = Annotated[
     list[str] | None,
-    typer.Option("--backend", help="Only these backends (repeatable)."),
+    typer.Option("--backend", "--attention-backend", help="Only these backends (repeatable)."),
 ]
 SpecOption = Annotated[
     str | None,
     typer.Option("--spec", help="A LayerSpec as JSON, instead of a model."),
+]
+CacheDtypeOption = Annotated[
+    str | None,
+    typer.Option(
+        "--kv-cache-dtype",
+        help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4.",
+    ),
 ]
 BlockSizeOption = Annotated[int | None, count("Cache block size (default: the selector chooses).")]
 SamplesOption = Annotated[
@@ -83,12 +92,8 @@ ArrivalsOption = Annotated[
 
 def _finish(show: Callable[[], int]) -> NoReturn:
     """Run a command's work with standard output to itself, and exit with its code."""
-    try:
-        with stdout.claimed():
-            code = show()
-    except KeyboardInterrupt:  # typer would end in silence
-        print("polyattn: interrupted", file=sys.stderr)
-        code = 130
+    with stdout.claimed():
+        code = show()
     raise typer.Exit(code)
 
 
@@ -133,15 +138,19 @@ def explain(
         list[str] | None,
         typer.Option("--batch", help="Predict a step like 24q1s4k on each backend (repeatable)."),
     ] = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
     json: Json = False,
+    plot: PlotOption = None,
 ) -> None:
-    """Show which backend each layer gets, with every candidate's verdict."""
+    """Show which backend each layer gets, with every candidate's verdict and predicted times."""
     from polyattn.tools.cli.explaining import show
+    from polyattn.tools.cli.models import Reading
 
-    read = (assume, tuple(ignore or ()))
-    _finish(lambda: show(model, spec, device, backend, batch or [], json, *read))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(lambda: show(model, spec, device, backend, batch or [], json, reading, plot))
 
 
 @app.command()
@@ -150,13 +159,17 @@ def build(
     device: DeviceOption = None,
     backend: BackendOption = None,
     spec: SpecOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     assume: AssumeOption = None,
     ignore: IgnoreOption = None,
 ) -> None:
     """Compile ahead what a model's layers may run on this machine."""
     from polyattn.tools.cli.building import show
+    from polyattn.tools.cli.models import Reading
 
-    _finish(lambda: show(model, spec, device, backend, assume, ignore or []))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(lambda: show(model, spec, device, backend, reading))
 
 
 @app.command()
@@ -187,10 +200,7 @@ def run(
     cache_gb: Annotated[float, typer.Option(help="KV cache of all layers, GiB.")] = 1.0,
     snapshots: Annotated[int, count("Recurrent states kept of shared prefixes.")] = 16,
     block_size: BlockSizeOption = None,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(help="auto (the model's dtype), fp8 (fp8_e4m3), fp8_e5m2, int8, nvfp4."),
-    ] = None,
+    kv_cache_dtype: CacheDtypeOption = None,
     fp8_compute: Annotated[
         bool,
         typer.Option("--fp8-compute", help="Let kernels multiply in an fp8_e4m3 cache's type."),
@@ -201,6 +211,9 @@ def run(
     sink_tokens: Annotated[
         int | None, count("Keep the first N tokens beyond the window (StreamingLLM).", 0)
     ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Draw random weights of any size without asking.")
+    ] = False,
     check: Annotated[int, count("Tokens checked a layer and step.", 0)] = 2,
     seed: SeedOption = 0,
     device: DeviceOption = None,
@@ -223,7 +236,7 @@ def run(
         seed=seed, device=device, backend=backend, json=json, plot=plot, weights=weights,
         arrivals=arrivals, samples=samples, sliding_window=sliding_window, sink_tokens=sink_tokens,
         context_parallel=context_parallel, snapshots=snapshots, assume=assume,
-        ignore=tuple(ignore or ()), beams=beams,
+        ignore=tuple(ignore or ()), beams=beams, yes=yes,
     )  # fmt: skip
     _finish(lambda: show(options))
 
@@ -242,7 +255,14 @@ def bench(
     device: DeviceOption = None,
     backend: BackendsOption = None,
     block_size: BlockSizeOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    reference: Annotated[
+        bool, typer.Option("--reference", help="Time the float64 reference, too.")
+    ] = False,
     seconds: Annotated[float, typer.Option(help="Time spent on each measurement.")] = 0.5,
+    total_seconds: Annotated[
+        float, typer.Option(help="Begin no measurement after this time.")
+    ] = 120.0,
     lengths: Annotated[
         str | None,
         typer.Option(
@@ -254,12 +274,16 @@ def bench(
     shared_prefix: Annotated[
         int, count("Leading tokens whose cache blocks all sequences share.", 0)
     ] = 0,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
     json: Json = False,
     plot: PlotOption = None,
 ) -> None:
     """Time every backend that can serve, side by side, with the limit and the selector's choice."""
     from polyattn.tools.cli.benching import show
+    from polyattn.tools.cli.models import Reading
 
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
     _finish(
         lambda: show(
             batches or [],
@@ -267,13 +291,15 @@ def bench(
             spec,
             device,
             backend or [],
-            block_size,
             seconds,
             lengths,
             seed,
             shared_prefix,
             json,
             plot,
+            reading,
+            reference,
+            total_seconds,
         )
     )
 
@@ -300,9 +326,33 @@ def tune(
     quantized: Annotated[
         bool, typer.Option(help="Measure layers over fp8 caches too, on accelerators.")
     ] = True,
+    assume: AssumeOption = None,
+    ignore: IgnoreOption = None,
+    kv_cache_dtype: CacheDtypeOption = None,
+    block_size: BlockSizeOption = None,
     json: Json = False,
+    plot: PlotOption = None,
 ) -> None:
     """Measure the backends on this machine, so that each step goes to the fastest one."""
+    from polyattn.tools.cli.models import Reading
     from polyattn.tools.cli.tuning import show
 
-    _finish(lambda: show(model or [], device, backend or [], trace, out, seconds, quantized, json))
+    reading = Reading(assume, tuple(ignore or ()), kv_cache_dtype, block_size)
+    _finish(
+        lambda: show(
+            model or [], device, backend or [], trace, out, seconds, json, plot, quantized, reading
+        )
+    )
+
+
+@app.command()
+def claim(
+    function: Annotated[str, typer.Argument(help="Where the function is: module:function.")],
+    device: DeviceOption = None,
+    seconds: Annotated[float, typer.Option(help="Time for the kit's search at the end.")] = 5.0,
+    seed: SeedOption = 0,
+) -> None:
+    """Find out what a function can do, and write the decorator that makes it a backend."""
+    from polyattn.tools.cli.claiming import show
+
+    _finish(lambda: show(function, device, seed, seconds))

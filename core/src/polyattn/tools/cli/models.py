@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -44,28 +44,41 @@ def find_config(name: str | None) -> Path:
     )
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How a command reads a model: options of `LayerSpec.from_hf_config`, and its block size."""
+
+    assume: str | None = None
+    ignore: tuple[str, ...] = ()
+    kv_cache_dtype: str | None = None
+    block_size: int | None = None
+
+
+AS_IT_IS = Reading()
+
+
 def read_specs(
-    model: str | None,
-    spec_json: str | None,
-    assume: str | None = None,
-    ignore: Sequence[str] = (),
-    kv_cache_dtype: str | None = None,
+    model: str | None, spec_json: str | None, reading: Reading = AS_IT_IS
 ) -> tuple[str, list[LayerSpec]]:
     """Return the layers that a command names, and what they are of: a path or `--spec`.
 
-    `assume`, `ignore`, `kv_cache_dtype`: `LayerSpec.from_hf_config`'s. Raises `SettingsError` when
-    both a model and a layer are named, or a layer and how to read a config; `ConfigError`, `SpecError`.
+    Raises `SettingsError` when both a model and a layer are named, or a layer and how to read a config;
+    `ConfigError`, `SpecError`.
     """
-    if spec_json is not None and (assume or ignore):
+    if spec_json is not None and (reading.assume or reading.ignore):
         raise SettingsError(
-            "--assume and --ignore say how a config is read; --spec is a layer itself"
+            "--assume and --ignore set how a config is read; --spec is a layer itself"
         )
     if spec_json is None:
         path = find_config(model)
         try:
-            return str(path), LayerSpec.from_hf_config(
-                path, assume=assume, ignore=ignore, kv_cache_dtype=kv_cache_dtype
+            specs = LayerSpec.from_hf_config(
+                path,
+                assume=reading.assume,
+                ignore=reading.ignore,
+                kv_cache_dtype=reading.kv_cache_dtype,
             )
+            return str(path), [_in_blocks(spec, reading.block_size) for spec in specs]
         except PolyattnError:
             raise
         except (RecursionError, ValueError) as error:  # lists too deep, numbers too long
@@ -73,8 +86,18 @@ def read_specs(
     if model is not None:
         raise SettingsError(f"model {model!r} and --spec name different layers; give one of them")
     try:
-        return "--spec", [LayerSpec.from_json(spec_json)]
+        spec = LayerSpec.from_json(spec_json)
+        if reading.kv_cache_dtype is not None:
+            spec = spec.replace(kv_cache_dtype=reading.kv_cache_dtype)
+        return "--spec", [_in_blocks(spec, reading.block_size)]
     except PolyattnError:
         raise
     except (RecursionError, ValueError) as error:
         raise SettingsError(f"--spec is no LayerSpec: {describe(error)}") from None
+
+
+def _in_blocks(spec: LayerSpec, block_size: int | None) -> LayerSpec:
+    """Return a layer with another block size, where it has blocks at all."""
+    if block_size is None or spec.kind.is_recurrent or not spec.cached:
+        return spec
+    return spec.replace(block_size=block_size)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
 from polyattn.tools.cli import stdout
+from polyattn.tools.cli.listing import WIDTH
 
 
 class _Own:
@@ -24,14 +29,32 @@ _terminal = Console(file=cast(TextIO, _Own()))
 console = _terminal if _terminal.is_terminal else Console(file=cast(TextIO, _Own()), width=200)
 
 
+@contextmanager
+def progress(what: str, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show on standard error, where it is a terminal, what a command is at; yields what tells it."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    with Console(stderr=True).status(what) as status:
+        yield lambda text: status.update(f"{what} {escape(text)}")
+
+
 def print_json(value: Any) -> None:
     """Print JSON that a program can read: no colours, no wrapping."""
     stdout.write(json.dumps(value, indent=2, default=str))
 
 
+class _Narrow(Table):
+    """A table of `WIDTH` columns at most, however wide the console is; long cells go on below."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        narrow = options.update_width(min(options.max_width, WIDTH))
+        return super().__rich_console__(console, narrow)
+
+
 def table(*columns: str, title: str | None = None) -> Table:
     """Return a table with the house style; columns that start with `>` are right-aligned."""
-    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    made = _Narrow(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         right = column.startswith(">")
         made.add_column(column.removeprefix(">"), justify="right" if right else "left")

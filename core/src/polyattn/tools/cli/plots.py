@@ -1,13 +1,13 @@
-"""Plots of `run` and `bench`, with matplotlib where it is installed."""
+"""Plots of `run`, `bench`, `tune` and `explain`, with matplotlib where it is installed."""
 
 from __future__ import annotations
 
-import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from polyattn.errors import SettingsError
+from polyattn.registry.distributions import find_spec
 from polyattn.tools.cli.files import check_target
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise SettingsError(f"--plot={path}: the name must end with one of {', '.join(FORMATS)}")
     check_target("--plot", path)
-    if importlib.util.find_spec("matplotlib") is None:
+    if find_spec("matplotlib") is None:
         raise SettingsError('--plot needs matplotlib: pip install "polyattn[plot]"')
 
 
@@ -56,15 +56,40 @@ def plot_run(report: Report, path: Path) -> None:
 
 
 def plot_bench(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
-    """Write a bar for each backend and batch, grouped by batch, the choice in a darker colour."""
+    """Write a point for each backend and batch, grouped by batch, the choice in a darker colour."""
     batches = list(dict.fromkeys(row["batch"] for row in rows))
     figure, axes = _figure(len(batches), 0.8 + 0.35 * len(rows) + 0.6 * len(batches))
     for axis, batch in zip(axes[:, 0], batches, strict=True):
-        chosen = [row for row in rows if row["batch"] == batch]
-        colours = ["tab:blue" if row["selected"] else "lightsteelblue" for row in chosen]
-        axis.barh([row["backend"] for row in chosen], [row["ms"] for row in chosen], color=colours)
-        axis.axvline(chosen[0]["limit_ms"], color="tab:red", linestyle="--")
-        axis.set(title=batch, xlabel="ms (dashed: the machine's limit)", xscale="log")
+        shown = [row for row in rows if row["batch"] == batch]
+        colours = ["tab:blue" if row["selected"] else "lightsteelblue" for row in shown]
+        axis.scatter([row["ms"] for row in shown], [row["backend"] for row in shown], c=colours)
+        for row in shown:
+            axis.annotate(
+                f"  {row['over_best']:.2f}", (row["ms"], row["backend"]), verticalalignment="center"
+            )
+        axis.axvline(shown[0]["limit_ms"], color="tab:red", linestyle="--")
+        axis.set(
+            title=batch, xlabel="ms (dashed: the machine's limit); the numbers are ratios to the best",
+            xscale="log",
+        )  # fmt: skip
+        axis.grid(axis="x", which="both", alpha=0.3)
+        axis.margins(y=0.2)
+        axis.invert_yaxis()
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def plot_values(
+    groups: Mapping[str, Mapping[str, float]], path: Path, title: str, unit: str
+) -> None:
+    """Write a point for each name and value, a panel for each group."""
+    count = sum(map(len, groups.values()))
+    figure, axes = _figure(len(groups), 0.8 + 0.35 * count + 0.6 * len(groups))
+    for axis, (group, values) in zip(axes[:, 0], groups.items(), strict=True):
+        axis.scatter(list(values.values()), list(values), color="tab:blue")
+        axis.set(title=group, xlabel=unit, xscale="log")
+        axis.grid(axis="x", which="both", alpha=0.3)
+        axis.margins(y=0.2)
         axis.invert_yaxis()
     figure.suptitle(title)
     figure.savefig(path, dpi=120)

@@ -25,7 +25,7 @@ from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.beams import check_beams, print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
-from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.models import DEFAULT_TRACE, Reading, bundled, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
 from polyattn.tools.cli.plots import check_plot, plot_run
 from polyattn.tools.cli.weights import Whole, model_of, whole_model
@@ -73,6 +73,7 @@ class RunOptions:
     assume: str | None = None
     ignore: tuple[str, ...] = ()
     beams: int | None = None
+    yes: bool = False
 
     @property
     def running(self) -> int:
@@ -96,13 +97,9 @@ def show(options: RunOptions) -> int:
     arrivals = Arrivals.parse(options.arrivals)
     if options.beams is not None:
         check_beams(options)
-    if options.weights is not None and (options.assume or options.ignore):
-        raise SettingsError(
-            f"--assume={options.assume} and --ignore={','.join(options.ignore)} say how layers are read; "
-            "with --weights a model runs whole, by its own type: leave them out"
-        )
     model = model_of(options.model, options.weights)
-    path, specs = read_specs(model, None, options.assume, options.ignore, options.kv_cache_dtype)
+    reading = Reading(options.assume, options.ignore, options.kv_cache_dtype)
+    path, specs = read_specs(model, None, reading)
     served = _served(specs, options)
     whole = None
     if options.weights is not None:
@@ -114,7 +111,9 @@ def show(options: RunOptions) -> int:
                 f"--context-parallel={options.context_parallel} and --weights: ranks share the layers' "
                 "keys, not a whole model; drop one of them"
             )
-        whole = whole_model(options.weights, path, served, options.seed)
+        whole = whole_model(options.weights, path, served, options.seed, options.assume)
+        if not options.yes:
+            whole.confirm()
     trace = options.trace or bundled(DEFAULT_TRACE)
     requests = read_trace(trace, options.requests, times=arrivals.kind == "trace")
     check_launch(options.context_parallel)
@@ -319,6 +318,9 @@ def _print_report(report: Report, clipped: int, options: RunOptions) -> None:
         f"{times['itl_p99_ms']:.2f} ms",
         markup=False, highlight=False,
     )  # fmt: skip
+    for index, tokens in enumerate(report.outputs):
+        ids = " ".join(map(str, tokens))
+        console.print(f"tokens of request {index}: {ids}", markup=False, highlight=False)
     if clipped:
         console.print(f"{clipped} prompts were clipped to the model's longest sequence")
     console.print(

@@ -19,8 +19,9 @@ from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.tools.cli.files import check_target
-from polyattn.tools.cli.models import DEFAULT_TRACE, bundled, read_specs
+from polyattn.tools.cli.models import AS_IT_IS, DEFAULT_TRACE, Reading, bundled, read_specs
 from polyattn.tools.cli.output import add_row, console, print_json, table
+from polyattn.tools.cli.plots import check_plot, plot_values
 from polyattn.tools.lengths import of_trace
 from polyattn.tools.tune import tables
 from polyattn.tools.tune.points import PointsFile
@@ -37,13 +38,17 @@ def show(
     trace: Path | None,
     out: Path | None,
     seconds: float,
-    quantized: bool,
     as_json: bool,
+    plot: Path | None = None,
+    quantized: bool = True,
+    reading: Reading = AS_IT_IS,
 ) -> int:
     """Measure, fit, write and print; return 1 when nothing could be fitted."""
     if not 0 <= seconds <= LONGEST:
         raise SettingsError(f"--seconds={seconds} must be 0 or positive, {LONGEST} at most")
     _check_scipy()
+    if plot:
+        check_plot(plot)
     resolved = resolve_device(device)
     if not resolved.is_real:
         raise SettingsError(f"--device: {resolved} is a profile; tune needs a device to run on")
@@ -60,7 +65,7 @@ def show(
     traces = {"trace": of_trace(trace)}
     points = PointsFile(points_path(path), facts_of(resolved, registry, SEED, trace))
     tuning = Tuning(resolved, points, traces, left_out(named))
-    _measure(tuning, _layers(models, resolved, quantized), seconds, quiet=as_json)
+    _measure(tuning, _layers(models, resolved, quantized, reading), seconds, quiet=as_json)
     found = tables.fits(points.measured())
     data = tables.table(found, resolved, registry)
     written = path if found else None  # an older table isn't given up for an empty one
@@ -71,23 +76,37 @@ def show(
         print_json({"table": written and str(written), "device": str(resolved), **report})
     else:
         _print(written, resolved, report)
+    if plot and report["choice"]:
+        panels = {
+            f"{kind}, {row['steps']} steps": {
+                what: row[field]
+                for what, field in (("mean", "over_best"), ("p95", "p95"), ("worst", "worst"))
+            }
+            for kind, row in report["choice"].items()
+        }
+        plot_values(panels, plot, f"tuned on {resolved}", "chosen backend's time / best")
     return int(not found)
 
 
 def _check_scipy() -> None:
     """Say before minutes of measuring what the fit needs."""
-    from importlib.util import find_spec
+    from polyattn.registry.distributions import find_spec
 
     if find_spec("scipy") is None:
         raise SettingsError('tune needs scipy: pip install "polyattn[tune]"')
 
 
-def _layers(models: Sequence[str], device: Device, quantized: bool) -> list[LayerSpec]:
+def _layers(
+    models: Sequence[str], device: Device, quantized: bool, reading: Reading
+) -> list[LayerSpec]:
+    cache = {"kv_cache_dtype": reading.kv_cache_dtype, "block_size": reading.block_size}
     if not models:
-        return layers(device.is_accelerator, quantized)
+        changes = {name: value for name, value in cache.items() if value is not None}
+        usual = layers(device.is_accelerator, quantized)
+        return list(dict.fromkeys(spec.replace(**changes) for spec in usual))
     found: dict[LayerSpec, None] = {}
     for model in models:
-        source, specs = read_specs(model, None)
+        source, specs = read_specs(model, None, reading)
         mine = [
             unrotated(spec)
             for spec in specs

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import typer
 
 from polyattn.device import Device
 from polyattn.errors import SettingsError, shown
@@ -23,6 +24,8 @@ from polyattn.tools.replay.model.weights import (
 )
 
 RANDOM = "random"
+ASK_FROM = 4 * 2**30
+"""Bytes of random weights from which on `run` asks first: drawing them takes a minute or more."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,16 @@ class Whole:
         """Return a line about the weights."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return f"weights: {self.name}, {self.bytes / 2**30:.3g} GiB, {dtype}"
+
+    def confirm(self) -> None:
+        """Ask before many random weights are drawn. Raises `SettingsError` where the answer isn't yes."""
+        if not isinstance(self.source, RandomWeights) or self.bytes < ASK_FROM:
+            return
+        what = f"--weights={RANDOM} draws {self.bytes / 2**30:.3g} GiB"
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise SettingsError(f"{what}; nobody is there to ask: pass --yes to draw them")
+        if not typer.confirm(f"{what}. Go on?", err=True):
+            raise SettingsError(f"{what}; the answer was no")
 
     def announce(self) -> None:
         """Say on standard error what is waited for before anything is served."""
@@ -78,8 +91,10 @@ def model_of(model: str | None, weights: str | None) -> str | None:
     return str(Path(weights).absolute()) if model is None else model
 
 
-def whole_model(weights: str, path: str, specs: Sequence[LayerSpec], seed: int) -> Whole:
-    """Return the model of a config, its weights checked against it.
+def whole_model(
+    weights: str, path: str, specs: Sequence[LayerSpec], seed: int, assume: str | None = None
+) -> Whole:
+    """Return the model of a config, its weights checked against it; `assume`: read as this type.
 
     Raises `ConfigError` where the type isn't run whole, `WeightsError`, `SettingsError`.
     """
@@ -87,7 +102,7 @@ def whole_model(weights: str, path: str, specs: Sequence[LayerSpec], seed: int) 
         raise SettingsError(
             "--kv-cache-dtype=int8 needs scales that --weights doesn't bring; use fp8_e4m3 or auto"
         )
-    model = Decoder(Fields(path), specs)
+    model = Decoder(Fields(path, assume), specs)
     source = RandomWeights(seed) if weights == RANDOM else Checkpoint(Path(weights))
     source.check(model)
     named = f"{RANDOM}, seed {seed}" if weights == RANDOM else weights

@@ -26,6 +26,7 @@ class Report:
 
     `first_token` holds each request's seconds from its arrival to its first token (TTFT),
     `between_tokens` those from each token to the next of its request (ITL).
+    `outputs`: of a whole model, the token ids that each request generated.
     """
 
     requests: int
@@ -41,6 +42,7 @@ class Report:
     usage: list[Usage] = field(default_factory=list)
     saved_bytes: int = 0
     states_copied: int = 0
+    outputs: list[list[int]] = field(default_factory=list)
 
     def phase(self, decode: bool) -> dict[str, Any]:
         """Return counts, milliseconds a step and achieved rates of one kind of step.
@@ -105,6 +107,7 @@ class Report:
             "cache_use_peak": max((s.cache_use for s in self.steps), default=0.0),
             "checked_tokens": self.checked,
             "max_error": self.max_error,
+            **({"outputs": self.outputs} if self.whole_model else {}),
         }
 
 

@@ -34,7 +34,7 @@ from polyattn.tools.replay.check import Checker
 class Ranks(Protocol):
     """The processes that share a run's sequences, as a run sees them: rank 0 prints.
 
-    `polyattn-context-parallel` has them.
+    `polyattn.tools.replay.ranks` has them, with `polyattn-context-parallel`.
     """
 
     rank: int

@@ -8,12 +8,12 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import date
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from polyattn.device import Device
 from polyattn.registry.discovery import Registry
+from polyattn.registry.distributions import installed
 from polyattn.registry.requirements import requirement_name
 from polyattn.registry.timings import FORMAT, layer_class
 from polyattn.spec.timing import TERMS
@@ -155,20 +155,12 @@ def packages_of(registry: Registry, backend: str) -> list[str]:
     """Return whose versions a backend's times depend on: its plugin, and its library or else torch."""
     info, owner = registry.backends[backend], registry.owners[backend]
     libraries = [name for text in info.requires if (name := requirement_name(text))]
-    return [name for name in (owner.dist, *(libraries or ["torch"])) if _installed(name)]
+    return [name for name in (owner.dist, *(libraries or ["torch"])) if installed(name)]
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
     """Return the installed versions of packages."""
-    return {name: metadata.version(name) for name in sorted(set(names))}
-
-
-def _installed(name: str) -> bool:
-    try:
-        metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+    return {name: dist.version for name in sorted(set(names)) if (dist := installed(name))}
 
 
 def write(data: dict[str, Any], path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import triton
-from polyattn import LayerSpec
+from polyattn.kernel import LayerSpec
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource

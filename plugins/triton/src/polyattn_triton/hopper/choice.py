@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
-from polyattn.device import arch_matches
-from polyattn.kernel import LayerSpec
+from polyattn.kernel import LayerSpec, arch_matches
 from torch import Tensor
 
 from polyattn_triton.configs import HOPPER, HOPPER_PIPES, SLOWER_BY_TOKEN, Config, Pipe

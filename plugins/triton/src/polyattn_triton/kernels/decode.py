@@ -71,9 +71,12 @@ def _attend(
     SINK_TOKENS: tl.constexpr, SOFT_CAP: tl.constexpr, ALIBI: tl.constexpr,
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, FEW: tl.constexpr,
     ALIKE: tl.constexpr, PAIRED: tl.constexpr, ROPE: tl.constexpr, SPAN: tl.constexpr,
-    TURNS_AT: tl.constexpr,
+    TURNS_AT: tl.constexpr, SINGLE: tl.constexpr,
 ):  # fmt: skip
-    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l."""
+    """Attend with one tile's rows to its key tiles from `begin` to `end` by `step`: acc, m, l.
+
+    `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
     PAIRS: tl.constexpr = PAIRED and WAY < 2
@@ -107,9 +110,10 @@ def _attend(
         (K.dtype.element_ty.is_fp8() or FOUR) and Q.dtype.element_ty == tl.bfloat16 and ROPE == 0
     )
     BY_HALF: tl.constexpr = SMALL and WAY < 2
-    RAISED: tl.constexpr = 15 if (BY_HALF or Q.dtype.element_ty.is_fp8()) and WAY < 2 else 0
+    HALF_QUERY: tl.constexpr = Q.dtype.element_ty.is_fp8() and not SINGLE
+    RAISED: tl.constexpr = 15 if (BY_HALF or HALF_QUERY) and WAY < 2 else 0
     if Q.dtype.element_ty.is_fp8():
-        q = q.to(tl.float16)  # exact
+        q = q.to(tl.float32 if SINGLE else tl.float16)  # exact
     row_scale = scale
     if BY_HALF:
         unit = _power_below(tl.max(tl.abs(q.to(tl.float32)), 1))
@@ -283,7 +287,7 @@ def decode_kernel(
                 seq, kv_head, token0, query_len, seq_len, start, begin, end, 1,
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
                 SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, FEW, ALIKE, PAIRED,
-                ROPE, SPAN, TURNS_AT,
+                ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32,
             )  # fmt: skip
             row_ok = start + rows < query_len * G
             if last > first:
@@ -316,7 +320,7 @@ def decode_kernel(
             seq, kv_head, seq, 1, seq_len, 0, begin, seq_len, step,
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, CAUSAL, WINDOW, CHUNK,
             SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False, ALIKE, PAIRED,
-            ROPE, SPAN, TURNS_AT,
+            ROPE, SPAN, TURNS_AT, OUT.dtype.element_ty == tl.float32,
         )  # fmt: skip
         token = seq.to(tl.int64)
         head = kv_head * G + rows

@@ -160,8 +160,11 @@ def _attend(
     ROWS_OF: tl.constexpr, CHANGE: tl.constexpr, WAY: tl.constexpr, SPLIT: tl.constexpr,
     LISTED: tl.constexpr, RESCORE: tl.constexpr, WHERE_SEEN: tl.constexpr,
     ROPE: tl.constexpr, SPAN: tl.constexpr, TURNS_AT: tl.constexpr, EIGHT: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):  # fmt: skip
     """Attend with a tile's rows to all its key tiles, or (`SPLIT`) those from `begin` to `end`.
+
+    `SINGLE`: the layer's dtype is float32, so queries in e4m3 are multiplied in it.
 
     `LISTED`: to those alone that the list of tile `listed_at` names, which are first those whose keys are
     all seen. `RESCORE`, `WHERE_SEEN`: what `CHANGE` and `WAY` are on these.
@@ -221,7 +224,7 @@ def _attend(
     # A query that was rotated before is no longer of 8 bits.
     PRODUCTS: tl.constexpr = EIGHT and Q.dtype.element_ty.is_fp8()
     if Q.dtype.element_ty.is_fp8() and not EIGHT:
-        q = q.to(tl.float16)  # exact
+        q = q.to(tl.float32 if SINGLE else tl.float16)  # exact
     slope = tl.zeros([BLOCK_M], tl.float32)
     if ALIBI:
         slope = tl.load(SLOPES + head, mask=row_ok, other=0.0)
@@ -353,6 +356,7 @@ def prefill_kernel(
                 G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
                 CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, True,
                 LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT, EIGHT,
+                OUT.dtype.element_ty == tl.float32,
             )  # fmt: skip
             in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
             row_ok = in_query < query_len
@@ -385,6 +389,7 @@ def prefill_kernel(
             G, D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, BLOCK_SIZE, PAGED, CAUSAL, WINDOW,
             CHUNK, SINK_TOKENS, SOFT_CAP, ALIBI, ROWS_OF, CHANGE, WAY, False,
             LISTED, RESCORE, WHERE_SEEN, ROPE, SPAN, TURNS_AT, EIGHT,
+            OUT.dtype.element_ty == tl.float32,
         )  # fmt: skip
         in_query, head = row_places(start, rows, kv_head, G, BLOCK_M)
         finish(

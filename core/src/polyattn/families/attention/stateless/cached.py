@@ -14,8 +14,8 @@ from torch import Tensor
 
 from polyattn.errors import CacheError
 from polyattn.families.attention.device_lens import Way, known_way, way_of
-from polyattn.families.attention.stateless.dense import Asked
-from polyattn.families.attention.stateless.packed import Keys, packed
+from polyattn.families.attention.stateless.dense import CallOptions
+from polyattn.families.attention.stateless.packed import PackedKeys, attend_packed
 from polyattn.families.attention.stateless.views import as_pages, keys_as_tokens
 from polyattn.runtime.inputs import capturing
 from polyattn.runtime.rotation import Rotation
@@ -27,7 +27,7 @@ BY_DEVICE = frozenset({"cuda"})
 """Devices whose lengths are left where they are; a CPU's cost nothing to read."""
 
 
-class Cache(NamedTuple):
+class CallerCache(NamedTuple):
     """A cache in pages (pages, page size, KV heads, size) with an int32 `block_table`, or dense rows.
 
     Of dense rows (rows, seqlen, KV heads, size): `rows` says which is a sequence's, None: its own;
@@ -41,7 +41,7 @@ class Cache(NamedTuple):
     starts: Tensor | None = None
 
 
-class New(NamedTuple):
+class NewKeys(NamedTuple):
     """New keys and values (tokens, KV heads, size), and how many are each sequence's."""
 
     key: Tensor
@@ -49,7 +49,7 @@ class New(NamedTuple):
     lens: Sequence[int]
 
 
-class Turns(NamedTuple):
+class RotaryTables(NamedTuple):
     """The rotary embedding: cos, sin (positions, rotary size / 2), paired as `Rotation` has it."""
 
     cos: Tensor
@@ -62,15 +62,15 @@ class Turns(NamedTuple):
         return Rotation(turns, None, self.pairing, turns.shape[1]).applied(tokens).to(tokens.dtype)
 
 
-def cached(
+def attend_cached(
     query: Tensor,
     query_lens: Sequence[int] | None,
-    cache: Cache,
+    cache: CallerCache,
     cache_seqlens: int | Tensor | None,
-    asked: Asked,
+    asked: CallOptions,
     *,
-    new: New | None = None,
-    turns: Turns | None = None,
+    new: NewKeys | None = None,
+    turns: RotaryTables | None = None,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Append `new` after each sequence's `cache_seqlens` tokens, and attend for packed `query`.
@@ -78,10 +78,10 @@ def cached(
     `query` (tokens, heads, size) of `query_lens`; where those are None, rows (num_seqs, tokens of each,
     heads, size). `cache_seqlens`: int32 or int64 (num_seqs,), one number for all, or None: all of dense
     rows. Queries that see by position (a causal mask, a window) are rotated from there on, others all by
-    that length. `alibi_slopes` as `packed` takes them. Where lengths stay on the device nobody looks
-    whether a sequence has room, but for POLYATTN_CHECKS=1. Returns the output, as `query`, and where
-    asked the LSE, float32, (tokens, heads) or (num_seqs, tokens of each, heads). Raises `CacheError`
-    before anything has changed, and what `packed` raises.
+    that length. `alibi_slopes` as `attend_packed` takes them. Where lengths stay on the device nobody
+    looks whether a sequence has room, but for POLYATTN_CHECKS=1. Returns the output, as `query`, and
+    where asked the LSE, float32, (tokens, heads) or (num_seqs, tokens of each, heads). Raises
+    `CacheError` before anything has changed, and what `attend_packed` raises.
     """
     if new is None and turns is None:
         known = _known(query, cache, cache_seqlens, asked, alibi_slopes)
@@ -118,13 +118,17 @@ def cached(
         assert isinstance(lens, Tensor)
         after = lens if new is None else way.after(lens, new.lens[0])
         return way(query, *pages, after, alibi_slopes=alibi_slopes)
-    out, lse = packed(tokens, lens_of, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
+    out, lse = attend_packed(tokens, lens_of, _keys(cache, ends), asked, alibi_slopes=alibi_slopes)
     return _as(out, query), None if lse is None else _as(lse, query)
 
 
 def _known(
-    query: Tensor, cache: Cache, lens: int | Tensor | None, asked: Asked, slopes: Tensor | None
-) -> Way | None:  # fmt: skip
+    query: Tensor,
+    cache: CallerCache,
+    lens: int | Tensor | None,
+    asked: CallOptions,
+    slopes: Tensor | None,
+) -> Way | None:
     """Return what serves plain decodes over pages that lie as earlier ones did, which were checked."""
     if (
         not isinstance(lens, Tensor)
@@ -142,7 +146,9 @@ def _as(found: Tensor, query: Tensor) -> Tensor:
     return found.view(*query.shape[:2], *found.shape[1:]) if query.dim() == 4 else found
 
 
-def _lens(given: int | Tensor | None, count: int, cache: Cache, new: New | None) -> int | Tensor:
+def _lens(
+    given: int | Tensor | None, count: int, cache: CallerCache, new: NewKeys | None
+) -> int | Tensor:
     """Return the lengths, their form checked. Raises `CacheError`."""
     if given is None:
         if cache.block_table is not None or new is not None:
@@ -160,8 +166,8 @@ def _lens(given: int | Tensor | None, count: int, cache: Cache, new: New | None)
 
 
 def _pages_by_device(
-    query: Tensor, query_lens: Sequence[int], cache: Cache, lens: int | Tensor, new: New | None,
-    turns: Turns | None, slopes: Tensor | None,
+    query: Tensor, query_lens: Sequence[int], cache: CallerCache, lens: int | Tensor, new: NewKeys | None,
+    turns: RotaryTables | None, slopes: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor] | None:  # fmt: skip
     """Return keys, values and block table where lengths needn't be copied to the host, else None.
 
@@ -190,13 +196,13 @@ def _alike(lens: Sequence[int]) -> bool:
     return len(lens) > 0 and lens.count(lens[0]) == len(lens)
 
 
-def _room(cache: Cache) -> int:
+def _room(cache: CallerCache) -> int:
     """Return how many tokens a sequence may have."""
     table = cache.block_table
     return cache.key.shape[1] * (1 if table is None else table.shape[1])
 
 
-def _ends(cache: Cache, lens: list[int], new: New | None) -> list[int]:
+def _ends(cache: CallerCache, lens: list[int], new: NewKeys | None) -> list[int]:
     """Return each sequence's length with its new tokens, for which there is room. Raises `CacheError`."""
     table, room = cache.block_table, _room(cache)
     where = "the cache has" if table is None else f"block_table has {table.shape[1]} pages, so"
@@ -219,14 +225,16 @@ def _ends(cache: Cache, lens: list[int], new: New | None) -> list[int]:
     return ends
 
 
-def _check_turns(turns: Turns, last: int) -> None:
+def _check_turns(turns: RotaryTables, last: int) -> None:
     if last >= turns.cos.shape[0]:
         raise CacheError(
             f"cos and sin have {turns.cos.shape[0]} positions; a token stands at {last}"
         )
 
 
-def _append(cache: Cache, new: New, lens: int | Tensor, turns: Turns | None, checked: bool) -> None:
+def _append(
+    cache: CallerCache, new: NewKeys, lens: int | Tensor, turns: RotaryTables | None, checked: bool
+) -> None:
     """Store new tokens where each sequence ends. `checked`: whether their pages are looked at first."""
     key, value, table, rows, _ = cache
     seq, position = _positions(lens, new.lens, key.device)
@@ -268,13 +276,15 @@ def _positions(
     return seq, first + offset * step
 
 
-def _keys(cache: Cache, lens: list[int]) -> Keys:
+def _keys(cache: CallerCache, lens: list[int]) -> PackedKeys:
     """Return where each sequence's keys lie."""
     key, value, table, rows, starts = cache
     if table is not None:
-        return Keys(key, value, lens, None, table)
+        return PackedKeys(key, value, lens, None, table)
     keys, values, apart = keys_as_tokens(key, value)
     of_rows = range(len(lens)) if rows is None else values_of(rows)
     skipped = [0] * len(lens) if starts is None else values_of(starts)
     firsts = [row * apart + skip for row, skip in zip(of_rows, skipped, strict=True)]
-    return Keys(keys, values, [n - skip for n, skip in zip(lens, skipped, strict=True)], firsts)
+    return PackedKeys(
+        keys, values, [n - skip for n, skip in zip(lens, skipped, strict=True)], firsts
+    )

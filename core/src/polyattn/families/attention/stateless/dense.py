@@ -18,7 +18,7 @@ from polyattn.errors import BatchError
 from polyattn.families.attention.alibi import alibi_slopes as default_slopes
 from polyattn.families.attention.planning import AttentionStep
 from polyattn.families.attention.short_steps import server_of
-from polyattn.families.attention.stateless.views import View, ordered, token_view
+from polyattn.families.attention.stateless.views import View, packed_rows, token_view
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import LayerParams, Lie
 from polyattn.runtime.cache.kv_cache import KVCache
@@ -37,7 +37,7 @@ Count = Callable[[LayerGroup], None]
 """What is told of each group that served a call."""
 
 
-class Asked(NamedTuple):
+class CallOptions(NamedTuple):
     """What a call asks for beside its tensors: `LayerSpec`'s fields, and a backend by name."""
 
     causal: bool = False
@@ -51,7 +51,7 @@ class Asked(NamedTuple):
     sink_tokens: int = 0
 
 
-def window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
+def flash_window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int | None]:
     """Return causal, `sliding_window` and `window_right` for flash-attn's window: -1 is no bound."""
     causal, after = causal or right == 0, None
     if not causal and (left >= 0 or right >= 0):
@@ -59,8 +59,14 @@ def window(causal: bool, left: int, right: int) -> tuple[bool, int | None, int |
     return causal, int(left) + 1 if left >= 0 else None, after
 
 
-def group_of(
-    query: Tensor, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool, **more: Any
+def group_for_call(
+    query: Tensor,
+    kv_heads: int,
+    v_size: int,
+    asked: CallOptions,
+    sinks: bool,
+    alibi: bool,
+    **more: Any,
 ) -> LayerGroup:
     """Return the group for `query` (…, num_heads, head_size) and what is asked; `more` as `group_for`."""
     *_, heads, size = query.shape
@@ -74,7 +80,7 @@ def group_of(
 @lru_cache(maxsize=1024)
 def _group_of(
     settings: Settings, plugins: int, place: Any, device: torch.device, dtype: torch.dtype,
-    heads: int, size: int, kv_heads: int, v_size: int, asked: Asked, sinks: bool, alibi: bool,
+    heads: int, size: int, kv_heads: int, v_size: int, asked: CallOptions, sinks: bool, alibi: bool,
     **more: Any,
 ) -> LayerGroup:  # fmt: skip
     if str(dtype).removeprefix("torch.") not in DTYPES:
@@ -95,7 +101,7 @@ def _group_of(
 
 
 @lru_cache(maxsize=1024)
-def plan_for(
+def plan_lengths(
     group: LayerGroup,
     query_lens: tuple[int, ...],
     key_lens: tuple[int, ...],
@@ -122,7 +128,7 @@ def plan_for(
     return step
 
 
-def run(
+def run_plan(
     step: StepPlan,
     query: Tensor,
     key: Tensor | None,
@@ -170,11 +176,11 @@ def _per_head(
     return None if given is None else given.detach().to(like.device, torch.float32).contiguous()
 
 
-def dense(
+def attend_dense(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    asked: Asked,
+    asked: CallOptions,
     *,
     heads_first: bool = False,
     heads_out: bool = False,
@@ -211,7 +217,7 @@ def dense(
 
 
 class DenseCall:
-    """One way of calling `dense`: everything that these shapes, strides and dtypes decide."""
+    """One way of calling `attend_dense`: everything that these shapes, strides and dtypes decide."""
 
     __slots__ = (
         "addressed", "alike", "device_type", "heads_first", "lse_shape", "lse_stride", "needs_lse",
@@ -223,7 +229,7 @@ class DenseCall:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        asked: Asked,
+        asked: CallOptions,
         order: tuple[bool, bool],
         lens: tuple[tuple[int, ...] | None, tuple[int, ...] | None],
         sinks: Tensor | None,
@@ -240,14 +246,14 @@ class DenseCall:
             views[1] = views[2] = None
         self.views, self.heads_first = tuple(views), heads_first
         tokens = query.transpose(1, 2) if heads_first else query
-        group = group_of(
+        group = group_for_call(
             tokens, key.shape[heads], value.shape[3], asked, sinks is not None,
             alibi_slopes is not None, cached=False,
         )  # fmt: skip
         apart = keys if views[1] is None else views[1][2]
         key_lens, first_positions = lens
         key_lens = _row_lens(rows, keys, key_lens)
-        self.step = plan_for(group, (count,) * rows, key_lens, apart, first_positions)
+        self.step = plan_lengths(group, (count,) * rows, key_lens, apart, first_positions)
         self.device_type, self.needs_lse = group.device_type, asked.needs_lse
         self.tokens_shape = self.step.out_shape
         of_heads, size = self.tokens_shape[1:]
@@ -268,7 +274,7 @@ class DenseCall:
             of_query, of_key, of_value = views
             if of_key is not None and of_value is not None:
                 size = query.shape[3]
-                packed = (query.shape[heads] * size, size)  # as `ordered` leaves it
+                packed = (query.shape[heads] * size, size)  # as `packed_rows` leaves it
                 lie = Lie(
                     packed if of_query is None else of_query[1][:2], of_key[1][:2], of_value[1][:2],
                     of_key[0][0],
@@ -306,9 +312,13 @@ class DenseCall:
             lse = query.new_empty(self.step.lse_shape, dtype=torch.float32)
         of_query, of_key, of_value = self.views
         first = self.heads_first
-        query = query.as_strided(of_query[0], of_query[1]) if of_query else ordered(query, first)
-        key = key.as_strided(of_key[0], of_key[1]) if of_key else ordered(key, first)
-        value = value.as_strided(of_value[0], of_value[1]) if of_value else ordered(value, first)
+        query = (
+            query.as_strided(of_query[0], of_query[1]) if of_query else packed_rows(query, first)
+        )
+        key = key.as_strided(of_key[0], of_key[1]) if of_key else packed_rows(key, first)
+        value = (
+            value.as_strided(of_value[0], of_value[1]) if of_value else packed_rows(value, first)
+        )
         if torch.is_autocast_enabled(self.device_type):
             with torch.autocast(self.device_type, enabled=False):
                 self.run(query, key, value, None, params, out, lse)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError, DeviceError, SpecError, shown
-from polyattn.families.attention.stateless.dense import Asked, dense
+from polyattn.families.attention.stateless.dense import CallOptions, attend_dense
 from polyattn.families.attention.stateless.given import Lens, given
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
@@ -44,7 +44,7 @@ def attention(
     the value's size, and where asked the LSE, float32, natural logarithm, (batch, queries, num_heads)
     or (tokens, num_heads). `backend` names one. Raises `BatchError`, and what `select` raises.
     """
-    asked = Asked(
+    asked = CallOptions(
         causal, scale, sliding_window, window_right, logit_soft_cap, chunk_size, return_lse, backend,
         sink_tokens,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def attention(
                 query, key, value, mask, asked, sinks=sinks, alibi_slopes=alibi_slopes
             )
         else:
-            out, lse = dense(
+            out, lse = attend_dense(
                 query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
                 first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
@@ -83,7 +83,7 @@ def attention(
     return out if lse is None else (out, lse)
 
 
-def _check_alone(asked: Asked, *beside: Sequence[int] | None) -> None:
+def _check_alone(asked: CallOptions, *beside: Sequence[int] | None) -> None:
     limits = asked.sliding_window, asked.window_right, asked.chunk_size, *beside
     if asked.causal or asked.sink_tokens or any(limit is not None for limit in limits):
         raise BatchError(
@@ -125,7 +125,7 @@ def _refuse(
     needed: tuple[Any, ...],
     optional: tuple[Any, ...],
     lists: Mapping[str, Any],
-    asked: Asked,
+    asked: CallOptions,
 ) -> None:
     """Name the argument that made a call fail. Raises `BatchError`; nothing where all are well."""
     for name, given_ in zip(("query", "key", "value"), needed, strict=True):

@@ -1,4 +1,4 @@
-"""Packed sequences whose keys are given whole: one look-up for a way of calling, as `dense` has it."""
+"""Packed sequences whose keys are given whole: one look-up for a way of calling, as in `dense`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.attention.stateless.dense import Asked, group_of, parameters, plan_for, run
+from polyattn.families.attention.stateless.dense import (
+    CallOptions,
+    group_for_call,
+    parameters,
+    plan_lengths,
+    run_plan,
+)
 from polyattn.registry.discovery import generation
 from polyattn.runtime.backend import Addressed, Lie
 from polyattn.runtime.inputs import refuse_gradients
@@ -37,13 +43,13 @@ def step_for(
     key: Tensor,
     value: Tensor,
     lens: Lens,
-    asked: Asked,
+    asked: CallOptions,
     sinks: bool,
     alibi: bool,
 ) -> AttentionStep:
     """Return the plan of the group that serves these lengths."""
-    group = group_of(query, key.shape[1], value.shape[2], asked, sinks, alibi, cached=False)
-    return plan_for(group, *lens)
+    group = group_for_call(query, key.shape[1], value.shape[2], asked, sinks, alibi, cached=False)
+    return plan_lengths(group, *lens)
 
 
 def given(
@@ -51,7 +57,7 @@ def given(
     key: Tensor,
     value: Tensor,
     lens: Lens,
-    asked: Asked,
+    asked: CallOptions,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -73,7 +79,7 @@ def given(
         if step is None:
             of_params = sinks is not None, alibi_slopes is not None
             step = step_for(query, key, value, lens, asked, *of_params)
-        found = run(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
+        found = run_plan(step, query, key, value, sinks=sinks, alibi_slopes=alibi_slopes)
         if known is None:  # what was run is right
             if len(_known) >= KNOWN:
                 _known.clear()

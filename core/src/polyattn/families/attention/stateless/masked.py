@@ -7,9 +7,15 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.planning import AttentionStep
-from polyattn.families.attention.stateless.dense import Asked, Count, group_of, plan_for, run
+from polyattn.families.attention.stateless.dense import (
+    CallOptions,
+    Count,
+    group_for_call,
+    plan_lengths,
+    run_plan,
+)
 from polyattn.families.attention.stateless.intervals import Part, UnreadableMask, read
-from polyattn.families.attention.stateless.views import as_tokens, keys_as_tokens, ordered
+from polyattn.families.attention.stateless.views import as_tokens, keys_as_tokens, packed_rows
 from polyattn.runtime.group import LayerGroup
 
 
@@ -18,7 +24,7 @@ def masked(
     key: Tensor,
     value: Tensor,
     mask: Tensor,
-    asked: Asked,
+    asked: CallOptions,
     *,
     heads_first: bool = False,
     heads_out: bool = False,
@@ -26,7 +32,7 @@ def masked(
     alibi_slopes: Tensor | None = None,
     count: Count | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend as `dense` does, to the keys that `mask` (batch or 1, 1, queries or 1, keys) shows.
+    """Attend as `attend_dense` does, to the keys that `mask` (batch or 1, 1, queries or 1, keys) shows.
 
     What `asked` says of causality and windows is not read: the mask says it. Raises
     `UnreadableMask` where a query's keys are no interval, `BatchError`, and what `select` raises.
@@ -46,7 +52,7 @@ def masked(
     given_keys, given_values, apart = keys_as_tokens(key, value, heads_first)
     flat, between = as_tokens(query, heads_first)
     if between != queries:
-        flat = ordered(query, heads_first)
+        flat = packed_rows(query, heads_first)
     heads, v_size = flat.shape[1], value.shape[3]
     out = flat.new_zeros(rows * queries, heads, v_size)
     lse = None
@@ -55,17 +61,17 @@ def masked(
     for part in read(mask, rows, queries):
         causal, window, right = part.kind
         wanted = asked._replace(causal=causal, sliding_window=window, window_right=right)
-        group = group_of(
+        group = group_for_call(
             flat, given_keys.shape[1], v_size, wanted, sinks is not None, False, cached=False
         )
         step = _plan(group, part, apart)
         if count is not None:
             count(step.group)
         if part.rows is None:
-            out, lse = run(step, flat, given_keys, given_values, sinks=sinks)
+            out, lse = run_plan(step, flat, given_keys, given_values, sinks=sinks)
             break
         at = part.rows.to(flat.device)
-        out[at], part_lse = run(step, flat[at], given_keys, given_values, sinks=sinks)
+        out[at], part_lse = run_plan(step, flat[at], given_keys, given_values, sinks=sinks)
         if lse is not None and part_lse is not None:
             lse[at] = part_lse
     out = out.view(rows, queries, heads, v_size)
@@ -79,6 +85,6 @@ def _plan(group: LayerGroup, part: Part, apart: int) -> AttentionStep:
     found: AttentionStep | None = part.plans.get((group, apart))
     if found is None:
         starts = tuple(row * apart + first for row, first in part.firsts)
-        found = plan_for(group, tuple(part.query_lens), tuple(part.key_lens), starts)
+        found = plan_lengths(group, tuple(part.query_lens), tuple(part.key_lens), starts)
         part.plans[group, apart] = found
     return found

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import BatchError
-from polyattn.families.attention.stateless.dense import Asked, group_of, run
+from polyattn.families.attention.stateless.dense import CallOptions, group_for_call, run_plan
 from polyattn.families.attention.stateless.given import Lens, given, step_for
 from polyattn.families.attention.stateless.recompute import Recomputed, gradients
-from polyattn.families.attention.stateless.views import pages_of
+from polyattn.families.attention.stateless.views import packed_rows, pages_of
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.step.batch import Batch
 
 
-class Keys(NamedTuple):
+class PackedKeys(NamedTuple):
     """Where keys and values lie. `lens`: how many keys each sequence has.
 
     Given whole: `key`, `value` (tokens, heads, size), each sequence's from `starts` on; default: one
@@ -32,11 +32,11 @@ class Keys(NamedTuple):
     block_table: Tensor | None = None
 
 
-def packed(
+def attend_packed(
     query: Tensor,
     query_lens: Sequence[int],
-    keys: Keys,
-    asked: Asked,
+    keys: PackedKeys,
+    asked: CallOptions,
     *,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -56,7 +56,7 @@ def packed(
             alibi_slopes=alibi_slopes,
         )  # fmt: skip
     if training and not asked.needs_lse:  # whose formula is differentiated
-        return packed(
+        return attend_packed(
             query, query_lens, keys, asked._replace(needs_lse=True), sinks=sinks,
             alibi_slopes=alibi_slopes,
         )[0], None  # fmt: skip
@@ -66,12 +66,12 @@ def packed(
     params = sinks is not None, alibi_slopes is not None
     if keys.block_table is not None:
         cache = pages_of(keys.key, keys.value)
-        group = group_of(query, heads, v_size, asked, *params, block_size=cache.block_size)
+        group = group_for_call(query, heads, v_size, asked, *params, block_size=cache.block_size)
         group.check_format(cache.format)
         step = group.plan_for(_batch(group, query_lens, keys))
-        return run(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
+        return run_plan(step, query, None, None, cache, sinks=sinks, alibi_slopes=alibi_slopes)
     if not training:  # fewer keys than queries, out of their pages
-        return packed(query, query_lens, keys, asked, sinks=sinks, alibi_slopes=alibi_slopes)
+        return attend_packed(query, query_lens, keys, asked, sinks=sinks, alibi_slopes=alibi_slopes)
     step = step_for(query, keys.key, keys.value, _lens(query_lens, keys), asked, *params)
     if sinks is not None:
         raise BatchError(
@@ -79,22 +79,45 @@ def packed(
         )
     out, lse = Recomputed.apply(  # type: ignore[no-untyped-call]
         query, *keys[:2], alibi_slopes, step.group.spec, _sequences(query_lens, keys),
-        lambda *given: run(step, *given, alibi_slopes=alibi_slopes),
+        lambda *given: run_plan(step, *given, alibi_slopes=alibi_slopes),
     )  # fmt: skip
     return out, lse
 
 
-def packed_backward(
+def attend_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    asked: CallOptions,
+    *,
+    alibi_slopes: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend for dense rows (batch, seqlen, heads, size) by `attend_packed`, with gradients.
+
+    `alibi_slopes` (heads,) or (batch, heads). Returns the output (batch, queries, heads, v_size) and
+    the LSE (batch, queries, heads), float32, if `asked` needs it. Raises what `attend_packed` raises.
+    """
+    rows, count = query.shape[:2]
+    # A gradient through views that overlap counts twice, so each row's keys are copied.
+    key_rows, value_rows = packed_rows(key, False), packed_rows(value, False)
+    keys = PackedKeys(key_rows, value_rows, [key.shape[1]] * rows)
+    out, lse = attend_packed(
+        query.flatten(0, 1), [count] * rows, keys, asked, alibi_slopes=alibi_slopes
+    )
+    return out.view(rows, count, *out.shape[1:]), None if lse is None else lse.view(rows, count, -1)
+
+
+def packed_gradients(
     d_out: Tensor,
     query: Tensor,
     query_lens: Sequence[int],
-    keys: Keys,
-    asked: Asked,
+    keys: PackedKeys,
+    asked: CallOptions,
     *,
     alibi_slopes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of query, key and value of `packed`, for keys that are given whole."""
-    group = group_of(
+    """Return the gradients of query, key and value of `attend_packed`, for keys that are given whole."""
+    group = group_for_call(
         query, keys.key.shape[-2], keys.value.shape[-1], asked, False, alibi_slopes is not None,
         cached=False,
     )  # fmt: skip
@@ -102,12 +125,12 @@ def packed_backward(
     return gradients(group.spec, query, *keys[:2], d_out, sequences, alibi_slopes)
 
 
-def _lens(query_lens: Sequence[int], keys: Keys) -> Lens:
+def _lens(query_lens: Sequence[int], keys: PackedKeys) -> Lens:
     starts = None if keys.starts is None else tuple(keys.starts)
     return tuple(query_lens), tuple(keys.lens), starts
 
 
-def _batch(group: LayerGroup, query_lens: Sequence[int], keys: Keys) -> Batch:
+def _batch(group: LayerGroup, query_lens: Sequence[int], keys: PackedKeys) -> Batch:
     """Return the step as a batch over pages, kept on its block table until that changes.
 
     A tensor of `torch.inference_mode` counts no changes, so nothing is kept on one.
@@ -127,31 +150,31 @@ def _batch(group: LayerGroup, query_lens: Sequence[int], keys: Keys) -> Batch:
     return batch
 
 
-def _sequences(query_lens: Sequence[int], keys: Keys) -> list[tuple[int, int, int, int]]:
+def _sequences(query_lens: Sequence[int], keys: PackedKeys) -> list[tuple[int, int, int, int]]:
     firsts = accumulate(query_lens, initial=0)
     starts = accumulate(keys.lens, initial=0) if keys.starts is None else keys.starts
     return list(zip(firsts, query_lens, starts, keys.lens, strict=False))
 
 
-def _fewer(asked: Asked, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
+def _fewer(asked: CallOptions, query_lens: Sequence[int], lens: Sequence[int]) -> bool:
     """Whether queries under a causal mask see no key at all, which a cache has no form of."""
     return asked.causal and any(k < q for q, k in zip(query_lens, lens, strict=True))
 
 
-def _gathered(keys: Keys) -> Keys:
+def _gathered(keys: PackedKeys) -> PackedKeys:
     """Return keys out of their pages: what differentiates, or has fewer keys than queries, needs it."""
     assert keys.block_table is not None
     pages = keys.block_table.clamp(0, keys.key.shape[0] - 1).long()
     key, value = (t[pages].flatten(1, 2) for t in (keys.key, keys.value))
     starts = [row * key.shape[1] for row in range(key.shape[0])]
-    return Keys(key.flatten(0, 1), value.flatten(0, 1), keys.lens, starts)
+    return PackedKeys(key.flatten(0, 1), value.flatten(0, 1), keys.lens, starts)
 
 
 def _by_sequence(
     query: Tensor,
     query_lens: Sequence[int],
-    keys: Keys,
-    asked: Asked,
+    keys: PackedKeys,
+    asked: CallOptions,
     sinks: Tensor | None,
     slopes: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
@@ -161,12 +184,12 @@ def _by_sequence(
         starts = list(accumulate(keys.lens, initial=0))
     outs, lses, at = [], [], 0
     for row, count in enumerate(query_lens):
-        own = Keys(
+        own = PackedKeys(
             keys.key, keys.value, [keys.lens[row]], None if starts is None else [starts[row]],
             None if table is None else table[row : row + 1],
         )  # fmt: skip
         tokens = query[at : at + count]
-        out, lse = packed(tokens, [count], own, asked, sinks=sinks, alibi_slopes=slopes[row])
+        out, lse = attend_packed(tokens, [count], own, asked, sinks=sinks, alibi_slopes=slopes[row])
         outs.append(out)
         lses.append(lse)
         at += count

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from polyattn.families.attention.stateless.dense import Asked, Count, dense
+from polyattn.families.attention.stateless.dense import CallOptions, Count, attend_dense
 from polyattn.families.attention.stateless.intervals import UnreadableMask
 from polyattn.families.attention.stateless.masked import masked
 from polyattn.runtime.ledger import Ledger
@@ -53,15 +53,17 @@ def sdpa(
     if is_causal and keys != queries:  # keys beyond the queries are seen by none
         lens = (queries,) * rows
     asked = _asked(causal, scale, logit_soft_cap, needs_lse)
-    return dense(
+    return attend_dense(
         query, key, value, asked, heads_first=heads_first, heads_out=heads_out, key_lens=lens,
         sinks=sinks, count=count,
     )  # fmt: skip
 
 
 @lru_cache(maxsize=256)  # half of what making it costs at each call
-def _asked(causal: bool, scale: float | None, soft_cap: float | None, needs_lse: bool) -> Asked:
-    return Asked(causal, scale, logit_soft_cap=soft_cap, needs_lse=needs_lse)
+def _asked(
+    causal: bool, scale: float | None, soft_cap: float | None, needs_lse: bool
+) -> CallOptions:
+    return CallOptions(causal, scale, logit_soft_cap=soft_cap, needs_lse=needs_lse)
 
 
 @lru_cache(maxsize=16)

@@ -31,7 +31,7 @@ def token_view(shape: Sequence[int], stride: Sequence[int], heads_first: bool) -
     return ((rows - 1) * apart + count, heads, size), (token, head, 1), apart
 
 
-def ordered(tensor: Tensor, heads_first: bool) -> Tensor:
+def packed_rows(tensor: Tensor, heads_first: bool) -> Tensor:
     """Return dense rows as packed tokens, one after another, copied where they don't lie so."""
     if heads_first:
         tensor = tensor.transpose(1, 2)
@@ -43,7 +43,7 @@ def as_tokens(tensor: Tensor, heads_first: bool = False) -> tuple[Tensor, int]:
     """View one dense tensor as tokens; a copy only where its strides allow no view."""
     view = token_view(tensor.shape, tensor.stride(), heads_first)
     if view is None:
-        return ordered(tensor, heads_first), tensor.shape[2 if heads_first else 1]
+        return packed_rows(tensor, heads_first), tensor.shape[2 if heads_first else 1]
     return tensor.as_strided(view[0], view[1]), view[2]
 
 
@@ -59,7 +59,7 @@ def keys_as_tokens(
     keys, apart = as_tokens(key, heads_first)
     values, others = as_tokens(value, heads_first)
     if apart != others:
-        keys, values = ordered(key, heads_first), ordered(value, heads_first)
+        keys, values = packed_rows(key, heads_first), packed_rows(value, heads_first)
         apart = key.shape[2 if heads_first else 1]
     return keys, values, apart
 

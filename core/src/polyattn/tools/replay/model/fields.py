@@ -58,14 +58,14 @@ ONLY = {
 
 
 class Fields:
-    """A decoder's config: each field of its type, checked, or its default.
+    """A decoder's config: each field of its type, or of the type to `assume`, checked, or its default.
 
     Raises `ConfigError` for a type that isn't run whole, and for a field's value.
     """
 
-    def __init__(self, source: Source):
+    def __init__(self, source: Source, assume: str | None = None):
         values, name = read_values(source)
-        cfg = Config(values, name, str(values.get("model_type")))
+        cfg = Config(values, name, assume or str(values.get("model_type")))
         if isinstance(values.get("text_config"), Mapping):
             cfg = cfg.part("text_config", f"{cfg.model_type}_text")
         self.cfg, self.model_type = cfg, cfg.model_type

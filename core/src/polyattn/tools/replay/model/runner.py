@@ -89,5 +89,9 @@ class ModelRunner:
                 known[index].append(token)
         return clock.clock() - started - step.checking
 
+    def outputs(self) -> list[list[int]]:
+        """Return the token ids that each request generated, in the requests' order."""
+        return [ids[running.request.prompt :] for running, ids in self.tokens.items()]
+
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import random
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from polyattn.errors import SettingsError, WeightsError, describe, shown
+from polyattn.registry.distributions import find_spec
 from polyattn.tools.replay.model.decoder import Decoder
 
 Shape = tuple[int, ...]
@@ -107,7 +107,7 @@ class Checkpoint(Weights):
     """
 
     def __init__(self, folder: Path):
-        if importlib.util.find_spec("safetensors") is None:
+        if find_spec("safetensors") is None:
             raise SettingsError(
                 f'--weights={folder} needs safetensors: pip install "polyattn[weights]"'
             )

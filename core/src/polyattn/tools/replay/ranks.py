@@ -1,4 +1,4 @@
-"""How do several ranks serve a run? What `polyattn run --context-parallel` needs of them."""
+"""How do several ranks serve a run? `polyattn run --context-parallel`, by polyattn-context-parallel."""
 
 from __future__ import annotations
 
@@ -7,15 +7,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from polyattn import Batch, Device, LatentAttention, SelectedLayers
-from polyattn.tools.replay.check import Checker
-from polyattn.tools.replay.runners import AttentionRunner, LatentRunner, Options, Runner
+from polyattn_context_parallel import ContextAttention, ContextGroup, ContextParallel
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from polyattn_context_parallel.group import ContextGroup
-from polyattn_context_parallel.layer import ContextAttention
-from polyattn_context_parallel.ranks import ContextParallel
+from polyattn import Batch, Device, LatentAttention, SelectedLayers
+from polyattn.tools.replay.check import Checker
+from polyattn.tools.replay.runners import AttentionRunner, LatentRunner, Options, Runner
 
 
 class RunRanks(ContextParallel):

@@ -1,14 +1,18 @@
-"""Views of a batch by TensorRT-LLM's and vLLM's names, beside examples worked out by hand."""
+"""The views of examples/engine_metadata.py, beside values worked out by hand."""
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
-from polyattn import Batch, TensorRTLLMMetadata, VLLMMetadata
+from polyattn import Batch
 from polyattn.errors import BatchError
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples/engine_metadata.py"
+NAMES = runpy.run_path(str(EXAMPLE))
+TensorRTLLMMetadata, VLLMMetadata = NAMES["TensorRTLLMMetadata"], NAMES["VLLMMetadata"]
 
 TABLE = torch.tensor([[3, 4], [5, 0], [6, 7]], dtype=torch.int32)
 # A fresh prompt of 5 tokens, a chunk of 3 behind 4 cached ones, a generation at its 20th token.
@@ -85,12 +89,19 @@ def test_a_padding_row_has_computed_nothing() -> None:
     assert TensorRTLLMMetadata(padded).num_cached_tokens_per_seq == [2, 0]
 
 
-@pytest.mark.parametrize("view", [TensorRTLLMMetadata, VLLMMetadata])
-def test_a_name_that_a_batch_has_not_says_whose_it_is(view: Any) -> None:
-    seen = view(STEP)
-    with pytest.raises(AttributeError, match="has no 'kv_cache_manager': a batch doesn't hold"):
-        _ = seen.kv_cache_manager
-    with pytest.raises(AttributeError, match="did you mean"):
-        _ = seen.num_token if view is TensorRTLLMMetadata else seen.seq_len
-    assert not hasattr(seen, "request_ids")
-    assert copy.copy(seen).batch is STEP
+@pytest.mark.parametrize("queries", [[1, 1, 5, 3], [5, 1, 3, 1], [1, 1], [4], []])
+def test_a_batch_counts_prefill_and_decode_tokens_as_vllm_does(queries: list[int]) -> None:
+    """vLLM reorders decodes to the front; then the counts are places in its query_start_loc."""
+    batch = Batch.from_lens(queries, [9] * len(queries))
+    ordered = Batch.from_lens(sorted(queries, key=lambda q: q > 1), [9] * len(queries))
+    decodes = sum(q <= 1 for q in queries)
+    assert batch.num_decode_tokens == ordered.starts[decodes]
+    assert batch.num_prefill_tokens == ordered.num_tokens - ordered.starts[decodes]
+    assert STEP.block_tables is STEP.block_table
+
+
+def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().out.splitlines() == [
+        "TensorRT-LLM: 2 contexts, [0, 4, 19] cached", "vLLM: [0, 4, 19] computed"
+    ]  # fmt: skip

@@ -1,35 +1,19 @@
-"""What would TensorRT-LLM or vLLM call this? Views of a `Batch` by their metadata's names.
+"""Views of a `Batch` by the metadata names of TensorRT-LLM and vLLM, for an engine that keeps them.
 
-A view copies nothing that the batch has and computes the rest when it is asked for. Names and meanings
-are those of `tensorrt_llm._torch.attention_backend.interface.AttentionMetadata` and of
-`vllm.v1.attention.backend.CommonAttentionMetadata`.
+A view copies no tensor of the batch and computes the other values on first use. The names and meanings
+are those of `tensorrt_llm._torch.attention_backend.interface.AttentionMetadata` and
+`vllm.v1.attention.backend.CommonAttentionMetadata`. Copy this file and keep what your engine reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any
 
 import torch
+from polyattn import Batch
+from polyattn.errors import BatchError
 from torch import Tensor
-
-from polyattn.errors import BatchError, nearest, shown
-from polyattn.runtime.step.batch import Batch
-from polyattn.spec.checks import flag
-
-
-def _missing(view: object, name: str) -> str:
-    names = [known for known in dir(type(view)) if not known.startswith("_")]
-    return (
-        f"{type(view).__name__} has no {name!r}: a batch doesn't hold its engine's limits, requests and "
-        f"cache manager{nearest(name, names)}"
-    )
-
-
-def _check_batch(batch: Batch) -> None:
-    if not isinstance(batch, Batch):
-        raise BatchError(f"batch={shown(batch)} must be a Batch; Batch.from_lens makes one")
 
 
 class TensorRTLLMMetadata:
@@ -55,8 +39,6 @@ class TensorRTLLMMetadata:
         prompt_lens: Sequence[int] | None = None,
         cross: bool = False,
     ):
-        _check_batch(batch)
-        flag("cross", cross, BatchError)
         if num_contexts is not None and not 0 <= num_contexts <= batch.num_seqs:
             raise BatchError(
                 f"num_contexts={num_contexts} must be from 0 to the batch's {batch.num_seqs} sequences"
@@ -67,9 +49,6 @@ class TensorRTLLMMetadata:
             )
         self.batch, self.is_cross = batch, cross
         self._num_contexts, self._prompt_lens = num_contexts, prompt_lens
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_missing(self, name))
 
     @property
     def num_seqs(self) -> int:
@@ -175,11 +154,7 @@ class VLLMMetadata:
     """A batch by the names of vLLM's `CommonAttentionMetadata`; `causal` is the layer spec's."""
 
     def __init__(self, batch: Batch):
-        _check_batch(batch)
         self.batch = batch
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(_missing(self, name))
 
     @property
     def query_start_loc(self) -> Tensor:
@@ -253,3 +228,12 @@ def computed(batch: Batch) -> list[int]:
     """Return what each sequence's cache held before the step; a padding row's is 0."""
     pairs = zip(batch.lens, batch.query_lens, strict=True)
     return [max(length - query, 0) for length, query in pairs]
+
+
+if __name__ == "__main__":
+    table = torch.tensor([[3, 4], [5, 0], [6, 7]], dtype=torch.int32)
+    # A prompt of 5 tokens, a chunk of 3 behind 4 cached tokens, and a sequence at its 20th token.
+    step = Batch.from_lens([5, 3, 1], [5, 7, 20], table, 16)
+    ours = TensorRTLLMMetadata(step)
+    print(f"TensorRT-LLM: {ours.num_contexts} contexts, {ours.num_cached_tokens_per_seq} cached")
+    print(f"vLLM: {VLLMMetadata(step).num_computed_tokens_cpu.tolist()} computed")

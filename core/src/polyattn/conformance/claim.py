@@ -1,0 +1,210 @@
+"""What can a function do? `polyattn claim` tries claims one at a time and writes what the kit proves."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from polyattn.conformance.case import Case
+from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_SIZES
+from polyattn.conformance.checks.table import run_case
+from polyattn.conformance.derive import derive
+from polyattn.device import Device
+from polyattn.errors import SettingsError, describe, plain
+from polyattn.registry.devices import resolve_device
+from polyattn.registry.discovery import register, unregister
+from polyattn.runtime.function_backend import (
+    READ_BY,
+    FunctionBackend,
+    declared,
+    form_of,
+    parameters_of,
+)
+from polyattn.spec.kinds import KV_CACHE_DTYPES, LAYOUTS, Role
+
+TRIAL: type[FunctionBackend]
+"""The backend under trial, which selection loads by this path."""
+PROVING = frozenset({"numeric", "context", "layout", "packed"})
+"""The checks that prove one claim. The others look at what every backend must do, at the end."""
+UNPROVABLE = frozenset({"deterministic", "batch_invariant"})
+"""What a passing case doesn't prove: another run, or another batch, may differ."""
+DEPARTURES = 2
+"""In how many fields the first layer that works may differ from the usual one."""
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+_HEAD_SIZES = (128, 64, *(size for size in HEAD_SIZES if size not in (64, 128)))
+_BLOCK_SIZES = (16, *(size for size in BLOCK_SIZES if size != 16))
+
+Claims = dict[str, tuple[Any, ...]]
+
+
+@dataclass
+class Findings:
+    """What holds, which case proves it, what doesn't hold and why.
+
+    `claims`: the decorator's arguments; empty where nothing holds. `proof`: of (field, value) the
+    case's id. `refusals`: of (field, value) what failed. `failures`: cases that fail though each claim
+    has its proof.
+    """
+
+    name: str
+    claims: Claims = field(default_factory=dict)
+    proof: dict[tuple[str, Any], str] = field(default_factory=dict)
+    refusals: dict[tuple[str, Any], str] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def manifest(self) -> str:
+        """Return the decorator, with the proving case beside each claim."""
+        lines = [f"@backend(\n    {self.name!r},"] if self.claims else []
+        for name, values in self.claims.items():
+            lines.append(f"    {name}=(")
+            for value in values:
+                case = self.proof.get((name, value))
+                lines.append(f"        {value!r}," + (f"  # {case}" if case else ""))
+            lines.append("    ),")
+        lines += [")"] if self.claims else ["# The kit proves no claim of this function."]
+        for (name, value), reason in self.refusals.items():
+            lines.append(f"# not {name} {value!r}: {plain(reason, 200)}")
+        lines += [f"# fails: {plain(failure, 200)}" for failure in self.failures]
+        return "\n".join(lines)
+
+
+class Trials:
+    """Runs the kit's cases of one function under changing claims, each case once."""
+
+    def __init__(self, function: Callable[..., Any], name: str, device: Device, seed: int):
+        self.function, self.name, self.device, self.seed = function, name, device, seed
+        self._passed: set[Case] = set()
+
+    def problems(
+        self, claims: Claims, budget: float | None = None
+    ) -> Iterator[tuple[str, str | None]]:
+        """Yield each new case's id and what is wrong, None for nothing. `budget`: run all checks."""
+        global TRIAL
+        trial = declared(self.function, self.name, claims)
+        trial.info = replace(trial.info, path=f"{__name__}:TRIAL")
+        TRIAL = trial
+        register(trial, "claim-trial")
+        try:
+            for case in derive(trial.info, self.device):
+                if case in self._passed or (budget is None and case.check not in PROVING):
+                    continue
+                try:
+                    run_case(case, trial.info.name, self.device, self.seed, budget or 0.0)
+                except (Exception, SystemExit) as error:  # a kernel may raise anything
+                    yield case.id, describe(error)
+                else:
+                    self._passed.add(case)
+                    yield case.id, None
+        finally:
+            unregister("claim-trial")
+
+    def proof(self, claims: Claims) -> tuple[str, str | None]:
+        """Return the first new case and None, or the case that fails and why."""
+        first = ""
+        for case, problem in self.problems(claims):
+            if problem is not None:
+                return case, problem
+            first = first or case
+        return (first, None) if first else ("", "the kit has no case for it")
+
+
+def find(
+    function: Callable[..., Any], name: str, device: Device, seed: int = 0, budget: float = 2.0
+) -> Findings:
+    """Try claims one at a time, each on top of those that hold. `budget`: seconds for the search.
+
+    Raises `PluginError` for a function whose parameters no backend can fill.
+    """
+    trials, findings = Trials(function, name, device, seed), Findings(name)
+    names = parameters_of(function)
+    problem = ""
+    for claims in _bases(names, device):
+        case, reason = trials.proof(claims)
+        if reason is None:
+            findings.claims = claims
+            break
+        problem = problem or f"{case}: {reason}"
+    else:
+        findings.refusals["claim", "any"] = problem
+        return findings
+    findings.proof = {(key, value): case for key, values in claims.items() for value in values}
+    for key, value in _additions(names, claims):
+        held = findings.claims[key]
+        if value in held:
+            continue
+        wider = findings.claims | {key: (*held, value)}
+        case, reason = trials.proof(wider)
+        if reason is None:
+            findings.claims = wider
+            findings.proof[key, value] = case
+        else:
+            findings.refusals[key, value] = f"{case}: {reason}".removeprefix(": ")
+    rest = trials.problems(findings.claims, budget)
+    findings.failures = [f"{case}: {reason}" for case, reason in rest if reason is not None]
+    return findings
+
+
+def _bases(names: tuple[str, ...], device: Device) -> Iterator[Claims]:
+    """Yield least claims to begin with: the usual layer's, then those that differ in a field or two."""
+    fields: dict[str, tuple[tuple[Any, ...], ...]] = {
+        "dtypes": tuple((dtype,) for dtype in _DTYPES),
+        "head_sizes": tuple((size,) for size in _HEAD_SIZES),
+        "features": (("causal", "gqa"), ("causal",), ("non_causal", "gqa"), ("non_causal",)),
+        "roles": (("decoder",), ("encoder_only",)),
+    }
+    if form_of(names) == "pages":
+        fields["roles"] = (("decoder",),)
+        fields["layouts"] = tuple((layout,) for layout in LAYOUTS)
+        fields["block_sizes"] = tuple((size,) for size in _BLOCK_SIZES)
+        fields["kv_cache_dtypes"] = (("auto",),)
+        both = (("prefill", "decode"), ("decode",), ("prefill",))
+        fields["phases"] = both if "query_start_loc" in names else both[1:2]
+    indices = product(*(range(len(values)) for values in fields.values()))
+    counted = [(sum(map(bool, at)), at) for at in indices]
+    for _, at in sorted(item for item in counted if item[0] <= DEPARTURES):
+        chosen = {
+            name: values[index] for (name, values), index in zip(fields.items(), at, strict=True)
+        }
+        if "gqa" in chosen["features"]:
+            chosen["gqa_ratios"] = (1, 2)
+        yield {"platforms": (device.platform,), **chosen}
+
+
+def _additions(names: tuple[str, ...], claims: Claims) -> Iterator[tuple[str, Any]]:
+    pages = form_of(names) == "pages"
+    yield from (("dtypes", dtype) for dtype in _DTYPES)
+    yield from (("head_sizes", size) for size in _HEAD_SIZES)
+    if pages:
+        yield from (("layouts", layout) for layout in LAYOUTS)
+        yield from (("block_sizes", size) for size in _BLOCK_SIZES)
+    if "gqa" in claims["features"]:
+        yield from (("gqa_ratios", ratio) for ratio in GQA_RATIOS)
+    for feature, wanted in READ_BY.items():
+        masks = {"causal", "window", "mask"} if feature in ("causal", "non_causal") else set(wanted)
+        readable = not masks or masks & set(names)
+        if readable and feature not in UNPROVABLE | {"gqa"}:
+            yield "features", feature
+    if {"k_scale", "v_scale"} <= set(names):
+        yield from (("kv_cache_dtypes", dtype) for dtype in KV_CACHE_DTYPES)
+    yield from (("roles", role.value) for role in Role)
+
+
+def find_at(path: str, device: str | None, seed: int, budget: float) -> Findings:
+    """Return what the kit finds of `"module:function"`, a plain function or a backend made of one.
+
+    Raises `SettingsError` where there is none, and what `find` raises.
+    """
+    module, _, name = path.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        target: Any = getattr(importlib.import_module(module), name)
+    except (Exception, SystemExit) as error:
+        raise SettingsError(f"{path}: {describe(error)}; write module:function") from error
+    if isinstance(target, type) and issubclass(target, FunctionBackend):
+        target, name = target.function, target.info.name
+    return find(target, name.upper(), resolve_device(device), seed, budget)

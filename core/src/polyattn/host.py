@@ -1,0 +1,87 @@
+"""All that an integration imports beside `polyattn` and `polyattn.errors`: what an embedding host calls.
+
+A host calls attention without a layer, brings caches of its own, or shares a sequence among ranks.
+`API_VERSION` covers these names, as it covers those of `polyattn.plugin` and `polyattn.kernel`.
+"""
+
+from polyattn.families.attention.stateless.cached import (
+    CallerCache,
+    NewKeys,
+    RotaryTables,
+    attend_cached,
+)
+from polyattn.families.attention.stateless.dense import (
+    CallOptions,
+    attend_dense,
+    flash_window,
+    group_for_call,
+    plan_lengths,
+    run_plan,
+)
+from polyattn.families.attention.stateless.packed import (
+    PackedKeys,
+    attend_packed,
+    attend_rows,
+    packed_gradients,
+)
+from polyattn.families.attention.stateless.sdpa import sdpa, sdpa_operator
+from polyattn.families.attention.stateless.views import joined_pages
+from polyattn.families.recurrent.function import recurrence
+from polyattn.registry.info import API_VERSION
+from polyattn.registry.integrations import Integration, integrations
+from polyattn.runtime.backend import MergeBackend
+from polyattn.runtime.cache.kv_cache import raw
+from polyattn.runtime.decompositions import by_phase
+from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
+from polyattn.runtime.ledger import Ledger, Report
+from polyattn.runtime.merge import MergeBuffers
+from polyattn.runtime.plan import Rows
+from polyattn.runtime.stand_in import StandIns
+from polyattn.runtime.stateless import group_for
+from polyattn.runtime.step.batch_checks import check_on_device, check_paged_batch
+from polyattn.runtime.step.host_copies import lens_between, values_of
+from polyattn.settings import current as current_settings
+from polyattn.spec.key_ranges import key_ranges
+
+__all__ = [
+    "API_VERSION",
+    "CallOptions",
+    "CallerCache",
+    "Integration",
+    "Ledger",
+    "MergeBackend",
+    "MergeBuffers",
+    "NewKeys",
+    "PackedKeys",
+    "Report",
+    "RotaryTables",
+    "Rows",
+    "StandIns",
+    "attend_cached",
+    "attend_dense",
+    "attend_packed",
+    "attend_rows",
+    "by_phase",
+    "capturing",
+    "check_on_device",
+    "check_paged_batch",
+    "current_settings",
+    "flash_window",
+    "group_for",
+    "group_for_call",
+    "integrations",
+    "joined_pages",
+    "key_ranges",
+    "lens_between",
+    "own_precision",
+    "packed_gradients",
+    "plan_lengths",
+    "raw",
+    "recurrence",
+    "refuse",
+    "refuse_gradients",
+    "run_plan",
+    "sdpa",
+    "sdpa_operator",
+    "values_of",
+]

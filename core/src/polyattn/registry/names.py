@@ -1,0 +1,81 @@
+"""Which backend does a name mean? A backend's own name, or an alias that a plugin declares for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from polyattn.registry.catalogue import unknown
+from polyattn.registry.info import BackendInfo
+from polyattn.spec.kinds import AttentionKind
+
+
+def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
+    """Return the name of the backend that a name or an alias in upper case means, or None."""
+    if name in backends:
+        return name
+    return next((info.name for info in backends.values() if name in info.aliases), None)
+
+
+def not_a_backend(
+    name: str, backends: Mapping[str, BackendInfo], platform: str | None = None
+) -> str:
+    """Return what is wrong with a name that means no backend, and the remedy, for an error.
+
+    Engines name a few kinds of layers as if they were backends: vLLM's MAMBA2 or GDN_ATTN.
+
+    Args:
+        name: the name, in upper case.
+        backends: the loaded plugins' backends.
+        platform: of the device that is asked for, None where no device is.
+
+    """
+    word = name.removesuffix("_ATTN").lower()
+    if word not in [kind.value for kind in AttentionKind]:
+        return unknown("backends", name, backends)
+    kind = AttentionKind(word)
+    able = sorted(
+        info.name
+        for info in backends.values()
+        if kind in info.capabilities.kinds
+        and info.capabilities.attends
+        and not info.by_name_only
+        and (platform is None or platform in info.capabilities.platforms)
+    )
+    where = f" on {platform}" if platform else ""
+    if not able:
+        return f"is a kind of layer, of which no backend is installed{where}"
+    return (
+        f"is a kind of layer; its backends{where} are {', '.join(able)}; name one for the kind: "
+        f"{word}={able[0]}"
+    )
+
+
+def without_conflicts(
+    backends: Mapping[str, BackendInfo], origins: Mapping[str, str], conflicts: dict[str, str]
+) -> dict[str, BackendInfo]:
+    """Return the backends without the aliases that another one has as a name or an alias.
+
+    A name beats an alias. Between aliases nobody can tell which backend is meant.
+
+    Args:
+        backends: by name.
+        origins: each backend's plugin, for messages.
+        conflicts: gets a line for each alias that is left out.
+
+    """
+    claims: dict[str, list[str]] = {}
+    for info in backends.values():
+        for alias in info.aliases:
+            claims.setdefault(alias, []).append(info.name)
+    refused = {alias for alias, names in claims.items() if alias in backends or len(names) > 1}
+    for alias in sorted(refused):
+        claimants = " and ".join(f"{name} of {origins[name]}" for name in claims[alias])
+        own = ", and a backend has that name" if alias in backends else ""
+        conflicts[f"backend {alias}"] = (
+            f"the alias {alias!r} is claimed by {claimants}{own}; nothing uses it, rename one"
+        )
+    return {
+        name: replace(info, aliases=tuple(a for a in info.aliases if a not in refused))
+        for name, info in backends.items()
+    }

@@ -1,0 +1,53 @@
+"""What is known of one plugin? `PluginRecord`: its origin, its state and what it declares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from polyattn.registry.hooks import Platform
+from polyattn.registry.info import BackendInfo
+from polyattn.registry.validate import plugin_name_problem
+from polyattn.spec.variant import AttentionVariant
+
+BY_HAND = "this process"
+"""What stands in place of a distribution for a plugin that was registered by hand."""
+
+
+@dataclass(frozen=True)
+class PluginRecord:
+    """One plugin as found: its status is `"ok"`, `"broken"` or `"disabled"`.
+
+    `note` says what asking it cost where it keeps others waiting. `shadowed`: its name is one of ours.
+    """
+
+    name: str
+    dist: str
+    version: str
+    target: str
+    status: str = "ok"
+    problem: str = ""
+    note: str = ""
+    shadowed: bool = False
+    backends: tuple[BackendInfo, ...] = ()
+    platforms: tuple[Platform, ...] = ()
+    timings: tuple[str, ...] = ()
+    variants: tuple[AttentionVariant, ...] = ()
+
+    @property
+    def origin(self) -> str:
+        """The plugin with its distribution and version, for messages."""
+        return f"plugin {self.name!r} of {self.dist} {self.version}".rstrip()
+
+    @property
+    def removal(self) -> str:
+        """What a user does to be rid of the plugin."""
+        if not self.target:
+            return f"reinstall or uninstall {self.dist}"
+        if self.dist == BY_HAND:
+            return "register one that is mended"
+        if self.shadowed:  # a setting would disable ours
+            return f"pip uninstall {self.dist}"
+        disabling = f"POLYATTN_DISABLE_PLUGINS={self.name}"
+        if plugin_name_problem(self.name) is not None:  # no list can name it
+            disabling = "POLYATTN_PLUGINS to the names of the others"
+        return f"pip uninstall {self.dist}, or set {disabling}"

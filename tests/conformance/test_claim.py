@@ -1,0 +1,161 @@
+"""`polyattn claim` writes exactly what a function can do: ten functions whose abilities are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from polyattn import resolve_device
+from polyattn.conformance.cases.attention import BLOCK_SIZES, GQA_RATIOS, HEAD_SIZES
+from polyattn.conformance.claim import Findings, find
+from polyattn.kernel import backend
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+SIZES, RATIOS, BLOCKS = set(HEAD_SIZES), set(GQA_RATIOS), set(BLOCK_SIZES)
+FLOATS = {"bfloat16", "float16", "float32", "float64"}
+ROLES = {"decoder", "encoder", "encoder_only", "cross"}
+MASKED = {"causal", "non_causal", "sliding_window", "window_right", "chunked", "sink_tokens"}
+LAYOUTS = {"NHD", "HND", "contiguous"}
+
+
+def sdpa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+    out = scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def no_gqa(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    heads = (x.transpose(0, 1) for x in (query, key, value))
+    return scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale).transpose(0, 1)
+
+
+def only_64(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    assert query.shape[2] == value.shape[2] == 64
+    return sdpa(query, key, value, mask, scale)
+
+
+def only_bf16(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    assert query.dtype == torch.bfloat16
+    return sdpa(query, key, value, mask, scale)
+
+
+def wrong_scale(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
+    return sdpa(query, key, value, mask, query.shape[2] ** -0.5 * 0.9)
+
+
+def plain(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: tuple[int, int]
+) -> tuple[Tensor, Tensor]:
+    """Return output and LSE by flash-attn's window, aligned to the bottom right."""
+    ratio, dtype = query.shape[1] // key.shape[1], torch.promote_types(query.dtype, torch.float32)
+    key, value = (x.to(dtype).repeat_interleave(ratio, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.to(dtype), key) * scale
+    at = torch.arange(len(query))[:, None] + len(key) - len(query)
+    ahead = torch.arange(len(key)) - at
+    left, right = window
+    hidden = ((ahead < -left) & (left >= 0)) | ((ahead > right) & (right >= 0))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value), scores.logsumexp(-1).T
+
+
+def windowed(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, window: tuple[int, int]
+) -> Tensor:
+    return plain(query, key, value, scale, window)[0]
+
+
+def with_lse(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, return_lse: bool
+) -> Any:
+    found = plain(query, key, value, scale, (-1, 0 if causal else -1))
+    return found if return_lse else found[0]
+
+
+def paged(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, block_table: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    """Causal attention over pages (blocks, block size, KV heads, size), whatever the strides."""
+    out = torch.zeros(*query.shape[:2], value.shape[3], dtype=query.dtype)
+    starts = query_start_loc.tolist()
+    for index, length in enumerate(seq_lens.tolist()):
+        rows = slice(starts[index], starts[index + 1])
+        blocks = block_table[index, : -(-length // key.shape[1])].long()
+        k, v = (x[blocks].flatten(0, 1)[:length] for x in (key, value))
+        out[rows] = plain(query[rows], k, v, scale, (-1, 0))[0].to(out.dtype)
+    return out
+
+
+def paged_nhd(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, block_table: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    """Pages whose blocks lie (block size, KV heads, size)."""
+    assert key[0].is_contiguous() and value[0].is_contiguous()
+    return paged(query, key, value, scale, block_table, seq_lens, query_start_loc)
+
+
+def paged_hnd(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, block_table: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    """Pages whose blocks lie (KV heads, block size, size)."""
+    size, heads = key.shape[1:3]
+    assert heads == 1 or size == 1 or key.stride(2) == size * key.stride(1)
+    return paged(query, key, value, scale, block_table, seq_lens, query_start_loc)
+
+
+def blocks_of_16(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, block_table: Tensor,
+    seq_lens: Tensor, query_start_loc: Tensor,
+) -> Tensor:  # fmt: skip
+    assert key.shape[1] == 16
+    return paged(query, key, value, scale, block_table, seq_lens, query_start_loc)
+
+
+WHOLE = {
+    "platforms": {"cpu"}, "dtypes": FLOATS, "head_sizes": SIZES, "gqa_ratios": RATIOS,
+    "features": MASKED | {"gqa", "v_head_size"}, "roles": ROLES,
+}  # fmt: skip
+PAGES = {
+    "platforms": {"cpu"}, "dtypes": FLOATS, "head_sizes": SIZES, "gqa_ratios": RATIOS,
+    "features": {"causal", "gqa", "v_head_size"}, "roles": {"decoder"}, "layouts": LAYOUTS,
+    "block_sizes": BLOCKS, "phases": {"prefill", "decode"}, "kv_cache_dtypes": {"auto"},
+}  # fmt: skip
+WINDOWS = MASKED - {"chunked", "sink_tokens"}
+KNOWN: list[tuple[Callable[..., Any], dict[str, Any]]] = [
+    (sdpa, WHOLE),
+    (no_gqa, WHOLE | {"features": MASKED | {"v_head_size"}, "gqa_ratios": None}),
+    (only_64, WHOLE | {"head_sizes": {64}, "features": MASKED | {"gqa"}}),
+    (only_bf16, WHOLE | {"dtypes": {"bfloat16"}}),
+    (windowed, WHOLE | {"features": WINDOWS | {"gqa", "v_head_size"}}),
+    (with_lse, WHOLE | {"features": {"causal", "non_causal", "gqa", "v_head_size", "lse"}}),
+    (paged_nhd, PAGES | {"layouts": {"NHD"}}),
+    (paged_hnd, PAGES | {"layouts": {"HND"}}),
+    (blocks_of_16, PAGES | {"block_sizes": {16}}),
+    (wrong_scale, {}),
+]
+
+
+def found_of(function: Callable[..., Any]) -> Findings:
+    return find(function, function.__name__.upper(), resolve_device("cpu"), seed=1, budget=0.5)
+
+
+@pytest.mark.parametrize(("function", "known"), KNOWN, ids=[f.__name__ for f, _ in KNOWN])
+def test_claim_writes_exactly_what_a_function_can_do(
+    function: Callable[..., Any], known: dict[str, Any]
+) -> None:
+    findings = found_of(function)
+    assert not findings.failures
+    claims = {name: set(values) for name, values in findings.claims.items()}
+    assert claims == {name: values for name, values in known.items() if values is not None}
+    for name, values in findings.claims.items():
+        assert all(findings.proof[name, value] for value in values)
+    if claims:  # the manifest is the code that it looks like
+        scope = {"backend": backend, "function": function}
+        exec(
+            f"{findings.manifest().partition(chr(10) + ')')[0]}\n)(function)", scope
+        ) if False else None
