@@ -6,6 +6,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -229,19 +230,23 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """Yield what each contender takes: `who`, and `us` and `error`, or `cannot`.
 
-    `against`: which ones run beside the first; default all. `absent`: it isn't here, or doesn't serve
-    the layer, which says nothing of the row.
+    `against`: which ones run beside the first; default all. Libraries run over the workload
+    of the first contender that runs here. `absent`: it isn't here, or doesn't serve the layer, which
+    says nothing of the row.
     """
     contenders = row.contenders(device.type)
     kept = [
         other for other in contenders if other in contenders[:1] or wanted(other.label, against)
     ]
+    serving = None
     for other in kept:
         part = PARTS[other.part or row.part]
-        yield _measured(other.label, lambda o=other: build(row, o, device, shrink), part, clock)
-    for name in (name for name in row.libraries if wanted(name, against) and kept):
+        result = _measured(other.label, partial(build, row, other, device, shrink), part, clock)
+        serving = serving or (other if "us" in result else None)
+        yield result
+    for name in (name for name in row.libraries if serving and wanted(name, against)):
         part = Part(yardstick(name), gives=not name.startswith("machine."))
-        yield _measured(name, lambda: build(row, kept[0], device, shrink), part, clock)
+        yield _measured(name, partial(build, row, serving, device, shrink), part, clock)
 
 
 def wanted(name: str, against: Sequence[str]) -> bool:

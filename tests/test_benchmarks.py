@@ -65,6 +65,13 @@ def test_a_wrong_result_has_no_time() -> None:
     assert "us" not in result and result["cannot"].startswith("it is wrong")
 
 
+def test_a_contender_that_is_not_here_leaves_the_others() -> None:
+    row = Row("x", LLAMA, "2q1s20", {"cpu": ("FLASHINFER", "TORCH_SDPA")}, None, ["machine.copy"])
+    absent, *ran = measuring.measure(row, CPU, Clock(CPU))
+    assert absent["absent"] and [result["who"] for result in ran] == ["TORCH_SDPA", "machine.copy"]
+    assert all(result["us"] > 0 for result in ran)
+
+
 def test_pages_are_fresh() -> None:
     for path in (BENCHMARKS / "results").glob("*.jsonl"):
         assert path.with_suffix(".md").read_text() == pages.page(path.stem, pages.read(path)), (
