@@ -2,13 +2,14 @@
 
     python benchmarks/selector.py --out FILE [--table FILE] [--seconds N] [--backends NAME ...]
 
-Models with other heads than `benchmarks/h200_tune.sh` fits a table to, and batches with other lengths:
-long ones among short, traces, Zipf, verification rows, chunks, mixed steps. At each point every backend
-alone is timed (see `polyattn.workload.clock`), of a mixed step every pair, too: twice, in turns, and
-the mean counts. Who the table and who the priorities choose follows from the lengths; a choice counts
-with the time of what it names, so that noise is no regret. What noise alone costs is told beside: who
-was the best in the first round, judged by the second. Points that the output file holds already are not
-measured again: without time left (`--seconds 0`) the table is judged by those that are there.
+Models with other heads than `benchmarks/machines/h200_tune.sh` fits a table to, and batches with
+other lengths: long ones among short, traces, Zipf, verification rows, chunks, mixed steps. At each
+point every backend alone is timed (see `polyattn.workload.clock`), of a mixed step every pair, too:
+twice, in turns, and the mean counts. Who the table and who the priorities choose follows from the
+lengths; a choice counts with the time of what it names, so that noise is no regret. What noise
+alone costs is told beside: who was the best in the first round, judged by the second. Points that
+the output file holds already are not measured again: without time left (`--seconds 0`) the table is
+judged by those that are there.
 """
 
 from __future__ import annotations

@@ -1,0 +1,294 @@
+"""How is a row measured? Builds each contender's workload, compares a part of it, and times it."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from polyattn import Batch, LayerGroup, LayerSpec, select
+from polyattn.errors import SelectionError
+from polyattn.families.attention import reference as attention_reference
+from polyattn.families.attention.rotation import rotation_of
+from polyattn.families.attention.workload import AttentionWorkload, token_error
+from polyattn.families.mla.workload import LatentWorkload
+from polyattn.families.recurrent import reference as recurrent_reference
+from polyattn.families.recurrent.workload import RecurrentWorkload
+from polyattn.kernel import NewTokens
+from polyattn.runtime.step.shared_prefix import SharedRun, shared_prefixes
+from polyattn.spec.decompose import absorbed
+from polyattn.workload.base import Workload, workload
+from polyattn.workload.clock import Clock
+from polyattn.workload.compare import output_error
+from polyattn.workload.dice import Dice
+from polyattn.workload.pages import fill
+from polyattn.workload.tolerance import tolerance_of
+from table import Other, Row
+
+DRAWN = 256
+"""Tokens of a recurrence's sequence that are drawn, on the host, and compared; the rest repeats them."""
+Call = Callable[[], object]
+
+
+def build(row: Row, other: Other, device: torch.device, shrink: int = 1) -> Workload:
+    """Return a contender's step of a row."""
+    lengths, spec = row.lengths(shrink), row.spec.replace(**other.changes)
+    group = LayerGroup(select(spec, device, backend=named(spec, other.backend, lengths)))
+    group.finish_builds()
+    dice = Dice(0, group.torch_device, fast=True)
+    if spec.recurrent is not None:
+        return _recurrent(group, lengths, dice)
+    if spec.latent is not None:
+        return workload(group, lengths, dice, checks=False, weights=False)
+    form = group.cache_format
+    if form is None:
+        return workload(group, lengths, dice, checks=False)
+    cache = group.allocate_cache(sum(-(-n // form.block_size) for _, n in lengths) + 1)
+    fill(cache)
+    levels, first = [], 0
+    for count, tokens in row.levels:
+        blocks = max(1, tokens // form.block_size // shrink)
+        starts = range(0, len(lengths), count)
+        levels.append(tuple(SharedRun(tuple(range(s, s + count)), first, blocks) for s in starts))
+        first += blocks
+    layer = AttentionWorkload.layer_of(group, dice, checks=False)
+    return AttentionWorkload(layer, lengths, dice, full=cache, shared=tuple(levels), spare=0)
+
+
+def named(spec: LayerSpec, backend: str, lengths: Sequence[tuple[int, int]]) -> str | None:
+    """Return how a backend is named for a step: for the phase that it runs, if it is one; "": none."""
+    if spec.recurrent is not None or not backend:
+        return backend or None
+    decodes = sum(query == 1 for query, _ in lengths)
+    if spec.latent is not None or decodes == len(lengths):
+        return f"decode={backend}"
+    return backend if decodes else f"prefill={backend}"
+
+
+def _recurrent(group: LayerGroup, lengths: Sequence[tuple[int, int]], dice: Dice) -> Workload:
+    """Return a recurrence's step whose tokens repeat those that are drawn."""
+    few = [(min(q, DRAWN), n - q + min(q, DRAWN)) for q, n in lengths]
+    work = workload(group, few, dice, checks=False)
+    assert isinstance(work, RecurrentWorkload) and work.batch.state_slots is not None
+    total, starts = sum(q for q, _ in lengths), [0, *torch.tensor(lengths)[:, 0].cumsum(0).tolist()]
+    rows = torch.cat([
+        torch.arange(starts[i + 1] - starts[i]) % q + sum(n for n, _ in few[:i])
+        for i, (q, _) in enumerate(few)
+    ]).to(work.device)  # fmt: skip
+    assert len(rows) == total
+    return work.but(
+        lengths=list(lengths), tokens=[tensor[rows] for tensor in work.tokens],
+        batch=work.step(lengths, work.batch.state_slots),
+    )  # fmt: skip
+
+
+def error_of(work: Workload, call: Call) -> float:
+    """Run a call and return the error of the shortest sequence's last token, or first tokens.
+
+    Against the float64 reference. `call` writes `work.out`, or returns what belongs there.
+    """
+    index = min(range(len(work.lengths)), key=lambda i: work.batch.lens[i])
+    if isinstance(work, RecurrentWorkload):
+        return _recurrent_error(work, call, index)
+    work.out.fill_(torch.nan)
+    _run(work, call)
+    row = work.batch.starts[index + 1] - 1
+    if isinstance(work, LatentWorkload):
+        spec, params = absorbed(work.spec), work.layer.params
+        read = attention_reference.read_cache(spec, work.cache, work.batch, index, params)
+        query = work.query[row : row + 1].cpu().double()
+        expected, _ = attention_reference.attend(spec, query, *read, params)
+        return output_error(work.out[row : row + 1], expected)
+    assert isinstance(work, AttentionWorkload)
+    if work.cache is not None:
+        return work.token_error(index)
+    lens = work.batch.lens
+    own = work.keys.split(lens)[index], work.values.split(lens)[index]
+    return token_error(work.layer, work.query[row], own, None, work.batch, index, work.out[row])
+
+
+def _recurrent_error(work: RecurrentWorkload, call: Call, index: int) -> float:
+    query, length = work.lengths[index]
+    first, count = work.batch.starts[index], min(query, DRAWN)
+    assert work.batch.state_slots is not None
+    slot = int(work.batch.state_slots[index])
+    states = work.states.data[slot : slot + 1].clone()
+    tokens = {name: tensor[first : first + count] for name, tensor in work.tensors().items()}
+    batch = Batch.from_lens([count], [length - query + count], state_slots=torch.zeros(1).long())
+    expected, _ = recurrent_reference.forward(work.spec, tokens, work.layer.params, states, batch)
+    _run(work, call)
+    actual = work.out[first : first + count]
+    return output_error(actual.reshape(count, -1), expected.reshape(count, -1))
+
+
+def _run(work: Workload, call: Call) -> None:
+    out = call()
+    if isinstance(out, torch.Tensor) and out.data_ptr() != work.out.data_ptr():
+        work.out.copy_(out.reshape(work.out.shape))
+
+
+def attend(work: Any) -> Call:
+    """A call of a layer whose new tokens are in the cache already."""
+    return work.but(key=None, value=None).call  # type: ignore[no-any-return]
+
+
+def unshared(work: Any) -> Call:
+    """A call that reads shared blocks once for each sequence: the plan doesn't know of them."""
+    batch = work.batch
+    plain = Batch(
+        batch.starts, batch.lens, batch.block_table, batch.slot_mapping, device=work.device
+    )
+    plain.__dict__["host_block_table"] = None  # on a CPU it is the block table itself
+    return attend(work.but(batch=plain))
+
+
+def own_calls(work: Any) -> Call:
+    """What a layer's call comes down to: the store's call, and the backends'."""
+    plan, cache, layer = work.plan, work.cache, work.layer
+
+    def run() -> None:
+        plan.stored_by.run(plan.store, work.key, work.value, cache, layer.params)
+        for call in plan.calls:
+            rows = slice(None) if call.rows is None else call.rows
+            new, view = (work.query[rows], work.key[rows], work.value[rows]), call.view(cache)
+            call.backend.run(call.plan, *new, view, layer.params, work.out[rows], None)
+
+    return run
+
+
+def captured(call: Call) -> Call:
+    """A CUDA graph of a call; on the CPU, which captures nothing, the call."""
+    if not torch.cuda.is_available():
+        return call
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def store(work: Any) -> Call:
+    """Store the new tokens' keys and values as they are."""
+    plan = work.plan
+    return lambda: plan.stored_by.run(
+        plan.store, work.key, work.value, work.cache, work.layer.params
+    )
+
+
+def rotate_and_store(work: Any) -> Call:
+    """Rotate queries and keys that lie in one fused projection, and store."""
+    parts = (work.query, work.key, work.value)
+    fused = torch.cat([part.flatten(1) for part in parts], dim=1)
+    split = fused.split([part[0].numel() for part in parts], dim=1)
+    new = NewTokens(*(p.unflatten(1, q.shape[1:]) for p, q in zip(split, parts, strict=True)))
+    plan, rotation = work.plan, rotation_of(work.spec, work.batch)
+    run = plan.stored_by.run_rotated
+    return lambda: run(plan.store, rotation, new, work.cache, work.layer.params, False)
+
+
+def look(work: Any) -> Call:
+    """Look for blocks that sequences share."""
+    table, size = work.batch.host_block_table, work.cache.block_size
+    return lambda: shared_prefixes(table, work.batch.lens, size)
+
+
+@dataclass(frozen=True)
+class Part:
+    """What of a step is timed: by the device's clock or the host's; `gives` the step's output or not."""
+
+    make: Callable[[Any], Call]
+    host: bool = False
+    gives: bool = True
+
+
+PARTS = {
+    "layer": Part(lambda work: work.call),
+    "attend": Part(attend),
+    "unshared": Part(unshared),
+    "graph": Part(lambda work: captured(work.call)),
+    "own graph": Part(lambda work: captured(own_calls(work))),
+    "store": Part(store, gives=False),
+    "rotate and store": Part(rotate_and_store, gives=False),
+    "host of a call": Part(lambda work: work.call, host=True),
+    "host of own calls": Part(own_calls, host=True),
+    "plan": Part(lambda work: lambda: work.group.plan(work.batch), host=True, gives=False),
+    "look": Part(look, host=True, gives=False),
+    "select": Part(lambda work: lambda: select(work.spec, work.device), host=True, gives=False),
+}
+
+
+def measure(
+    row: Row, device: torch.device, clock: Clock, shrink: int = 1, against: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """Yield what each contender takes: `who`, and `us` and `error`, or `cannot`.
+
+    `against`: which ones run beside the first; default all. Libraries run over the workload
+    of the first contender that runs here. `absent`: it isn't here, or doesn't serve the layer, which
+    says nothing of the row.
+    """
+    contenders = row.contenders(device.type)
+    kept = [
+        other for other in contenders if other in contenders[:1] or wanted(other.label, against)
+    ]
+    serving = None
+    for other in kept:
+        part = PARTS[other.part or row.part]
+        result = _measured(other.label, partial(build, row, other, device, shrink), part, clock)
+        serving = serving or (other if "us" in result else None)
+        yield result
+    for name in (name for name in row.libraries if serving and wanted(name, against)):
+        part = Part(yardstick(name), gives=not name.startswith("machine."))
+        yield _measured(name, partial(build, row, serving, device, shrink), part, clock)
+
+
+def wanted(name: str, against: Sequence[str]) -> bool:
+    """Return whether a contender is among those that were named, by a part of its name."""
+    return not against or any(text.lower() in name.lower() for text in against)
+
+
+def yardstick(name: str) -> Callable[[Any], Call]:
+    """Return a library's function, `module.function` of `libraries/`."""
+    module, function = name.split(".")
+    found: Callable[[Any], Call] = getattr(importlib.import_module(f"libraries.{module}"), function)
+    return found
+
+
+def _measured(who: str, make: Callable[[], Workload], part: Part, clock: Clock) -> dict[str, Any]:
+    try:
+        work = make()
+        call, record = part.make(work), {"who": who}
+        if part.gives:
+            error, allowed = error_of(work, call), tolerance_of(work.spec).output
+            if not error <= allowed:
+                return record | {"cannot": f"it is wrong: error {error:.2g}, allowed {allowed:g}"}
+            record |= {"error": error}
+        return record | {"us": host_us(call, work.device) if part.host else clock.us(call)}
+    except Exception as problem:  # one contender must not end the others
+        said = str(problem).strip().splitlines() or [""]
+        cannot = {"who": who, "cannot": f"{type(problem).__name__}: {said[0]}"[:160]}
+        return cannot | {"absent": isinstance(problem, ImportError | SelectionError)}
+    finally:
+        if clock.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def host_us(call: Call, device: torch.device, calls: int = 20, rounds: int = 15) -> float:
+    """Return the host's least microseconds of a call, the device done with what came before."""
+    best = float("inf")
+    call()
+    for _ in range(rounds):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, time.perf_counter() - started)
+    return best / calls * 1e6

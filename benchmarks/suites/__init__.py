@@ -1,0 +1,5 @@
+"""Suites by name: each module has `ROWS`, and its first line says what it asks."""
+
+NAMES = (
+    "decode", "prefill", "mixed", "mla", "recurrent", "prefix", "eight_bit", "graphs", "store", "host",
+)  # fmt: skip

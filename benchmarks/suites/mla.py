@@ -1,0 +1,43 @@
+"""Multi-head latent attention: absorbed decodes over latents in bf16 and in e4m3."""
+
+from __future__ import annotations
+
+import random
+
+from polyattn import LayerSpec
+from polyattn.spec.layer import LatentSpec
+from polyattn.tools.cli.models import bundled
+from polyattn.tools.lengths import of_trace
+from table import BEST, LATENT, Bar, K, Other, Row, model
+
+DEEPSEEK = model("deepseek-v3")
+HALF = DEEPSEEK.replace(num_heads=64)
+LITE = model("deepseek-v2-lite")
+WIDE = LayerSpec(
+    kind="mla", num_heads=128, head_size=192, v_head_size=128, block_size=64,
+    latent=LatentSpec(rank=512, rope_head_size=64),
+)  # fmt: skip
+CHAT = of_trace(bundled("azure_conversation.csv"))(24, 0, random.Random(1))
+LEVEL = Bar(1.05, BEST)
+E4M3 = {"kv_cache_dtype": "fp8"}
+EIGHT = {
+    "cuda": (
+        Other("TRITON_MLA e4m3", "TRITON_MLA", E4M3), Other("TRITON_MLA bf16", "TRITON_MLA"),
+        Other("FLASHINFER_MLA_FP8 e4m3", "FLASHINFER_MLA_FP8", E4M3),
+        Other("FLASHINFER_MLA bf16", "FLASHINFER_MLA"),
+    ),
+    "cpu": (Other("NATIVE_MLA e4m3", "NATIVE_MLA", E4M3), Other("NATIVE_MLA bf16", "NATIVE_MLA")),
+}  # fmt: skip
+
+ROWS = [
+    *(Row(f"128 heads: {n} x {m}", DEEPSEEK, [(1, m)] * n, LATENT, LEVEL, ["machine.copy"])
+      for n, m in ((64, 4096), (16, 4096), (128, 2048), (1, 8192))),
+    Row("64 heads: 1 x 128k + 63 x 1k", HALF, [(1, 128 * K)] + [(1, K)] * 63, LATENT, LEVEL),
+    Row("64 heads: the same in 64 equal", HALF, [(1, (128 * K + 63 * K) // 64)] * 64, LATENT, LEVEL),
+    Row("64 heads: 24 of azure", HALF, [(1, n) for n in CHAT], LATENT, LEVEL),
+    Row("64 heads: 32 x 4 new after 4k", HALF, [(4, 4 * K + 4)] * 32, LATENT, LEVEL),
+    Row("64 heads: 64 x 4096", HALF, "64q1s4k", LATENT, LEVEL),
+    Row("16 heads: 8 x 2048", LITE, "8q1s2k", LATENT, LEVEL, ["machine.copy"]),
+    *(Row(f"8 bits: {n} x {m}", WIDE, [(1, m)] * n, EIGHT)
+      for n, m in ((64, 4096), (16, 4096), (8, 32768))),
+]  # fmt: skip
