@@ -1,4 +1,4 @@
-"""Is the house small? No file over 400 lines, no function over 60; device kernels are exempt."""
+"""Is the house small? No file over 600 lines, tests aside; no function over 60, device kernels aside."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("core", "plugins", "integrations", "examples", "benchmarks", "tests")
-FILE, FUNCTION = 400, 60
+FILE, FUNCTION = 600, 60
 
 
 def kernels() -> set[str]:
@@ -26,10 +26,10 @@ def sources() -> list[Path]:
     return sorted(path for path in found if not {"build", ".venv"} & set(path.parts))
 
 
-def too_large(text: str, kernel: bool = False) -> Iterator[str]:
+def too_large(text: str, kernel: bool = False, test: bool = False) -> Iterator[str]:
     count = text.count("\n")
-    if count > FILE:
-        yield f"{count} lines; at most {FILE}: split it by what its parts answer"
+    if count > FILE and not test:
+        yield f"{count} lines; at most {FILE}: does it hold one idea?"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not kernel:
             count = (node.end_lineno or 0) - node.lineno + 1
@@ -44,7 +44,9 @@ def test_no_file_and_no_function_is_too_long() -> None:
         f"{path.relative_to(ROOT)}: {problem}"
         for path in paths
         for problem in too_large(
-            path.read_text(encoding="utf-8"), any(path.match(name) for name in exempt)
+            path.read_text(encoding="utf-8"),
+            any(path.match(name) for name in exempt),
+            "tests" in path.relative_to(ROOT).parts,
         )
     ]
     assert len(paths) > 300
@@ -54,7 +56,7 @@ def test_no_file_and_no_function_is_too_long() -> None:
 @pytest.mark.parametrize(
     ("text", "problems"),
     [
-        ("x = 1\n" * 400, 0), ("x = 1\n" * 401, 1),
+        ("x = 1\n" * 600, 0), ("x = 1\n" * 601, 1),
         ("def f():\n" + "    x = 1\n" * 59, 0), ("def f():\n" + "    x = 1\n" * 60, 1),
         ("class C:\n    async def f():\n" + "        x = 1\n" * 60, 1),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from defaults import CPU_DEFAULT
+from polyattn.registry import catalogue
 from polyattn.registry.catalogue import install_advice
 from polyattn.registry.devices import profiles
 from polyattn.registry.discovery import discover
@@ -179,7 +180,8 @@ def test_a_profile_is_its_plugins() -> None:
     assert "device 'gaudi3' isn't here: polyattn-hpu has it, but its plugin is disabled" in text
 
 
-def test_every_extra_that_is_advised_exists() -> None:
+def test_every_extra_that_is_advised_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "_checkout", lambda: None)
     extras = set(metadata("polyattn").get_all("Provides-Extra") or ())
     for device in profiles(discover()).values():
         advised = re.findall(r"polyattn\[(\w+)\]", install_advice(device.platform))

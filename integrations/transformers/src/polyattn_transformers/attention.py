@@ -47,9 +47,7 @@ def attention(
     if is_causal is None:
         # `make_mask` leaves a causal mask out only where the lengths are equal: other layers see all.
         is_causal = getattr(module, "is_causal", True) and query.shape[2] == key.shape[2]
-    sinks = kwargs.get("s_aux")
-    if sinks is None and "sinks" in module._parameters:
-        sinks = module._parameters["sinks"]
+    sinks = _sinks(module, kwargs)
     # A single query is a decode: it sees all keys, wherever they are aligned.
     causal = is_causal and query.shape[2] > 1
     own, others = _own_attention(type(module).__module__)
@@ -63,10 +61,9 @@ def attention(
             raise PolyattnError(f"continuous batching of {type(module).__name__}: {why}")
         return paged.attend(module, query, key, value, scaling, softcap, sinks, kwargs), None
     if why is None and torch.compiler.is_compiling():
-        out = torch.ops.polyattn.sdpa(
+        return torch.ops.polyattn.sdpa(
             query, key, value, attention_mask, sinks, causal, scaling, softcap, "transformers"
-        )
-        return out, None
+        ), None
     if why is None:
         try:
             out, _ = sdpa(
@@ -78,23 +75,20 @@ def attention(
             why = str(error)
     if not torch.compiler.is_compiling():
         LEDGER.count_fallback(type(module).__name__, why)
+    options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
     if why in TRAINING and softcap is None and sinks is None:
         return sdpa_attention_forward(
-            module,
-            query,
-            key,
-            value,
-            attention_mask,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=is_causal,
+            module, query, key, value, attention_mask, is_causal=is_causal, **options
         )
-    attention_mask = _as_added(attention_mask, query, key, is_causal)
     if softcap is not None:
-        kwargs["softcap"] = softcap
-    return own(  # type: ignore[no-any-return]
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-    )
+        options["softcap"] = softcap
+    mask = _as_added(attention_mask, query, key, is_causal)
+    return own(module, query, key, value, mask, **options, **kwargs)  # type: ignore[no-any-return]
+
+
+def _sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
+    sinks: Tensor | None = kwargs.get("s_aux")
+    return module._parameters.get("sinks") if sinks is None else sinks
 
 
 def _as_added(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> Tensor | None:

@@ -30,7 +30,8 @@ ROWS_A_KEY = 256
 """Rows (query token, head of group) that must see a copied key for its copy to pay.
 
 On an H200 (`benchmarks/h200_fp8.py --only widened` at commit 103dcad, heads of 128) a key and its value
-were copied in 0.21 to 0.30 ns, and over e4m3 the portable kernel took 1.2 ps longer for each row and key: alike at 175 to 250."""
+were copied in 0.21 to 0.30 ns, and over e4m3 the portable kernel took 1.2 ps longer for each row and key:
+alike at 175 to 250."""
 LEAST = 1 << 30
 """Rows x keys x head size that must be left to gain, about 10 us of time: a launch more takes some."""
 ELEMENTS = 8192

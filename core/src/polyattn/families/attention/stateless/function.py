@@ -17,6 +17,9 @@ from polyattn.runtime.inputs import check_is_tensor
 from polyattn.runtime.step.batch_checks import integers
 from polyattn.spec.checks import flag
 
+FAILURES = AttributeError, TypeError, SpecError, DeviceError, RuntimeError, UnreadableMask
+"""What a call with bad arguments may end with, deep within."""
+
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, *, causal: bool = False, mask: Tensor | None = None,
@@ -65,15 +68,7 @@ def attention(
                 query, key, value, asked, key_lens=None if key_lens is None else tuple(key_lens),
                 first_positions=firsts, sinks=sinks, alibi_slopes=alibi_slopes,
             )  # fmt: skip
-    except (
-        AttributeError,
-        TypeError,
-        SpecError,
-        DeviceError,
-        RuntimeError,
-        UnreadableMask,
-    ) as error:
-        # Who is wrong is asked here, so that a call that is right pays nothing.
+    except FAILURES as error:  # validate only after a failure, so that valid calls pay nothing
         lists = {"query_lens": query_lens, "key_lens": key_lens, "first_positions": first_positions}
         try:
             _refuse(error, (query, key, value), (mask, sinks, alibi_slopes), lists, asked)
