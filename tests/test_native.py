@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from polyattn import Batch, LayerSpec, select
-from polyattn.errors import SettingsError
+from polyattn.errors import SelectionError
 from polyattn.families.attention import reference
 from polyattn.kernel import STORAGE_DTYPES, BatchError, KVCache, LayerParams, quantize
 from polyattn.registry.discovery import refresh
@@ -278,9 +278,9 @@ def test_a_wrong_setting_is_an_error_that_names_what_may_be_set(monkeypatch, var
     says = f"{variable}='{value}': {wanted}"
     refresh()
     try:
-        with pytest.raises(SettingsError, match=says):
-            select(make_spec())
-        assert any(re.search(says, problem) for problem in doctoring.examine()["problems"])
+        with pytest.raises(SelectionError, match=says):
+            select(make_spec(), backend="NATIVE_ATTN")
+        assert any(re.search(says, row["state"]) for row in doctoring.examine()["backends"])
     finally:
         refresh()
 

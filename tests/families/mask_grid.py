@@ -12,8 +12,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from polyattn import Device, LayerSpec
-from polyattn.conformance.harness.attention import AttentionHarness
+from polyattn.api import select
 from polyattn.errors import SelectionError
+from polyattn.runtime.group import LayerGroup
+from polyattn.workload.base import workload
 
 Lengths = list[tuple[int, int]]
 ENDLESS = 2**31 - 1
@@ -122,14 +124,13 @@ def judged(
     """
     found = Judged([], {}, {})
     for name, (spec, lengths) in cases:
-        harness = AttentionHarness(backend, device, 5)
         try:
-            layer = harness.layer(spec.replace(**fields))
+            group = LayerGroup(select(spec.replace(**fields), device, backend=backend))
         except SelectionError as error:
             found.refused[name] = str(error)
             continue
         try:
-            harness.check(layer, harness.inputs(layer, lengths))
+            workload(group, lengths, 5).check()
         except Exception as error:
             found.wrong[name] = f"{type(error).__name__}: {error}"
         else:

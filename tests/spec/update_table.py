@@ -70,7 +70,7 @@ A checkpoint's quantised cache (`kv_cache_scheme`, `kv_cache_quant_algo`) is ref
 `kv_cache_dtype` says what the cache holds. Layers that read another layer's keys (Gemma 3n) have that
 layer's index as `LayerSpec.kv_source`.
 
-A package adds a type by an entry point in the group `polyattn.readers`, whose name is the `model_type`:
+A package adds a type by an entry point in the group polyattn.readers, whose name is the `model_type`:
 
 ```python
 # my_models.py; in pyproject.toml: [project.entry-points."polyattn.readers"] my_type = "my_models:read"

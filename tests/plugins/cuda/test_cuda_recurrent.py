@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.families.recurrent import inputs as samples
+from polyattn.families.recurrent import workload as samples
 from polyattn.families.recurrent import reference as reference_recurrent
 from polyattn.kernel import AttentionKind, RecurrentBackend
 from polyattn.runtime.cache.state_cache import StateCacheSpec

@@ -94,7 +94,10 @@ class StepPlan(ABC):
         self.handle = torch.tensor(number)
         # The cache must have as many blocks; a table that only the device has isn't read.
         table = batch.block_table
-        self._num_blocks = UNKNOWN if table is not None and table.device.type == "cpu" else 0
+        on_host = table is not None and table.device.type == "cpu"
+        # A captured step's plan is refilled with other steps than its batch says.
+        refilled = group.spec.graph_capture or group.spec.length_bounds
+        self._num_blocks = UNKNOWN if on_host and not refilled else 0
 
     @property
     @abstractmethod

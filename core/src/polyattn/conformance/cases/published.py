@@ -101,7 +101,7 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     reaching = "reaching" if prefills else "reaching decodes"
     for label, fields in PUBLISHED.items():
         spec = _changed(base, fields)
-        if spec is not None:
+        if spec is not None and _walks(caps, spec.block_size):
             yield Case("published", f"{where} {label}", spec, reaching)
     batches = ["after context" if prefills else "decode"]
     if not base.cached and prefills:  # over a cache are contexts enough
@@ -115,6 +115,14 @@ def derive(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case
     yield Case("masks", where, base, "grid")
     if base.cached:
         yield Case("twins", where, base, "decode")
+
+
+def _walks(caps: Capabilities, block: int | None) -> bool:
+    """Whether a backend takes a cache of this block size, in blocks of its own where it must."""
+    sizes = caps.block_sizes
+    return (
+        block is None or block in sizes or ("NHD" in caps.layouts and bool(sizes.divisor_of(block)))
+    )
 
 
 def _changed(base: LayerSpec, fields: dict[str, Any]) -> LayerSpec | None:

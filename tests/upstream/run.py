@@ -1,6 +1,6 @@
 """Runs libraries' own tests on the CPU with polyattn's functions in place of their kernels.
 
-    python integrations/upstream/run.py LIBRARY CHECKOUT MOST [pytest's arguments]
+    python tests/upstream/run.py LIBRARY CHECKOUT MOST [pytest's arguments]
 
 `LIBRARY` is one of `LIBRARIES`, `CHECKOUT` a clone of its repository, and `MOST` how many tests to
 choose, at random, as many of each function. Nothing of the checkout is built or copied; its Python files
