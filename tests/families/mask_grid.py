@@ -12,9 +12,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from polyattn import Device, LayerSpec
-from polyattn.api import select
+from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SelectionError
-from polyattn.runtime.group import LayerGroup
 from polyattn.workload.base import workload
 
 Lengths = list[tuple[int, int]]
@@ -125,7 +124,7 @@ def judged(
     found = Judged([], {}, {})
     for name, (spec, lengths) in cases:
         try:
-            group = LayerGroup(select(spec.replace(**fields), device, backend=backend))
+            group = Harness(backend, device, 5).group(spec.replace(**fields))
         except SelectionError as error:
             found.refused[name] = str(error)
             continue

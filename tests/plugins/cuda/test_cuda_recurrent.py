@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from polyattn import Batch, Device, LayerSpec
-from polyattn.families.recurrent import workload as samples
 from polyattn.families.recurrent import reference as reference_recurrent
+from polyattn.families.recurrent import workload as samples
 from polyattn.kernel import AttentionKind, RecurrentBackend
 from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.spec.layer import RecurrentSpec

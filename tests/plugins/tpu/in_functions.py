@@ -39,17 +39,16 @@ SHORT = 4
 
 
 class FunctionsGroup(LayerGroup):
-    """A group whose plans are pytrees: made where the kit makes a plan, kept as long as it."""
+    """A group whose plans are pytrees: each lives as long as the kit's plan that it belongs to."""
 
     def plan(self, batch: Batch, reuse: Any = None) -> Any:
         step = super().plan(batch, reuse)
         size = None if self.cache_format is None else self.cache_format.block_size
-        made = pt.plan(batch, self.spec, block_size=size, buckets=buckets())
-        self.__dict__.setdefault("pytrees", {})[id(step)] = (step, made)
+        vars(step)["pytree"] = pt.plan(batch, self.spec, block_size=size, buckets=buckets())
         return step
 
     def pytree(self, step: Any) -> Any:
-        return self.__dict__["pytrees"][id(step)][1]
+        return vars(step)["pytree"]
 
     def backend(self, phase: str, base: Any, spec: Any = None, cache: Any = None) -> Any:
         if base is AttentionBackend:

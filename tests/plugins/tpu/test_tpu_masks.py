@@ -58,7 +58,11 @@ def test_a_step_without_keys_is_zeros(lens: tuple[list[int], list[int]]) -> None
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
     ("cases", "step"),
-    [("grid", 60), pytest.param("beyond", 9, marks=slow), pytest.param("grid", 1, marks=slow)],
+    [
+        ("grid", 60),
+        pytest.param("beyond", 9, marks=slow),
+        pytest.param("grid", 1, marks=pytest.mark.sweep),
+    ],
 )
 def test_every_mask_in_the_interpreter(cases: str, step: int) -> None:
     found = subprocess.run(

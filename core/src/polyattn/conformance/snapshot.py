@@ -43,7 +43,11 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "denormal numbers": lambda: float(torch.tensor(_DENORMAL) * 1.0) != 0.0,
     "how tensors are printed": lambda: str(vars(torch._tensor_str.PRINT_OPTS)),
     "NumPy's reaction to errors": np.geterr,
-    "the environment": lambda: dict(os.environ),
+    "the environment": lambda: {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("TORCHINDUCTOR_", "TRITON_"))  # torch's compiler sets these itself
+    },
     "the working directory": os.getcwd,
 }  # fmt: skip
 """What a case must leave as it was, by name."""
