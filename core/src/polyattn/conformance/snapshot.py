@@ -46,7 +46,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "the environment": lambda: {
         name: value
         for name, value in os.environ.items()
-        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_"))  # torch's compiler sets these itself
+        if not name.lstrip("_").startswith(("TORCHINDUCTOR_", "TRITON_"))  # the compiler's own
     },
     "the working directory": os.getcwd,
 }  # fmt: skip
