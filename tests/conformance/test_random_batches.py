@@ -17,6 +17,7 @@ from polyattn import (
     Batch,
     LayerGroup,
     LayerSpec,
+    RecurrentSpec,
     discover,
     register,
     resolve_device,
@@ -119,3 +120,12 @@ def test_a_picked_step_is_of_its_pool() -> None:
     assert not all(t.isfinite().all() for t in (spoilt.query, spoilt.keys, spoilt.values))
     others = torch.tensor([1, 2, 3, 4, 5])  # the first row is the spoilt one's
     assert next(spoilt.errors(others))[1] < 1e-6
+
+
+def test_picking_leaves_float64_states_as_they_start() -> None:
+    """The states that a step must end with are no view of those that it starts with."""
+    recurrent = RecurrentSpec(state_size=8)
+    spec = LayerSpec(kind="linear", num_heads=2, head_size=8, dtype="float64", recurrent=recurrent)
+    pool: Any = workload(LayerGroup(select(spec, "cpu", backend="TORCH_SCAN")), [(3, 9), (2, 2)], 3)
+    step = pool.remembered().picked([0, 1])
+    assert torch.equal(step.states.data[step.slots[0]], pool.starts[0].double())

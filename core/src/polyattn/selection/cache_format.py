@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from polyattn.device import Device
-from polyattn.errors import CacheError, nearest, shown
+from polyattn.errors import CacheError, nearest
+from polyattn.spec.checks import flag, integer
 from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS
 from polyattn.spec.layer import LayerSpec
 
@@ -32,14 +33,9 @@ class CacheFormat:
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_kv_heads", "head_size", "v_head_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise CacheError(f"CacheFormat.{name}={value!r} must be a positive integer")
+            integer(f"CacheFormat.{name}", getattr(self, name), 1, error=CacheError)
         for name in ("value_in_key", "interleaved"):
-            if not isinstance(getattr(self, name), bool):
-                raise CacheError(
-                    f"CacheFormat.{name}={shown(getattr(self, name))} must be True or False"
-                )
+            flag(f"CacheFormat.{name}", getattr(self, name), CacheError)
         if not isinstance(self.dtype, str) or self.dtype not in ITEM_BYTES:
             raise CacheError(
                 f"CacheFormat.dtype={self.dtype!r} is unknown{nearest(str(self.dtype), ITEM_BYTES)}"

@@ -74,14 +74,17 @@ def no_field(of: str, name: str, known: Collection[str]) -> str:
     return f"{of} has no field {name!r}{hint or nearest(name, known)}"
 
 
-def integer(name: str, value: Any, low: int, high: int = LARGEST, hint: str = "") -> None:
+def integer(
+    name: str, value: Any, low: int, high: int = LARGEST, hint: str = "",
+    error: type[PolyattnError] = SpecError,
+) -> None:  # fmt: skip
     """Refuse anything but an integer from `low` to `high`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < low:
         wanted = "a positive integer" if low == 1 else f"an integer, {low} or more"
-        raise SpecError(f"{name}={value!r} must be {wanted}{hint}")
+        raise error(f"{name}={value!r} must be {wanted}{hint}")
     if value > high:
-        raise SpecError(f"{name}={value!r} is more than {high}, the most that a layer can have")
+        raise error(f"{name}={value!r} is more than {high}, the most that a layer can have")
 
 
 def number(name: str, value: Any, hint: str) -> None:

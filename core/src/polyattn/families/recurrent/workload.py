@@ -134,7 +134,7 @@ class RecurrentWorkload(Workload):
         spoil_requests(parts, spoilt, self.dice)
         work._lay(self.dice.order(len(chosen) + 2).tolist())
         output, after = self.expected
-        ends = work.states.data.cpu().double()
+        ends = work.states.data.to("cpu", torch.float64, copy=True)
         ends[work.slots[: len(chosen)]] = after[[self.slots[i] for i in requests]]
         work.__dict__["expected"] = output[rows.cpu()], ends
         work.used = [
