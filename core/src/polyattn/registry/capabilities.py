@@ -304,6 +304,8 @@ _FEATURE_REMEDIES = {
     "length_bounds": "give each step its lengths on the host, and plan it",
     "deterministic": "ask without deterministic",
     "batch_invariant": "ask without batch_invariant",
+    "step_invariant": "ask for batch_invariant='batch'",
+    "call_invariant": "ask for batch_invariant='steps'",
     "tensor_scales": "give the scales as numbers: scales='number'",
     "head_scales": "give one scale for all heads",
     "fp8_inputs": "dequantise before: qkv_dtype='auto'",

@@ -16,7 +16,7 @@ from polyattn.selection.decision import Decision, Step, Verdict
 from polyattn.selection.shared_cache import SharedCache, share_cache, walks
 from polyattn.settings import Override, Settings
 from polyattn.spec.decompose import questions
-from polyattn.spec.kinds import AttentionKind
+from polyattn.spec.kinds import AttentionKind, Invariance, Role
 from polyattn.spec.layer import LayerSpec
 
 Availability = Callable[[BackendInfo], str | None]
@@ -90,6 +90,10 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
         ranking[phase] = _ranked(judged, phase, facts)
         if override and not ranking[phase]:
             raise SelectionError(_named_failure(override, spec, device, phase, judged[0], facts))
+    if spec.batch_invariant >= Invariance.STEPS:
+        ranking = _by_one(spec, ranking)
+    if spec.batch_invariant >= Invariance.CALLS and not spec.cached and ranking["prefill"]:
+        ranking["prefill"] = _by_the_cached(spec, device, ranking["prefill"], facts, settings)
     trace = (*steps, Step("Who can?", _answer(ranking), tuple(verdicts)))
     if not all(ranking.values()):
         raise SelectionError(_nobody(spec, device, trace, facts))
@@ -97,6 +101,26 @@ def _decide(spec: LayerSpec, device: Device, facts: Facts, settings: Settings) -
         chosen = tuple((phase, infos[0].name) for phase, infos in ranking.items())
         return Decision(spec, device, trace, chosen, _names(ranking), notes=tuple(notes))
     return _over_one_cache(spec, device, trace, ranking, settings, named, tuple(notes))
+
+
+def _by_one(
+    spec: LayerSpec, ranking: Mapping[str, list[BackendInfo]]
+) -> dict[str, list[BackendInfo]]:
+    """Return the rankings without who serves one of prefill and decode alone: bits would differ."""
+    phases = [phase for phase in ("prefill", "decode") if phase in ranking]
+    both = set.intersection(*({b.name for b in ranking[phase]} for phase in phases))
+    order = [b for b in ranking[phases[-1]] if b.name in both]
+    return {**ranking, **dict.fromkeys(phases, order)}
+
+
+def _by_the_cached(
+    spec: LayerSpec, device: Device, ranking: list[BackendInfo], facts: Facts, settings: Settings
+) -> list[BackendInfo]:
+    """Return whoever serves the same layer over a cache, for one that keeps none: the same bits."""
+    if spec.role is not Role.DECODER or not spec.causal:
+        return ranking
+    prefill = dict(_decide(spec.replace(cached=True), device, facts, settings).chosen)["prefill"]
+    return [b for b in ranking if b.name == prefill]
 
 
 def _over_one_cache(

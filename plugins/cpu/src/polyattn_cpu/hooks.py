@@ -98,7 +98,15 @@ NATIVE_ATTN = BackendInfo(
             "lse",
             "deterministic",
             "batch_invariant",
+            "step_invariant",
+            "call_invariant",
         },
+        excludes=(
+            (
+                frozenset({"step_invariant", "sink_tokens"}),
+                "kept first tokens and the window may share a tile of keys, or not, by the step",
+            ),
+        ),
     ),
     priorities=(Priority(score=100, why="reads each cached byte once, at the memory's pace"),),
     proof=PROOF,

@@ -12,6 +12,7 @@ from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
     BatchError,
+    Invariance,
     LayerParams,
     LayerSpec,
     Lie,
@@ -32,7 +33,7 @@ DTYPES = {
 
 TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
 
-_LAYER = struct.Struct("@10i2f")
+_LAYER = struct.Struct("@11i2f")
 _BATCH = struct.Struct("@3i3P")
 _TENSORS = struct.Struct("@8P14q2f")
 
@@ -50,6 +51,7 @@ def layer_bytes(spec: LayerSpec, stored: str | None = None) -> bytes:
         spec.sliding_window or 0,
         spec.chunk_size or 0,
         spec.sink_tokens,
+        spec.batch_invariant >= Invariance.STEPS,
         spec.scale,
         spec.logit_soft_cap or 0.0,
     )
