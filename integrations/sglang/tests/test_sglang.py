@@ -177,9 +177,7 @@ def test_prefill_chunks_and_decodes(name: str) -> None:
     assert int(written.sum()) == sum(served.lens), "another slot was written"
 
 
-def test_polyattn_why_tells_of_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_polyattn_why_tells_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(running, "_written", {})
     Served(False).step([5, 9], layer(), 0)

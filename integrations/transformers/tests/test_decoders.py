@@ -74,9 +74,7 @@ def test_greedy_tokens(name: str, mode: str) -> None:
     assert expected.tolist() == found.tolist()
 
 
-def test_polyattn_why_tells_of_the_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_polyattn_why_tells_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(running, "_written", {})
     model = decoder("llama")

@@ -97,7 +97,9 @@ def _record(key: tuple[Any, ...], line: Any) -> None:
         path = _folder() / f"{os.getpid()}.jsonl"
         if not written:
             head = {"began": _began(os.getpid()), "command": " ".join(sys.orig_argv)[:300]}
-            text = json.dumps({**head, "version": sys.modules["polyattn"].__version__}) + "\n" + text
+            text = (
+                json.dumps({**head, "version": sys.modules["polyattn"].__version__}) + "\n" + text
+            )
             atexit.register(_remove, path, os.getpid())
         written.add(key)
         mode = os.O_WRONLY | os.O_CREAT | (os.O_APPEND if len(written) > 1 else os.O_TRUNC)
