@@ -85,7 +85,17 @@ def build() -> None:
     for old in FOLDER.iterdir():
         old.unlink()
     folders = [str(ROOT / folder) for folder in projects()]
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(FOLDER), *folders)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--wheel-dir",
+        str(FOLDER),
+        *folders,
+    )
     wheels = sorted(FOLDER.glob("*.whl"))
     assert len(wheels) == len(folders), "one wheel for each distribution"
     assert all(f"-{version()}-" in wheel.name for wheel in wheels), "one version"

@@ -1,4 +1,6 @@
-"""All that an integration imports beside `polyattn` and `polyattn.errors`: what an embedding host calls.
+"""What an integration imports: all that an embedding host calls.
+
+Beside it, an integration imports `polyattn` and `polyattn.errors`.
 
 A host calls attention without a layer, brings caches of its own, or shares a sequence among ranks.
 `API_VERSION` covers these names, as it covers those of `polyattn.plugin` and `polyattn.kernel`.

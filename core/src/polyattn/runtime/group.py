@@ -299,7 +299,10 @@ def load_backend(
     try:
         found = load_object(info.path)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+            raise PluginError(
+                f"backend {info.name}: {info.path} is no {base.__name__}; keep the class, or what the "
+                "decorator returns, under this name"
+            )
         build: Any = found
         return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:
