@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import forests, functions, lasting, published
+from polyattn.conformance.cases import forests, functions, lasting, published, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -90,6 +90,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases += lasting.derive(caps, base, _views(_batches_for(caps, base)), device)
             cases.append(Case("search", "", base, "drawn"))
     can = [c for c in cases if served_phases(caps, c.spec, device)]
+    if True in caps.cached and "decode" in caps.phases:
+        can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
     return can + refused
 
