@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from polyattn.spec.huggingface.attention import Decoder, head_sizes, no_rope
-from polyattn.spec.huggingface.config import Config, unknown_choice
-from polyattn.spec.huggingface.layers import Missing, Reader, Towers
-from polyattn.spec.huggingface.rotary import read_rope
-from polyattn.spec.layer import LayerSpec
-from polyattn.spec.rope import RopeSpec
+from polyattn import LayerSpec, RopeSpec
+
+from polyattn_models.attention import Decoder, head_sizes, no_rope
+from polyattn_models.config import Config, unknown_choice
+from polyattn_models.layers import Missing, Reader, Towers
+from polyattn_models.rotary import read_rope
 
 
 def gptj_rope(cfg: Config, size: int, index: int, kind: str) -> RopeSpec:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from polyattn.errors import ConfigError, nearest, shown
-from polyattn.spec.huggingface.classes import ModelClass, model_class
-from polyattn.spec.huggingface.mamba_ssm import is_mamba_ssm, translated
+
+from polyattn_models.classes import ModelClass, model_class
+from polyattn_models.mamba_ssm import is_mamba_ssm, translated
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | object
 """A mapping, a config object (`to_dict`), the path of a `config.json` or of its directory."""
@@ -163,6 +164,18 @@ def read_config(config: Source) -> Config:
     if isinstance(text, Mapping) and "num_hidden_layers" not in values:
         values = {**values, **text}
     return Config(values, source)
+
+
+def text_config(config: Source, assume: str | None = None) -> Config:
+    """Return the config of a model's text tower, as its type or the type to `assume` has it.
+
+    Raises `ConfigError`.
+    """
+    values, source = read_values(config)
+    cfg = Config(values, source, assume or str(values.get("model_type")))
+    if isinstance(values.get("text_config"), Mapping):
+        return cfg.part("text_config", f"{cfg.model_type}_text")
+    return cfg
 
 
 def read_values(config: Source) -> tuple[Mapping[str, Any], str]:

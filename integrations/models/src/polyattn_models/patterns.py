@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from polyattn.spec.huggingface.config import Config, unknown_choice
+from polyattn_models.config import Config, unknown_choice
 
 Pattern = Callable[[Config, int], list[str]]
 """Returns the types of so many layers, for a config that doesn't list them."""

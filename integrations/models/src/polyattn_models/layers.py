@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from polyattn.errors import ConfigError
-from polyattn.spec.decompose import ranges
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.layer import LayerSpec
+from polyattn import LayerSpec
+from polyattn.errors import ConfigError, ranges
+
+from polyattn_models.config import Config
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from polyattn.errors import (
     SelectionError,
     SpecError,
 )
-from polyattn.spec.huggingface import READERS, model_layers
 from polyattn.spec.layer import LatentSpec, RecurrentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn_models import READERS, model_layers
 from tiny import CONFIG_MAPPING, tiny_values
 
 scalars = (

@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from polyattn.errors import ConfigError, shown
-from polyattn.spec.huggingface.classes import beside, has_class, shared_reads
-from polyattn.spec.huggingface.config import Config
+
+from polyattn_models.classes import beside, has_class, shared_reads
+from polyattn_models.config import Config
 
 log = logging.getLogger("polyattn")
 

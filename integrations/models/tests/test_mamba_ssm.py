@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from polyattn.errors import ConfigError
-from polyattn.spec.huggingface import layer_specs
-from polyattn.spec.huggingface.config import read_values
 from polyattn.tools.cli.models import bundled
+from polyattn_models import layer_specs
+from polyattn_models.config import read_values
 from tiny import CONFIG_MAPPING
 
 MODEL = {"d_model": 64, "n_layer": 3, "vocab_size": 50277, "pad_vocab_size_multiple": 8}

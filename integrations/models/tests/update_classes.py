@@ -1,6 +1,7 @@
 """Writes what the installed transformers says of each type's config: fields, defaults, what is read.
 
-Run after a newer transformers: `python tests/spec/update_classes.py`; a test says when it is stale.
+Run after a newer transformers: `python integrations/models/tests/update_classes.py`. A test says when
+it is stale.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import polyattn_models
 import transformers
-from polyattn.spec import huggingface
-from polyattn.spec.huggingface import READERS
-from polyattn.spec.huggingface.classes import ModelClass
-from polyattn.tools.cli.models import bundled
+from polyattn_models import READERS
+from polyattn_models.classes import TABLE, ModelClass
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -52,7 +52,7 @@ OTHER_THAN_ATTENTION = re.compile(
 
 def literals() -> set[str]:
     """Return every string in the reader's source: the fields that it may ask for are among them."""
-    sources = Path(str(huggingface.__file__)).parent.glob("*.py")
+    sources = Path(str(polyattn_models.__file__)).parent.glob("*.py")
     nodes = (node for path in sources for node in ast.walk(ast.parse(path.read_text())))
     return {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
@@ -179,4 +179,4 @@ def text() -> str:
 
 
 if __name__ == "__main__":
-    bundled("config_classes.json").write_text(text())
+    TABLE.write_text(text())

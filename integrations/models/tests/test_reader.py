@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from polyattn import AttentionKind, LayerSpec, Role
 from polyattn.errors import ConfigError, nearest
-from polyattn.spec.huggingface import READERS, layer_specs, model_layers
-from polyattn.spec.huggingface.config import read_values
-from polyattn.spec.huggingface.encoders import READERS as ENCODERS
-from polyattn.spec.huggingface.rotary import KNOWN
 from polyattn.tools.cli.models import bundled, bundled_models
+from polyattn_models import READERS, layer_specs, model_layers
+from polyattn_models.config import read_values
+from polyattn_models.encoders import READERS as ENCODERS
+from polyattn_models.rotary import KNOWN
 from tiny import CONFIG_MAPPING, tiny_values
 
 LLAMA = {"model_type": "llama", "hidden_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2}

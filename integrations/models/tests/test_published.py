@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from polyattn.spec.decompose import group_layers
-from polyattn.spec.huggingface import READERS, model_layers
-from polyattn.spec.huggingface.multimodal import WRAPPERS
+from polyattn_models import READERS, model_layers
+from polyattn_models.multimodal import WRAPPERS
 from tiny import CONFIG_MAPPING, tiny_values
 
 PUBLISHED = [

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Part, Towers
-from polyattn.spec.huggingface.patterns import (
+from polyattn import LayerSpec, RopeSpec
+
+from polyattn_models.config import Config
+from polyattn_models.layers import Part, Towers
+from polyattn_models.patterns import (
     CHUNKED,
     FULL,
     SLIDING,
     Pattern,
     layer_types,
 )
-from polyattn.spec.huggingface.rotary import read_rope
-from polyattn.spec.layer import LayerSpec
-from polyattn.spec.rope import RopeSpec
+from polyattn_models.rotary import read_rope
 
 
 def every_full(cfg: Config, count: int) -> list[str]:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from polyattn import LayerSpec
 from polyattn.errors import ConfigError, SpecError, nearest
-from polyattn.spec.huggingface.config import Config, Source, read_config, read_values
-from polyattn.spec.huggingface.known import check_fields
-from polyattn.spec.huggingface.layers import Layer, ModelLayers, Reader, Towers, model_of
-from polyattn.spec.huggingface.multimodal import READERS as WITH_TOWERS
-from polyattn.spec.huggingface.multimodal import text_part, towers
-from polyattn.spec.huggingface.outside import outside_reader
-from polyattn.spec.huggingface.quantization import check_cache_scheme
-from polyattn.spec.huggingface.recurrent import READERS as RECURRENT
-from polyattn.spec.huggingface.unknown import why_unknown
-from polyattn.spec.layer import LayerSpec
+
+from polyattn_models.config import Config, Source, read_config, read_values, text_config
+from polyattn_models.known import check_fields
+from polyattn_models.layers import Layer, ModelLayers, Reader, Towers, model_of
+from polyattn_models.multimodal import READERS as WITH_TOWERS
+from polyattn_models.multimodal import text_part, towers
+from polyattn_models.outside import outside_reader
+from polyattn_models.quantization import check_cache_scheme
+from polyattn_models.recurrent import READERS as RECURRENT
+from polyattn_models.unknown import why_unknown
 
 __all__ = [
     "READERS",
@@ -26,6 +27,7 @@ __all__ = [
     "layer_specs",
     "model_layers",
     "read_config",
+    "text_config",
 ]
 
 READERS: dict[str, Reader] = {**RECURRENT, **WITH_TOWERS}

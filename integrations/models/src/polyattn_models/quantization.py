@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from polyattn.spec.huggingface.config import Config
+from polyattn_models.config import Config
 
 WHERE = ("quantization_config", "compression_config")
 PLAIN: tuple[Any, ...] = (None, False, "", "none", "auto", [], {})

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from polyattn.errors import nearest, shown
-from polyattn.spec.huggingface.encoders import READERS as ENCODERS
-from polyattn.spec.huggingface.multimodal import TOWERS, text_part
+
+from polyattn_models.encoders import READERS as ENCODERS
+from polyattn_models.multimodal import TOWERS, text_part
 
 LOOKALIKES = (
     ("index_topk", "deepseek_v32"), ("kv_lora_rank", "deepseek_v3"), ("encoder_layers", "bart"),

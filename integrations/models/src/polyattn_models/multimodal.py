@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from polyattn import LayerSpec, Role
 from polyattn.errors import ConfigError
-from polyattn.spec.huggingface import decoders, encoders, gpt, hybrids, mla
-from polyattn.spec.huggingface.attention import Decoder, head_sizes, optional_window, rotary
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Missing, Reader, Towers
-from polyattn.spec.kinds import Role
-from polyattn.spec.layer import LayerSpec
+
+from polyattn_models import decoders, encoders, gpt, hybrids, mla
+from polyattn_models.attention import Decoder, head_sizes, optional_window, rotary
+from polyattn_models.config import Config
+from polyattn_models.layers import Missing, Reader, Towers
 
 TWO_DIMENSIONS = "a rotary embedding over rows and columns"
 QWEN_VL = Decoder(

@@ -5,16 +5,18 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from polyattn.spec.huggingface.attention import (
+from polyattn import RopeSpec
+
+from polyattn_models.attention import (
     Decoder,
     needed_window,
     optional_window,
     rotary,
     window,
 )
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Reader, Towers
-from polyattn.spec.huggingface.patterns import (
+from polyattn_models.config import Config
+from polyattn_models.layers import Reader, Towers
+from polyattn_models.patterns import (
     CHUNKED,
     FULL,
     SLIDING,
@@ -24,8 +26,7 @@ from polyattn.spec.huggingface.patterns import (
     starting,
     upper_layers,
 )
-from polyattn.spec.huggingface.rotary import nested_parameters, parameters, read_rope
-from polyattn.spec.rope import RopeSpec
+from polyattn_models.rotary import nested_parameters, parameters, read_rope
 
 YARN_GPT_OSS = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,

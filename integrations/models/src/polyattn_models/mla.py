@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Reader, Towers
-from polyattn.spec.huggingface.patterns import named
-from polyattn.spec.huggingface.rotary import parameters, read_rope, yarn_mscale
-from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.layer import LatentSpec, LayerSpec
-from polyattn.spec.rope import RopeSpec
+from polyattn import AttentionKind, LatentSpec, LayerSpec, RopeSpec
+
+from polyattn_models.config import Config
+from polyattn_models.layers import Reader, Towers
+from polyattn_models.patterns import named
+from polyattn_models.rotary import parameters, read_rope, yarn_mscale
 
 
 def latent_attention(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from polyattn.spec.huggingface.attention import Decoder, no_rope, rotary, window
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Part, Reader, Towers
-from polyattn.spec.huggingface.mla import latent_attention
-from polyattn.spec.huggingface.patterns import (
+from polyattn import LayerSpec, RopeSpec
+
+from polyattn_models.attention import Decoder, no_rope, rotary, window
+from polyattn_models.config import Config
+from polyattn_models.layers import Part, Reader, Towers
+from polyattn_models.mla import latent_attention
+from polyattn_models.patterns import (
     CONV,
     FULL,
     LINEAR,
@@ -19,7 +21,7 @@ from polyattn.spec.huggingface.patterns import (
     layer_types,
     named,
 )
-from polyattn.spec.huggingface.recurrent import (
+from polyattn_models.recurrent import (
     gated_delta,
     gated_linear_unit,
     kimi_delta,
@@ -30,9 +32,7 @@ from polyattn.spec.huggingface.recurrent import (
     silu,
     widened,
 )
-from polyattn.spec.huggingface.rotary import read_rope
-from polyattn.spec.layer import LayerSpec
-from polyattn.spec.rope import RopeSpec
+from polyattn_models.rotary import read_rope
 
 NOPE = Decoder(head_dim=False, rope=no_rope)
 

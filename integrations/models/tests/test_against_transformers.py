@@ -16,9 +16,8 @@ import transformers
 from polyattn import LayerSpec
 from polyattn.errors import ConfigError
 from polyattn.families.attention.alibi import alibi_slopes
-from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
-from polyattn.spec.huggingface.multimodal import WRAPPERS
-from polyattn.tools.cli.models import bundled
+from polyattn_models import READERS, ModelLayers, model_layers
+from polyattn_models.multimodal import WRAPPERS
 from tiny import CONFIG_MAPPING, build, inputs_of, tiny_config, tiny_values
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from variations import variations
@@ -202,7 +201,7 @@ def test_the_table_of_models_is_fresh_and_has_all_that_are_read() -> None:
     import update_table
 
     assert update_table.PAGE.read_text() == update_table.page(), (
-        "stale: python tests/spec/update_table.py"
+        "stale: python integrations/models/tests/update_table.py"
     )
     assert {name for kinds in update_table.MODELS.values() for name in kinds} <= set(READERS)
 
@@ -210,6 +209,6 @@ def test_the_table_of_models_is_fresh_and_has_all_that_are_read() -> None:
 def test_the_table_of_fields_is_fresh() -> None:
     import update_classes
 
-    assert bundled("config_classes.json").read_text() == update_classes.text(), (
-        "stale: python tests/spec/update_classes.py"
+    assert update_classes.TABLE.read_text() == update_classes.text(), (
+        "stale: python integrations/models/tests/update_classes.py"
     )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Missing, Reader, Towers
-from polyattn.spec.kinds import AttentionKind
-from polyattn.spec.layer import LayerSpec, RecurrentSpec
+from polyattn import AttentionKind, LayerSpec, RecurrentSpec
+
+from polyattn_models.config import Config
+from polyattn_models.layers import Missing, Reader, Towers
 
 
 def mamba1(cfg: Config, channels: int, state: int, width: int) -> LayerSpec:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from polyattn.errors import ConfigError, describe
-from polyattn.spec.huggingface.layers import Reader
+
+from polyattn_models.layers import Reader
 
 GROUP = "polyattn.readers"
 """The entry points' group: a name is a `model_type`, its object a `Reader`."""

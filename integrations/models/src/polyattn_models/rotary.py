@@ -6,9 +6,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from polyattn.spec.huggingface.config import Config, unknown_choice
-from polyattn.spec.rope import SCALINGS, RopeSpec
+from polyattn import RopeSpec
 
+from polyattn_models.config import Config, unknown_choice
+
+SCALINGS = ("linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 ALIASES = {"default": "none", "mrope": "none", "su": "longrope"}
 KNOWN = {
     "rope_theta", "rope_type", "type", "partial_rotary_factor", "factor", "attention_factor",
@@ -77,8 +79,8 @@ def read_rope(
         cfg.only("partial_rotary_factor", factor)
     kind = params.get("rope_type") or params.get("type") or "default"
     kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
-    if kind not in SCALINGS:
-        raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS[1:], *ALIASES])
+    if kind not in ("none", *SCALINGS):
+        raise unknown_choice(cfg, "rope_type", kind, [*SCALINGS, *ALIASES])
     if partial is None and factor not in (None, 1.0) and kind != "proportional":
         raise cfg.error("partial_rotary_factor", factor, "isn't read by this type of model")
     size = (

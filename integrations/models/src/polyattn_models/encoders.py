@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from polyattn.spec.huggingface.attention import head_sizes
-from polyattn.spec.huggingface.config import Config
-from polyattn.spec.huggingface.layers import Missing, Part, Reader, Towers
-from polyattn.spec.huggingface.patterns import FULL, SLIDING, layer_types, starting
-from polyattn.spec.huggingface.rotary import nested_parameters, read_rope
-from polyattn.spec.kinds import Role
-from polyattn.spec.layer import LayerSpec
-from polyattn.spec.rope import RopeSpec
+from polyattn import LayerSpec, Role, RopeSpec
+
+from polyattn_models.attention import head_sizes
+from polyattn_models.config import Config
+from polyattn_models.layers import Missing, Part, Reader, Towers
+from polyattn_models.patterns import FULL, SLIDING, layer_types, starting
+from polyattn_models.rotary import nested_parameters, read_rope
 
 RELATIVE_BIAS = "a learned relative position bias"
 ENCODER: dict[str, Any] = {"role": Role.ENCODER_ONLY, "causal": False}

@@ -1,6 +1,6 @@
 """Writes docs/models.md: which models are read, and what says that they are read rightly.
 
-python tests/spec/update_table.py
+python integrations/models/tests/update_table.py
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import transformers
-from polyattn.spec.huggingface import READERS, ModelLayers, model_layers
-from polyattn.spec.huggingface.multimodal import WRAPPERS
-from test_transformers import BY_ATTRIBUTES, BY_THEIR_TOWERS, PUBLISHERS_CODE
+from polyattn_models import READERS, ModelLayers, model_layers
+from polyattn_models.multimodal import WRAPPERS
+from test_against_transformers import BY_ATTRIBUTES, BY_THEIR_TOWERS, PUBLISHERS_CODE
 from tiny import CONFIG_MAPPING, tiny_values
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 MODELS: dict[str, tuple[str, ...]] = {
     "Llama 1 to 3": ("llama",), "Llama 4": ("llama4", "llama4_text", "llama4_vision_model"),
     "Llama 3.2 Vision": ("mllama", "mllama_text_model", "mllama_vision_model"),
@@ -49,14 +49,15 @@ MODELS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 HEAD = """# Which models are read
 
-A `config.json` becomes layers by its `model_type`: {count} types are read, any other is refused, with
-what it looks like. "equal": a tiny model of the type, built by transformers {version}, computes what
-the specs say, field by field (`tests/spec/test_transformers.py`); "by towers": its towers are compared
-by themselves, each a type of its own; "by attributes": what its modules hold is compared, since they
-call no attention interface; "published code": transformers has no such type, so the fields follow what
-its publisher wrote, without an oracle. "Not served": what the layers need that isn't built; such
-layers are refused by this name. Files of mamba_ssm, which have no `model_type`, are read as `mamba` or
-`mamba2`.
+`polyattn-models` (`integrations/models`) reads a `config.json`; core finds it by an entry point in the
+group polyattn.models. A config becomes layers by its `model_type`: {count} types are read, any other
+is refused, with what it looks like. "equal": a tiny model of the type, built by transformers {version},
+computes what the specs say, field by field (`integrations/models/tests/test_against_transformers.py`);
+"by towers": its towers are compared by themselves, each a type of its own; "by attributes": what its
+modules hold is compared, since they call no attention interface; "published code": transformers has no
+such type, so the fields follow what its publisher wrote, without an oracle. "Not served": what the
+layers need that isn't built; such layers are refused by this name. Files of mamba_ssm, which have no
+`model_type`, are read as `mamba` or `mamba2`.
 
 A field is harmless unless somebody reads it. A table, generated from the sources of transformers
 {version}, says which fields each type's modelling and configuration files read, and which ones caches,
@@ -89,10 +90,11 @@ optional values, and `cfg.only` refuses all values but some. The types in the ta
 are.
 
 What happens to a field that is renamed, dropped, changed or new: `pytest -m sweep
-tests/spec/test_transformers.py` tries it for each of 156 types. On 2026-11-22, transformers 5.23.0, in
-three runs on three machines, all passed: what was read is what the modules do, or it was refused.
+integrations/models/tests/test_against_transformers.py` tries it for each of 156 types. On 2026-11-22,
+transformers 5.23.0, in three runs on three machines, all passed: what was read is what the modules do,
+or it was refused.
 
-Written by `python tests/spec/update_table.py`. Where the bundled configs come from is in
+Written by `python integrations/models/tests/update_table.py`. Where the bundled configs come from is in
 `polyattn/data/README.md`.
 
 | model | `model_type` | layers | read | not served |
