@@ -328,7 +328,7 @@ def test_a_format_is_pickled_by_name_and_version(sign: RowFormat) -> None:
         ({"encode": lambda row: row.nothing}, "a function fails on rows of 8: .*nothing"),
         ({"row_bytes": lambda size: 0}, "row_bytes has no size of 1 to"),
         (
-            {"encode": lambda row: _signs(row) | (row.abs() > 1e6).any(-1, keepdim=True) * 255},
+            {"encode": lambda row: _signs(row) | ((row.abs() > 1e6).any(-1, keepdim=True) * 255).byte()},
             "encode must saturate",
         ),
     ],

@@ -71,7 +71,8 @@ def single_at(row: Any, at: Any) -> Any:
 
 def grouped(row: Tensor, count: int) -> Tensor:
     """Return rows (..., size) in groups of `count` neighbours, (..., size / count, count)."""
-    return row.unflatten(-1, (-1, count))
+    groups: Tensor = row.unflatten(-1, (-1, count))
+    return groups
 
 
 def written(values: Tensor, dtype: torch.dtype) -> Tensor:
