@@ -23,6 +23,7 @@ from polyattn.runtime.plan import Call, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.selection.running import record_decision
 from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
@@ -111,6 +112,7 @@ class LayerGroup:
         self.planner: StepPlanner = planner(self)
         self.builds.start(self.torch_device)
         self.device_type = self.torch_device.type
+        record_decision(selection.decision)
 
     @cached_property
     def torch_device(self) -> torch.device:

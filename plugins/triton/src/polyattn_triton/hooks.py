@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from polyattn.plugin import (
+    ANY_ROWS,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -91,8 +92,8 @@ TRITON_ATTN = BackendInfo(
         graph_capture=GraphCapture.ANY,
         excludes=(
             (
-                frozenset({"cache_positions", "nvfp4"}),
-                "keys of four bits are read in blocks, not in the pairs that turn",
+                frozenset({"cache_positions", ANY_ROWS}),
+                "rows of bytes are read in groups, not in the pairs that turn",
             ),
             *NO_E4M3,
         ),
