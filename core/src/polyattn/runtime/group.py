@@ -24,6 +24,7 @@ from polyattn.runtime.reads import PlanChecks
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.selection.running import record_decision
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.decompose import windowed
@@ -115,6 +116,7 @@ class LayerGroup:
         self.planner: StepPlanner = planner(self)
         self.builds.start(self.torch_device)
         self.device_type = self.torch_device.type
+        record_decision(selection.decision)
 
     @cached_property
     def torch_device(self) -> torch.device:
