@@ -341,26 +341,32 @@ def _even(
     tile = low[of] + i
     keys = keys_of(spec, tile, tile + 1, skip_from[of], skip_by[of], block, rotated)
     keys = keys._replace(item=(of * splits + i % splits)[keys.item])
-    # A program merges as many as it holds at once; a kernel all of them.
-    merged = min(splits, at_once) if plan.way == "split" else splits
-    which = np.arange(merged)
     merges = no_merges()
     if plan.way == "split" or plan.merging is not None:
-        if plan.way == "many" and plan.merging is not None:
-            grid = plan.merging.grid(height, heads)
-            if grid[0] != len(seq) or grid[1] * plan.merging.rows(height) < group:
-                faults.append(f"splits are merged by a grid of {grid}")
-        merges = Merges(
-            seq, 0 * seq, 0 * seq + group, 0 * seq, 0 * seq + heads,
-            np.arange(len(seq) + 1) * merged,
-            ((seq * heads * splits)[:, None] + which).ravel() * height,
-        )  # fmt: skip
+        merges = _of_splits(plan, seq, group, heads, at_once, faults)
     if plan.way == "split" and plan.kept.tensors[2].numel() < count * heads:
         faults.append(f"{count * heads} counters are wanted, {plan.kept.tensors[2].numel()} there")
     room = room_of(plan.kept.tensors, spec.v_head_size)
     return Reads(
         group, heads, items, keys, merges, room, splits * height, faults=faults, batch=batch,
         spec=spec,
+    )  # fmt: skip
+
+
+def _of_splits(
+    plan: AttentionPlan, seq: Ints, group: int, heads: int, at_once: int, faults: list[str]
+) -> Merges:
+    """Return what merges even splits: a program as many as it holds at once, a kernel all of them."""
+    splits, height = plan.grid[2], plan.rows
+    merged = min(splits, at_once) if plan.way == "split" else splits
+    if plan.way == "many" and plan.merging is not None:
+        grid = plan.merging.grid(height, heads)
+        if grid[0] != len(seq) or grid[1] * plan.merging.rows(height) < group:
+            faults.append(f"splits are merged by a grid of {grid}")
+    return Merges(
+        seq, 0 * seq, 0 * seq + group, 0 * seq, 0 * seq + heads,
+        np.arange(len(seq) + 1) * merged,
+        ((seq * heads * splits)[:, None] + np.arange(merged)).ravel() * height,
     )  # fmt: skip
 
 
