@@ -11,10 +11,12 @@ from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.key_ranges import key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import ANY_ROWS, RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 __all__ = [
     "ANY_PLATFORM",
+    "ANY_ROWS",
     "ANY_SIZE",
     "API_VERSION",
     "AttentionKind",
@@ -29,6 +31,7 @@ __all__ = [
     "Priority",
     "Proof",
     "Role",
+    "RowFormat",
     "SettingsError",
     "Sizes",
     "Variant",

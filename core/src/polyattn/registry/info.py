@@ -90,6 +90,7 @@ class BackendInfo:
       What follows the word, after a space, is for readers (what its build lacks).
     - `variant_check`: `"package.module:function"`, or None. Of a backend that claims `"variant"`: takes a
       layer's `AttentionVariant` and returns None, or why this backend can't serve it.
+    - `rows_check`: likewise, of a backend that claims `"rows"`: takes a cache's `RowFormat`.
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
@@ -111,6 +112,7 @@ class BackendInfo:
     probe: str | None = None
     runs: str | None = None
     variant_check: str | None = None
+    rows_check: str | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
     priorities: tuple[Priority, ...] = ()

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from polyattn.plugin import (
+    ANY_ROWS,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -99,8 +100,8 @@ TRITON_ATTN = declared(
         graph_capture=GraphCapture.ANY,
         excludes=(
             (
-                names("cache_positions nvfp4"),
-                "keys of four bits are read in blocks, not in the pairs that turn",
+                frozenset({"cache_positions", ANY_ROWS}),
+                "rows of bytes are read in groups, not in the pairs that turn",
             ),
             *NO_E4M3,
         ),
