@@ -21,7 +21,8 @@ WITHOUT_JAX = """
 import sys
 sys.modules["jax"] = None
 from polyattn import LayerSpec, select
-print(select(LayerSpec(num_heads=8, head_size=64, variant="relative_bias"), "tpu-v6e").backend("prefill").name)
+spec = LayerSpec(num_heads=8, head_size=64, variant="relative_bias")
+print(select(spec, "tpu-v6e").backend("prefill").name)
 """
 
 
