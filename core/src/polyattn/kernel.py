@@ -16,8 +16,15 @@ from polyattn.runtime.backend import (
     SparseBackend,
     StoreBackend,
 )
-from polyattn.runtime.cache.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
-from polyattn.runtime.cache.nvfp4 import unpacked
+from polyattn.runtime.cache.kv_cache import (
+    ALLOCATORS,
+    STORAGE_DTYPES,
+    KVCache,
+    quantize,
+    raw,
+    storage_dtype,
+)
+from polyattn.runtime.cache.rows import decoded, encoded, turned
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import (
     at_least,
@@ -47,6 +54,7 @@ from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -87,6 +95,7 @@ __all__ = [
     "Role",
     "RopeSpec",
     "Rotation",
+    "RowFormat",
     "SharedRun",
     "SparseBackend",
     "StoreBackend",
@@ -104,7 +113,9 @@ __all__ = [
     "cumulative",
     "current_settings",
     "decode_window_sizes",
+    "decoded",
     "empty_rows",
+    "encoded",
     "inv_freq",
     "key_ranges",
     "merge_states",
@@ -115,9 +126,10 @@ __all__ = [
     "raw",
     "reciprocal",
     "rotation_at",
+    "storage_dtype",
     "store_lse",
     "trace",
-    "unpacked",
+    "turned",
     "untraceable",
     "window_sizes",
     "write_output",
