@@ -40,6 +40,7 @@ from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
 from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -73,18 +74,22 @@ __all__ = [
     "Device",
     "Function",
     "GraphCapture",
+    "Items",
     "KVCache",
     "KeyRanges",
+    "Keys",
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
     "Levels",
     "Lie",
     "MergeBackend",
+    "Merges",
     "NewTokens",
     "PagesLie",
     "Plan",
     "Pointwise",
+    "Reads",
     "RecurrentBackend",
     "RecurrentSpec",
     "Role",
@@ -114,6 +119,7 @@ __all__ = [
     "inv_freq",
     "key_ranges",
     "merge_states",
+    "no_merges",
     "over_chosen_pages",
     "prepared",
     "quantize",

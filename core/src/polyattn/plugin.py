@@ -2,7 +2,7 @@
 
 from polyattn.device import Device
 from polyattn.errors import BatchError, SettingsError
-from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities, names
 from polyattn.registry.distributions import find_spec, installed
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
@@ -42,6 +42,7 @@ __all__ = [
     "installed",
     "key_ranges",
     "multiples",
+    "names",
     "one_of",
     "window_sizes",
 ]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import nearest
@@ -31,6 +31,11 @@ SERVICES = frozenset({"store", "merge"})
 """The phases beside the layer's own work."""
 
 
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text: `names("causal gqa lse")` is a set of three features."""
+    return frozenset(text.split())
+
+
 @dataclass(frozen=True)
 class Rejection:
     """One requirement that a backend doesn't meet."""
@@ -54,6 +59,8 @@ EXCLUDABLE = frozenset(
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
+_WORDS: dict[str, Container[str]] = {"features": FEATURES, "dtypes": DTYPES, "phases": PHASES}
+"""The fields that `Capabilities.but` changes by words; a word of none of them is a cache dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +138,32 @@ class Capabilities:
     def attends(self) -> bool:
         """Whether it serves the layer itself, not one of the services beside it."""
         return not self.phases & SERVICES
+
+    def but(self, *, adds: str = "", lacks: str = "", **fields: Any) -> Capabilities:
+        """Return these claims with a difference, as another build's.
+
+        Args:
+            adds: words that this build claims too: features, dtypes, cache dtypes or phases.
+            lacks: such words that it doesn't claim.
+            fields: other fields, whole.
+
+        Raises `ValueError` for a word that makes no difference.
+
+        Example:
+            >>> base = Capabilities(platforms={"cuda": ()}, features=names("causal gqa lse"))
+            >>> sorted(base.but(adds="alibi", lacks="lse").features)
+            ['alibi', 'causal', 'gqa']
+
+        """
+        for word in sorted(names(adds) | names(lacks)):
+            field = next((f for f, words in _WORDS.items() if word in words), "kv_cache_dtypes")
+            claimed = fields.get(field, getattr(self, field))
+            if (word in claimed) == (word in names(adds)):
+                raise ValueError(
+                    f"Capabilities.{field}: {word!r} makes no difference; leave it out"
+                )
+            fields[field] = claimed ^ {word}
+        return dataclasses.replace(self, **fields)
 
     def __post_init__(self) -> None:
         typed.require(self)
