@@ -240,7 +240,7 @@ INDEXERS = {
 
 
 class IndexStep:
-    """Three sequences' index keys in a paged cache, which holds NaN elsewhere; small whole numbers tie."""
+    """Sequences of index keys in a paged cache, which holds NaN elsewhere; whole numbers tie."""
 
     def __init__(self, spec: IndexerSpec, ties: bool, seed: int = 3):
         dice = Dice(seed)

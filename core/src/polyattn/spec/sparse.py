@@ -107,7 +107,7 @@ class IndexerSpec:
         if isinstance(self.budget, float):
             if not 0.0 < self.budget <= 1.0:
                 raise SpecError(
-                    f"indexer.budget={self.budget!r} must be a part from 0 to 1, or a number of candidates"
+                    f"indexer.budget={self.budget!r} must be a part, up to 1, or a number of candidates"
                 )
         else:
             integer("indexer.budget", self.budget, 1)

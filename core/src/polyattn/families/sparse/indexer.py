@@ -47,7 +47,7 @@ class Indexer:
         """
         spec = self.spec
         self._check(query, keys, batch, weights, within)
-        seqs, positions, lens = token_places(batch)
+        _seqs, positions, lens = token_places(batch)
         visible = visible_entries(spec.tokens_per_entry, positions, lens)
         most = -(-(batch.max_seq_len // spec.tokens_per_entry) // spec.pool)
         count = spec.budget if isinstance(spec.budget, int) else most
