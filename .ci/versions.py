@@ -4,7 +4,7 @@
     python .ci/versions.py newest [TESTS ...]
 
 Every distribution of `requirements-dev.txt` is installed: core, the plugins and the integrations, with
-what their `EXTRAS` need. The oldest: each dependency at the highest of its declared lower bounds; one that
+what their `EXTRAS` need. The oldest: each dependency at the highest of its lower bounds; one that
 nobody bounds is an error. `--with` takes another version in its place, where an
 index hasn't that one, or another dependency excludes it; it is printed. What pip is told otherwise
 (indexes) it takes from its own variables. The environment lies in build/versions/ and is made anew.
