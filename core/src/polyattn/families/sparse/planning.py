@@ -10,7 +10,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.families.sparse.pages import pages_of, visible_entries
+from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
 from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.group import LayerGroup, StepPlanner
@@ -79,20 +79,21 @@ class SparseStep(StepPlan):
             query = self._store(query, key, value, cache, params)
         spec, planner = self.group.spec, self.planner
         view, steps = cache.in_pages_of(planner.page_size)
-        seqs, visible = self._tokens()
         table = self.batch.block_table
-        assert table is not None
+        assert table is not None and spec.sparse is not None
+        seqs, positions, lens = token_places(self.batch)
+        visible = visible_entries(spec.sparse.tokens_per_entry, positions, lens, spec.causal)
         kernels = LayerParams(k_scale=params.k_scale, v_scale=params.v_scale)
         for piece in self.pieces:
             at = piece.tokens
-            pages, lens = pages_of(
+            pages, counts = pages_of(
                 spec, choice[at], visible[at], seqs[at], table, cache.block_size, planner.page_size,
                 steps,
             )  # fmt: skip
             piece.table[:, : pages.shape[1]].copy_(pages)
-            piece.lens.copy_(lens)
-            call = piece.call or planner.call_of(planner.batch_of(piece, lens.tolist()))
-            rows = len(lens)
+            piece.lens.copy_(counts)
+            call = piece.call or planner.call_of(planner.batch_of(piece, counts.tolist()))
+            rows = len(counts)
             queries = query[at].reshape(rows, -1, spec.head_size)
             part = out.new_empty(rows, queries.shape[1], spec.v_head_size)
             part_lse = None
@@ -107,23 +108,6 @@ class SparseStep(StepPlan):
             out[at] = result
             if lse is not None and result_lse is not None:
                 lse[at] = result_lse
-
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """Return each token's sequence and how many entries it sees, int64 (num_tokens,) on the device.
-
-        From the device's own lengths, which a captured graph finds changed.
-        """
-        batch, spec = self.batch, self.group.spec
-        assert spec.sparse is not None
-        tokens = torch.arange(batch.num_tokens, device=batch.device)
-        if batch.all_decode:
-            seqs = tokens
-        else:
-            ends = batch.query_start_loc[1:].long()
-            seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
-        lens = batch.seq_lens.long()[seqs]
-        positions = lens - batch.query_start_loc.long()[seqs + 1] + tokens
-        return seqs, visible_entries(spec.sparse, spec.causal, positions, lens)
 
     def _store(
         self,
