@@ -104,7 +104,7 @@ class LatentStep(StepPlan):
             whole = whole and out.is_contiguous() and out.data_ptr() % ALIGNED == 0
             found, found_lse = out, lse
             if not whole:
-                found = query.new_empty(*given.shape[:2], cache.value.shape[3])
+                found = query.new_empty(*given.shape[:2], cache.format.v_head_size)
                 found_lse = None if lse is None else lse.new_empty(given.shape[:2])
             if slots is None:
                 call.backend.run(call.plan, given, None, None, view, params, found, found_lse)
@@ -133,7 +133,7 @@ class LatentStep(StepPlan):
             if rotation is None:
                 return query
             return rotation.applied_to_query(query).to(query.dtype)
-        value = entry[..., : cache.value.shape[3]]
+        value = entry[..., : cache.format.v_head_size]
         if rotation is None:
             planner.store.run(self.store, entry, value, cache, params)
             return query

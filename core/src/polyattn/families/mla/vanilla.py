@@ -30,7 +30,7 @@ class VanillaSparseMLA(SparseBackend):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        rank = cache.value.shape[3]
+        rank = cache.format.v_head_size
         alone = absorbed(self.spec).replace(causal=False)
         for token, row in enumerate(slots.cpu().long()):
             chosen = row[row >= 0].to(cache.key.device)

@@ -13,7 +13,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from polyattn.plugin import AttentionKind, LayerSpec, absorbed
-
 from polyattn_tpu.buckets import Buckets
 from polyattn_tpu.configs import DENSE_PAGE
 from polyattn_tpu.functions import DTYPES, Cache, attend, attend_given, functions_of, store

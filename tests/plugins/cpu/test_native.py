@@ -23,7 +23,7 @@ from polyattn.workload.tolerance import tolerance_of
 from polyattn_cpu import hooks
 from polyattn_cpu.native import attention, build, library, store
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 needs_library = pytest.mark.skipif(
     library.why_not() is not None, reason=f"native kernels: {library.why_not()}"
 )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from polyattn_cpu.native import library
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 PARTS = ("tests", "NATIVE_ATTN", "NATIVE_MLA", "NATIVE_STORE", "NATIVE_SCAN")
 
 

@@ -18,7 +18,7 @@ from polyattn.plugin import Proof
 from polyattn_cpu.hooks import NATIVE_ATTN
 from polyattn_cpu.native import build, library
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
 NO_VECTORS = """#!/bin/sh
 case "$*" in *-mavx*|*-march=*) echo "In a file: so
 cc1plus: error: no such option" >&2; exit 1;; esac

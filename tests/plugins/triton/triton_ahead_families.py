@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from polyattn.plugin import AttentionKind, LayerSpec
-
 from polyattn_triton.channels import (
     PAIR_OPTIONS,
     TOKEN_OPTIONS,
@@ -13,7 +12,6 @@ from polyattn_triton.channels import (
     chunk_constants,
     pair_constants,
 )
-from polyattn_triton.compiling.aot import CACHE, ELEMENT, compile_kernel
 from polyattn_triton.configs import pick_scan
 from polyattn_triton.kernels.channels import chunk_kernel, pair_kernel
 from polyattn_triton.kernels.mla import mla_kernel
@@ -31,6 +29,7 @@ from polyattn_triton.selective import (
     widest_words,
 )
 from polyattn_triton.token_scan import token_constants, token_options
+from triton_ahead import CACHE, ELEMENT, compile_kernel
 
 PREFILLS = {
     AttentionKind.SHORT_CONV: conv_kernel,

@@ -6,10 +6,6 @@ from typing import Any
 
 import triton
 from polyattn.kernel import LayerSpec
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
-
 from polyattn_triton.configs import HOPPER_PIPES, PrefixConfig
 from polyattn_triton.functions.pointwise import NOTHING, Generated
 from polyattn_triton.hopper.widening import copy_constants
@@ -36,6 +32,9 @@ from polyattn_triton.variants import (
     tile_config,
     ways_of,
 )
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 ELEMENT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 CACHE = {"int8": "i8", "fp8_e4m3": "fp8e4nv", "fp8_e5m2": "fp8e5", "nvfp4": "u8"}
