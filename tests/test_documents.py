@@ -104,7 +104,9 @@ def commands() -> list[str]:
         found += re.findall(r"`polyattn ([a-z][^`…\n]*)`", text)
     lines = {line.partition(" #")[0].strip() for line in found}
     # Prose names an option without its value: `run --context-parallel`.
-    return sorted(x for x in lines if "[" not in x and not re.search(r" --context-parallel$", x))
+    return sorted(
+        x for x in lines if "[" not in x and not re.search(r" --(context-parallel|weights)$", x)
+    )
 
 
 def test_the_command_lines_that_pages_show_are_understood() -> None:

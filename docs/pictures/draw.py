@@ -147,7 +147,8 @@ def flow() -> str:
                     f'<path class="arrow" d="M{x + 190} {y + 26}L{x + width - 2} {y + 26}"/>'
                 )
                 parts.append(
-                    f'<text class="small" x="{x + 215}" y="{y + 70}" text-anchor="middle">{words[at]}</text>'
+                    f'<text class="small" x="{x + 215}" y="{y + 70}" text-anchor="middle">'
+                    f"{words[at]}</text>"
                 )
     parts.append(
         '<path class="arrow" d="M591 96L591 172"/><path class="arrow" d="M831 96L831 172"/>'
@@ -185,7 +186,8 @@ def cache() -> str:
             parts.append(f'<rect x="{300 + 44 * at}" y="{y}" width="38" height="26"/>')
             text = str(block) if at < used else "–"
             parts.append(
-                f'<text x="{319 + 44 * at}" y="{y + 18}" text-anchor="middle" style="fill:{colour}">{text}</text>'
+                f'<text x="{319 + 44 * at}" y="{y + 18}" text-anchor="middle" '
+                f'style="fill:{colour}">{text}</text>'
             )
             if at < used:
                 owner[block] = (row, min(size, length - at * size))
