@@ -8,7 +8,6 @@ from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    LayerParams,
     Lie,
     MergeBackend,
     PagesLie,
@@ -32,7 +31,7 @@ from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwi
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -63,6 +62,7 @@ __all__ = [
     "CacheFormat",
     "CustomMask",
     "Device",
+    "Frame",
     "Function",
     "GraphCapture",
     "KVCache",
@@ -78,6 +78,7 @@ __all__ = [
     "Plan",
     "Pointwise",
     "RecurrentBackend",
+    "RecurrentFrame",
     "RecurrentSpec",
     "Role",
     "RopeSpec",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from polyattn.registry.capabilities import rotates
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import KVCache, quantize, raw
-from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.program import LayerParams, StorePlan
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 
 if TYPE_CHECKING:
