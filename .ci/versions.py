@@ -20,6 +20,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+ALWAYS = ("core", "integrations/models")
 PLUGINS = ("plugins/cpu", "plugins/cuda", "plugins/hpu", "plugins/rocm", "examples/plugin")
 EXTRAS = ("cli", "plot", "conformance")
 TESTS = (
@@ -35,7 +36,8 @@ def requirements() -> list[str]:
     """What core and the extras that the tests need declare."""
     project = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    return [*project["dependencies"], *(text for name in EXTRAS for text in extras[name])]
+    texts = [*project["dependencies"], *(text for name in EXTRAS for text in extras[name])]
+    return [text for text in texts if not text.startswith("polyattn-")]  # from the checkout
 
 
 def oldest(declared: list[str]) -> list[str]:
@@ -67,7 +69,7 @@ def main() -> int:
     folder = ROOT / "build" / "versions" / arguments.which
     venv.create(folder, clear=True, with_pip=True)
     python = str(folder / "bin" / "python")
-    editable = [part for path in ("core", *PLUGINS) for part in ("-e", str(ROOT / path))]
+    editable = [part for path in (*ALWAYS, *PLUGINS) for part in ("-e", str(ROOT / path))]
     install = [python, "-m", "pip", "install", "-q", *pins, "pytest-xdist", *editable]
     subprocess.run(install, check=True)
     print(f"Python {sys.version.split()[0]}", *pins)

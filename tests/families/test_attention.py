@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from polyattn import AttentionState, Batch, LayerSpec, discover, merge_states, resolve_device
+from polyattn.conformance.case import caches
 from polyattn.conformance.harness.base import Harness
 from polyattn.errors import SpecError
 from polyattn.families.attention import reference
@@ -43,7 +44,7 @@ def specs(draw: st.DrawFn, caps: Capabilities) -> LayerSpec:
 
     window = draw(st.integers(1, 40)) if may("sliding_window") else None
     size = pick(draw, caps.head_sizes.examples((8, 16, 24, 64, 80)))
-    stored = [n for n in sorted(caps.kv_cache_dtypes) if n != "nvfp4" or size % 16 == 0]
+    stored = ["auto", *caches(caps, LayerSpec(num_heads=1, head_size=size))]
     return LayerSpec(
         num_heads=kv_heads * ratio,
         num_kv_heads=kv_heads,

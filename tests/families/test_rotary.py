@@ -14,10 +14,10 @@ from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.rotation import _on, rotation_of
 from polyattn.families.mla.workload import latent_weights
 from polyattn.runtime.graphs.step_buffers import StepBuffers
-from polyattn.spec.huggingface import layer_specs
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LatentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn_models import layer_specs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig

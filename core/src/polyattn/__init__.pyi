@@ -19,6 +19,9 @@ from polyattn.registry.discovery import discover as discover
 from polyattn.registry.discovery import register as register
 from polyattn.registry.discovery import unregister as unregister
 from polyattn.registry.info import BackendInfo as BackendInfo
+from polyattn.registry.row_formats import register_row_format as register_row_format
+from polyattn.registry.row_formats import row_formats as row_formats
+from polyattn.registry.row_formats import unregister_row_format as unregister_row_format
 from polyattn.registry.variants import register_variant as register_variant
 from polyattn.registry.variants import unregister_variant as unregister_variant
 from polyattn.registry.variants import variants as variants
@@ -52,4 +55,5 @@ from polyattn.spec.layer import LatentSpec as LatentSpec
 from polyattn.spec.layer import LayerSpec as LayerSpec
 from polyattn.spec.layer import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
+from polyattn.spec.row_format import RowFormat as RowFormat
 from polyattn.spec.variant import AttentionVariant as AttentionVariant

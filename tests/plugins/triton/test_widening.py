@@ -202,8 +202,8 @@ def test_what_cannot_be_described_is_not_copied(monkeypatch: pytest.MonkeyPatch)
 )
 def test_compiled(stored: str, dtype: str, tmp_path: Path) -> None:
     """Whole sectors are moved, 16 bytes a thread at a time, and no register lies in memory."""
-    from polyattn_triton.compiling.aot import compile_widening
     from triton import knobs
+    from triton_ahead import compile_widening
 
     kernel = compile_widening(
         E4M3.replace(kv_cache_dtype=stored, dtype=dtype, sliding_window=1000), 16

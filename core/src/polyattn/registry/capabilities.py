@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import nearest
 from polyattn.registry import typed
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.claims import claim_problems
 from polyattn.registry.sizes import ANY_SIZE, Sizes
 from polyattn.spec.features import FEATURES, features
@@ -24,9 +25,15 @@ from polyattn.spec.kinds import (
 )
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import PAIRINGS, RopeSpec
+from polyattn.spec.row_format import ANY_ROWS, is_rows
 
 SERVICES = frozenset({"store", "merge"})
 """The phases beside the layer's own work."""
+
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text: `names("causal gqa lse")` is a set of three features."""
+    return frozenset(text.split())
 
 
 @dataclass(frozen=True)
@@ -47,11 +54,13 @@ ANY_PLATFORM = "*"
 """The platform that a backend of plain torch names: it runs wherever torch does."""
 EXCLUDABLE = frozenset(
     {
-        *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, *(role.value for role in Role), "cached",
+        *FEATURES, *PHASES, *DTYPES, *KV_CACHE_DTYPES, ANY_ROWS, *(role.value for role in Role), "cached",
         "uncached", "captured",
     }
 )  # fmt: skip
 """What `Capabilities.excludes` may name, beside archs and listed sizes (`"head_size 192"`)."""
+_WORDS: dict[str, Container[str]] = {"features": FEATURES, "dtypes": DTYPES, "phases": PHASES}
+"""The fields that `Capabilities.but` changes by words; a word of none of them is a cache dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +79,8 @@ class Capabilities:
     - `phases`: `"prefill"`, `"decode"`, and `"mixed"` where one launch serves both; `"store"` and
       `"merge"` are roles of their own, whose backends claim nothing else.
     - `cached`: whether it attends over a cache (True), to keys and values given whole (False), both.
+    - `kv_cache_dtypes`: of a cache's elements, or formats of rows by their names; `"rows"`: any format
+      of rows, as far as `BackendInfo.rows_check` doesn't refuse it.
     - `decode_query_lens`: the most query tokens of a sequence that it takes as a decode.
     - `shared_prefix`: whether its decode reads blocks that `Batch.shared_prefix` names once for all
       their rows, in its own launch.
@@ -128,15 +139,42 @@ class Capabilities:
         """Whether it serves the layer itself, not one of the services beside it."""
         return not self.phases & SERVICES
 
+    def but(self, *, adds: str = "", lacks: str = "", **fields: Any) -> Capabilities:
+        """Return these claims with a difference, as another build's.
+
+        Args:
+            adds: words that this build claims too: features, dtypes, cache dtypes or phases.
+            lacks: such words that it doesn't claim.
+            fields: other fields, whole.
+
+        Raises `ValueError` for a word that makes no difference.
+
+        Example:
+            >>> base = Capabilities(platforms={"cuda": ()}, features=names("causal gqa lse"))
+            >>> sorted(base.but(adds="alibi", lacks="lse").features)
+            ['alibi', 'causal', 'gqa']
+
+        """
+        for word in sorted(names(adds) | names(lacks)):
+            field = next((f for f, words in _WORDS.items() if word in words), "kv_cache_dtypes")
+            claimed = fields.get(field, getattr(self, field))
+            if (word in claimed) == (word in names(adds)):
+                raise ValueError(
+                    f"Capabilities.{field}: {word!r} makes no difference; leave it out"
+                )
+            fields[field] = claimed ^ {word}
+        return dataclasses.replace(self, **fields)
+
     def __post_init__(self) -> None:
         typed.require(self)
+        stored = {*KV_CACHE_DTYPES, ANY_ROWS, *(shipped.name for shipped in ROW_FORMATS)}
         for name, given, valid in (
             ("dtypes", self.dtypes, DTYPES),
-            ("kv_cache_dtypes", self.kv_cache_dtypes, KV_CACHE_DTYPES),
+            ("kv_cache_dtypes", self.kv_cache_dtypes, stored),
             ("layouts", self.layouts, LAYOUTS),
             ("phases", self.phases, PHASES),
             ("features", self.features, FEATURES),
-            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES, *KV_CACHE_DTYPES}),
+            ("remedies", self.remedies or FEATURES, {*FEATURES, *DTYPES, *stored}),
         ):
             unknown = sorted(set(given) - set(valid))
             if unknown:
@@ -276,10 +314,18 @@ def _check_excludes(
 ) -> None:
     asked = features(spec)
     asked |= {phase, spec.dtype, spec.kv_cache_dtype, spec.role.value, device.arch}
+    asked |= {ANY_ROWS} if is_rows(spec.kv_cache_dtype) else set()
     asked |= {"cached" if spec.cached else "uncached", f"head_size {spec.head_size}"}
     asked |= {"captured"} if spec.graph_capture else set()
     for together, why in caps.excludes:
         need(not together <= asked, " with ".join(sorted(together)), "together", "apart", why)
+
+
+def takes(caps: Capabilities, kv_cache_dtype: str) -> bool:
+    """Whether a claim has a cache's dtype, by name, or as any format of rows."""
+    if kv_cache_dtype in caps.kv_cache_dtypes:
+        return True
+    return ANY_ROWS in caps.kv_cache_dtypes and is_rows(kv_cache_dtype)
 
 
 def rotates(caps: Capabilities, rope: RopeSpec | None) -> bool:
@@ -325,7 +371,7 @@ def _check_device(caps: Capabilities, device: Device, need: _Need) -> None:
 def _check_cache(caps: Capabilities, spec: LayerSpec, device: Device, need: _Need) -> None:
     cached = spec.kv_cache_dtype
     remedy = caps.remedies.get(cached, "")
-    need(cached in caps.kv_cache_dtypes, "kv_cache_dtype", cached, caps.kv_cache_dtypes, remedy)
+    need(takes(caps, cached), "kv_cache_dtype", cached, caps.kv_cache_dtypes, remedy)
     if cached.startswith("fp8_e4m3") and device.fp8:
         need(
             device.fp8 in caps.fp8_formats,

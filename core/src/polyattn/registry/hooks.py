@@ -10,6 +10,7 @@ import pluggy
 from polyattn.device import Device
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 PROJECT = "polyattn"
@@ -62,6 +63,10 @@ class HookSpecs:
     @hookspec
     def polyattn_variants(self) -> Sequence[AttentionVariant]:  # type: ignore[empty-body]
         """Return the attention variants that the plugin brings, their functions as paths."""
+
+    @hookspec
+    def polyattn_row_formats(self) -> Sequence[RowFormat]:  # type: ignore[empty-body]
+        """Return the formats of cached rows that the plugin brings, `encode` and `decode` as paths."""
 
     @hookspec
     def polyattn_timings(self) -> Sequence[str]:  # type: ignore[empty-body]

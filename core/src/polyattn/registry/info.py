@@ -9,7 +9,7 @@ from typing import Any
 
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, shown
-from polyattn.registry.capabilities import Capabilities
+from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
 from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
@@ -90,6 +90,7 @@ class BackendInfo:
       What follows the word, after a space, is for readers (what its build lacks).
     - `variant_check`: `"package.module:function"`, or None. Of a backend that claims `"variant"`: takes a
       layer's `AttentionVariant` and returns None, or why this backend can't serve it.
+    - `rows_check`: likewise, of a backend that claims `"rows"`: takes a cache's `RowFormat`.
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
@@ -99,7 +100,8 @@ class BackendInfo:
     - `by_name_only`: it serves where the user names it, and is never chosen by itself.
     - `variants`: where several builds of one library differ in what they can do, all of them, the
       preferred one first; path, capabilities, probe, requires and install above are then that one's.
-      A profile assumes it; on a device the builds count that are installed there.
+      A profile assumes it; on a device the builds count that claim its platform and are installed
+      there. So a kernel that runs in an interpreter for tests is a build on platform `"cpu"`.
     - `build`: which of the variants this is, once that is known.
     """
 
@@ -110,6 +112,7 @@ class BackendInfo:
     probe: str | None = None
     runs: str | None = None
     variant_check: str | None = None
+    rows_check: str | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
     priorities: tuple[Priority, ...] = ()
@@ -129,6 +132,11 @@ class BackendInfo:
     def builds(self) -> tuple[BackendInfo, ...]:
         """The backend as each of its variants, the preferred one first; itself where it has none."""
         return tuple(map(self.as_built, self.variants)) or (self,)
+
+    def builds_on(self, platform: str) -> tuple[BackendInfo, ...]:
+        """Return the builds that claim a platform."""
+        where = {platform, ANY_PLATFORM}
+        return tuple(b for b in self.builds if where & b.capabilities.platforms.keys())
 
     def as_built(self, variant: Variant) -> BackendInfo:
         """Return the backend as one of its variants: that build's claims, path and requirements."""

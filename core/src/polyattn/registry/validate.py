@@ -22,6 +22,7 @@ from polyattn.registry.requirements import requirement_syntax_problem
 from polyattn.registry.sizes import Sizes
 from polyattn.spec.features import FEATURES
 from polyattn.spec.kinds import PHASES
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import FUNCTIONS, AttentionVariant
 
 BACKEND_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -187,12 +188,23 @@ def _attention_variant_problems(variant: AttentionVariant) -> Iterator[str]:
             yield from _path_problems(f"AttentionVariant.{field}", given, "function")
 
 
+def _row_format_problems(format: RowFormat) -> Iterator[str]:
+    for field in ("encode", "decode"):
+        if not isinstance(given := getattr(format, field), str):
+            yield (
+                f"RowFormat.{field}={shown(given)}: a plugin names its functions by path, "
+                "'package.module:function', so that listing imports no torch"
+            )
+        else:
+            yield from _path_problems(f"RowFormat.{field}", given, "function")
+
+
 def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
     kind = type(info).__name__
     yield from _path_problems(f"{kind}.path", info.path, "Class")
     if info.probe is not None:
         yield from _path_problems(f"{kind}.probe", info.probe, "function")
-    for field in ("runs", "variant_check") if isinstance(info, BackendInfo) else ():
+    for field in ("runs", "variant_check", "rows_check") if isinstance(info, BackendInfo) else ():
         if getattr(info, field) is not None:
             yield from _path_problems(f"{kind}.{field}", getattr(info, field), "function")
     for text in info.requires:
@@ -224,6 +236,7 @@ _VALUES: dict[type, Callable[[Any], Iterator[str]]] = {
     Variant: _variant_problems,
     Priority: _priority_problems,
     AttentionVariant: _attention_variant_problems,
+    RowFormat: _row_format_problems,
 }
 """What is looked at beside the types."""
 _CHECK_THEMSELVES = (Capabilities, Sizes)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from polyattn.runtime.cache.kv_cache import KVCache
+    from polyattn.runtime.reads import Reads
     from polyattn.runtime.step.batch import Batch
 
     Prepared = tuple[Tensor, Tensor | None, Tensor | None]
@@ -102,6 +103,14 @@ class AttentionBackend(Backend, ABC):
         Of a spec with `qkv_dtype` the query comes in e4m3, or in the layer's dtype where it had to be
         rotated before.
         """
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+        """Return what `run` has its kernels read of a plan, for who checks it; None: it isn't told.
+
+        `batch`: the step that the plan's buffers hold: its own, or one that was planned with `reuse`.
+        What is returned is read off these buffers as the kernels do it, not as it was planned.
+        """
+        return None
 
     def addressed(self, plan: Plan, lie: Lie) -> Addressed | None:
         """Return `run` for tensors as they are, of a layer without a cache; None: they must be viewed.

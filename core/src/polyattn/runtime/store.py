@@ -31,9 +31,11 @@ class TorchStore(StoreBackend):
     def run(
         self, plan: StorePlan, key: Tensor, value: Tensor, cache: KVCache, params: LayerParams
     ) -> None:
-        scatter(cache.key, quantize(key, cache.key.dtype, params.k_scale), plan.slots)
+        stored = cache.key.dtype
+        of_key, of_value = cache.format.rows or (None, None)
+        scatter(cache.key, quantize(key, stored, params.k_scale, of_key), plan.slots)
         if not cache.value_in_key:
-            scatter(cache.value, quantize(value, cache.value.dtype, params.v_scale), plan.slots)
+            scatter(cache.value, quantize(value, stored, params.v_scale, of_value), plan.slots)
 
     def run_rotated(
         self,

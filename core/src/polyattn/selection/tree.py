@@ -28,7 +28,7 @@ class Facts:
     """All that the tree may know beside the question.
 
     `unavailable(info)` says why a backend can't run on this machine (always None for a profile),
-    `refuses(info, spec)` why a backend can't serve the layer's variant, `failed` which backends were
+    `refuses(info, spec)` why a backend can't serve the layer's functions, `failed` which backends were
     found wrong by verification, `rank` lets policy plugins re-rank,
     `running(info)` says what of a backend runs here.
     """
@@ -39,7 +39,7 @@ class Facts:
     failed: Mapping[str, str]
     problems: tuple[str, ...] = ()
     running: Callable[[BackendInfo], str] = lambda info: ""
-    refuses: Callable[[BackendInfo, LayerSpec], str | None] = lambda info, spec: None
+    refuses: Callable[[BackendInfo, LayerSpec], tuple[Rejection, ...]] = lambda info, spec: ()
 
 
 def phases_of(spec: LayerSpec) -> tuple[str, ...]:
@@ -244,11 +244,8 @@ def _judge(
         rejections = tuple(
             dict.fromkeys(r for q in asked for r in check(info.capabilities, q, device, phase))
         )
-        if not rejections and spec.variant is not None and phase not in SERVICES:
-            reason = facts.refuses(info, spec)
-            if reason:
-                wanted = f"the functions of {spec.variant}"
-                rejections = (Rejection("variant", wanted, "others", reason),)
+        if not rejections and phase not in SERVICES:
+            rejections = facts.refuses(info, spec)
         if not rejections and device.is_real:
             rejections = _machine_rejections(info, facts)
         priority = info.priority(asked[0], device, phase)

@@ -18,6 +18,7 @@ from polyattn.spec.kinds import (
     GraphCapture,
     Role,
 )
+from polyattn.spec.row_format import rows_of
 from polyattn.spec.variant import MASKS, NAME
 
 if TYPE_CHECKING:
@@ -122,10 +123,15 @@ def check_fields(spec: LayerSpec) -> None:
     for name in _FLAGS:
         flag(name, getattr(spec, name))
     for name, valid in (
-        ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("qkv_dtype", QUANTISED_DTYPES),
-        ("out_dtype", QUANTISED_DTYPES), ("scales", SCALES),
+        ("dtype", DTYPES), ("qkv_dtype", QUANTISED_DTYPES), ("out_dtype", QUANTISED_DTYPES),
+        ("scales", SCALES),
     ):  # fmt: skip
         choice(name, getattr(spec, name), valid)
+    stored = spec.kv_cache_dtype
+    if not isinstance(stored, str):
+        choice("kv_cache_dtype", stored, KV_CACHE_DTYPES)
+    elif stored not in KV_CACHE_DTYPES:
+        rows_of(stored)
     if spec.variant is not None and not (
         isinstance(spec.variant, str) and NAME.fullmatch(spec.variant)
     ):
@@ -217,23 +223,35 @@ def _check_quantised(spec: LayerSpec) -> None:
             f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
             f"{spec.kv_cache_dtype!r}: what comes quantised is stored as it is"
         )
-    if spec.kv_cache_dtype == "nvfp4":
-        if spec.kind.family != "attention":
-            raise SpecError(
-                f"kv_cache_dtype='nvfp4' keeps keys and values apart; {spec.kind.value} layers can't"
-            )
-        for name in ("head_size", "v_head_size"):
-            if getattr(spec, name) % 16:
-                raise SpecError(
-                    f"{name}={getattr(spec, name)}: kv_cache_dtype='nvfp4' takes multiples of 16, which "
-                    "share a scale"
-                )
+    if spec.kv_cache_dtype not in KV_CACHE_DTYPES:
+        _check_rows(spec)
     scaled = spec.stored_dtype != spec.dtype or spec.qkv_dtype != "auto" or spec.out_dtype != "auto"
     if spec.scales != "number" and (spec.kind.family != "attention" or not scaled):
         raise SpecError(
             f"scales={spec.scales!r}: nothing is quantised that attention scales; leave it out, or set "
             "kv_cache_dtype, qkv_dtype or out_dtype"
         )
+
+
+def _check_rows(spec: LayerSpec) -> None:
+    """Rows hold heads of this size; a latent's are both key and value."""
+    if spec.kind.is_recurrent:
+        raise SpecError(
+            f"kv_cache_dtype={spec.kv_cache_dtype!r} is of keys and values; {spec.kind.value} layers "
+            "keep none: leave it out"
+        )
+    key, value = rows_of(spec.kv_cache_dtype)
+    if spec.latent is None:
+        key.width("head_size", spec.head_size)
+        if spec.num_kv_heads > 1 or spec.v_head_size >= spec.head_size:  # else it may be a latent
+            value.width("v_head_size", spec.v_head_size)
+        return
+    if key != value:
+        raise SpecError(
+            f"kv_cache_dtype={spec.kv_cache_dtype!r}: a latent is key and value in one row; name one "
+            "format"
+        )
+    key.width("latent.rank + latent.rope_head_size", spec.latent.size)
 
 
 def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:

@@ -149,14 +149,3 @@ def kv_sources(specs: Sequence[LayerSpec], layers: Iterable[int]) -> tuple[int, 
     """Return for each of `layers` the index of the layer whose cache it reads: its own, or another."""
     sources = ((index, specs[index].kv_source) for index in layers)
     return tuple(index if source is None else source for index, source in sources)
-
-
-def ranges(indices: list[int]) -> str:
-    """Return the text `0-2, 5` for the layers 0, 1, 2, 5."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index - 1:
-            runs[-1][1] = index
-        else:
-            runs.append([index, index])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -23,6 +23,7 @@ from polyattn.spec.checks import (
 )
 from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Role, dtype_name
+from polyattn.spec.models import model_reader
 from polyattn.spec.rope import RopeSpec
 
 
@@ -298,12 +299,10 @@ class LayerSpec:
         a directory that holds one. `assume` names the type to read it as; `ignore` the fields
         that don't change attention; `strict=False` warns of those that aren't understood instead
         of refusing them; `kv_cache_dtype` what the caches hold, `"auto"` for the model's
-        dtype. It has to be named where the checkpoint asks for a quantised cache. Raises
-        `ConfigError`.
+        dtype. It has to be named where the checkpoint asks for a quantised cache. `polyattn-models`
+        reads the config. Raises `ConfigError`, also where that isn't installed.
         """
-        from polyattn.spec.huggingface import layer_specs
-
-        return layer_specs(
+        return model_reader().layer_specs(
             config, assume=assume, ignore=ignore, strict=strict, kv_cache_dtype=kv_cache_dtype
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from polyattn.plugin import (
+    ANY_ROWS,
     AttentionKind,
     BackendInfo,
     Capabilities,
@@ -18,6 +19,7 @@ from polyattn_cpu.profiles import PROFILES
 
 ALL_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 ALL_ROLES = frozenset(Role)
+QUANTISED = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
 MASKS = frozenset({"causal", "non_causal", "gqa", "sliding_window", "chunked", "sink_tokens"})
 
 TORCH_SDPA = BackendInfo(
@@ -30,7 +32,7 @@ TORCH_SDPA = BackendInfo(
         roles=ALL_ROLES,
         cached=frozenset({True, False}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4"}),
+        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         fp8_formats=frozenset({"ocp", "fnuz"}),
         layouts=("NHD", "HND", "contiguous"),
         padding_rows=True,
@@ -62,7 +64,6 @@ TORCH_SDPA = BackendInfo(
     proof={"cpu": Proof.MEASURED, "sm_90": Proof.MEASURED},
 )
 
-QUANTISED = frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"})
 NATIVE_DTYPES = frozenset({"float32", "bfloat16", "float16"})
 # Every instruction set of x86 has run its kits and tests on a processor that has it, those of Arm in an
 # emulator.
@@ -214,7 +215,7 @@ TORCH_MLA = BackendInfo(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         kinds=frozenset({AttentionKind.MLA}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         fp8_formats=frozenset({"ocp", "fnuz"}),
         phases=frozenset({"decode"}),
         features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
@@ -234,7 +235,7 @@ TORCH_MLA_SPARSE = BackendInfo(
         platforms={"cpu": (), "cuda": (), "rocm": ()},
         kinds=frozenset({AttentionKind.SPARSE_MLA}),
         dtypes=ALL_DTYPES,
-        kv_cache_dtypes=frozenset({"auto", "fp8_e4m3", "fp8_e5m2", "int8"}),
+        kv_cache_dtypes=QUANTISED | {ANY_ROWS},
         fp8_formats=frozenset({"ocp", "fnuz"}),
         features=frozenset({"causal", "v_head_size", "lse", "deterministic"}),
     ),

@@ -13,6 +13,7 @@ from polyattn.kernel import (
     Plan,
     SparseBackend,
     absorbed,
+    decoded,
     raw,
 )
 
@@ -39,7 +40,8 @@ class TorchSparseMLA(SparseBackend):
     def run(self, plan: Plan, frame: Frame) -> None:
         query, cache, choice = frame.query, frame.cache, frame.choice
         assert cache is not None and choice is not None
-        stored, rank = cache.key, cache.value.shape[3]
+        stored, form = cache.key, cache.format
+        rank, formats = form.v_head_size, form.rows
         compute = torch.float64 if query.dtype == torch.float64 else torch.float32
         scale = frame.params.k_scale if stored.dtype.itemsize == 1 else 1.0
         step = max(1, SPARSE_ELEMENTS // (choice.shape[1] * stored.shape[3]))
@@ -49,7 +51,10 @@ class TorchSparseMLA(SparseBackend):
             unused = (chosen < 0)[:, :, None]
             chosen = chosen.clamp(min=0)
             rows = raw(stored)[chosen // cache.block_size, chosen % cache.block_size, 0]
-            rows = rows.view(stored.dtype).to(compute).masked_fill_(unused, 0.0)
+            rows = rows.view(stored.dtype)
+            if formats is not None:
+                rows = decoded(rows, formats[0], form.head_size)
+            rows = rows.to(compute).masked_fill(unused, 0.0)
             scores = query[part].to(compute) @ rows.transpose(1, 2) * (self.spec.scale * scale)
             scores = scores.masked_fill_(unused.transpose(1, 2), -torch.inf)
             total = torch.logsumexp(scores, dim=2)

@@ -18,6 +18,7 @@ from polyattn.kernel import (
     Lie,
     PagesLie,
     Plan,
+    Reads,
     RopeSpec,
 )
 from torch import Tensor
@@ -33,6 +34,7 @@ from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
+from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
 from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
@@ -74,6 +76,13 @@ class TritonAttention(PlannedAttention):
                 )
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+        if isinstance(plan, PrefixPlan):
+            assert self.prefixes is not None
+            return prefix_reads(self.prefixes, plan, batch)
+        assert isinstance(plan, AttentionPlan)
+        return reads_of(self, plan, batch)
 
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""

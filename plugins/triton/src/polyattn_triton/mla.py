@@ -19,6 +19,7 @@ from polyattn.kernel import (
     LayerParams,
     LayerSpec,
     Plan,
+    Reads,
     SparseBackend,
 )
 from torch import Tensor
@@ -38,6 +39,7 @@ from polyattn_triton.launch import (
     power,
     to_device,
 )
+from polyattn_triton.reading import latent_reads
 from polyattn_triton.schedule import Line, Rates, Tiles, max_parts, rows_of, stretches, whole
 
 RATES = Rates(item=2, least=2)
@@ -223,6 +225,10 @@ class TritonMLA(AttentionBackend):
         seen = (lens - queries)[seq] + last // heads + 1
         keys = np.maximum(-(-seen // config.block_n), 0)
         return self.kernels.plan(batch, Tiles(seq, row, keys), few, reuse)
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, LatentPlan)
+        return latent_reads(self.kernels, plan, batch)
 
     def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""

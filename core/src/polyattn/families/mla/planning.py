@@ -69,7 +69,7 @@ class LatentStore(Op):
                 return query
             return rotation.applied_to_query(query).to(query.dtype)
         assert cache is not None
-        value = entry[..., : cache.value.shape[3]]
+        value = entry[..., : cache.format.v_head_size]
         if rotation is None:
             self.planner.store.run(self.plan, entry, value, cache, params)
             return query
@@ -107,7 +107,7 @@ class Absorbed(Op):
         # Straight to the caller's, where that is what a backend writes: dense, aligned.
         direct = weights is None and out.is_contiguous() and out.data_ptr() % ALIGNED == 0
         if not direct:
-            inner.out = out.new_empty(*out.shape[:2], cache.value.shape[3])
+            inner.out = out.new_empty(*out.shape[:2], cache.format.v_head_size)
         self.call.run(inner)
         if not direct:
             out.copy_(inner.out if weights is None else project(inner.out, weights[1]))

@@ -21,7 +21,7 @@ class VanillaSparseMLA(SparseBackend):
     def run(self, plan: Plan, frame: Frame) -> None:
         cache, choice = frame.cache, frame.choice
         assert cache is not None and choice is not None
-        rank = cache.value.shape[3]
+        rank = cache.format.v_head_size
         alone = absorbed(self.spec).replace(causal=False)
         for token, row in enumerate(choice.cpu().long()):
             chosen = row[row >= 0].to(cache.key.device)

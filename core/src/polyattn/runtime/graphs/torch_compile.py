@@ -150,7 +150,9 @@ def _attention(
     found, step = _found(layer, plan, query.shape[0])
     cache = None
     if key_cache is not None and value_cache is not None:
-        cache = KVCache(key_cache, value_cache)
+        form = found.group.cache_format
+        rows = form is not None and form.rows is not None
+        cache = KVCache(key_cache, value_cache, form if rows else None)
     found.run(step, query, key, value, cache, out, lse)
 
 
@@ -166,7 +168,8 @@ def _latent(
     layer: int,
 ) -> None:
     found, step = _found(layer, plan, query.shape[0])
-    whole = KVCache(cache, cache[..., : found.spec.latent.rank])
+    form = found.group.cache_format
+    whole = KVCache(cache, cache[..., : form.widths[1]], form if form.rows else None)
     found.run(step, query, latents, rope_key, whole, topk, out, lse)
 
 

@@ -7,7 +7,9 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from polyattn.kernel import (
     STORAGE_DTYPES,
     Addressed,
@@ -32,6 +34,8 @@ DTYPES = {
 """`pa_dtype` of the names that a spec and a cache format use."""
 
 TORCH_DTYPES = {STORAGE_DTYPES[name]: number for name, number in DTYPES.items()}
+
+Ints = NDArray[np.signedinteger[Any]]
 
 _LAYER = struct.Struct("@10i2f")
 _BATCH = struct.Struct("@3i3P")
@@ -91,6 +95,18 @@ class StepPlan:
         self.handle = lib.pa_plan_new(isa().encode(), layer, batch)
         if not self.handle:
             raise NativeError(lib.pa_error().decode())
+
+    def listed(self) -> tuple[Ints, Ints, Ints]:
+        """Return numbers int64 (6,), items int32 (items, 13) and groups int32 (groups, 2).
+
+        Their fields are `pa_plan_list`'s in `polyattn_cpu.h`.
+        """
+        lib, numbers = load(), np.zeros(6, np.int64)
+        lib.pa_plan_list(self.handle, numbers.ctypes.data, None, None)
+        items = np.zeros((int(numbers[0]), 13), np.int32)
+        groups = np.zeros((int(numbers[1]), 2), np.int32)
+        lib.pa_plan_list(self.handle, numbers.ctypes.data, items.ctypes.data, groups.ctypes.data)
+        return numbers, items, groups
 
     def __del__(self) -> None:
         handle = getattr(self, "handle", None)

@@ -18,6 +18,7 @@ from polyattn.kernel import (
     Lie,
     NewTokens,
     Plan,
+    Reads,
     Rotation,
     StoreBackend,
     StorePlan,
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes
 from polyattn_cpu.native.library import isa
+from polyattn_cpu.native.reading import reads
 from polyattn_cpu.native.store import Part, plain, store
 
 
@@ -60,6 +62,11 @@ class NativeAttention(AttentionBackend):
         else:
             step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size)
         return NativePlan(batch, step, self.cache is not None)
+
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, NativePlan)
+        size = 0 if self.cache is None else self.cache.block_size
+        return reads(self.spec, plan.step, size)
 
     def addressed(self, plan: Plan, lie: Lie) -> Addressed:
         assert isinstance(plan, NativePlan) and self.cache is None
