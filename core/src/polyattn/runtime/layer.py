@@ -16,7 +16,10 @@ from polyattn.settings import current
 from polyattn.spec.checks import flag
 from polyattn.spec.layer import LayerSpec
 
-NAMES = {"attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent"}
+NAMES = {
+    "attention": "Attention", "mla": "LatentAttention", "recurrent": "Recurrent",
+    "sparse": "SparseAttention",
+}  # fmt: skip
 """The layer of each family."""
 
 

@@ -7,7 +7,7 @@ from itertools import combinations, product
 from typing import Any
 
 from polyattn.conformance.case import Case, caches, captures, served_phases, unread
-from polyattn.conformance.cases import forests, functions, lasting, published
+from polyattn.conformance.cases import forests, functions, lasting, published, sparse
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
@@ -92,6 +92,8 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases.append(Case("search", "", base, "drawn"))
             cases += _rows(caps, base, _batches_for(caps, base))
     can = [c for c in cases if served_phases(caps, c.spec, device) and not unread(info, c.spec)]
+    if True in caps.cached and "decode" in caps.phases:
+        can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
     return can + refused
 
