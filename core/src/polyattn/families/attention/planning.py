@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,90 +18,19 @@ from polyattn.families.attention.text_positions import by_position
 from polyattn.families.attention.transforms import Places, Transforms
 from polyattn.registry.info import BackendInfo
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
-from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
-from polyattn.runtime.cache.scales import dequantized, input_dtype, output_dtype
+from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.scales import input_dtype, output_dtype
 from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, rows_within, whole_prompts
 from polyattn.runtime.functions.pointwise import check_step_mask
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.inputs import bad_input, check_tensor, refuse_gradients
-from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_padding, check_pages
-from polyattn.runtime.store import RunRotated, claimed_rotation
+from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import dense
 from polyattn.spec.layer import LayerSpec
-
-
-class Store(Op):
-    """What comes before the calls: bias, rotation, and the new keys' and values' way to the cache.
-
-    `plan`: where they go, None where nothing is stored. `rotation`: how the step's tokens are turned by a
-    layer that rotates; `key_rotation`: how keys are that are given whole.
-    """
-
-    def __init__(self, spec: LayerSpec, batch: Batch):
-        self.spec, self.batch = spec, batch
-        self.plan: StorePlan | None = None
-        self.backend: StoreBackend | None = None
-        self.rotated_by: RunRotated | None = None
-        self.rotation: Rotation | None = None
-        self.key_rotation: Rotation | None = None
-        # Of keys that are given whole, as many as the sequences reach must be there.
-        ends = [] if spec.cached else map(sum, zip(batch.key_starts, batch.lens, strict=True))
-        self.keys_reach = max(ends, default=0)
-
-    def run(self, frame: Frame) -> None:
-        params = frame.params
-        if params.rotate or params.qkv_bias is not None:
-            self._prepare(frame)
-        elif self.plan is not None and frame.key is not None:
-            assert frame.value is not None and frame.cache is not None and self.backend is not None
-            self.backend.run(self.plan, frame.key, frame.value, frame.cache, params)
-
-    def _prepare(self, frame: Frame) -> None:
-        """Add the bias, rotate and store; the frame holds what attention takes then."""
-        query, key, value, params = frame.query, frame.key, frame.value, frame.params
-        rotation = self.rotation if params.rotate else None
-        if query.dtype.itemsize == 1:
-            query, key, value = self._dequantized(query, key, value, params)
-        new = NewTokens(query, key, value, params.qkv_bias)
-        if self.plan is not None and key is not None:
-            assert frame.cache is not None and self.rotated_by is not None
-            frame.query, frame.key, frame.value = self.rotated_by(
-                self.plan, rotation, new, frame.cache, params, self.keeps_keys
-            )
-            return
-        dtype, cached = query.dtype, self.spec.cached
-        if not cached:
-            assert key is not None and value is not None
-            # Behind the last sequence's keys lies what nobody reads.
-            new = NewTokens(query, key[: self.keys_reach], value[: self.keys_reach], new.bias)
-        query, key, value = prepared(new, rotation, self.key_rotation if rotation else None)
-        frame.query, frame.key, frame.value = query.to(dtype), None, None
-        if not cached:  # else nothing is stored: the cache holds the keys already
-            assert key is not None and value is not None
-            frame.key, frame.value = key.to(dtype), value.to(dtype)
-
-    def _dequantized(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, params: LayerParams
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return in the layer's dtype what came quantised: rotations and biases are added to that."""
-        dtype = STORAGE_DTYPES[self.spec.dtype]
-        query = dequantized(query, params.q_scale, dtype)
-        if key is None or value is None:
-            return query, None, None
-        return (
-            query, dequantized(key, params.k_scale, dtype), dequantized(value, params.v_scale, dtype)
-        )  # fmt: skip
-
-    @cached_property
-    def keeps_keys(self) -> bool:
-        """Whether a call can take rotated keys beside the cache: of whole prompts, stored unrounded."""
-        spec = self.spec
-        lens = zip(self.batch.query_lens, self.batch.lens, strict=True)
-        return spec.stored_dtype == spec.dtype and any(1 < q == n for q, n in lens)
 
 
 class TransformInputs(Op):
@@ -264,6 +193,7 @@ class Planner(StepPlanner):
         self.group, self.spec = group, group.spec
         self.chooser = Chooser(group)
         self.sharing = Sharing.of(group)
+        self.store, self.rotated_by = None, None
         if self.spec.cached:
             self.store = group.backend("store", StoreBackend, cache=group.cache_format)
             self.rotated_by = claimed_rotation(group, self.store)
@@ -304,15 +234,14 @@ class Planner(StepPlanner):
             for phase, info, part in assigned
         )
         calls = (*calls, *(self._of_another(spec, part) for spec, part in others))
-        store = Store(self.spec, batch)
-        if self.spec.cached and batch.slot_mapping is not None:
-            store.plan, store.backend = self.store.plan(batch.slot_mapping), self.store
-            store.rotated_by = self.rotated_by
+        rotation = key_rotation = None
         if self.spec.rope is not None:
-            earlier = None if reuse is None else reuse.before.rotation
-            store.rotation = rotation_of(self.spec, batch, earlier)
+            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
             if not self.spec.cached:
-                store.key_rotation = key_rotation_of(self.spec, batch)
+                key_rotation = key_rotation_of(self.spec, batch)
+        store = Store(
+            self.spec, batch, self.store, self.rotated_by, rotation, key_rotation, keeps=True
+        )
         return AttentionStep(self.group, batch, store, calls)
 
     def _assigned(self, batch: Batch, rest: Part | None) -> list[Assignment]:

@@ -152,13 +152,14 @@ class LatentAttention(Layer):
         refuse_gradients(query=query, latent=latent, rope_key=rope_key)
         if self.checks and not capturing(query):
             check_on_device(step.batch, cache.num_blocks, cache.block_size)
-        entry = None
+        entry = value = None
         if latent is not None and rope_key is not None:
             entry = torch.cat([latent, rope_key], dim=1)[:, None]
+            value = entry[..., : cache.format.v_head_size]
         params = self.params
         params.weights = self.weights
         with own_precision(self.group.device_type):
-            step.run(Frame(query, entry, None, cache, params, out, lse, topk))
+            step.run(Frame(query, entry, value, cache, params, out, lse, topk))
 
     def store(self, latent: Tensor, rope_key: Tensor, cache: KVCache, slot_mapping: Tensor) -> None:
         """Store latents and rope keys without attending, as `Attention.store` does keys and values.

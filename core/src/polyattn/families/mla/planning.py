@@ -27,11 +27,10 @@ from polyattn.runtime.calls import planned_call
 from polyattn.runtime.decompositions import Part, by_phase
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.merge import MergeBuffers, Merged
-from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation
+from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_padding, check_pages
-from polyattn.runtime.store import claimed_rotation
+from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.spec.decompose import expanded
 from polyattn.spec.kinds import AttentionKind
 
@@ -41,51 +40,24 @@ EXPANDED_BYTES = 256 << 20
 """Keys and values that a prefill makes of cached latents at a time: the bound of its workspace."""
 
 
-class LatentStore(Op):
-    """What comes before the calls: the latents stored, queries rotated, chosen positions as cache rows.
+class ChosenRows(Op):
+    """Chosen positions as cache rows, int32 (num_tokens, topk), -1 for none.
 
-    `table` int32 (num_tokens, pages): each token's block table, of a sparse layer.
+    `table` int32 (num_tokens, pages): each token's block table.
     """
 
-    def __init__(self, planner: Planner):
-        self.planner = planner
-        self.plan: StorePlan | None = None
-        self.rotation: Rotation | None = None
-        self.table: Tensor | None = None
+    def __init__(self, table: Tensor, block_size: int):
+        self.table, self.block_size = table, block_size
 
     def run(self, frame: Frame) -> None:
-        if frame.params.rotate or (self.plan is not None and frame.key is not None):
-            frame.query = self._store(frame)
-        frame.key = None
-        if frame.choice is not None:
-            frame.choice = self._slots_of(frame.choice)
-
-    def _store(self, frame: Frame) -> Tensor:
-        """Store the latents, rotated where the layer rotates. Returns the query, rotated alike."""
-        query, entry, cache, params = frame.query, frame.key, frame.cache, frame.params
-        rotation = self.rotation if params.rotate else None
-        if self.plan is None or entry is None:
-            if rotation is None:
-                return query
-            return rotation.applied_to_query(query).to(query.dtype)
-        assert cache is not None
-        value = entry[..., : cache.format.v_head_size]
-        if rotation is None:
-            self.planner.store.run(self.plan, entry, value, cache, params)
-            return query
-        new = NewTokens(query, entry, value)
-        found: Tensor = self.planner.rotated_by(self.plan, rotation, new, cache, params, False)[0]
-        return found
-
-    def _slots_of(self, topk: Tensor) -> Tensor:
-        """Return the cache rows of chosen positions, int32 (num_tokens, topk), -1 for none."""
-        form = self.planner.group.cache_format
-        assert self.table is not None and form is not None
+        topk, size = frame.choice, self.block_size
+        assert topk is not None
         if not self.table.shape[1]:
-            return torch.full_like(topk, -1)
-        size, positions = form.block_size, topk.clamp(min=0).long()
+            frame.choice = torch.full_like(topk, -1)
+            return
+        positions = topk.clamp(min=0).long()
         blocks = self.table.long().gather(1, positions // size)
-        return (blocks * size + positions % size).int().masked_fill_(topk < 0, -1)
+        frame.choice = (blocks * size + positions % size).int().masked_fill_(topk < 0, -1)
 
 
 class Absorbed(Op):
@@ -101,7 +73,7 @@ class Absorbed(Op):
     def run(self, frame: Frame) -> None:
         weights, cache, out = frame.params.weights, frame.cache, frame.out
         assert cache is not None
-        inner = frame.but()
+        inner = frame.but(key=None, value=None)
         if weights is not None:
             inner.query = absorb(frame.query, weights[0])
         # Straight to the caller's, where that is what a backend writes: dense, aligned.
@@ -143,7 +115,7 @@ class Expanded(Merged):
 class LatentStep(StepPlan):
     """A step over latents: what is stored, absorbed calls, and the pieces of expanded ones."""
 
-    def __init__(self, group: LayerGroup, batch: Batch, before: LatentStore, ops: Sequence[Op]):
+    def __init__(self, group: LayerGroup, batch: Batch, before: Store, ops: Sequence[Op]):
         super().__init__(group, batch, (before, *ops))
         self.before = before
         self.expands = any(isinstance(op, Expanded) for op in ops)
@@ -194,17 +166,16 @@ class Planner(StepPlanner):
                 ops.append(Absorbed(self._absorbed(phase, part, earlier)))
             else:
                 ops.append(self._expanded(part))
-        before = LatentStore(self)
         if self.sparse and batch.block_table is not None:
-            before.table = batch.block_table  # as it is, where a captured graph reads it
+            table = batch.block_table  # as it is, where a captured graph reads it
             if not batch.all_decode:
                 counts = torch.tensor(batch.query_lens, dtype=torch.int64, device=batch.device)
-                before.table = torch.repeat_interleave(batch.block_table, counts, dim=0)
-        if batch.slot_mapping is not None:
-            before.plan = self.store.plan(batch.slot_mapping)
+                table = torch.repeat_interleave(batch.block_table, counts, dim=0)
+            ops.insert(0, ChosenRows(table, self.group.cache_format.block_size))
+        rotation = None
         if self.spec.rope is not None:
-            known = None if reuse is None else reuse.before.rotation
-            before.rotation = rotation_of(self.spec, batch, known)
+            rotation = rotation_of(self.spec, batch, reuse and reuse.before.rotation)
+        before = Store(self.spec, batch, self.store, self.rotated_by, rotation)
         return LatentStep(self.group, batch, before, ops)
 
     def _absorbed(self, phase: str, part: Part, earlier: Call | None) -> Call:
