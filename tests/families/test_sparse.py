@@ -8,12 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from polyattn import Attention, Batch, LayerGroup, LayerSpec, SparseAttention, SparseSpec, select
+from polyattn import (
+    Attention,
+    Batch,
+    Indexer,
+    IndexerSpec,
+    LayerGroup,
+    LayerSpec,
+    SparseAttention,
+    SparseSpec,
+    select,
+)
 from polyattn.errors import BatchError, SelectionError, SpecError
-from polyattn.families.sparse import pages, planning
+from polyattn.families.sparse import indexer, pages, planning, reference
 from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.settings import current
 from polyattn.workload.base import workload
+from polyattn.workload.dice import Dice
 
 MSA = LayerSpec(
     kind="sparse", num_heads=8, num_kv_heads=2, head_size=16, dtype="float32", block_size=16,
@@ -212,3 +223,96 @@ def test_a_lie_about_a_choice_is_caught(name: str, monkeypatch: pytest.MonkeyPat
 
 def test_there_are_twenty_lies() -> None:
     assert len(LIES) >= 20
+
+
+INDEXERS = {
+    "DSA": IndexerSpec(num_heads=4, head_size=8, budget=6),
+    "V4": IndexerSpec(num_heads=4, head_size=8, budget=5, tokens_per_entry=4),
+    "MSA": IndexerSpec(
+        num_heads=3, head_size=8, budget=3, activation="none", fold="none", pool=8, forced_first=1,
+        forced_last=1,
+    ),
+    "QSA": IndexerSpec(num_heads=4, head_size=8, budget=5, fold="sum", tokens_per_entry=4, tail=True),
+    "part": IndexerSpec(num_heads=2, head_size=8, budget=0.3, fold="sum", forced_last=2),
+    "level 1": IndexerSpec(num_heads=4, head_size=8, budget=2, pool=8, forced_last=1),
+    "level 2": IndexerSpec(num_heads=4, head_size=8, budget=6, within=8),
+}  # fmt: skip
+
+
+class IndexStep:
+    """Sequences of index keys in a paged cache, which holds NaN elsewhere; whole numbers tie."""
+
+    def __init__(self, spec: IndexerSpec, ties: bool, seed: int = 3):
+        dice = Dice(seed)
+        if ties:  # which a power of two keeps exact
+            spec = replace(spec, scale=0.5)
+        self.spec, self.queries, self.lens = spec, [1, 23, 1, 5, 1], [60, 40, 1, 33, 0]
+        entries = [n // spec.tokens_per_entry for n in self.lens]
+        table, blocks = dice.blocks(entries, 8)
+        table[0, -1] = 10**6  # behind the length: never read
+        self.batch = Batch.from_lens(self.queries, self.lens)
+        self.batch.block_table = table
+        tokens = sum(self.queries)
+        self.query = dice.normal(tokens, spec.num_heads, 8)
+        self.keys = [dice.normal(n, 8) for n in entries]
+        self.weights = dice.normal(tokens, spec.num_heads) if spec.fold == "weighted" else None
+        if ties:
+            self.query, self.keys = self.query.round(), [k.round() for k in self.keys]
+            self.weights = None if self.weights is None else self.weights.round()
+        self.cache = torch.full((blocks, 8, 8), torch.nan)
+        for row, own in zip(table.tolist(), self.keys, strict=True):
+            for entry, key in enumerate(own):
+                self.cache[row[entry // 8], entry % 8] = key
+        self.within = None
+        if spec.within is not None:
+            self.within = torch.tensor([[[0, 3, 2, -1]]] * tokens).int()
+
+    def chosen(self) -> list[list[list[int]]]:
+        ids = Indexer(self.spec)(self.query, self.cache, self.batch, self.weights, self.within)
+        return [[[i for i in row if i >= 0] for row in token] for token in ids.tolist()]
+
+    def expected(self) -> list[list[list[int]]]:
+        found, at = [], 0
+        for keys, count, length in zip(self.keys, self.queries, self.lens, strict=True):
+            for token in range(at, at + count):
+                within = None if self.within is None else self.within[token, 0].tolist()
+                weights = None if self.weights is None else self.weights[token]
+                position = length - at - count + token
+                found.append(
+                    reference.choose(self.spec, self.query[token], keys, position, weights, within)
+                )
+            at += count
+        return found
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
+@pytest.mark.parametrize("name", INDEXERS)
+def test_an_indexer_chooses_as_its_definition_says(
+    name: str, ties: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = IndexStep(INDEXERS[name], ties)
+    assert step.chosen() == step.expected()
+    monkeypatch.setattr(indexer, "SCORES", 300)
+    assert step.chosen() == step.expected(), "in pieces"
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"budget": 0}, "budget"), ({"budget": 1.5}, "budget"), ({"activation": "gelu"}, "activation"),
+        ({"tail": True}, "tail"), ({"fold": "mean"}, "fold"), ({"pool": 0}, "pool"),
+    ],
+)  # fmt: skip
+def test_an_indexer_that_means_nothing_is_refused(fields: dict[str, Any], match: str) -> None:
+    with pytest.raises(SpecError, match=f"indexer.{match}"):
+        IndexerSpec(**({"num_heads": 2, "head_size": 8, "budget": 4} | fields))
+
+
+def test_an_indexer_refuses_what_it_would_misread() -> None:
+    step = IndexStep(INDEXERS["DSA"], False)
+    with pytest.raises(BatchError, match="weights are missing"):
+        Indexer(step.spec)(step.query, step.cache, step.batch)
+    with pytest.raises(BatchError, match="within was given"):
+        Indexer(step.spec)(step.query, step.cache, step.batch, step.weights, step.weights)
+    with pytest.raises(BatchError, match="keys"):
+        Indexer(step.spec)(step.query, step.cache[..., :4], step.batch, step.weights)

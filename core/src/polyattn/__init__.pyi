@@ -12,6 +12,7 @@ from polyattn.families.attention.stateless.function import attention as attentio
 from polyattn.families.mla.indexer import choose_tokens as choose_tokens
 from polyattn.families.mla.layer import LatentAttention as LatentAttention
 from polyattn.families.recurrent.layer import Recurrent as Recurrent
+from polyattn.families.sparse.indexer import Indexer as Indexer
 from polyattn.families.sparse.layer import SparseAttention as SparseAttention
 from polyattn.registry.capabilities import Capabilities as Capabilities
 from polyattn.registry.capabilities import Rejection as Rejection
@@ -57,5 +58,6 @@ from polyattn.spec.layer import LayerSpec as LayerSpec
 from polyattn.spec.layer import RecurrentSpec as RecurrentSpec
 from polyattn.spec.rope import RopeSpec as RopeSpec
 from polyattn.spec.row_format import RowFormat as RowFormat
+from polyattn.spec.sparse import IndexerSpec as IndexerSpec
 from polyattn.spec.sparse import SparseSpec as SparseSpec
 from polyattn.spec.variant import AttentionVariant as AttentionVariant

@@ -1,11 +1,11 @@
-"""How does a sparse layer's choice name keys? `SparseSpec`, in tokens and entries."""
+"""What does a sparse layer choose by, and how does its choice name keys? In tokens and entries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from polyattn.errors import SpecError
-from polyattn.spec.checks import choice, flag, integer
+from polyattn.spec.checks import choice, flag, integer, number
 
 SCOPES = ("all", "kv_head", "head")
 """For whom one choice counts: all heads, a KV head's query heads, or one query head."""
@@ -57,3 +57,76 @@ class SparseSpec:
         whom = {"all": "", "kv_head": " by KV head", "head": " by head"}[self.scope]
         entries = f", entries of {self.tokens_per_entry}" if self.tokens_per_entry > 1 else ""
         return f"choice {words}{whom}{', physical' * self.physical}{entries}"
+
+
+ACTIVATIONS = ("relu", "none")
+FOLDS = ("weighted", "sum", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerSpec:
+    """How an indexer scores a sequence's entries and chooses among them.
+
+    The score of entry e for the token at t is `sum_h w[t, h] * act(scale * q[t, h] . k[e])`. A candidate
+    is an entry, or the best of `pool` neighbours; the `budget` best candidates are chosen.
+
+    - `num_heads`, `head_size`: of the index queries; all heads share one index key an entry.
+    - `activation`: `"relu"` or `"none"`.
+    - `fold`: `"weighted"`, each head times a weight that the call gives, summed; `"sum"`; or `"none"`, a
+      choice for each head.
+    - `scale`: 0: `head_size ** -0.5`.
+    - `tokens_per_entry` m: a token sees entry e where e < (t + 1) // m.
+    - `pool` B: candidate c is the best of entries c * B to c * B + B - 1 that the token sees.
+    - `forced_first`, `forced_last`: how many of the oldest and newest candidates that a token sees are
+      chosen before all others, within the budget.
+    - `tail`: the group of tokens that isn't complete yet is chosen beside the budget, as id (t + 1) // m.
+    - `budget`: how many candidates; a float up to 1, which part of those that the token sees, rounded up.
+    - `within` b: only entries count that lie in the blocks of b entries which the call gives.
+
+    Of candidates with equal scores the smaller id is chosen. Raises `SpecError`.
+    """
+
+    num_heads: int
+    head_size: int
+    budget: int | float
+    activation: str = "relu"
+    fold: str = "weighted"
+    scale: float = 0.0
+    tokens_per_entry: int = 1
+    pool: int = 1
+    forced_first: int = 0
+    forced_last: int = 0
+    tail: bool = False
+    within: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "head_size", "tokens_per_entry", "pool"):
+            integer(f"indexer.{name}", getattr(self, name), 1)
+        for name in ("forced_first", "forced_last"):
+            integer(f"indexer.{name}", getattr(self, name), 0)
+        if isinstance(self.budget, float):
+            if not 0.0 < self.budget <= 1.0:
+                raise SpecError(
+                    f"indexer.budget={self.budget!r} must be a part, up to 1, or a number of candidates"
+                )
+        else:
+            integer("indexer.budget", self.budget, 1)
+        choice("indexer.activation", self.activation, ACTIVATIONS)
+        choice("indexer.fold", self.fold, FOLDS)
+        flag("indexer.tail", self.tail)
+        if self.within is not None:
+            integer("indexer.within", self.within, 1, hint="; use None for all entries")
+        number("indexer.scale", self.scale, "a positive number, or 0 for the default")
+        if self.scale < 0:
+            raise SpecError(f"indexer.scale={self.scale!r} must be positive, or 0 for the default")
+        object.__setattr__(self, "scale", float(self.scale) or self.head_size**-0.5)
+        if self.tail and (self.pool > 1 or self.tokens_per_entry == 1):
+            raise SpecError(
+                "indexer.tail=True is of entries of several tokens that aren't pooled; a group of "
+                f"tokens_per_entry={self.tokens_per_entry}, pool={self.pool} has no tail"
+            )
+
+    @property
+    def choices(self) -> int:
+        """How many choices a token has: the second size of the tensor."""
+        return self.num_heads if self.fold == "none" else 1

@@ -299,6 +299,13 @@ def _behaviour(
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
+        cases += [  # one of each batch above is of the first layout
+            Case("layout", f"{layout} {label}", spec, most)
+            for layout in caps.layouts[1:]
+            for label, spec in _variants(caps, base)
+            if label.startswith("feature ")
+            and (layout != "contiguous" or spec.head_size == spec.v_head_size)
+        ]
         cases += [
             Case("packed", caps.layouts[0], base, most),
             Case("stale", "", base, most),

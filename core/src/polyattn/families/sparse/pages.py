@@ -9,21 +9,39 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
-from polyattn.spec.sparse import SparseSpec
+
+
+def token_places(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each token's sequence, its place in it, and the sequence's length, int64 (num_tokens,).
+
+    From the device's own lengths, which a captured graph finds changed.
+    """
+    tokens = torch.arange(batch.num_tokens, device=batch.device)
+    if not batch.num_tokens:
+        return tokens, tokens, tokens
+    seqs = tokens
+    if not batch.all_decode:
+        ends = batch.query_start_loc[1:].long()
+        seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
+    lens = batch.seq_lens.long()[seqs]
+    return seqs, lens - batch.query_start_loc.long()[seqs + 1] + tokens, lens
+
 
 NONE = torch.iinfo(torch.int32).max
 """Stands for an id that names nothing, so that it comes last."""
 
 
-def visible_entries(sparse: SparseSpec, causal: bool, positions: Tensor, lens: Tensor) -> Tensor:
+def visible_entries(
+    tokens_per_entry: int, positions: Tensor, lens: Tensor, causal: bool = True
+) -> Tensor:
     """Return how many of a sequence's entries each token sees, int64 (num_tokens,).
 
-    `positions` (num_tokens,): the token's place in its sequence; `lens` (num_tokens,): the sequence's
-    tokens.
+    `positions`, `lens` (num_tokens,): as `token_places` gives them.
     """
     tokens = torch.minimum(positions + 1, lens) if causal else lens
-    return tokens.clamp(min=0) // sparse.tokens_per_entry
+    return tokens.clamp(min=0) // tokens_per_entry
 
 
 def pages_of(

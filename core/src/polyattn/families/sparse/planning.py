@@ -9,7 +9,7 @@ from torch import Tensor
 
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
-from polyattn.families.sparse.pages import pages_of, visible_entries
+from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
 from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup, StepPlanner
 from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
@@ -51,7 +51,9 @@ class Piece(Op):
         spec, given, table = planner.group.spec, frame.params, self.batch.block_table
         assert cache is not None and choice is not None and table is not None
         view, steps = cache.in_pages_of(planner.page_size)
-        seqs, visible = self._tokens()
+        assert spec.sparse is not None and isinstance(self.rows, slice)
+        seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
+        visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
         pages, lens = pages_of(
             spec, choice, visible, seqs, table, cache.block_size, planner.page_size, steps
         )
@@ -74,24 +76,6 @@ class Piece(Op):
         frame.out.copy_(result)
         if frame.lse is not None and result_lse is not None:
             frame.lse.copy_(result_lse)
-
-    def _tokens(self) -> tuple[Tensor, Tensor]:
-        """Return each token's sequence and how many entries it sees, int64 (tokens,) on the device.
-
-        From the device's own lengths, which a captured graph finds changed.
-        """
-        batch, spec = self.batch, self.planner.group.spec
-        assert spec.sparse is not None
-        assert isinstance(self.rows, slice)
-        tokens = torch.arange(self.rows.start, self.rows.stop, device=batch.device)
-        if batch.all_decode:
-            seqs = tokens
-        else:
-            ends = batch.query_start_loc[1:].long()
-            seqs = torch.searchsorted(ends, tokens, right=True).clamp(max=batch.num_seqs - 1)
-        lens = batch.seq_lens.long()[seqs]
-        positions = lens - batch.query_start_loc.long()[seqs + 1] + tokens
-        return seqs, visible_entries(spec.sparse, spec.causal, positions, lens)
 
 
 class SparseStep(StepPlan):

@@ -1,6 +1,8 @@
-"""What is the right answer for a sparse layer? One token and one head at a time, over its own keys."""
+"""What is the right answer for a sparse layer? One token at a time: what it chooses, what it reads."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from polyattn.runtime.cache.kv_cache import KVCache
 from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.sparse import IndexerSpec
 
 
 def chosen_slots(
@@ -100,6 +103,53 @@ def forward(
                     spec, query[token, heads], keys, values, own
                 )
     return output, lse
+
+
+def choose(
+    spec: IndexerSpec,
+    query: Tensor,
+    keys: Tensor,
+    position: int,
+    weights: Tensor | None = None,
+    within: list[int] | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> list[list[int]]:
+    """Return one token's ids for each of its choices, the best first; the tail comes last.
+
+    `query` (num_heads, head_size); `keys` (entries, head_size), its sequence's; `weights` (num_heads,);
+    `within`: the blocks of entries that count.
+    """
+    query, keys = query.to("cpu", dtype), keys.to("cpu", dtype)
+    m, entries = spec.tokens_per_entry, (position + 1) // spec.tokens_per_entry
+    products = spec.scale * query @ keys[:entries].T
+    if spec.activation == "relu":
+        products = products.relu()
+    if spec.fold == "weighted":
+        assert weights is not None
+        products = (weights.to("cpu", dtype) @ products)[None]
+    elif spec.fold == "sum":
+        products = products.sum(0, keepdim=True)
+    candidates = -(-entries // spec.pool)
+    count = spec.budget
+    if isinstance(count, float):
+        count = math.ceil(candidates * count - 1e-9)
+    chosen = []
+    for row in products:
+        ranked = []
+        for candidate in range(candidates):
+            members = [
+                entry
+                for entry in range(candidate * spec.pool, min((candidate + 1) * spec.pool, entries))
+                if within is None or spec.within is None or entry // spec.within in within
+            ]
+            if not members:
+                continue
+            score = max(float(row[entry]) for entry in members)
+            forced = candidate < spec.forced_first or candidate >= candidates - spec.forced_last
+            ranked.append((not forced, 0.0 if forced else -score, candidate))
+        ids = [candidate for _, _, candidate in sorted(ranked)][:count]
+        chosen.append(ids + ([entries] if spec.tail and (position + 1) % m else []))
+    return chosen
 
 
 def _at(stored: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
