@@ -156,7 +156,13 @@ def found_of(function: Callable[..., Any]) -> Findings:
     return find(function, function.__name__.upper(), resolve_device("cpu"), seed=1, budget=0.5)
 
 
-@pytest.mark.parametrize(("function", "known"), KNOWN, ids=[f.__name__ for f, _ in KNOWN])
+@pytest.mark.parametrize(
+    ("function", "known"),
+    [
+        pytest.param(*pair, id=pair[0].__name__, marks=[pytest.mark.slow] if index % 4 else [])
+        for index, pair in enumerate(KNOWN)
+    ],
+)
 def test_claim_writes_exactly_what_a_function_can_do(
     function: Callable[..., Any], known: dict[str, Any]
 ) -> None:

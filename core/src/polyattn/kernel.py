@@ -8,7 +8,6 @@ from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    LayerParams,
     Lie,
     MergeBackend,
     PagesLie,
@@ -39,7 +38,8 @@ from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwi
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -71,21 +71,27 @@ __all__ = [
     "CacheFormat",
     "CustomMask",
     "Device",
+    "Frame",
     "Function",
     "GraphCapture",
+    "Items",
     "KVCache",
     "KeyRanges",
+    "Keys",
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
     "Levels",
     "Lie",
     "MergeBackend",
+    "Merges",
     "NewTokens",
     "PagesLie",
     "Plan",
     "Pointwise",
+    "Reads",
     "RecurrentBackend",
+    "RecurrentFrame",
     "RecurrentSpec",
     "Role",
     "RopeSpec",
@@ -114,6 +120,7 @@ __all__ = [
     "inv_freq",
     "key_ranges",
     "merge_states",
+    "no_merges",
     "over_chosen_pages",
     "prepared",
     "quantize",
