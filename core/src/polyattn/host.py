@@ -37,7 +37,7 @@ from polyattn.runtime.decompositions import by_phase
 from polyattn.runtime.inputs import capturing, own_precision, refuse, refuse_gradients
 from polyattn.runtime.ledger import Ledger, Report
 from polyattn.runtime.merge import MergeBuffers
-from polyattn.runtime.plan import Rows
+from polyattn.runtime.program import Rows
 from polyattn.runtime.stand_in import StandIns
 from polyattn.runtime.stateless import group_for
 from polyattn.runtime.step.batch_checks import check_on_device, check_paged_batch

@@ -11,7 +11,7 @@ from liars.plain import Plain
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.published import LENGTHS
 from polyattn.families.attention import reference
-from polyattn.kernel import Batch, KVCache, LayerParams, LayerSpec, Plan
+from polyattn.kernel import Batch, Frame, KVCache, LayerSpec, Plan
 from torch import Tensor
 
 SPEC = LayerSpec(num_heads=1, head_size=8)
@@ -39,13 +39,13 @@ class When(Plain):
 
     wrong: ClassVar[Callable[[Call], bool]]
 
-    def run(
-        self, plan: Plan, query: Tensor, key: Any, value: Any, cache: Any, params: LayerParams,
-        out: Tensor, lse: Tensor | None,
-    ) -> None:  # fmt: skip
-        super().run(plan, query, key, value, cache, params, out, lse)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        out = frame.out
+        super().run(plan, frame)
         spec = self.spec_of(plan.batch)
-        if type(self).wrong(Call(spec, plan.batch, cache, query, key, value, out)):
+        if type(self).wrong(
+            Call(spec, plan.batch, frame.cache, frame.query, frame.key, frame.value, out)
+        ):
             out.copy_((out.float() * 1.3).to(out.dtype))
 
 

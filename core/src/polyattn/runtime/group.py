@@ -19,7 +19,7 @@ from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
-from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.program import Call, StepPlan
 from polyattn.runtime.reads import PlanChecks
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.workspaces import Workspaces

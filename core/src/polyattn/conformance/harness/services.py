@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from polyattn.conformance.harness.base import Harness
-from polyattn.runtime.backend import LayerParams, MergeBackend, StoreBackend
+from polyattn.runtime.backend import MergeBackend, StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.cache.scales import input_dtype, of_heads
 from polyattn.runtime.group import LayerGroup
-from polyattn.runtime.plan import StorePlan
+from polyattn.runtime.program import LayerParams, StorePlan
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.layer import LayerSpec
 from polyattn.workload.pages import bits, copied, poison, put, unchanged

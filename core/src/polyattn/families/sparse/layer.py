@@ -10,7 +10,7 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import check_rotate
 from polyattn.families.sparse.planning import SparseStep
-from polyattn.runtime.backend import LayerParams, StoreBackend
+from polyattn.runtime.backend import StoreBackend
 from polyattn.runtime.cache.kv_cache import STORAGE_DTYPES, KVCache
 from polyattn.runtime.group import LayerGroup
 from polyattn.runtime.inputs import (
@@ -23,7 +23,7 @@ from polyattn.runtime.inputs import (
 )
 from polyattn.runtime.layer import Layer
 from polyattn.runtime.parameters import Weight, positive
-from polyattn.runtime.plan import StepPlan
+from polyattn.runtime.program import Frame, LayerParams, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_on_device
 from polyattn.selection.selection import Selection
@@ -133,7 +133,7 @@ class SparseAttention(Layer):
                 check_on_device(step.batch, cache.num_blocks, cache.block_size)
             self._check_ids(choice, cache)
         with own_precision(self.group.device_type):
-            step.run(query, key, value, cache, choice, self.params, out, lse)
+            step.run(Frame(query, key, value, cache, self.params, out, lse, choice))
 
     def store(
         self, key: Tensor, value: Tensor | None, cache: KVCache, slot_mapping: Tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,14 +10,12 @@ from torch import Tensor
 from polyattn.errors import BatchError
 from polyattn.families.attention.rotation import rotation_of
 from polyattn.families.sparse.pages import pages_of, token_places, visible_entries
-from polyattn.runtime.backend import AttentionBackend, LayerParams, StoreBackend
-from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.backend import AttentionBackend, StoreBackend
 from polyattn.runtime.group import LayerGroup, StepPlanner
-from polyattn.runtime.plan import Call, StepPlan, StorePlan
-from polyattn.runtime.rotation import NewTokens, Rotation, prepared
+from polyattn.runtime.program import Call, Frame, LayerParams, Op, StepPlan
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.batch_checks import check_pages
-from polyattn.runtime.store import claimed_rotation
+from polyattn.runtime.store import Store, claimed_rotation
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.decompose import paged, sparse_blocks
 
@@ -26,35 +23,70 @@ TABLE_BYTES = 64 << 20
 """What the block tables of a call's rows may take while they are made: longer steps come in pieces."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Some of a step's tokens, and their rows' block tables and lengths, which each layer writes.
+class Piece(Op):
+    """Some of a step's tokens: a decode of each token and KV head over the keys that are chosen for it.
 
-    `call` is None where the host reads the lengths and plans at each call.
+    `table`, `lens`: the rows' block tables and lengths, which each call writes. `call` is None where the
+    host reads the lengths and plans at each call.
     """
 
-    tokens: slice
-    table: Tensor
-    lens: Tensor
-    call: Call | None
-
-
-class SparseStep(StepPlan):
-    """A step over chosen keys: what is stored, and a decode of each token and KV head."""
-
-    def __init__(self, group: LayerGroup, batch: Batch, planner: Planner):
-        super().__init__(group, batch)
-        self.planner = planner
-        self.pieces: list[Piece] = []
-        self.store: StorePlan | None = None
-        self.rotation: Rotation | None = None
-        spec, tokens = group.spec, batch.num_tokens
-        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
-        self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
+    def __init__(
+        self,
+        planner: Planner,
+        batch: Batch,
+        rows: slice,
+        table: Tensor,
+        lens: Tensor,
+        call: Call | None = None,
+    ):
+        self.planner, self.batch, self.rows = planner, batch, rows
+        self.table, self.lens, self.call = table, lens, call
 
     @property
     def calls(self) -> tuple[Call, ...]:
-        return tuple(piece.call for piece in self.pieces if piece.call is not None)
+        return () if self.call is None else (self.call,)
+
+    def run(self, frame: Frame) -> None:
+        planner, cache, choice = self.planner, frame.cache, frame.choice
+        spec, given, table = planner.group.spec, frame.params, self.batch.block_table
+        assert cache is not None and choice is not None and table is not None
+        view, steps = cache.in_pages_of(planner.page_size)
+        assert spec.sparse is not None and isinstance(self.rows, slice)
+        seqs, positions, ends = (each[self.rows] for each in token_places(self.batch))
+        visible = visible_entries(spec.sparse.tokens_per_entry, positions, ends, spec.causal)
+        pages, lens = pages_of(
+            spec, choice, visible, seqs, table, cache.block_size, planner.page_size, steps
+        )
+        self.table[:, : pages.shape[1]].copy_(pages)
+        self.lens.copy_(lens)
+        call = self.call or planner.call_of(planner.batch_of(self, lens.tolist()))
+        rows = len(lens)
+        query = frame.query.reshape(rows, -1, spec.head_size)
+        out = frame.out.new_empty(rows, query.shape[1], spec.v_head_size)
+        lse = None
+        if planner.spec.needs_lse:
+            lse = torch.empty(out.shape[:2], dtype=torch.float32, device=out.device)
+        params = LayerParams(k_scale=given.k_scale, v_scale=given.v_scale)
+        call.run(Frame(query, None, None, view, params, out, lse))
+        result = out.view(-1, spec.num_heads, spec.v_head_size)
+        result_lse = None if lse is None else lse.view(-1, spec.num_heads)
+        if given.sinks is not None:
+            assert result_lse is not None
+            result, result_lse = with_sinks(result, result_lse, given.sinks)
+        frame.out.copy_(result)
+        if frame.lse is not None and result_lse is not None:
+            frame.lse.copy_(result_lse)
+
+
+class SparseStep(StepPlan):
+    """A step over chosen keys: what is stored, and pieces of its tokens."""
+
+    def __init__(self, batch: Batch, before: Store, pieces: list[Piece], planner: Planner):
+        super().__init__(planner.group, batch, (before, *pieces))
+        self.before, self.pieces, self.planner = before, pieces, planner
+        spec, tokens = planner.group.spec, batch.num_tokens
+        self.query_shape = torch.Size((tokens, spec.num_heads, spec.head_size))
+        self.out_shape = torch.Size((tokens, spec.num_heads, spec.v_head_size))
 
     def explain(self) -> str:
         spec, batch = self.group.spec, self.batch
@@ -62,75 +94,6 @@ class SparseStep(StepPlan):
             f"sparse: {batch.num_seqs} sequences, {batch.num_tokens} query tokens, {spec.sparse}: "
             f"{self.planner.name}"
         )
-
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache,
-        choice: Tensor,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Store the step's keys and values and attend. Writes `out` and `lse`."""
-        if params.rotate or (self.store is not None and key is not None):
-            query = self._store(query, key, value, cache, params)
-        spec, planner = self.group.spec, self.planner
-        view, steps = cache.in_pages_of(planner.page_size)
-        table = self.batch.block_table
-        assert table is not None and spec.sparse is not None
-        seqs, positions, lens = token_places(self.batch)
-        visible = visible_entries(spec.sparse.tokens_per_entry, positions, lens, spec.causal)
-        kernels = LayerParams(k_scale=params.k_scale, v_scale=params.v_scale)
-        for piece in self.pieces:
-            at = piece.tokens
-            pages, counts = pages_of(
-                spec, choice[at], visible[at], seqs[at], table, cache.block_size, planner.page_size,
-                steps,
-            )  # fmt: skip
-            piece.table[:, : pages.shape[1]].copy_(pages)
-            piece.lens.copy_(counts)
-            call = piece.call or planner.call_of(planner.batch_of(piece, counts.tolist()))
-            rows = len(counts)
-            queries = query[at].reshape(rows, -1, spec.head_size)
-            part = out.new_empty(rows, queries.shape[1], spec.v_head_size)
-            part_lse = None
-            if planner.spec.needs_lse:
-                part_lse = torch.empty(part.shape[:2], dtype=torch.float32, device=part.device)
-            call.backend.run(call.plan, queries, None, None, view, kernels, part, part_lse)
-            result = part.view(-1, spec.num_heads, spec.v_head_size)
-            result_lse = None if part_lse is None else part_lse.view(-1, spec.num_heads)
-            if params.sinks is not None:
-                assert result_lse is not None
-                result, result_lse = with_sinks(result, result_lse, params.sinks)
-            out[at] = result
-            if lse is not None and result_lse is not None:
-                lse[at] = result_lse
-
-    def _store(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache,
-        params: LayerParams,
-    ) -> Tensor:
-        """Store the new tokens, rotated where the layer rotates. Returns the query, rotated alike."""
-        planner, rotation = self.planner, self.rotation if params.rotate else None
-        if self.store is not None and key is not None and value is not None:
-            if rotation is None:
-                planner.store.run(self.store, key, value, cache, params)
-                return query
-            new = NewTokens(query, key, value)
-            rotated: Tensor = planner.rotated_by(
-                self.store, rotation, new, cache, params, False
-            )[0]  # fmt: skip
-            return rotated
-        if rotation is None:
-            return query
-        return prepared(NewTokens(query, None, None), rotation)[0].to(query.dtype)
 
 
 def with_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,20 +144,20 @@ class Planner(StepPlanner):
             )
         if batch.block_table is None and batch.num_tokens:
             raise BatchError(f"{spec} attends over a cache; the batch has no block_table")
-        step = SparseStep(self.group, batch, self)
+        pieces: list[Piece] = []
         most = max(1, TABLE_BYTES // (8 * 4 * self.rows * self.width))
         for first in range(0, batch.num_tokens, most):
             tokens = slice(first, min(first + most, batch.num_tokens))
-            earlier = None if reuse is None else reuse.pieces[len(step.pieces)]
-            step.pieces.append(self._piece(tokens, batch.device, step.pieces, earlier))
-        if batch.slot_mapping is not None:
-            step.store = self.store.plan(batch.slot_mapping)
+            earlier = None if reuse is None else reuse.pieces[len(pieces)]
+            pieces.append(self._piece(batch, tokens, pieces, earlier))
+        rotation = None
         if spec.rope is not None:
-            step.rotation = rotation_of(spec, batch, None if reuse is None else reuse.rotation)
-        return step
+            rotation = rotation_of(spec, batch, reuse and reuse.before.rotation)
+        before = Store(spec, batch, self.store, self.rotated_by, rotation)
+        return SparseStep(batch, before, pieces, self)
 
     def _piece(
-        self, tokens: slice, device: torch.device, before: list[Piece], earlier: Piece | None
+        self, batch: Batch, tokens: slice, before: list[Piece], earlier: Piece | None
     ) -> Piece:
         rows = (tokens.stop - tokens.start) * self.rows
         if earlier is not None:
@@ -203,16 +166,17 @@ class Planner(StepPlanner):
                     f"the captured step has {len(earlier.lens)} rows, this one {rows}; capture a graph "
                     "for each number of tokens"
                 )
-            return Piece(tokens, earlier.table, earlier.lens, earlier.call)
+            return Piece(self, batch, tokens, earlier.table, earlier.lens, earlier.call)
         if before and len(before[0].lens) == rows:  # one piece after another, over the same buffers
-            return Piece(tokens, before[0].table, before[0].lens, before[0].call)
+            return Piece(self, batch, tokens, before[0].table, before[0].lens, before[0].call)
+        device = batch.device
         table = torch.zeros(rows, self.width, dtype=torch.int32, device=device)
-        piece = Piece(tokens, table, torch.zeros(rows, dtype=torch.int32, device=device), None)
-        if not self.spec.length_bounds:
-            return piece
-        longest = self.width * self.page_size
-        call = self.call_of(self.batch_of(piece, [longest] * rows))
-        return Piece(tokens, table, piece.lens, call)
+        lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        piece = Piece(self, batch, tokens, table, lens)
+        if self.spec.length_bounds:
+            longest = self.width * self.page_size
+            piece.call = self.call_of(self.batch_of(piece, [longest] * rows))
+        return piece
 
     def batch_of(self, piece: Piece, lens: list[int]) -> Batch:
         """Return a piece's rows as decodes; `lens` are their lengths, or the most that they may be."""

@@ -215,7 +215,7 @@ class KVCache:
         """Blocks in the cache."""
         return self.key.shape[0]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.key.shape[1]
