@@ -111,9 +111,8 @@ class LayerSpec:
     - `mask`: a mask that each step brings, beside the above: `"custom"` (packed booleans) or
       `"block_sparse"` (rows of blocks); `Batch.mask` holds it.
     - `block_size` None lets the selector choose.
-    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or `"nvfp4"`: 4-bit ones of which
-      every 16 share another (`runtime.cache.nvfp4`). `"fp8"` is `"fp8_e4m3"`, here and in the next two
-      fields.
+    - `kv_cache_dtype`: what a cache holds, 8-bit numbers times a scale, or rows of bytes in a format
+      that `row_formats()` lists. `"fp8"` is `"fp8_e4m3"`, here and in the next two fields.
     - `qkv_dtype` `"fp8_e4m3"`: queries, keys and values come as a quantised projection leaves them,
       `value / scale` in e4m3 (OCP's), with the layer's `q_scale`, `k_scale`, `v_scale`. A cache is then
       e4m3 too, and holds the same numbers.

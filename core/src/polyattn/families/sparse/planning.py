@@ -119,7 +119,8 @@ class Planner(StepPlanner):
         assert info is not None and group.cache_format is not None and group.spec.sparse is not None
         self.name, form = info.name, group.cache_format
         self.spec = paged(group.spec, group.device.is_accelerator)
-        self.page_size = sparse_blocks(group.spec)[1]
+        page = sparse_blocks(group.spec)[1]  # a backend of smaller blocks walks several of a page
+        self.page_size = info.capabilities.block_sizes.divisor_of(page) or page
         self.form = CacheFormat(
             block_size=self.page_size, num_kv_heads=1, head_size=form.head_size,
             v_head_size=form.v_head_size, dtype=form.dtype, value_in_key=form.value_in_key,

@@ -99,7 +99,7 @@ class StepPlan:
     def listed(self) -> tuple[Ints, Ints, Ints]:
         """Return numbers int64 (6,), items int32 (items, 13) and groups int32 (groups, 2).
 
-        Their fields are `pa_plan_list`'s in `polyattn_cpu.h`.
+        Their fields are `pa_plan_list`'s in the library's header.
         """
         lib, numbers = load(), np.zeros(6, np.int64)
         lib.pa_plan_list(self.handle, numbers.ctypes.data, None, None)
