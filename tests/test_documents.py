@@ -105,7 +105,9 @@ def commands() -> list[str]:
     lines = {line.partition(" #")[0].strip() for line in found}
     # Prose names an option without its value: `run --context-parallel`.
     return sorted(
-        x for x in lines if "[" not in x and not re.search(r" --(context-parallel|weights|spec)$", x)
+        x
+        for x in lines
+        if "[" not in x and not re.search(r" --(context-parallel|weights|spec)$", x)
     )
 
 
