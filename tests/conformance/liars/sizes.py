@@ -179,8 +179,8 @@ class LseOfManyHeads(Plain):
 
     def run(self, plan: Plan, *args: Any) -> None:
         super().run(plan, *args)
-        if args[-1] is not None and self.spec.num_heads > 16:
-            args[-1].add_(0.5)
+        if args[-1].lse is not None and self.spec.num_heads > 16:
+            args[-1].lse.add_(0.5)
 
 
 class OtherSpec(Plain):

@@ -120,7 +120,7 @@ class StoreHarness(Harness):
                 format = rows_of(new.cache.format.dtype)[name == "value"]
                 read = [decoded(rows[at], format, given.shape[2]) for rows in (found, wanted)]
                 same = ((read[0] == read[1]) | (read[0].isnan() & read[1].isnan())).all(-1)
-                alike = same & given[kept].isnan().any(-1)  # of a row's NaNs any bits do
+                alike = same & read[1].isnan().any(-1)  # of a row's NaNs any bits do
                 assert bool((alike | ~wrong[at].any(-1)).all()), (
                     f"{label}{self.backend} stored a {name} wrong"
                 )
