@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from polyattn.conformance.case import Case
 from polyattn.conformance.cases.sparse import serves
+from polyattn.conformance.checks.captured import refilled
 from polyattn.conformance.draws import drawn, lengths
 from polyattn.conformance.harness.base import Harness
 from polyattn.registry.discovery import discover
 from polyattn.runtime.graphs.cuda_graph import StepGraphs
-from polyattn.runtime.graphs.step_buffers import StepBuffers
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.sparse import SCOPES, SparseSpec
 from polyattn.workload.pages import copied, spoiled
-from polyattn.workload.steps import batches, pairs
+from polyattn.workload.steps import pairs
 
 
 def sparse(case: Case, harness: Harness) -> None:
@@ -99,30 +99,7 @@ def sparse_graph(case: Case, harness: Harness) -> None:
 
 def sparse_reuse(case: Case, harness: Harness) -> None:
     """What a captured graph reads is refilled: the first plan, run after another step was planned."""
-    layer = harness.layer(case.spec)
-    layer.checks = False  # the captured plan's lengths are the longest, not the step's
-    form = layer.group.cache_format
-    assert form is not None
-    shapes = batches(case.batch, form.block_size)
-    rows = len(shapes) + 2
-    buffers = StepBuffers(rows, 1, 8 * form.block_size, form.block_size, harness.torch_device)
-    captured = layer.group.plan(buffers.batch([buffers.max_len] * rows))
-    for chosen in (shapes, shapes[::-1], shapes[1:4]):
-        given = harness.step(layer, chosen)
-        tokens = given.batch.num_tokens
-        filled = buffers.fill(given.batch)
-        layer.group.plan(filled, reuse=captured)
-
-        def wide(tensor: torch.Tensor, short: int = rows - tokens) -> torch.Tensor:
-            return torch.cat([tensor, tensor.new_zeros(short, *tensor.shape[1:])])
-
-        step = given.remembered().but(
-            batch=filled, query=wide(given.query), key=wide(given.key), value=wide(given.value),
-            choice=wide(given.choice),
-        )  # fmt: skip
-        step.run(captured)
-        lse = None if step.lse is None else step.lse[:tokens]
-        given.compare(step.out[:tokens], lse, "a plan reused: ")
+    refilled(case, harness, ("query", "key", "value", "choice"))
 
 
 def sparse_search(case: Case, harness: Harness) -> None:
