@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fakes import GENERAL, H100, backend, choose
+from fakes import GENERAL, backend, choose
 from polyattn import (
     Invariance,
     LatentSpec,

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from polyattn.spec.checks import LONGEST
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
 from polyattn.spec.layer import RecurrentSpec
+from polyattn.spec.models import GROUP, model_reader
 from polyattn.spec.rope import RopeSpec
 from polyattn.tools.cli.models import bundled, bundled_models
 
@@ -181,6 +183,19 @@ def test_bad_config_files(tmp_path: Path, text: str, names: str) -> None:
 def test_missing_config_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         LayerSpec.from_hf_config(tmp_path / "config.json")
+
+
+def test_without_a_reader_the_error_names_it_and_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_reader.cache_clear()
+    monkeypatch.setattr("polyattn.spec.models.entry_points", lambda group: ())
+    with pytest.raises(ConfigError, match=r"polyattn-models.* isn't installed; .*pip install"):
+        LayerSpec.from_hf_config(tmp_path)
+    broken = EntryPoint("huggingface", "absent_reader", GROUP)
+    monkeypatch.setattr("polyattn.spec.models.entry_points", lambda group: (broken,))
+    with pytest.raises(ConfigError, match=r"absent_reader, .* can't be loaded: .*reinstall"):
+        LayerSpec.from_hf_config(tmp_path)
 
 
 def test_unknown_field_in_json() -> None:

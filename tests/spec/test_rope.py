@@ -12,8 +12,8 @@ from polyattn.errors import SpecError
 from polyattn.families.attention.rope import angles, inv_freq, query_temperature, rotate
 from polyattn.spec.decompose import group_layers
 from polyattn.spec.features import features
-from polyattn.spec.huggingface import layer_specs
 from polyattn.spec.rope import RopeSpec
+from polyattn_models import layer_specs
 from tiny import tiny_config
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

@@ -1,4 +1,4 @@
-"""Who is chosen, and why? `select` gathers the facts, asks the tree and remembers the answer."""
+"""Which backend is chosen, and why? `select` gathers facts, asks the tree, remembers the answer."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from polyattn.device import Device
 from polyattn.errors import SelectionError, SettingsError, SpecError, describe, plain, shown
+from polyattn.registry.capabilities import Rejection
 from polyattn.registry.devices import resolve_device
 from polyattn.registry.discovery import Registry, discover, generation
 from polyattn.registry.info import BackendInfo, load_object
@@ -25,6 +26,8 @@ from polyattn.settings import Settings, current
 from polyattn.spec.checks import flag
 from polyattn.spec.decompose import group_layers, kv_sources
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import RowFormat, is_rows, rows_of
+from polyattn.spec.variant import AttentionVariant
 
 log = logging.getLogger("polyattn")
 
@@ -231,6 +234,17 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     )
 
 
+def _problem(check: str, functions: AttentionVariant | RowFormat) -> str | None:
+    """Return what a backend's check has against these functions."""
+    try:
+        found = load_object(check)(functions)
+    except SpecError:
+        raise
+    except Exception as error:
+        return f"{check} fails: {describe(error)}"
+    return None if found is None else plain(str(found))
+
+
 def _facts(
     spec: LayerSpec,
     device: Device,
@@ -246,16 +260,21 @@ def _facts(
 
     variant = variant_of(spec)
 
-    def refuses(info: BackendInfo, spec: LayerSpec) -> str | None:
-        if info.variant_check is None or variant is None:
-            return None
-        try:
-            found = load_object(info.variant_check)(variant)
-        except SpecError:
-            raise
-        except Exception as error:
-            return f"{info.variant_check} fails: {describe(error)}"
-        return None if found is None else plain(str(found))
+    stored = spec.kv_cache_dtype
+    formats = dict.fromkeys(rows_of(stored)) if is_rows(stored) else {}
+
+    def refuses(info: BackendInfo, spec: LayerSpec) -> tuple[Rejection, ...]:
+        asked: list[tuple[str, str | None, AttentionVariant | RowFormat]]
+        asked = [("variant", info.variant_check, variant)] if variant is not None else []
+        if stored not in info.capabilities.kv_cache_dtypes:
+            asked += [("kv_cache_dtype", info.rows_check, each) for each in formats]
+        found = []
+        for field, check, functions in asked:
+            problem = None if check is None else _problem(check, functions)
+            if problem is not None:
+                wanted = f"the functions of {functions.name}"
+                found.append(Rejection(field, wanted, "others", problem))
+        return tuple(found)
 
     return Facts(
         backends=as_built(registry.backends, spec, device, unavailable),

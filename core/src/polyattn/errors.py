@@ -97,3 +97,14 @@ def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         text = f"{error.msg} ({error.filename}, line {error.lineno})"
     return plain(f"{type(error).__name__}: {text}").rstrip(": ")
+
+
+def ranges(indices: list[int]) -> str:
+    """Return the text `0-2, 5` for the layers 0, 1, 2, 5."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

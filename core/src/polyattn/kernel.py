@@ -8,7 +8,6 @@ from polyattn.families.attention.rotation import rotation_at
 from polyattn.runtime.backend import (
     Addressed,
     AttentionBackend,
-    LayerParams,
     Lie,
     MergeBackend,
     PagesLie,
@@ -16,8 +15,15 @@ from polyattn.runtime.backend import (
     SparseBackend,
     StoreBackend,
 )
-from polyattn.runtime.cache.kv_cache import ALLOCATORS, STORAGE_DTYPES, KVCache, quantize, raw
-from polyattn.runtime.cache.nvfp4 import unpacked
+from polyattn.runtime.cache.kv_cache import (
+    ALLOCATORS,
+    STORAGE_DTYPES,
+    KVCache,
+    quantize,
+    raw,
+    storage_dtype,
+)
+from polyattn.runtime.cache.rows import decoded, encoded, turned
 from polyattn.runtime.cache.scales import write_output
 from polyattn.runtime.conventions import (
     at_least,
@@ -32,7 +38,8 @@ from polyattn.runtime.functions.pointwise import INPUT_DTYPES, Function, Pointwi
 from polyattn.runtime.functions.quotients import reciprocal
 from polyattn.runtime.functions.tracing import Trace, UntraceableError, trace, untraceable
 from polyattn.runtime.merge import AttentionState, merge_states
-from polyattn.runtime.plan import Plan, StorePlan
+from polyattn.runtime.program import Frame, LayerParams, Plan, RecurrentFrame, StorePlan
+from polyattn.runtime.reads import Items, Keys, Merges, Reads, no_merges
 from polyattn.runtime.rotation import NewTokens, Rotation, prepared
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.step.chosen_pages import over_chosen_pages
@@ -46,6 +53,7 @@ from polyattn.spec.key_ranges import KeyRanges, key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant, VariantInput
 
 __all__ = [
@@ -63,26 +71,33 @@ __all__ = [
     "CacheFormat",
     "CustomMask",
     "Device",
+    "Frame",
     "Function",
     "GraphCapture",
     "Invariance",
+    "Items",
     "KVCache",
     "KeyRanges",
+    "Keys",
     "LatentSpec",
     "LayerParams",
     "LayerSpec",
     "Levels",
     "Lie",
     "MergeBackend",
+    "Merges",
     "NewTokens",
     "PagesLie",
     "Plan",
     "Pointwise",
+    "Reads",
     "RecurrentBackend",
+    "RecurrentFrame",
     "RecurrentSpec",
     "Role",
     "RopeSpec",
     "Rotation",
+    "RowFormat",
     "SharedRun",
     "SparseBackend",
     "StoreBackend",
@@ -100,19 +115,23 @@ __all__ = [
     "cumulative",
     "current_settings",
     "decode_window_sizes",
+    "decoded",
     "empty_rows",
+    "encoded",
     "inv_freq",
     "key_ranges",
     "merge_states",
+    "no_merges",
     "over_chosen_pages",
     "prepared",
     "quantize",
     "raw",
     "reciprocal",
     "rotation_at",
+    "storage_dtype",
     "store_lse",
     "trace",
-    "unpacked",
+    "turned",
     "untraceable",
     "window_sizes",
     "write_output",

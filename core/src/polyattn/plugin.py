@@ -2,7 +2,7 @@
 
 from polyattn.device import Device
 from polyattn.errors import BatchError, SettingsError
-from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities, names
 from polyattn.registry.distributions import find_spec, installed
 from polyattn.registry.hooks import Platform, hookimpl
 from polyattn.registry.info import API_VERSION, BackendInfo, Priority, Proof, Variant
@@ -11,10 +11,12 @@ from polyattn.spec.decompose import absorbed, expanded
 from polyattn.spec.key_ranges import key_ranges, window_sizes
 from polyattn.spec.kinds import AttentionKind, GraphCapture, Invariance, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import ANY_ROWS, RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 __all__ = [
     "ANY_PLATFORM",
+    "ANY_ROWS",
     "ANY_SIZE",
     "API_VERSION",
     "AttentionKind",
@@ -30,6 +32,7 @@ __all__ = [
     "Priority",
     "Proof",
     "Role",
+    "RowFormat",
     "SettingsError",
     "Sizes",
     "Variant",
@@ -40,6 +43,7 @@ __all__ = [
     "installed",
     "key_ranges",
     "multiples",
+    "names",
     "one_of",
     "window_sizes",
 ]

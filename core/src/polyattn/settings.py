@@ -22,7 +22,7 @@ VARIABLES: dict[str, str] = {
     "POLYATTN_DISABLE_PLUGINS": "comma-separated plugins whose code is never imported",
     "POLYATTN_LAYOUT": "physical KV-cache layout: NHD, HND or contiguous",
     "POLYATTN_VERIFY": "1 or 0: run each chosen backend once against the reference at start-up",
-    "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots)",
+    "POLYATTN_CHECKS": "1 or 0: check batches on the device, each step (block tables, slots), and plans",
     "POLYATTN_PROBE_TIMEOUT": "seconds that a plugin's probe or ranking may take (default 2)",
     "POLYATTN_PLUGIN_TIMEOUT": "seconds that a plugin's import, with its hooks, or its detector may "
     "take (default 30)",
@@ -33,6 +33,7 @@ VARIABLES: dict[str, str] = {
     "sequence for each of several blocks that share it (default 128), or 0: one block a sequence",
     "POLYATTN_TIMINGS": "a timing table of `polyattn tune` (default: ~/.cache/polyattn/timings.json, "
     "then the plugins' tables), or 0: choose by priority alone",
+    "POLYATTN_WHY": "1 or 0: write down for `polyattn why` what this process runs (default 1)",
     "POLYATTN_CONFIG": "configuration file (default: ./polyattn.toml, ~/.config/polyattn.toml)",
 }
 """Every variable that has an effect."""
@@ -47,7 +48,7 @@ XQA = "attention.decoder.decode=FLASHINFER_TRTLLM"
 """What TensorRT-LLM's variable asks for: decodes by its XQA kernels (trtllm-gen on Blackwell)."""
 FILE_KEYS = (
     "backend", "plugins", "disable_plugins", "layout", "verify", "checks", "probe_timeout",
-    "plugin_timeout", "timings", "multi_block",
+    "plugin_timeout", "timings", "multi_block", "why",
 )  # fmt: skip
 LONGEST_WAIT = 3600
 NO_TIMINGS = "0"
@@ -94,6 +95,7 @@ class Settings:
     layout: str | None = None
     verify: bool | None = None
     checks: bool = False
+    why: bool = True
     probe_timeout: float = 2.0
     plugin_timeout: float = 30.0
     timings: str | None = None
@@ -103,7 +105,7 @@ class Settings:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("verify", "checks"):
+        for name in ("verify", "checks", "why"):
             if getattr(self, name) is not None:
                 flag(f"Settings.{name}", getattr(self, name), SettingsError)
         for name in ("plugins", "disabled_plugins"):
@@ -190,7 +192,8 @@ def parse_overrides(text: str, source: str) -> tuple[Override, ...]:
             raise SettingsError(
                 f"{source}: {item!r} and {str(found[scope])!r} speak of the same layers; keep one"
             )
-        found[scope] = Override(name.upper(), scope, source)
+        # vLLM's names of its first engine with two versions; the suffix says nothing here.
+        found[scope] = Override(name.upper().removesuffix("_VLLM_V1"), scope, source)
     if not found:
         raise SettingsError(f"{source}: is empty; unset it, or name a backend")
     return tuple(found.values())
@@ -233,6 +236,7 @@ def load(environ: Mapping[str, str], config: Mapping[str, Any], config_name: str
         layout=layouts[str(layout).upper()] if layout is not None else None,
         verify=_flag(*value("verify")),
         checks=bool(_flag(*value("checks"))),
+        why=_flag(*value("why")) is not False,
         probe_timeout=_seconds(*value("probe_timeout"), 2.0),
         plugin_timeout=_seconds(*value("plugin_timeout"), 30.0),
         timings=_timings(*value("timings")),
@@ -305,8 +309,7 @@ def _foreign_overrides(
     if _flag(environ.get("TRTLLM_FORCE_XQA") or None, "TRTLLM_FORCE_XQA"):
         found.append((XQA, "TRTLLM_FORCE_XQA"))
     if "VLLM_ATTENTION_BACKEND" in environ:
-        name = environ["VLLM_ATTENTION_BACKEND"].upper().removesuffix("_VLLM_V1")
-        found.append((name, "VLLM_ATTENTION_BACKEND"))
+        found.append((environ["VLLM_ATTENTION_BACKEND"], "VLLM_ATTENTION_BACKEND"))
     elif _flag(environ.get("VLLM_USE_FLASHINFER") or None, "VLLM_USE_FLASHINFER"):
         found.append(("FLASHINFER", "VLLM_USE_FLASHINFER"))
         notes.append("VLLM_USE_FLASHINFER is deprecated; set POLYATTN_BACKEND=FLASHINFER")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -19,6 +20,7 @@ import polyattn_sglang
 import pytest
 import torch
 from polyattn import PolyattnError
+from polyattn.selection import running
 from polyattn_sglang.attention import ServedAttention
 from torch import Tensor
 
@@ -173,6 +175,14 @@ def test_prefill_chunks_and_decodes(name: str) -> None:
         assert not found[2].any()
     written = ~served.pool.key.isnan().any(-1).any(-1)
     assert int(written.sum()) == sum(served.lens), "another slot was written"
+
+
+def test_polyattn_why_tells_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(running, "_written", {})
+    Served(False).step([5, 9], layer(logit_cap=7.0), 0)  # a group that no other test has loaded
+    (process,) = running.running()
+    assert "polyattn_sglang" in process.integrations and process.decisions
 
 
 def test_a_layer_that_shares_anothers_cache() -> None:

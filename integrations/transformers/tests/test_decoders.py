@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import polyattn_transformers
 import pytest
 import torch
+from polyattn.selection import running
 from tiny_models import DECODERS, decoder
 from transformers import PreTrainedModel
 
@@ -69,3 +72,16 @@ def test_greedy_tokens(name: str, mode: str) -> None:
     expected, found = both(decoder(name), lambda model: model.generate(**given, **options))
     assert len(expected[0].unique()) > 4  # no model that repeats one token proves anything
     assert expected.tolist() == found.tolist()
+
+
+def test_polyattn_why_tells_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(running, "_written", {})
+    model = decoder("llama")
+    for module in model.modules():
+        if hasattr(module, "scaling"):
+            module.scaling = 0.1234  # no other test's, so that the group is a new one
+    both(model, lambda model: model(**prompt(padded=False)))
+    (process,) = running.running()
+    assert "polyattn_transformers" in process.integrations
+    assert [d["spec"]["scale"] for d in process.decisions] == [0.1234]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from liars.plain import HonestGraph, Plain
-from polyattn.kernel import Batch, Plan
+from polyattn.kernel import Batch, Frame, Plan, RecurrentFrame
 from polyattn_cpu.mla import TorchMLA
 from polyattn_cpu.recurrent import TorchScan
 from polyattn_cpu.sdpa import TorchSDPA
-from torch import Tensor
 
 NUDGE = 1.004
 """One unit of bfloat16's last place, about: within every tolerance."""
@@ -23,10 +21,10 @@ class Same(Plain):
         """Return whether a sequence's rows have other bits, or which of them do."""
         return False
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        batch, out = plan.batch, args[5]
-        self.paged = args[3] is not None
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        batch, out = plan.batch, frame.out
+        self.paged = frame.cache is not None
         for index in range(batch.num_seqs):
             which = self.nudged(batch, index)
             if which is not False:
@@ -180,10 +178,10 @@ class PlansForGraphs(Captured):
 
     by = ("planned_alike",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
         if self.spec.graph_capture:
-            args[5].mul_(NUDGE)
+            frame.out.mul_(NUDGE)
 
 
 class OneSequenceAtATime(TorchSDPA):
@@ -201,12 +199,9 @@ class ChunksFromTheStep(TorchScan):
 class ScansByTheBatch(TorchScan):
     by = ("regrouped",)
 
-    def run(
-        self, plan: Any, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor],
-        states: Tensor, out: Tensor,
-    ) -> None:  # fmt: skip
-        super().run(plan, inputs, params, states, out)
-        out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
+        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
 
 
 class StatesByTheBatch(TorchScan):
@@ -214,18 +209,15 @@ class StatesByTheBatch(TorchScan):
 
     by = ("regrouped",)
 
-    def run(
-        self, plan: Any, inputs: Mapping[str, Tensor], params: Mapping[str, Tensor],
-        states: Tensor, out: Tensor,
-    ) -> None:  # fmt: skip
-        super().run(plan, inputs, params, states, out)
+    def run(self, plan: Any, frame: RecurrentFrame) -> None:
+        super().run(plan, frame)
         written = [slot for slot in plan.slots if slot >= 0]
-        states[written] *= 1.0 + 1e-6 * (plan.batch.num_seqs % 7)
+        frame.states[written] *= 1.0 + 1e-6 * (plan.batch.num_seqs % 7)
 
 
 class LatentsByTheBatch(TorchMLA):
     by = ("regrouped",)
 
-    def run(self, plan: Plan, *args: Any) -> None:
-        super().run(plan, *args)
-        args[5].mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))
+    def run(self, plan: Plan, frame: Frame) -> None:
+        super().run(plan, frame)
+        frame.out.mul_(1.0 + 1e-3 * (plan.batch.num_seqs % 7))

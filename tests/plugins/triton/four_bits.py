@@ -6,7 +6,8 @@ import torch
 from polyattn import Attention, Batch, KVCache, LayerGroup, LayerSpec, select
 from polyattn.families.attention import reference
 from polyattn.runtime.cache.kv_cache import quantize
-from polyattn.runtime.cache.nvfp4 import unpacked
+from polyattn.runtime.cache.rows import decoded
+from polyattn.spec.row_format import row_format
 
 torch.set_num_threads(1)
 SPEC = LayerSpec(
@@ -35,7 +36,7 @@ def check(name: str) -> None:
     cache = layer.group.allocate_cache(16)
     for stored in (cache.key, cache.value):
         stored.fill_(0xFF)  # NaN where nothing was stored
-    expected = KVCache(cache.key.clone(), cache.value.clone())
+    expected = KVCache(cache.key.clone(), cache.value.clone(), cache.format)
     chance = torch.Generator().manual_seed(3)
     for queries, lens in STEPS:
         count, d, dv = sum(queries), spec.head_size, spec.v_head_size
@@ -51,12 +52,15 @@ def check(name: str) -> None:
             (expected.key, expected.value), (key, value), scales, strict=True
         ):
             each = scale.expand(2) if isinstance(scale, torch.Tensor) else scale
-            held.view(-1, *held.shape[2:])[batch.slot_mapping] = quantize(new, torch.uint8, each)
+            held.view(-1, *held.shape[2:])[batch.slot_mapping] = quantize(
+                new, torch.uint8, each, row_format("nvfp4")
+            )
         assert torch.equal(cache.key, expected.key), f"{name}: keys have other bytes"
         assert torch.equal(cache.value, expected.value), f"{name}: values have other bytes"
         wanted, _ = reference.forward(spec, query, key, value, cache, batch, layer.params)
         torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-4)
-    assert unpacked(cache.key[3], torch.float32).isfinite().any()
+    held = decoded(cache.key[3], row_format("nvfp4"), spec.head_size)
+    assert held.isfinite().any()
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class _Kit:
             if taken_for:
                 self.device = resolve_device(taken_for).on(str(self.device.torch_device))
             problem = availability(self.info, current().probe_timeout)
-            for build in map(self.info.as_built, self.info.variants):  # the one that is tested
+            for build in self.info.builds_on(self.device.platform):  # the one that is tested
                 if availability(build, current().probe_timeout) is None:
                     self.info = build
                     break

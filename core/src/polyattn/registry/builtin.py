@@ -9,11 +9,12 @@ from polyattn.registry.info import BackendInfo, Priority, Proof
 from polyattn.spec.features import FEATURES, RECURRENT
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, LAYOUTS, AttentionKind, Role
 from polyattn.spec.rope import PAIRINGS
+from polyattn.spec.row_format import ANY_ROWS
 
 _EVERYWHERE = {
     "platforms": {ANY_PLATFORM: ()},
     "dtypes": frozenset(DTYPES),
-    "kv_cache_dtypes": frozenset(KV_CACHE_DTYPES),
+    "kv_cache_dtypes": frozenset({*KV_CACHE_DTYPES, ANY_ROWS}),
     "fp8_formats": frozenset({"ocp", "fnuz"}),
     "kinds": frozenset(kind for kind in AttentionKind if not kind.is_recurrent),
     "layouts": LAYOUTS,
@@ -57,7 +58,6 @@ def _vanilla(name: str, path: str, summary: str, **claims: Any) -> BackendInfo:
     )
 
 
-_EIGHT = frozenset(KV_CACHE_DTYPES) - {"nvfp4"}
 _LATENT = frozenset({"causal", "v_head_size", "lse", "deterministic", "batch_invariant"})
 
 VANILLA = _vanilla(
@@ -77,7 +77,6 @@ VANILLA_MLA = _vanilla(
     "the float64 reference of absorbed MLA decode, on the host",
     kinds=frozenset({AttentionKind.MLA}),
     phases=frozenset({"decode"}),
-    kv_cache_dtypes=_EIGHT,
     features=_LATENT,
 )
 VANILLA_MLA_SPARSE = _vanilla(
@@ -85,7 +84,6 @@ VANILLA_MLA_SPARSE = _vanilla(
     "polyattn.families.mla.vanilla:VanillaSparseMLA",
     "the float64 reference of sparse MLA, on the host",
     kinds=frozenset({AttentionKind.SPARSE_MLA}),
-    kv_cache_dtypes=_EIGHT,
     features=_LATENT,
 )
 VANILLA_SCAN = _vanilla(

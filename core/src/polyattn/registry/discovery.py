@@ -15,6 +15,7 @@ import pluggy
 from polyattn._version import __version__
 from polyattn.errors import PluginError, SettingsError, describe, nearest, plain, shown
 from polyattn.registry.builtin import BUILTIN
+from polyattn.registry.builtin_row_formats import ROW_FORMATS
 from polyattn.registry.builtin_variants import SHIPPED
 from polyattn.registry.catalogue import our_distributions
 from polyattn.registry.distributions import distributions
@@ -31,6 +32,7 @@ from polyattn.registry.validate import (
     plugin_name_problem,
 )
 from polyattn.settings import Settings, current
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 
@@ -44,6 +46,7 @@ class Registry:
     platforms: dict[str, Platform]
     platform_owners: dict[str, PluginRecord]
     variants: dict[str, AttentionVariant]
+    row_formats: dict[str, RowFormat]
     conflicts: dict[str, str]
     manager: pluggy.PluginManager = field(repr=False)
     late_policies: set[str] = field(default_factory=set, repr=False)
@@ -111,9 +114,12 @@ def register(plugin: Any, name: str | None = None) -> None:
     _generation += 1
 
 
-def unregister(name: str) -> None:
-    """Remove a plugin that `register` added."""
+def unregister(plugin: Any) -> None:
+    """Remove a plugin that `register` added: the plugin itself, or its name. Raises `PluginError`."""
     global _generation
+    name = plugin
+    if not isinstance(plugin, str):
+        name = next((n for n, p in _registered.items() if p is plugin), shown(plugin))
     if _registered.pop(name, None) is None:
         raise PluginError(f"no plugin named {name!r} was registered{nearest(name, _registered)}")
     _generation += 1
@@ -179,7 +185,7 @@ def _build(settings: Settings) -> Registry:
             records.append(_load(item, manager, settings.plugin_timeout))
     core = PluginRecord(
         "core", PROJECT, __version__, "polyattn.registry.builtin", backends=BUILTIN,
-        variants=SHIPPED,
+        variants=SHIPPED, row_formats=ROW_FORMATS,
     )  # fmt: skip
     return _assemble((core, *records), manager)
 
@@ -249,7 +255,8 @@ def _load(item: _Found, manager: pluggy.PluginManager, seconds: float) -> Plugin
         manager.register(plugin, record.name)
         check_api_versions(ask(manager, plugin, "polyattn_api_versions"), API_VERSION)
         declared = {
-            "platforms": Platform, "backends": BackendInfo, "variants": AttentionVariant
+            "platforms": Platform, "backends": BackendInfo, "variants": AttentionVariant,
+            "row_formats": RowFormat,
         }  # fmt: skip
         said: dict[str, Any] = {
             what: tuple(accepted(hook := f"polyattn_{what}", ask(manager, plugin, hook), kind))
@@ -326,7 +333,7 @@ def _doubles(records: Iterable[PluginRecord]) -> dict[PluginRecord, tuple[str, b
 def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) -> Registry:
     conflicts: dict[str, str] = {}
     taken = []
-    for what in ("backend", "platform", "variant"):
+    for what in ("backend", "platform", "variant", "row_format"):
         claims: dict[str, list[tuple[Any, PluginRecord]]] = {}
         for record in records:
             for entry in getattr(record, f"{what}s"):
@@ -335,7 +342,7 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
             if len(claimants) > 1:
                 conflicts[f"{what} {name}"] = _settle(what, name, claimants)
         taken.append({name: who[0] for name, who in claims.items() if who})
-    backends, platforms, variants = taken
+    backends, platforms, variants, row_formats = taken
     return Registry(
         records,
         without_conflicts(
@@ -347,6 +354,7 @@ def _assemble(records: tuple[PluginRecord, ...], manager: pluggy.PluginManager) 
         {name: entry for name, (entry, _) in platforms.items()},
         {name: record for name, (_, record) in platforms.items()},
         {name: entry for name, (entry, _) in variants.items()},
+        {name: entry for name, (entry, _) in row_formats.items()},
         conflicts,
         manager,
     )

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from polyattn.device import Device, arch_matches
-from polyattn.errors import PluginError, shown
-from polyattn.registry.capabilities import Capabilities
-from polyattn.spec.features import features
-from polyattn.spec.kinds import AttentionKind
+from polyattn.errors import PluginError, nearest, shown
+from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.requirements import requirement_syntax_problem
+from polyattn.registry.validate import (
+    BACKEND_NAME,
+    PLATFORM_NAME,
+    PLUGIN_NAME,
+    is_arch_pattern,
+    path_problems,
+)
+from polyattn.spec.features import FEATURES, features
+from polyattn.spec.kinds import PHASES, AttentionKind
 from polyattn.spec.layer import LayerSpec
 
 API_VERSION = 1
@@ -19,6 +27,7 @@ API_VERSION = 1
 
 It changes when a name of a door goes, or changes its meaning or its arguments.
 """
+LARGEST_SCORE = 10**6
 
 
 class Proof(str, Enum):
@@ -49,6 +58,23 @@ class Priority:
     needs: str | None = None
     why: str = ""
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its score and conditions."""
+        if abs(self.score) > LARGEST_SCORE:
+            yield f"Priority.score={shown(self.score)}: scores go from 0 to 100"
+        if self.platform is not None and not PLATFORM_NAME.fullmatch(self.platform):
+            yield f"Priority.platform={shown(self.platform)} can't be a platform's name"
+        if self.phase is not None and self.phase not in PHASES:
+            yield f"Priority.phase={shown(self.phase)} is unknown{nearest(self.phase, PHASES)}"
+        if self.needs is not None and self.needs not in FEATURES:
+            yield f"Priority.needs={shown(self.needs)} is unknown{nearest(self.needs, FEATURES)}"
+        for pattern in self.archs:
+            if not is_arch_pattern(pattern):
+                yield (
+                    f"Priority.archs: {shown(pattern)} is no arch pattern; write 'sm_90', 'sm_80+' or "
+                    "'sm_80-sm_90'"
+                )
+
     def applies(self, spec: LayerSpec, device: Device, phase: str) -> bool:
         """Whether this priority speaks of `phase` of `spec` on `device`."""
         return (
@@ -74,6 +100,15 @@ class Variant:
     requires: tuple[str, ...] = ()
     install: str = ""
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its name and paths."""
+        if not PLUGIN_NAME.fullmatch(self.name):
+            yield (
+                f"Variant.name={shown(self.name)} can't be a build's name; use letters, digits, '_', "
+                "'-' and '.', 64 at most"
+            )
+        yield from _build_problems(self)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
@@ -90,6 +125,7 @@ class BackendInfo:
       What follows the word, after a space, is for readers (what its build lacks).
     - `variant_check`: `"package.module:function"`, or None. Of a backend that claims `"variant"`: takes a
       layer's `AttentionVariant` and returns None, or why this backend can't serve it.
+    - `rows_check`: likewise, of a backend that claims `"rows"`: takes a cache's `RowFormat`.
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
@@ -99,7 +135,8 @@ class BackendInfo:
     - `by_name_only`: it serves where the user names it, and is never chosen by itself.
     - `variants`: where several builds of one library differ in what they can do, all of them, the
       preferred one first; path, capabilities, probe, requires and install above are then that one's.
-      A profile assumes it; on a device the builds count that are installed there.
+      A profile assumes it; on a device the builds count that claim its platform and are installed
+      there. So a kernel that runs in an interpreter for tests is a build on platform `"cpu"`.
     - `build`: which of the variants this is, once that is known.
     """
 
@@ -110,6 +147,7 @@ class BackendInfo:
     probe: str | None = None
     runs: str | None = None
     variant_check: str | None = None
+    rows_check: str | None = None
     requires: tuple[str, ...] = ()
     install: str = ""
     priorities: tuple[Priority, ...] = ()
@@ -125,10 +163,52 @@ class BackendInfo:
         """Return a backend of several builds, the preferred one first; `fields` are what they share."""
         return cls(variants=variants, **_claims(variants[0]), **fields)
 
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with its names, paths, proofs and builds."""
+        for where, name in (("name=", self.name), *(("aliases: ", a) for a in self.aliases)):
+            if not BACKEND_NAME.fullmatch(name):
+                yield (
+                    f"BackendInfo.{where}{shown(name)} can't be a backend's name; use letters, digits, "
+                    "_ and -, 64 at most"
+                )
+        called = [name.upper() for name in (self.name, *self.aliases)]
+        if len(set(called)) < len(called):
+            yield f"BackendInfo.aliases: {shown(called)} has a name twice, the backend's own included"
+        yield from _build_problems(self)
+        for where in self.proof:
+            if not is_arch_pattern(where):
+                yield f"BackendInfo.proof: {shown(where)} is neither a platform nor an arch"
+        for name in self.proof_of_runs:
+            if not PLUGIN_NAME.fullmatch(name):
+                yield f"BackendInfo.proof_of_runs: {shown(name)} can't be named by `runs`"
+        if self.build:
+            yield f"BackendInfo.build={shown(self.build)} is not declared; declare variants"
+        names = [build.name for build in self.variants]
+        if len(set(names)) < len(names):
+            yield f"BackendInfo.variants: {shown(names)} names a build twice"
+        if self.variants and self.builds[0] != replace(
+            self, variants=(), build=self.variants[0].name
+        ):
+            yield (
+                "BackendInfo.variants: the backend's own claims aren't those of its first build; declare "
+                "it with BackendInfo.of_variants(...)"
+            )
+
+    def canonical(self) -> BackendInfo:
+        """Return it with its names as they are looked up."""
+        name, aliases = self.name.upper(), tuple(alias.upper() for alias in self.aliases)
+        same = (name, aliases) == (self.name, self.aliases)
+        return self if same else replace(self, name=name, aliases=aliases)
+
     @property
     def builds(self) -> tuple[BackendInfo, ...]:
         """The backend as each of its variants, the preferred one first; itself where it has none."""
         return tuple(map(self.as_built, self.variants)) or (self,)
+
+    def builds_on(self, platform: str) -> tuple[BackendInfo, ...]:
+        """Return the builds that claim a platform."""
+        where = {platform, ANY_PLATFORM}
+        return tuple(b for b in self.builds if where & b.capabilities.platforms.keys())
 
     def as_built(self, variant: Variant) -> BackendInfo:
         """Return the backend as one of its variants: that build's claims, path and requirements."""
@@ -151,6 +231,18 @@ class BackendInfo:
         there = self.proof.get(device.arch) or self.proof.get(device.platform)
         name, _, _ = runs.partition(" ")
         return Proof.UNPROVEN if there is None else self.proof_of_runs.get(name, there)
+
+
+def _build_problems(info: BackendInfo | Variant) -> Iterator[str]:
+    kind = type(info).__name__
+    yield from path_problems(f"{kind}.path", info.path, "Class")
+    yield from path_problems(f"{kind}.probe", info.probe, "function")
+    for name in ("runs", "variant_check", "rows_check") if isinstance(info, BackendInfo) else ():
+        yield from path_problems(f"{kind}.{name}", getattr(info, name), "function")
+    for text in info.requires:
+        problem = requirement_syntax_problem(text)
+        if problem:
+            yield f"{kind}.requires: {problem}"
 
 
 def _claims(variant: Variant) -> dict[str, Any]:

@@ -9,6 +9,20 @@ from polyattn.registry.catalogue import unknown
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import AttentionKind
 
+COUNTERPARTS = {
+    "ROCM_AITER_MLA": "TRITON_MLA serves MLA on ROCm",
+    "ROCM_AITER_TRITON_MLA": "TRITON_MLA serves MLA on ROCm",
+    "ROCM_AITER_UNIFIED_ATTN": "ROCM_ATTN runs AITER's kernels",
+    "TREE_ATTN": "a tree of drafts is a mask of the step: LayerSpec(mask=...)",
+    "NSA": "FLASHMLA_SPARSE serves sparse MLA",
+    "IPEX": "NATIVE_ATTN is the CPU's backend",
+    "EAGER": "TORCH_SDPA runs torch's own kernels, VANILLA the float64 reference",
+    "NO_ATTENTION": "a recurrent layer has a backend of its kind",
+    "CUSTOM": "name the backend itself",
+}
+"""Names of other engines that mean no backend of ours, and what serves instead: no alias, since the
+kernel is another one. The spelling alone would suggest a wrong one."""
+
 
 def backend_named(name: str, backends: Mapping[str, BackendInfo]) -> str | None:
     """Return the name of the backend that a name or an alias in upper case means, or None."""
@@ -31,6 +45,8 @@ def not_a_backend(
 
     """
     word = name.removesuffix("_ATTN").lower()
+    if name in COUNTERPARTS:
+        return f"is no backend here; {COUNTERPARTS[name]}"
     if word not in [kind.value for kind in AttentionKind]:
         return unknown("backends", name, backends)
     kind = AttentionKind(word)

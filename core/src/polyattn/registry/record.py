@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from polyattn.registry.hooks import Platform
 from polyattn.registry.info import BackendInfo
 from polyattn.registry.validate import plugin_name_problem
+from polyattn.spec.row_format import RowFormat
 from polyattn.spec.variant import AttentionVariant
 
 BY_HAND = "this process"
@@ -32,6 +33,7 @@ class PluginRecord:
     platforms: tuple[Platform, ...] = ()
     timings: tuple[str, ...] = ()
     variants: tuple[AttentionVariant, ...] = ()
+    row_formats: tuple[RowFormat, ...] = ()
 
     @property
     def origin(self) -> str:

@@ -19,11 +19,14 @@ from polyattn.runtime.cache.state_cache import StateCache, StateCacheSpec
 from polyattn.runtime.functions.coupling import check_coupling
 from polyattn.runtime.graphs.step_buffers import StepSize
 from polyattn.runtime.inputs import same_device
-from polyattn.runtime.plan import Call, StepPlan
+from polyattn.runtime.program import Call, StepPlan
+from polyattn.runtime.reads import PlanChecks
 from polyattn.runtime.step.batch import Batch
 from polyattn.runtime.workspaces import Workspaces
 from polyattn.selection.cache_format import CacheFormat
+from polyattn.selection.running import record_decision
 from polyattn.selection.selection import Selection
+from polyattn.settings import current
 from polyattn.spec.decompose import windowed
 from polyattn.spec.layer import LayerSpec
 
@@ -106,11 +109,14 @@ class LayerGroup:
         # Where kernels must not change from one step to the next, the first waits for all.
         spec = self.spec
         self._waits = bool(spec.graph_capture or spec.deterministic or spec.batch_invariant)
+        # With POLYATTN_CHECKS=1 plans are checked key by key, in a share of the time that they take.
+        self.plan_checks = PlanChecks() if current().checks else None
         family = self.spec.kind.family
         planner = load_object(f"polyattn.families.{family}.planning:Planner")
         self.planner: StepPlanner = planner(self)
         self.builds.start(self.torch_device)
         self.device_type = self.torch_device.type
+        record_decision(selection.decision)
 
     @cached_property
     def torch_device(self) -> torch.device:
@@ -141,6 +147,8 @@ class LayerGroup:
             raise BatchError("reuse= is a plan of another group; give the one that was captured")
         if self._waits:
             self.finish_builds()
+        if self.plan_checks is not None:
+            return self.plan_checks(lambda: self.planner.plan(batch, reuse), reuse)
         return self.planner.plan(batch, reuse)
 
     def finish_builds(self) -> None:
@@ -297,7 +305,10 @@ def load_backend(
     try:
         found = load_object(info.path)
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise PluginError(f"backend {info.name}: {info.path} is no {base.__name__}")
+            raise PluginError(
+                f"backend {info.name}: {info.path} is no {base.__name__}; keep the class, or what the "
+                "decorator returns, under this name"
+            )
         build: Any = found
         return build(spec, cache, device)  # type: ignore[no-any-return]
     except PluginError:

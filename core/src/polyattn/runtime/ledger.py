@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from polyattn.runtime.group import LayerGroup
+from polyattn.selection.running import record_fallback
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Ledger:
     known: ClassVar[dict[str, Ledger]] = {}
 
     def __init__(self, host: str, own: str):
-        self.own = own
+        self.host, self.own = host, own
         self.known[host] = self
         self._served: Counter[LayerGroup] = Counter()
         self._fallbacks: Counter[str] = Counter()
@@ -58,4 +59,5 @@ class Ledger:
         line = f"{who}: {why}" if who else why
         self._fallbacks[line] += 1
         if self._fallbacks[line] == 1:
+            record_fallback(f"{self.host}: {self.own} for {line}")
             warnings.warn(f"polyattn falls back to {self.own} for {line}", stacklevel=3)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from polyattn.device import Device
-from polyattn.registry.capabilities import ANY_PLATFORM, check
+from polyattn.registry.capabilities import check
 from polyattn.registry.info import BackendInfo
-from polyattn.spec.decompose import questions
+from polyattn.spec.decompose import asked_phase, questions
 from polyattn.spec.layer import LayerSpec
 
 
@@ -19,8 +20,9 @@ def as_built(
 ) -> dict[str, BackendInfo]:
     """Return the backends, each of several builds as the one that counts for `spec` on `device`.
 
-    Of the builds that are installed: the first that can serve the layer, else the first. Where none
-    is, the backend stays as it was declared, with the preferred build's claims.
+    Of the installed builds that claim the device's platform: the first that can serve the layer, else
+    the first. Where none is, the backend stays as it was declared, with the preferred build's claims.
+    A build that is the only one of its platform goes without a name.
     """
     return {
         name: _build(info, spec, device, unavailable) if info.variants else info
@@ -34,19 +36,22 @@ def _build(
     device: Device,
     unavailable: Callable[[BackendInfo], str | None],
 ) -> BackendInfo:
-    builds = info.builds
-    if not device.is_real:
-        return builds[0]
-    if not {device.platform, ANY_PLATFORM} & info.capabilities.platforms.keys():
-        return builds[0]
-    here = [build for build in builds if unavailable(build) is None]
-    able = [build for build in here if _serves(build, spec, device)]
-    return (able or here or (info,))[0]
+    there, preferred = info.builds_on(device.platform), info.builds[0]
+    chosen = preferred
+    if device.is_real and there:
+        here = [build for build in there if unavailable(build) is None]
+        able = [build for build in here if _serves(build, spec, device)]
+        absent = info if len(there) > 1 else preferred
+        chosen = (able or here or [absent])[0]
+    return replace(chosen, build="") if len(there) == 1 else chosen
 
 
 def _serves(build: BackendInfo, spec: LayerSpec, device: Device) -> bool:
     """Whether a build can serve some phase of the layer."""
     return any(
-        all(not check(build.capabilities, asked, device, phase) for asked in questions(spec, phase))
+        not any(
+            check(build.capabilities, asked, device, asked_phase(spec, phase))
+            for asked in questions(spec, phase, device.is_accelerator)
+        )
         for phase in build.capabilities.phases & {"prefill", "decode"}
     )

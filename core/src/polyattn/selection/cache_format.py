@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from polyattn.device import Device
-from polyattn.errors import CacheError, nearest
+from polyattn.errors import CacheError, SpecError, nearest
 from polyattn.spec.checks import flag, integer
 from polyattn.spec.kinds import ITEM_BYTES, LAYOUTS
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import RowFormat, is_rows, row_widths, rows_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +18,8 @@ class CacheFormat:
 
     Sizes in elements, `block_size` in tokens. `layout`: the order of a block's tokens (N), heads (H) and
     elements (D); or "contiguous", where a block is a whole sequence of at most `block_size` tokens and
-    the storage (sequences, 2, heads, block_size, size). `value_in_key`: an MLA latent, whose first
+    the storage (sequences, 2, heads, block_size, size). `dtype`: of the elements, or the name of
+    a format of rows (`RowFormat`), or two, `"KEYS/VALUES"`. `value_in_key`: an MLA latent, whose first
     `v_head_size` elements are its value. `interleaved`: K's and V's blocks lie in turn in one
     storage, so that K's block i and K's block i + 1 are two blocks apart. Raises `CacheError`.
     """
@@ -36,29 +38,46 @@ class CacheFormat:
             integer(f"CacheFormat.{name}", getattr(self, name), 1, error=CacheError)
         for name in ("value_in_key", "interleaved"):
             flag(f"CacheFormat.{name}", getattr(self, name), CacheError)
-        if not isinstance(self.dtype, str) or self.dtype not in ITEM_BYTES:
+        if not isinstance(self.dtype, str):
             raise CacheError(
-                f"CacheFormat.dtype={self.dtype!r} is unknown{nearest(str(self.dtype), ITEM_BYTES)}"
+                f"CacheFormat.dtype={self.dtype!r} must be a dtype's or a format's name"
             )
+        if self.dtype not in ITEM_BYTES:
+            try:
+                self.widths  # noqa: B018
+            except SpecError as error:
+                raise CacheError(f"CacheFormat.dtype={self.dtype!r}: {error}") from error
         if not isinstance(self.layout, str) or self.layout not in LAYOUTS:
             raise CacheError(
                 f"CacheFormat.layout={self.layout!r} is unknown{nearest(str(self.layout), LAYOUTS)}"
             )
 
     @property
-    def item_bytes(self) -> float:
-        """Bytes of one element; with its share of block scales, where there are any."""
-        return ITEM_BYTES[self.dtype]
+    def item_bytes(self) -> int:
+        """Bytes of one of the storage's elements: of rows, 1."""
+        return ITEM_BYTES.get(self.dtype, 1)
 
-    def stored_width(self, size: int) -> int:
-        """Return how many of the storage's elements a head of `size` takes: bytes, of 4-bit numbers."""
-        return int(size * self.item_bytes) if self.dtype == "nvfp4" else size
+    @property
+    def rows(self) -> tuple[RowFormat, RowFormat] | None:
+        """The formats of keys and of values where they are rows of bytes."""
+        return rows_of(self.dtype) if is_rows(self.dtype) else None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """How many of the storage's elements a head's key and its value take: of rows, bytes.
+
+        A latent's value is its key's row.
+        """
+        if not is_rows(self.dtype):
+            return self.head_size, self.v_head_size
+        v_size = self.head_size if self.value_in_key else self.v_head_size
+        return row_widths(self.dtype, self.head_size, v_size)
 
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one token's keys and values take in one layer."""
-        width = self.head_size + (0 if self.value_in_key else self.v_head_size)
-        return int(self.num_kv_heads * width * self.item_bytes)
+        key, value = self.widths
+        return self.num_kv_heads * (key + (0 if self.value_in_key else value)) * self.item_bytes
 
     def in_blocks_of(self, size: int) -> CacheFormat:
         """Return the same cache as a kernel sees it that takes only smaller blocks."""
@@ -77,5 +96,5 @@ def format_of(spec: LayerSpec, device: Device, layout: str, block_size: int) -> 
         v_head_size=latent.rank if latent else spec.v_head_size,
         dtype=stored,
         layout=layout,
-        value_in_key=latent is not None,
+        value_in_key=latent is not None or bool(spec.sparse and spec.sparse.value_in_key),
     )

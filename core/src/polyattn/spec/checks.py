@@ -19,11 +19,13 @@ from polyattn.spec.kinds import (
     Invariance,
     Role,
 )
+from polyattn.spec.row_format import rows_of
 from polyattn.spec.variant import MASKS, NAME
 
 if TYPE_CHECKING:
     from polyattn.spec.layer import LatentSpec, LayerSpec, RecurrentSpec
     from polyattn.spec.rope import RopeSpec
+    from polyattn.spec.sparse import SparseSpec
 
 LARGEST = 1 << 24
 """No head count, size or window of a model comes near; what exceeds it is a slip."""
@@ -123,10 +125,15 @@ def check_fields(spec: LayerSpec) -> None:
     for name in _FLAGS:
         flag(name, getattr(spec, name))
     for name, valid in (
-        ("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES), ("qkv_dtype", QUANTISED_DTYPES),
-        ("out_dtype", QUANTISED_DTYPES), ("scales", SCALES),
+        ("dtype", DTYPES), ("qkv_dtype", QUANTISED_DTYPES), ("out_dtype", QUANTISED_DTYPES),
+        ("scales", SCALES),
     ):  # fmt: skip
         choice(name, getattr(spec, name), valid)
+    stored = spec.kv_cache_dtype
+    if not isinstance(stored, str):
+        choice("kv_cache_dtype", stored, KV_CACHE_DTYPES)
+    elif stored not in KV_CACHE_DTYPES:
+        rows_of(stored)
     if spec.variant is not None and not (
         isinstance(spec.variant, str) and NAME.fullmatch(spec.variant)
     ):
@@ -212,8 +219,8 @@ def _check_invariance(spec: LayerSpec) -> None:
         return
     if spec.dense_context:
         raise SpecError(
-            f"batch_invariant={level!r}: dense_context=True shows a prompt other keys when it comes in one "
-            "step; drop one, or ask for batch_invariant='batch'"
+            f"batch_invariant={level!r}: dense_context=True shows a prompt other keys when it comes in "
+            "one step; drop one, or ask for batch_invariant='batch'"
         )
     if spec.rope is not None and spec.rope.scaling in ("dynamic", "longrope"):
         raise SpecError(
@@ -241,23 +248,35 @@ def _check_quantised(spec: LayerSpec) -> None:
             f"qkv_dtype={spec.qkv_dtype!r} needs kv_cache_dtype={spec.qkv_dtype!r}, not "
             f"{spec.kv_cache_dtype!r}: what comes quantised is stored as it is"
         )
-    if spec.kv_cache_dtype == "nvfp4":
-        if spec.kind.family != "attention":
-            raise SpecError(
-                f"kv_cache_dtype='nvfp4' keeps keys and values apart; {spec.kind.value} layers can't"
-            )
-        for name in ("head_size", "v_head_size"):
-            if getattr(spec, name) % 16:
-                raise SpecError(
-                    f"{name}={getattr(spec, name)}: kv_cache_dtype='nvfp4' takes multiples of 16, which "
-                    "share a scale"
-                )
+    if spec.kv_cache_dtype not in KV_CACHE_DTYPES:
+        _check_rows(spec)
     scaled = spec.stored_dtype != spec.dtype or spec.qkv_dtype != "auto" or spec.out_dtype != "auto"
     if spec.scales != "number" and (spec.kind.family != "attention" or not scaled):
         raise SpecError(
             f"scales={spec.scales!r}: nothing is quantised that attention scales; leave it out, or set "
             "kv_cache_dtype, qkv_dtype or out_dtype"
         )
+
+
+def _check_rows(spec: LayerSpec) -> None:
+    """Rows hold heads of this size; a latent's are both key and value."""
+    if spec.kind.is_recurrent:
+        raise SpecError(
+            f"kv_cache_dtype={spec.kv_cache_dtype!r} is of keys and values; {spec.kind.value} layers "
+            "keep none: leave it out"
+        )
+    key, value = rows_of(spec.kv_cache_dtype)
+    if spec.latent is None:
+        key.width("head_size", spec.head_size)
+        if spec.num_kv_heads > 1 or spec.v_head_size >= spec.head_size:  # else it may be a latent
+            value.width("v_head_size", spec.v_head_size)
+        return
+    if key != value:
+        raise SpecError(
+            f"kv_cache_dtype={spec.kv_cache_dtype!r}: a latent is key and value in one row; name one "
+            "format"
+        )
+    key.width("latent.rank + latent.rope_head_size", spec.latent.size)
 
 
 def _check_rope(spec: LayerSpec, rope: RopeSpec) -> None:
@@ -317,6 +336,11 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError(f"kind={kind!r} and latent={spec.latent!r} don't go together; {remedy}")
     if spec.kind is AttentionKind.SPARSE_MLA and not (spec.latent and spec.latent.topk):
         raise SpecError("kind='sparse_mla' needs latent.topk, the tokens each query attends to")
+    if (spec.kind is AttentionKind.SPARSE) != (spec.sparse is not None):
+        remedy = "leave sparse out" if spec.sparse else "give sparse=SparseSpec(budget=…)"
+        raise SpecError(f"kind={kind!r} and sparse={spec.sparse!r} don't go together; {remedy}")
+    if spec.sparse is not None:
+        _check_sparse(spec, spec.sparse)
     if spec.kind.is_recurrent != (spec.recurrent is not None):
         remedy = "leave it out" if spec.recurrent else "give recurrent=RecurrentSpec(…)"
         raise SpecError(
@@ -340,6 +364,24 @@ def _check_family(spec: LayerSpec) -> None:
         raise SpecError(
             f"head_size={spec.head_size} must exceed latent.rope_head_size="
             f"{spec.latent.rope_head_size}: it counts the part without positions and the rope part"
+        )
+
+
+def _check_sparse(spec: LayerSpec, sparse: SparseSpec) -> None:
+    """A choice says which keys count, and nothing else does. Raises `SpecError`."""
+    for name, plain in (
+        ("sliding_window", None), ("window_right", None), ("chunk_size", None), ("alibi", False),
+        ("role", Role.DECODER),
+    ):  # fmt: skip
+        if getattr(spec, name) != plain:
+            raise SpecError(
+                f"{name}={getattr(spec, name)!r}: a sparse layer's choice alone says which keys count; "
+                "leave it out"
+            )
+    if sparse.value_in_key and spec.v_head_size > spec.head_size:
+        raise SpecError(
+            f"v_head_size={spec.v_head_size}: with sparse.value_in_key a value is a part of its key, of "
+            f"head_size={spec.head_size}"
         )
 
 

@@ -6,7 +6,8 @@ from enum import Enum, IntEnum
 from typing import Any
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "nvfp4")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
+"""What a cache's elements may be; beside these, the formats of rows (`spec.row_format`)."""
 QUANTISED_DTYPES = ("auto", "fp8_e4m3")
 """What queries, keys and values may arrive in, and outputs leave in, beside the layer's dtype."""
 DTYPE_ALIASES = {
@@ -19,11 +20,11 @@ SCALES = ("number", "tensor", "head")
 LAYOUTS = ("NHD", "HND", "contiguous")
 FEATURE_MAPS = ("elu+1", "relu")
 """What linear attention with a normaliser may take of queries and keys."""
-ITEM_BYTES: dict[str, float] = {
+ITEM_BYTES: dict[str, int] = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e4m3fnuz": 1,
-    "fp8_e5m2": 1, "int8": 1, "nvfp4": 9 / 16,
+    "fp8_e5m2": 1, "int8": 1,
 }  # fmt: skip
-"""Bytes of an element of each dtype that a cache can have; of `nvfp4` with its share of block scales."""
+"""Bytes of an element of each dtype that a cache can have, where it is no row of bytes."""
 PHASES = ("prefill", "decode", "mixed", "store", "merge")
 """The roles of a kernel: attention's three, storing the step's keys and values, merging states."""
 
@@ -42,6 +43,7 @@ class AttentionKind(str, Enum):
     ATTENTION = "attention"
     MLA = "mla"
     SPARSE_MLA = "sparse_mla"
+    SPARSE = "sparse"
     MAMBA1 = "mamba1"
     MAMBA2 = "mamba2"
     LINEAR = "linear"
@@ -72,6 +74,7 @@ FAMILY_OF = {
     AttentionKind.ATTENTION: "attention",
     AttentionKind.MLA: "mla",
     AttentionKind.SPARSE_MLA: "mla",
+    AttentionKind.SPARSE: "sparse",
 }
 """The kinds that attend over a cache; every other one is a recurrence."""
 

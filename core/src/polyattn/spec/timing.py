@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from polyattn.spec.kinds import ITEM_BYTES
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 
 TERMS = ("launch", "item", "byte", "longest", "product", "token")
 """What a coefficient multiplies, in microseconds: once a call; (row, KV head); byte of all keys and
@@ -48,10 +49,10 @@ class TimingModel:
 def units(spec: LayerSpec) -> tuple[float, ...]:
     """Return how often each term counts for (1, one row, key, longest key, pair, query) of a layer."""
     if spec.latent is not None:  # absorbed: one latent a key, every head's query as wide
-        stored, kv_heads = spec.latent.size, 1
+        kv_heads, held = 1, row_widths(spec.stored_dtype, spec.latent.size, spec.latent.rank)[0]
         wide = spec.num_heads * (spec.latent.size + spec.latent.rank)
     else:
-        stored, kv_heads = spec.head_size + spec.v_head_size, spec.num_kv_heads
-        wide = spec.num_heads * stored
-    held = stored * ITEM_BYTES[spec.stored_dtype]
+        kv_heads = spec.num_kv_heads
+        held = sum(row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size))
+        wide = spec.num_heads * (spec.head_size + spec.v_head_size)
     return (1, kv_heads, kv_heads * held, held, wide, wide * ITEM_BYTES[spec.dtype])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from polyattn.runtime.cache.kv_cache import storage_dtype
+from polyattn.runtime.cache.rows import exact_in
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import is_rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,29 @@ def fp8_compute(spec: LayerSpec) -> Tolerance:
     moved = SIGMAS * E4M3
     output = plain.output + moved / math.sqrt(2) * math.hypot(1.0, logits)
     return Tolerance(output, plain.lse + moved * logits)
+
+
+ROUNDED = {"bfloat16": 1.66e-3, "float16": 2.07e-4, "float32": 2.5e-8}
+"""By how much of itself rounding to a dtype moves a number, in the root mean square, as `E4M3` is
+reckoned: half a unit in the last place of a power of two, times `sqrt(1 / (8 ln 2))`."""
+
+
+def of_rows(spec: LayerSpec) -> tuple[float, float]:
+    """Return what output and LSE may be off by beside, where the layer's dtype can't hold cached rows.
+
+    A kernel rounds what `decode` returns to the dtype that it multiplies in: keys move logits, and values
+    the output, as queries and weights do in `fp8_compute`. Whether the dtype holds them is tried.
+    """
+    sizes = (spec.head_size, spec.v_head_size)
+    if spec.latent is not None:
+        sizes = (spec.latent.size, spec.latent.size)
+    formats = rows_of(spec.kv_cache_dtype)
+    dtype = storage_dtype(spec.dtype)
+    if all(exact_in(each, size, dtype) for each, size in zip(formats, sizes, strict=True)):
+        return 0.0, 0.0
+    moved = SIGMAS * ROUNDED.get(spec.dtype, 0.0)
+    logits = spec.scale * math.sqrt(spec.head_size)
+    return moved / math.sqrt(2) * math.hypot(1.0, logits), moved * logits
 
 
 LATENT = 2.0
@@ -109,6 +135,9 @@ def _of_layer(spec: LayerSpec) -> Tolerance:
     if spec.rope is not None and spec.rope.positions == "cache" and spec.dtype in TURNED:
         turned = TURNED[spec.dtype] * spec.scale * math.sqrt(spec.rope.rotary_size)
         found = Tolerance(found.output, max(found.lse, turned))
+    if is_rows(spec.kv_cache_dtype):
+        output, lse = of_rows(spec)
+        found = Tolerance(found.output + output, found.lse + lse)
     if spec.fp8_compute or spec.latent is None:
         return found
     logits = spec.scale * math.sqrt(spec.head_size)

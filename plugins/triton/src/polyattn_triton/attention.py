@@ -11,12 +11,14 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
     Lie,
     PagesLie,
     Plan,
+    Reads,
     RopeSpec,
 )
 from torch import Tensor
@@ -32,6 +34,7 @@ from polyattn_triton.merging import Merger
 from polyattn_triton.plan import AttentionPlan
 from polyattn_triton.planning import PlannedAttention
 from polyattn_triton.prefix import PrefixLauncher, PrefixPlan, PrefixStep
+from polyattn_triton.reading import prefix_reads, reads_of
 from polyattn_triton.turn_table import turns
 from polyattn_triton.variants import decode_constants, in_pairs, prefill_constants
 
@@ -74,24 +77,23 @@ class TritonAttention(PlannedAttention):
             return self.prefixes.plan(batch, reuse)
         return self.plan_rows(batch, reuse)
 
+    def reads(self, plan: Plan, batch: Batch) -> Reads | None:
+        if isinstance(plan, PrefixPlan):
+            assert self.prefixes is not None
+            return prefix_reads(self.prefixes, plan, batch)
+        assert isinstance(plan, AttentionPlan)
+        return reads_of(self, plan, batch)
+
     def prepare(self, phases: tuple[str, ...]) -> None:
         """Compile what a layer's functions are part of; others were when the backend was verified."""
         if self.generated is not None and self.torch_device.type == "cuda":
             with torch.cuda.device(self.torch_device):
                 load(warm_up(self, phases))
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
+    def run(self, plan: Plan, frame: Frame) -> None:
         """Attend as planned."""
+        query, cache, params = frame.query, frame.cache, frame.params
+        out, lse = frame.out, frame.lse
         if isinstance(plan, PrefixPlan):
             assert cache is not None and self.prefixes is not None
             scales, factors = self._scales(query, params), self._factors(query, cache.key, params)
@@ -101,12 +103,12 @@ class TritonAttention(PlannedAttention):
         if not plan.grid[0]:
             return
         if plan.way in ("prefill", "pieces"):
-            plan = self._prefill(plan, query, key, value, cache, params, out, lse)
+            plan = self._prefill(plan, query, frame.key, frame.value, cache, params, out, lse)
         else:
             assert cache is not None
             self._decode(plan, query, cache, params, out, lse)
         if plan.merging is not None:
-            kept = cache.key if cache is not None else key
+            kept = cache.key if cache is not None else frame.key
             assert kept is not None
             self.merge(plan, params, out, lse, kept.dtype.itemsize == 1)
 

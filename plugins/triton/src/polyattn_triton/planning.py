@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import torch
 from polyattn.kernel import (
-    STORAGE_DTYPES,
     AttentionBackend,
     Batch,
     CacheFormat,
@@ -17,6 +16,7 @@ from polyattn.kernel import (
     Plan,
     current_settings,
     over_chosen_pages,
+    storage_dtype,
 )
 from torch import Tensor
 
@@ -106,7 +106,7 @@ class PlannedAttention(AttentionBackend):
         self.on_one = 0  # what a tuner sets instead of what is planned
         self.rows = part_rows(spec, self.few_config, False)
         self.by_one = most_merged_by_one(spec, arch)
-        self.quantized = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+        self.quantized = storage_dtype(spec.stored_dtype).itemsize == 1
         self.workspace = Workspace(self.torch_device)
         self.lister = Lister.of(spec, self.torch_device)
         self._residents: dict[tuple[Any, ...], int] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import triton
-from polyattn.kernel import STORAGE_DTYPES, LayerSpec, arch_matches
+from polyattn.kernel import STORAGE_DTYPES, LayerSpec, arch_matches, storage_dtype
 
 from polyattn_triton.configs import Config, PrefixConfig, pick, prefix_configs
 from polyattn_triton.functions.pointwise import NOTHING
@@ -216,7 +216,7 @@ def tile_config(spec: LayerSpec, arch: str, phase: str, rows: int = 0) -> Config
     stored = spec.dtype if phase == "prefill" else spec.stored_dtype
     # Keys that are rotated want the registers of four warps.
     plain = bool(spec.rope) or not (spec.sliding_window or spec.chunk_size or spec.alibi)
-    config = pick(arch, phase, width, STORAGE_DTYPES[stored].itemsize, plain)
+    config = pick(arch, phase, width, storage_dtype(stored).itemsize, plain)
     if phase in ("prefill", "paged"):
         # Deeper pipelines over the gap behind kept first tokens crash ptxas (Triton 3.6, sm_90a).
         return replace(config, num_stages=1) if spec.sink_tokens else config
@@ -240,7 +240,7 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
         return 1 if config.num_warps > 4 else 2
     wide = power(max(spec.head_size, spec.v_head_size)) > 128
     tall = way == "few" and config.block_m > 16
-    small = STORAGE_DTYPES[spec.stored_dtype].itemsize == 1
+    small = storage_dtype(spec.stored_dtype).itemsize == 1
     # The masks of a size that is no power of two and of a window are held at once.
     masked = power(spec.head_size) != spec.head_size and spec.sliding_window is not None
     # So are the distances that several tokens' scores are lowered by.
@@ -250,7 +250,7 @@ def on_one(spec: LayerSpec, config: Config, way: str) -> int:
 
 def shared_bytes(spec: LayerSpec, config: Config, way: str) -> int:
     """Return about how much shared memory a program's tiles take."""
-    item = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    item = storage_dtype(spec.stored_dtype).itemsize
     keys = config.block_n * (spec.head_size + spec.v_head_size) * item
     stages = config.num_stages if way in ("prefill", "pieces") else config.num_stages - 1
     query = config.block_m * spec.head_size * STORAGE_DTYPES[spec.dtype].itemsize
@@ -267,7 +267,7 @@ def prefix_tiles(spec: LayerSpec, arch: str) -> tuple[PrefixConfig, ...]:
     Each tile holds one row's heads of a KV head at least.
     """
     width, least = power(max(spec.head_size, spec.v_head_size)), power(spec.gqa_ratio)
-    stored = STORAGE_DTYPES[spec.stored_dtype].itemsize
+    stored = storage_dtype(spec.stored_dtype).itemsize
     known = [c for c in prefix_configs(arch, width, stored) if c.tall >= least]
     if known:
         return tuple(known)

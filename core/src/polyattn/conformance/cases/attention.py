@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from itertools import combinations, product
 from typing import Any
 
-from polyattn.conformance.case import Case, captures, served_phases
-from polyattn.conformance.cases import forests, functions, invariance, lasting, published
+from polyattn.conformance.case import Case, caches, captures, served_phases, unread
+from polyattn.conformance.cases import (
+    forests,
+    functions,
+    invariance,
+    lasting,
+    published,
+    sparse,
+)
 from polyattn.device import Device
 from polyattn.registry.capabilities import Capabilities
 from polyattn.registry.info import BackendInfo
 from polyattn.spec.kinds import DTYPES, KV_CACHE_DTYPES, GraphCapture, Role
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
+from polyattn.spec.row_format import ANY_ROWS
 from polyattn.workload.steps import LATER
 
 HEAD_SIZES = (8, 16, 32, 40, 64, 80, 96, 112, 128, 160, 192, 256, 512)
@@ -93,7 +101,10 @@ def derive(info: BackendInfo, device: Device) -> list[Case]:
             cases += forests.derive(caps, base, device)
             cases += lasting.derive(caps, base, _views(_batches_for(caps, base)), device)
             cases.append(Case("search", "", base, "drawn"))
-    can = [c for c in cases if served_phases(caps, c.spec, device)]
+            cases += _rows(caps, base, _batches_for(caps, base))
+    can = [c for c in cases if served_phases(caps, c.spec, device) and not unread(info, c.spec)]
+    if True in caps.cached and "decode" in caps.phases:
+        can += sparse.derive(info, base_spec(caps, Role.DECODER, True), device)
     refused = [*_refusals(caps, bases[0], device), *functions.refusals(info, bases[0])]
     return can + refused
 
@@ -210,9 +221,8 @@ def _variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerS
 
 
 def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, LayerSpec]]:
-    for cached in KV_CACHE_DTYPES:
-        if cached in caps.kv_cache_dtypes and cached != "auto":
-            yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
+    for cached in caches(caps, base, every=False):
+        yield f"feature kv_cache_dtype {cached}", base.replace(**_cached(caps, cached))
     for size in caps.block_sizes.examples(BLOCK_SIZES):
         if size != base.block_size:
             yield f"block_size {size}", base.replace(block_size=size)
@@ -223,6 +233,26 @@ def _cache_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, 
         )
         if expanded:
             yield f"expanded block_size {expanded}", base.replace(block_size=expanded)
+
+
+def _rows(caps: Capabilities, base: LayerSpec, names: tuple[str, ...]) -> Iterator[Case]:
+    """Each format of rows: each kind of step, what hides or changes scores, groups of 1 to 16 heads."""
+    if not base.cached or ANY_ROWS not in caps.kv_cache_dtypes:
+        return
+    steps = [n for n in ("decode", "short queries", "prefill", "chunked") if n in names]
+    features = ("sliding_window", "learned_sinks", "sink_tokens", "logit_soft_cap")
+    for cached in [*caches(caps, base), "int8_rows/int4"]:
+        spec = base.replace(**_cached(caps, cached))
+        where = f"rows {cached}"
+        yield from (Case("numeric", where, spec, name) for name in steps)
+        for name in (n for n in features if n in caps.features):
+            changed = spec.replace(**FEATURE_FIELDS[name])
+            yield Case("numeric", f"{where} {name}", changed, _main(names, "")[0])
+        for ratio in (r for r in (1, 3, 16) if r in caps.gqa_ratios and "gqa" in caps.features):
+            heads = spec.replace(num_heads=2 * ratio, num_kv_heads=2)
+            yield Case("numeric", f"{where} gqa {ratio}", heads, _main(names, "")[0])
+        yield Case("stale", where, spec, _main(names, "")[0])
+        yield Case("shared", where, spec, "shared" if "prefill" in names else "decode")
 
 
 def _cached(caps: Capabilities, dtype: str) -> dict[str, Any]:
@@ -256,7 +286,7 @@ def _feature_variants(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str
                 )
                 yield f"pair {first} {second}", base.replace(**fields)
     if base.role is Role.DECODER and base.cached:
-        for cached in sorted(caps.kv_cache_dtypes - {"auto"}):
+        for cached in caches(caps, base, every=False):
             for name in (n for n in claimed if _fits_a_quantised_cache(n)):
                 changes = FEATURE_FIELDS[name] | _cached(caps, cached)
                 yield f"pair {cached} {name}", base.replace(**changes)
@@ -284,6 +314,13 @@ def _behaviour(
         cases += [Case("isolation", how, base, name) for name in chosen]
     if base.cached:
         cases += [Case("layout", layout, base, most) for layout in caps.layouts]
+        cases += [  # one of each batch above is of the first layout
+            Case("layout", f"{layout} {label}", spec, most)
+            for layout in caps.layouts[1:]
+            for label, spec in _variants(caps, base)
+            if label.startswith("feature ")
+            and (layout != "contiguous" or spec.head_size == spec.v_head_size)
+        ]
         cases += [
             Case("packed", caps.layouts[0], base, most),
             Case("stale", "", base, most),
@@ -327,9 +364,8 @@ def _per_layer(caps: Capabilities, base: LayerSpec) -> Iterator[tuple[str, Layer
     ):
         if name in caps.features:
             yield name, base.replace(**fields_of(caps, name, bool(base.cached)))
-    for cached in KV_CACHE_DTYPES:
-        if base.cached and cached in caps.kv_cache_dtypes and cached != "auto":
-            yield cached, base.replace(**_cached(caps, cached))
+    for cached in caches(caps, base, every=False) if base.cached else ():
+        yield cached, base.replace(**_cached(caps, cached))
 
 
 def _refusals(caps: Capabilities, base: LayerSpec, device: Device) -> Iterator[Case]:

@@ -247,9 +247,14 @@ def divided(case: Case, harness: Harness) -> None:
         while unfinished := [i for i, total in enumerate(totals) if at[i] < total]:
             some = [unfinished[i] for i in harness.dice.order(len(unfinished)).tolist()]
             some = some[: harness.dice.integer(1, len(some) + 1)]
-            ends = [min(totals[i], at[i] + harness.dice.choice((1, 1, 2, 7, 16, 33, 64))) for i in some]
+            ends = [
+                min(totals[i], at[i] + harness.dice.choice((1, 1, 2, 7, 16, 33, 64))) for i in some
+            ]
             rows = torch.cat(
-                [torch.arange(starts[i] + at[i], starts[i] + b) for i, b in zip(some, ends, strict=True)]
+                [
+                    torch.arange(starts[i] + at[i], starts[i] + b)
+                    for i, b in zip(some, ends, strict=True)
+                ]
             ).to(out.device)
             lengths = [(b - at[i], b) for i, b in zip(some, ends, strict=True)]
             batch = whole.step(lengths, slots[some])

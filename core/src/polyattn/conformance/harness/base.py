@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from polyattn.conformance.case import served_phases
 from polyattn.device import Device
 from polyattn.registry.discovery import discover
 from polyattn.runtime.group import LayerGroup
+from polyattn.runtime.reads import PlanChecks
 from polyattn.selection.selection import Selection
 from polyattn.settings import current
 from polyattn.spec.layer import LayerSpec
@@ -54,8 +56,10 @@ class Harness:
         return selection
 
     def group(self, spec: LayerSpec, layout: str | None = None) -> LayerGroup:
-        """Return a fresh group: nothing is left of another case."""
-        return LayerGroup(self.select(spec, layout))
+        """Return a fresh group: nothing is left of another case. All its plans are checked."""
+        group = LayerGroup(self.select(spec, layout))
+        group.plan_checks = PlanChecks(share=inf)
+        return group
 
     def layer(
         self,

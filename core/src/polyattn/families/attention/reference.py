@@ -14,9 +14,10 @@ from torch import Tensor
 from polyattn.families.attention.alibi import alibi_slopes
 from polyattn.families.attention.rope import query_temperature, rotate
 from polyattn.families.attention.transforms import Places, Transforms
-from polyattn.runtime.backend import LayerParams
 from polyattn.runtime.cache.kv_cache import KVCache
+from polyattn.runtime.cache.rows import decoded
 from polyattn.runtime.functions.pointwise import Pointwise
+from polyattn.runtime.program import LayerParams
 from polyattn.runtime.step.batch import Batch
 from polyattn.spec.layer import LayerSpec
 from polyattn.spec.rope import RopeSpec
@@ -158,37 +159,34 @@ def read_cache(
     assert batch.block_table is not None
     length, size = batch.lens[index], cache.block_size
     found = []
-    for stored, scale in ((cache.key, params.k_scale), (cache.value, params.v_scale)):
+    form = cache.format
+    formats = form.rows or (None, None)
+    for stored, scale, format, width in (
+        (cache.key, params.k_scale, formats[0], form.head_size),
+        (cache.value, params.v_scale, formats[1], form.v_head_size),
+    ):
         rows = [stored[int(b)] for b in batch.block_table[index, : -(-length // size)]]
         tokens = torch.cat(rows)[:length] if rows else stored[0, :0]
+        if format is not None:
+            whole = form.head_size if cache.value_in_key else width
+            values = decoded(tokens.cpu(), format, whole, torch.float64)[..., :width]
+            found.append(scaled(values.to(dtype), scale))
+            continue
         found.append(exact(tokens, scale, dtype))
     return found[0], found[1]
 
 
-def four_bits(rows: Tensor) -> Tensor:
-    """Return what NVFP4 rows (tokens, heads, bytes) hold, without the tensor's scale: each by itself."""
-    width = rows.shape[2] * 16 // 9
-    found = torch.empty(*rows.shape[:2], width, dtype=torch.float64)
-    scales = rows[:, :, width // 2 :].contiguous().view(torch.float8_e4m3fn).double()
-    for at in range(width):
-        code = (rows[:, :, at // 2] >> (4 * (at % 2))) & 15
-        sign = 1.0 - 2.0 * (code >> 3).double()
-        exponent, mantissa = (code >> 1) & 3, (code & 1).double()
-        normal = (1.0 + mantissa / 2) * 2.0 ** (exponent.double() - 1)
-        found[:, :, at] = sign * torch.where(exponent == 0, mantissa / 2, normal)
-        found[:, :, at] *= scales[:, :, at // 16]
-    return found
-
-
 def exact(tensor: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
     """Return what (tokens, heads, size) stand for: 8-bit numbers times their scale, or its head's."""
-    wide = tensor.detach().to("cpu")
-    wide = four_bits(wide).to(dtype) if wide.dtype == torch.uint8 else wide.to(dtype)
-    if tensor.dtype.itemsize > 1:
-        return wide
+    wide = tensor.detach().to("cpu", dtype)
+    return wide if tensor.dtype.itemsize > 1 else scaled(wide, scale)
+
+
+def scaled(wide: Tensor, scale: float | Tensor) -> Tensor:
+    """Return (tokens, heads, size) times their scale, or their head's."""
     if not isinstance(scale, Tensor):
         return wide * scale
-    each = scale.detach().to("cpu", dtype)
+    each = scale.detach().to("cpu", wide.dtype)
     return wide * each.repeat_interleave(wide.shape[1] // len(each))[:, None]
 
 

@@ -32,7 +32,11 @@ def server_of(group: LayerGroup, query_lens: Sequence[int], key_lens: Sequence[i
     A backend that was named stays; so does a CPU's, whose calls return when they are done, and that of a
     layer whose bits must not depend on the batch.
     """
-    if group.device_type == "cpu" or group.spec.batch_invariant or not is_short(group.spec, query_lens, key_lens):
+    if (
+        group.device_type == "cpu"
+        or group.spec.batch_invariant
+        or not is_short(group.spec, query_lens, key_lens)
+    ):
         return group
     return _lightest(group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from polyattn.errors import CacheError, nearest, shown
-from polyattn.runtime.cache import nvfp4
+from polyattn.runtime.cache.rows import encoded
 from polyattn.runtime.inputs import check_is_tensor, torch_device
 from polyattn.selection.cache_format import CacheFormat
 from polyattn.spec.checks import flag
 from polyattn.spec.kinds import LAYOUTS
+from polyattn.spec.row_format import RowFormat
 
 STORAGE_DTYPES: dict[str, torch.dtype] = {
     "float64": torch.float64,
@@ -26,9 +28,13 @@ STORAGE_DTYPES: dict[str, torch.dtype] = {
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
-    "nvfp4": torch.uint8,
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
+
+
+def storage_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a cache's storage: of its elements, or of its rows' bytes."""
+    return STORAGE_DTYPES.get(name, torch.uint8)
 
 
 class KVCache:
@@ -36,8 +42,9 @@ class KVCache:
 
     `key` (num_blocks, block_size, num_kv_heads, head_size) and `value` (…, v_head_size) are
     logical views; strides say the physical layout. Both may be views into one storage. The last
-    dimension must be contiguous; of 4-bit numbers it is bytes (`runtime.cache.nvfp4`). `form`: where
-    strides don't say it, because the device's tensors have none. Raises `CacheError`.
+    dimension must be contiguous; of rows (`RowFormat`) it is bytes, and a latent's value is its key's
+    row. `form`: where tensors don't say it: of rows, and on devices whose tensors have no strides.
+    Raises `CacheError`.
     """
 
     __slots__ = ("__dict__", "key", "value")
@@ -58,17 +65,21 @@ class KVCache:
         if key.stride(3) != 1 or value.stride(3) != 1:
             raise CacheError("the head-size dimension of key and value must be contiguous")
         self.key, self.value = key, value
-        if form is not None:
-            _check_form(form)
-            widths = map(form.stored_width, (form.head_size, form.v_head_size))
-            sizes = (form.block_size, form.num_kv_heads, *widths)
-            if sizes != (*key.shape[1:], value.shape[3]):
+        if form is None:
+            if key.dtype == torch.uint8:
                 raise CacheError(
-                    f"form says blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
-                    f"{form.head_size}/{form.v_head_size}; key {tuple(key.shape)} and value "
-                    f"{tuple(value.shape)} are others"
+                    "key and value are rows of bytes, which don't say of what: give form=CacheFormat(...)"
                 )
-            self.__dict__["format"] = form
+            return
+        _check_form(form)
+        sizes = (form.block_size, form.num_kv_heads, *form.widths)
+        if sizes != (*key.shape[1:], value.shape[3]):
+            raise CacheError(
+                f"form says blocks of {form.block_size}, {form.num_kv_heads} KV heads of "
+                f"{form.head_size}/{form.v_head_size}, {form.dtype}; key {tuple(key.shape)} and value "
+                f"{tuple(value.shape)} are others"
+            )
+        self.__dict__["format"] = form
 
     @classmethod
     def allocate(
@@ -82,42 +93,55 @@ class KVCache:
         special = ALLOCATORS.get(device.type)
         if special is not None:
             return special(form, num_blocks)
-        dtype, n, b, h = STORAGE_DTYPES[form.dtype], num_blocks, form.block_size, form.num_kv_heads
+        dtype, n, b, h = storage_dtype(form.dtype), num_blocks, form.block_size, form.num_kv_heads
+        of_key, of_value = form.widths
 
         def empty(*shape: int) -> Tensor:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         if form.layout == "contiguous":
-            if form.head_size != form.v_head_size or form.value_in_key:
+            if of_key != of_value or form.value_in_key:
                 raise CacheError(f"{form} can't be contiguous: K and V differ in size")
-            return cls.contiguous(empty(n, 2, h, b, form.stored_width(form.head_size)))
+            return cls.contiguous(empty(n, 2, h, b, of_key), form)
         if form.interleaved:
-            if form.head_size != form.v_head_size or form.value_in_key:
+            if of_key != of_value or form.value_in_key:
                 raise CacheError(f"{form} can't interleave K and V of different sizes")
             order = (b, h) if form.layout == "NHD" else (h, b)
-            return cls.packed(empty(n, 2, *order, form.stored_width(form.head_size)), form.layout)
-        each = (form.head_size,) if form.value_in_key else (form.head_size, form.v_head_size)
-        sizes = tuple(map(form.stored_width, each))
+            return cls.packed(empty(n, 2, *order, of_key), form.layout, form)
+        sizes = (of_key,) if form.value_in_key else (of_key, of_value)
         if form.layout == "NHD":
             stored = [empty(n, b, h, size) for size in sizes]
         else:
             stored = [empty(n, h, b, size).transpose(1, 2) for size in sizes]
-        value = stored[0][..., : form.v_head_size] if form.value_in_key else stored[1]
-        return cls(stored[0], value)
+        value = stored[0][..., :of_value] if form.value_in_key else stored[1]
+        return cls._of_rows(stored[0], value, form)
 
     @classmethod
-    def packed(cls, storage: Tensor, layout: str = "NHD") -> KVCache:
-        """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order."""
+    def _of_rows(cls, key: Tensor, value: Tensor, form: CacheFormat | None) -> KVCache:
+        """Wrap tensors whose strides say their layout; `form` is kept where they are rows of bytes."""
+        if form is None or form.rows is None:
+            return cls(key, value)
+        return cls(key, value, replace(form, layout=_layout(key)))
+
+    @classmethod
+    def packed(
+        cls, storage: Tensor, layout: str = "NHD", form: CacheFormat | None = None
+    ) -> KVCache:
+        """Wrap one 5-D tensor: (num_blocks, 2, block_size, heads, size), or HND's order.
+
+        `form`: of rows of bytes, which don't say what they hold.
+        """
         check_is_tensor("storage", storage, error=CacheError)
         if storage.dim() != 5 or storage.shape[1] != 2:
             raise CacheError(f"storage {tuple(storage.shape)} must be 5-D with 2 (K, V) second")
         if layout == "contiguous":
-            return cls.contiguous(storage)
+            return cls.contiguous(storage, form)
         if layout not in LAYOUTS:
             raise CacheError(f"layout={layout!r} is unknown{nearest(str(layout), LAYOUTS)}")
         if layout == "HND":
             storage = storage.transpose(2, 3)
-        return cls(storage[:, 0], storage[:, 1])
+        form = None if form is None else replace(form, interleaved=True)
+        return cls._of_rows(storage[:, 0], storage[:, 1], form)
 
     @classmethod
     def joined(cls, storage: Tensor, form: CacheFormat, heads_first: bool = False) -> KVCache:
@@ -130,9 +154,9 @@ class KVCache:
         _check_form(form)
         check_is_tensor("storage", storage, error=CacheError)
         flag("heads_first", heads_first, CacheError)
-        of_key, of_value = map(form.stored_width, (form.head_size, form.v_head_size))
+        of_key, of_value = form.widths
         width = of_key if form.value_in_key else of_key + of_value
-        dtype = STORAGE_DTYPES[form.dtype]
+        dtype = storage_dtype(form.dtype)
         if storage.dtype not in (dtype, torch.uint8, torch.int8):
             raise CacheError(
                 f"storage is {storage.dtype}; it must be {dtype}, the form's, or bytes"
@@ -155,16 +179,16 @@ class KVCache:
                 f"{form.num_kv_heads}"
             )
         key, rest = whole[..., :of_key], whole[..., of_key:]
-        return cls(key, (key if form.value_in_key else rest)[..., :of_value])
+        return cls._of_rows(key, (key if form.value_in_key else rest)[..., :of_value], form)
 
     @classmethod
-    def contiguous(cls, storage: Tensor) -> KVCache:
+    def contiguous(cls, storage: Tensor, form: CacheFormat | None = None) -> KVCache:
         """Wrap (sequences, 2, heads, max_len, size): a sequence's keys, then its values, by head.
 
         TensorRT-LLM's contiguous cache. Each sequence is one block of `max_len` tokens, a view; its
         place in the storage is its entry of the block table (`sequence_table`). Raises `CacheError`.
         """
-        cache = cls.packed(storage, "HND")
+        cache = cls.packed(storage, "HND", form)
         form = replace(cache.format, layout="contiguous", interleaved=False)
         return cls(cache.key, cache.value, form)
 
@@ -191,7 +215,7 @@ class KVCache:
         """Blocks in the cache."""
         return self.key.shape[0]
 
-    @property
+    @cached_property
     def block_size(self) -> int:
         """Tokens in a block."""
         return self.key.shape[1]
@@ -214,8 +238,8 @@ class KVCache:
         return CacheFormat(
             block_size=self.block_size,
             num_kv_heads=self.key.shape[2],
-            head_size=_elements(self.key),
-            v_head_size=_elements(self.value),
+            head_size=self.key.shape[3],
+            v_head_size=self.value.shape[3],
             dtype=_DTYPE_NAMES.get(self.key.dtype, str(self.key.dtype)),
             layout=self.layout,
             value_in_key=self.value_in_key,
@@ -227,11 +251,14 @@ class KVCache:
         """The physical order within a block: NHD or HND (NHD where both fit)."""
         if "format" in self.__dict__:
             return self.format.layout
-        token, head = self.key.stride(1), self.key.stride(2)
-        return "NHD" if token >= head or self.key.shape[2] == 1 else "HND"
+        return _layout(self.key)
 
     @cached_property
     def _blocks(self) -> dict[int, tuple[KVCache, int]]:
+        return {}
+
+    @cached_property
+    def _pages(self) -> dict[int, tuple[KVCache, tuple[int, int, int]]]:
         return {}
 
     def in_blocks_of(self, size: int) -> tuple[KVCache, int]:
@@ -251,7 +278,31 @@ class KVCache:
                     f"key and value blocks of {self.block_size} can't both be walked in blocks of "
                     f"{size}: their strides differ ({self.key.stride()}, {self.value.stride()})"
                 )
-            found = self._blocks[size] = (KVCache(key, value), step)
+            form = replace(self.format, block_size=size) if self.key.dtype == torch.uint8 else None
+            found = self._blocks[size] = (KVCache(key, value, form), step)
+        return found
+
+    def in_pages_of(self, size: int) -> tuple[KVCache, tuple[int, int, int]]:
+        """View the cache as pages of one KV head and `size` consecutive tokens of a block.
+
+        Returns the view, whose pages overlap where heads or tokens lie between one another, and how
+        many pages lie between neighbouring blocks, runs of `size` tokens, and heads. Only for reading.
+        Raises `CacheError`.
+        """
+        found = self._pages.get(size)
+        if found is None:
+            if size < 1 or self.block_size % size:
+                raise CacheError(f"size={size} doesn't divide the block size, {self.block_size}")
+            (key, steps), (value, others) = (_paged(t, size) for t in (self.key, self.value))
+            if steps != others:
+                raise CacheError(
+                    f"keys and values lie differently ({self.key.stride()}, {self.value.stride()}), so "
+                    f"that one table can't name the pages of both; allocate the cache in one layout"
+                )
+            form = replace(
+                self.format, block_size=size, num_kv_heads=1, layout="NHD", interleaved=False
+            )
+            found = self._pages[size] = (KVCache(key, value, form), steps)
         return found
 
     def __repr__(self) -> str:
@@ -263,11 +314,18 @@ ALLOCATORS: dict[str, Callable[[CacheFormat, int], KVCache]] = {}
 """Who allocates caches on a type of torch device whose tensors have no strides; its plugin says so."""
 
 
-def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tensor:
+def _layout(key: Tensor) -> str:
+    token, head = key.stride(1), key.stride(2)
+    return "NHD" if token >= head or key.shape[2] == 1 else "HND"
+
+
+def quantize(
+    tensor: Tensor, dtype: torch.dtype, scale: float | Tensor, rows: RowFormat | None = None
+) -> Tensor:
     """Return `tensor / scale` in `dtype`, rounded and saturated where that is a quantised one.
 
-    uint8 is NVFP4's rows of bytes. `tensor` (tokens, heads, size); `scale`: a number, or a tensor of
-    one a head.
+    `tensor` (tokens, heads, size); `scale`: a number, or a tensor of one a head; `rows`: the format of
+    rows of bytes that are returned instead, (tokens, heads, row_bytes).
     """
     if tensor.dtype == dtype:
         return tensor
@@ -276,8 +334,8 @@ def quantize(tensor: Tensor, dtype: torch.dtype, scale: float | Tensor) -> Tenso
     else:
         # On a GPU torch multiplies by a number's reciprocal; by a tensor it divides, as on the CPU.
         divisor = torch.full((), scale, dtype=torch.float32, device=tensor.device)
-    if dtype == torch.uint8:
-        return nvfp4.packed(tensor.float() / divisor)
+    if rows is not None:
+        return encoded(tensor.float() / divisor, rows)
     if dtype == torch.int8:
         return (tensor.float() / divisor).round_().clamp_(-127, 127).to(dtype)
     if dtype.itemsize == 1:
@@ -294,12 +352,6 @@ def _check_form(form: Any) -> None:
         raise CacheError(
             f"form={shown(form)} must be a CacheFormat; a group's is group.cache_format"
         )
-
-
-def _elements(stored: Tensor) -> int:
-    """Return the head size of a cache's keys or values."""
-    width = stored.shape[3]
-    return nvfp4.head_size(width) if stored.dtype == torch.uint8 else width
 
 
 def raw(tensor: Tensor) -> Tensor:
@@ -321,3 +373,21 @@ def _split_blocks(tensor: Tensor, size: int) -> tuple[Tensor, int]:
     count = (n - 1) * step + block // size
     view = tensor.as_strided((count, size, heads, width), (size * stride[1], *stride[1:]))
     return view, step
+
+
+def _paged(tensor: Tensor, size: int) -> tuple[Tensor, tuple[int, int, int]]:
+    """View (blocks, block_size, heads, width) as pages of one head, and say what lies between."""
+    blocks, block, heads, width = tensor.shape
+    by_block, by_token, by_head, _ = tensor.stride()
+    unit = math.gcd(by_block, size * by_token, by_head)
+    steps = (by_block // unit, size * by_token // unit, by_head // unit)
+    count = (blocks - 1) * steps[0] + (block // size - 1) * steps[1] + (heads - 1) * steps[2] + 1
+    if count > LARGEST_PAGE:
+        raise CacheError(
+            f"a cache of {tuple(tensor.shape)} has {count} pages of {size} tokens, and int32 names "
+            f"{LARGEST_PAGE}; use a larger granularity, or fewer blocks"
+        )
+    return tensor.as_strided((count, size, 1, width), (unit, by_token, by_token, 1)), steps
+
+
+LARGEST_PAGE = (1 << 31) - 1

@@ -27,6 +27,7 @@ from polyattn.selection.selection import Selection
 from polyattn.spec.decompose import unrotated
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.row_format import row_widths
 from polyattn.tools.cli.grammar import parse_batch
 from polyattn.tools.cli.memory import check_room, said_plainly
 from polyattn.tools.cli.models import AS_IT_IS, Reading, read_specs
@@ -119,9 +120,11 @@ def _bytes(spec: LayerSpec, lengths: Sequence[tuple[int, int]]) -> float:
     """The bytes that a batch's cache and its queries, keys, values and output take at least."""
     widths = spec.num_kv_heads * (spec.head_size + spec.v_head_size)
     stepping = spec.num_heads * (spec.head_size + spec.v_head_size) + widths
-    cached = 2 if spec.kv_cache_dtype == "auto" else 1
+    cached = spec.num_kv_heads * sum(
+        row_widths(spec.stored_dtype, spec.head_size, spec.v_head_size)
+    )
     tokens, queries = sum(n for _, n in lengths), sum(q for q, _ in lengths)
-    return float(cached * widths * tokens + 2 * stepping * queries)
+    return float(cached * tokens + 2 * stepping * queries)
 
 
 class Bench:

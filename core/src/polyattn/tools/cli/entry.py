@@ -1,7 +1,7 @@
 """Where the `polyattn` script starts, and where every error becomes a line and an exit code.
 
-0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`). 2: what was asked can't be
-done. 130: interrupted.
+0: done. 1: done, and something is wrong (`doctor`, `explain`, `bench`, `claim`) or absent (`why`).
+2: what was asked can't be done. 130: interrupted.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ def run(arguments: Sequence[str]) -> int:
             if code == INTERRUPTED or _interrupts:
                 raise KeyboardInterrupt
             return code
+        except Exception as error:
+            # An import that an interrupt ended may fail later: "numpy has no attribute 'ndarray'".
+            if _interrupts:
+                raise KeyboardInterrupt from error
+            raise
         finally:  # not left to the interpreter's end, where nobody catches what it raises
             sys.stdout.flush()
     except PolyattnError as error:

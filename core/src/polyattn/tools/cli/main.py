@@ -173,6 +173,19 @@ def build(
 
 
 @app.command()
+def why(
+    process: Annotated[
+        int | None, typer.Argument(help="A process's id (default: all that run).", min=1)
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show which backends a running process uses, and why."""
+    from polyattn.tools.cli.why import show
+
+    _finish(lambda: show(process, json))
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Report versions, devices, plugins, variables; exit 1 when something is wrong."""
     from polyattn.tools.cli.doctoring import show

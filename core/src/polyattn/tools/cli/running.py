@@ -19,9 +19,9 @@ from polyattn.runtime.cache.state_cache import StateCacheSpec
 from polyattn.selection.selection import SelectedLayers
 from polyattn.settings import current
 from polyattn.spec.decompose import unrotated
-from polyattn.spec.huggingface import read_config
 from polyattn.spec.kinds import AttentionKind, Role
 from polyattn.spec.layer import LayerSpec
+from polyattn.spec.models import model_reader
 from polyattn.tools.cli.beams import check_beams, print_search, search
 from polyattn.tools.cli.launch import check_launch, joined
 from polyattn.tools.cli.memory import check_room, said_plainly
@@ -153,7 +153,8 @@ def _serve(
         if pretends:
             console.print(f"  {PRETENDED}", markup=False)
     requests = [request.scaled(options.scale) for request in requests]
-    requests, clipped = fit_requests(requests, read_config(path), served, options.max_tokens)
+    config = model_reader().read_config(path)
+    requests, clipped = fit_requests(requests, config, served, options.max_tokens)
     requests = sampled(arrivals.of(requests, options.seed), options.samples)
     with said_plainly("lower --cache-gb, --token-budget or --layers"):
         model = None if whole is None else whole.load(device)

@@ -16,7 +16,7 @@ from polyattn import Batch, LayerSpec, Role, SelectedLayers
 from polyattn.errors import ConfigError
 from polyattn.families.attention.sharing import why_not
 from polyattn.runtime.step.cost import Cost, batch_cost
-from polyattn.spec.huggingface import Config
+from polyattn.spec.models import ModelConfig
 from polyattn.tools.replay.blocks import BlockAllocator
 from polyattn.tools.replay.check import Checker
 from polyattn.tools.replay.memory import (
@@ -285,7 +285,10 @@ def _block_bytes(runner: Runner) -> int:
 
 
 def fit_requests(
-    requests: Sequence[Request], cfg: Config, specs: Sequence[LayerSpec], max_tokens: int | None
+    requests: Sequence[Request],
+    cfg: ModelConfig,
+    specs: Sequence[LayerSpec],
+    max_tokens: int | None,
 ) -> tuple[list[Request], int]:
     """Clip requests to what the model takes; returns them and how many were clipped."""
     if not specs:

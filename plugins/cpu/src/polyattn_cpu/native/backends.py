@@ -11,12 +11,14 @@ from polyattn.kernel import (
     Batch,
     CacheFormat,
     Device,
+    Frame,
     KVCache,
     LayerParams,
     LayerSpec,
     Lie,
     NewTokens,
     Plan,
+    Reads,
     Rotation,
     StoreBackend,
     StorePlan,
@@ -24,8 +26,9 @@ from polyattn.kernel import (
 )
 from torch import Tensor
 
-from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes, packed_strides
+from polyattn_cpu.native.attention import StepPlan, addressed, bound, layer_bytes
 from polyattn_cpu.native.library import isa
+from polyattn_cpu.native.reading import reads
 from polyattn_cpu.native.store import Part, plain, store
 
 
@@ -60,29 +63,17 @@ class NativeAttention(AttentionBackend):
             step = StepPlan(layer, batch.starts, batch.lens, self.cache.block_size)
         return NativePlan(batch, step, self.cache is not None)
 
+    def reads(self, plan: Plan, batch: Batch) -> Reads:
+        assert isinstance(plan, NativePlan)
+        size = 0 if self.cache is None else self.cache.block_size
+        return reads(self.spec, plan.step, size)
+
     def addressed(self, plan: Plan, lie: Lie) -> Addressed:
         assert isinstance(plan, NativePlan) and self.cache is None
         return addressed(plan.step, self.spec, lie)
 
-    def run(
-        self,
-        plan: Plan,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        cache: KVCache | None,
-        params: LayerParams,
-        out: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        assert isinstance(plan, NativePlan)
-        if cache is not None:
-            plan.attend(
-                query, cache.key, cache.value, cache.strides, cache.num_blocks, params, out, lse
-            )
-            return
-        assert key is not None and value is not None
-        plan.attend(query, key, value, packed_strides(key, value), 1, params, out, lse)
+    def run(self, plan: NativePlan, frame: Frame) -> None:
+        plan.attend(frame)
 
 
 class NativeMLA(NativeAttention):

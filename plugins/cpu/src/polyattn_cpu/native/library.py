@@ -9,7 +9,7 @@ from pathlib import Path
 
 from polyattn.plugin import SettingsError
 
-ABI = 5
+ABI = 6
 """`PA_ABI` of the header that this package was written for."""
 
 ISA_VARIABLE = "POLYATTN_CPU_ISA"
@@ -50,6 +50,7 @@ def load() -> ctypes.CDLL:
         ("pa_isas", text, []),
         ("pa_plan_new", pointer, [text, text, text]),
         ("pa_plan_free", None, [pointer]),
+        ("pa_plan_list", None, [pointer, pointer, pointer, pointer]),
         ("pa_attend", ctypes.c_int, [pointer, text]),
         ("pa_store", ctypes.c_int64, [text, text, count, count]),
         ("pa_scan_step", ctypes.c_int64, [text, text, count]),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from polyattn.errors import ConfigError, nearest
-from polyattn.spec.huggingface.config import Config, Source, read_values
+from polyattn.spec.models import model_reader
 
 LLAMA = {
     "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "hidden_act": "silu",
@@ -63,11 +63,8 @@ class Fields:
     Raises `ConfigError` for a type that isn't run whole, and for a field's value.
     """
 
-    def __init__(self, source: Source, assume: str | None = None):
-        values, name = read_values(source)
-        cfg = Config(values, name, assume or str(values.get("model_type")))
-        if isinstance(values.get("text_config"), Mapping):
-            cfg = cfg.part("text_config", f"{cfg.model_type}_text")
+    def __init__(self, source: object, assume: str | None = None):
+        cfg = model_reader().text_config(source, assume)
         self.cfg, self.model_type = cfg, cfg.model_type
         if self.model_type not in DEFAULTS:
             raise ConfigError(

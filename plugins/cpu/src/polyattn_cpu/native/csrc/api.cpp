@@ -277,6 +277,28 @@ void pa_plan_free(pa_plan *plan) {
   std::free(plan);
 }
 
+void pa_plan_list(const pa_plan *plan, int64_t *numbers, int32_t *items, int32_t *groups) {
+  int32_t heads = 1, rows = 1;
+  for (int32_t i = 0; i < plan->num_items; i++) {
+    const Item &item = plan->items[i];
+    heads = pa_max(heads, item.heads);
+    rows = pa_max(rows, item.tokens * (plan->layer.num_heads / plan->layer.num_kv_heads));
+    if (!items) continue;
+    const int32_t fields[PA_ITEM_FIELDS] = {
+        item.seq,     item.token0,  item.tokens,  item.head0, item.heads, item.kept.lo, item.kept.hi,
+        item.near.lo, item.near.hi, item.from,    item.to,    item.part,  item.part < 0 ? -1 : item.group};
+    std::memcpy(items + (int64_t)i * PA_ITEM_FIELDS, fields, sizeof fields);
+  }
+  for (int32_t i = 0; groups && i < plan->num_groups; i++) {
+    groups[2 * i] = plan->groups[i].first_part;
+    groups[2 * i + 1] = plan->groups[i].parts;
+  }
+  const int64_t found[] = {plan->num_items,   plan->num_groups,    plan->num_parts,
+                           plan->part_floats, plan->scratch_bytes,
+                           plan->kernels->scratch_bytes(&plan->layer, heads, rows)};
+  std::memcpy(numbers, found, sizeof found);
+}
+
 int pa_attend(const pa_plan *plan, const pa_tensors *tensors) {
   Run run = {plan, *tensors, nullptr, nullptr, 0};
   Buffer *buffer = nullptr;

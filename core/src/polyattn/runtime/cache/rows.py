@@ -1,0 +1,123 @@
+"""What do a cache's rows of bytes hold? `RowFormat`'s functions, by torch's operators on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polyattn.errors import SpecError, describe
+from polyattn.registry.info import load_object
+from polyattn.spec.row_format import LONGEST_HEAD, RowFormat
+
+EXTREMES = (0.0, 1.0, -3.0, 2.0**-140, 65504.0, -1e30)
+"""Elements that rows of a format are tried with: zeros, denormals, and what must saturate."""
+
+
+def function_of(format: RowFormat, which: str) -> Callable[..., Any]:
+    """Return a format's `encode`, `decode` or `turn`. Raises `SpecError` where it can't be loaded."""
+    given = getattr(format, which)
+    if not isinstance(given, str):
+        found: Callable[..., Any] = given
+        return found
+    try:
+        found = load_object(given)
+    except Exception as error:
+        raise SpecError(
+            f"row format {format.name!r}: {which}={given!r} can't be loaded: {describe(error)}"
+        ) from error
+    return found
+
+
+class Bytes:
+    """Rows as a `decode` reads them: byte `i` as an integer."""
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+
+    def __getitem__(self, at: Any) -> Tensor:
+        if isinstance(at, Tensor):
+            return self.rows[..., at.expand(1) if at.dim() == 0 else at].int()
+        return self.rows[..., at, None].int()
+
+
+def encoded(row: Tensor, format: RowFormat) -> Tensor:
+    """Return rows (..., size), over their layer's scale, as bytes (..., row_bytes)."""
+    row = row.float()
+    if format.turn is not None:
+        row = turned(row, format)
+    rows: Tensor = function_of(format, "encode")(row)
+    return rows
+
+
+def decoded(
+    rows: Tensor, format: RowFormat, size: int, dtype: torch.dtype = torch.float32,
+    turn: bool = True,
+) -> Tensor:  # fmt: skip
+    """Return what rows of bytes (..., row_bytes) stand for, (..., size), without their layer's scale.
+
+    `turn`: False leaves them turned, where the format turns them.
+    """
+    places = torch.arange(size, device=rows.device)
+    values: Tensor = function_of(format, "decode")(Bytes(rows), places, size)
+    values = values.float().expand(*rows.shape[:-1], size)
+    if turn and format.turn is not None:
+        values = turned(values, format, back=True)
+    return values.to(dtype)
+
+
+def turned(values: Tensor, format: RowFormat, back: bool = False) -> Tensor:
+    """Return values (..., size) as a format turns them, or turned back; float64's in float64."""
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    found: Tensor = function_of(format, "turn")(values.to(wide), back)
+    return found
+
+
+def sizes_of(format: RowFormat) -> list[int]:
+    """Return the head sizes that a format has rows of."""
+    return [size for size in range(1, LONGEST_HEAD + 1) if format.row_bytes(size)]
+
+
+def check_format(format: RowFormat) -> None:
+    """Check that a format's functions fit each other, on a few rows. Raises `SpecError`."""
+    sizes = sizes_of(format)
+    if not sizes:
+        raise SpecError(
+            f"row format {format.name!r}: row_bytes has no size of 1 to {LONGEST_HEAD} elements"
+        )
+    for size in {sizes[0], 128 if 128 in sizes else sizes[-1]}:
+        row = torch.tensor(EXTREMES)[:, None].repeat(1, size)
+        try:
+            rows = encoded(row, format)
+            back = decoded(rows, format, size)
+        except Exception as error:
+            raise SpecError(
+                f"row format {format.name!r}: a function fails on rows of {size}: {describe(error)}"
+            ) from error
+        wanted = (len(row), format.width("size", size))
+        if rows.dtype != torch.uint8 or rows.shape != wanted:
+            raise SpecError(
+                f"row format {format.name!r}: encode of float32 {tuple(row.shape)} returns {rows.dtype} "
+                f"{tuple(rows.shape)}; it must return torch.uint8 {wanted}, as row_bytes says"
+            )
+        if not bool(back.isfinite().all()):
+            raise SpecError(
+                f"row format {format.name!r}: decode(encode(row)) of finite rows isn't finite; encode "
+                "must saturate"
+            )
+        if bool(back[0].any()):
+            raise SpecError(
+                f"row format {format.name!r}: a row of zeros comes back as {float(back[0, 0])}; zeros "
+                "must stay zeros"
+            )
+
+
+@lru_cache(maxsize=256)
+def exact_in(format: RowFormat, size: int, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds what a format's rows hold: tried on random rows."""
+    row = torch.randn(64, size, generator=torch.Generator().manual_seed(0))
+    values = decoded(encoded(row, format), format, size)
+    return torch.equal(values.to(dtype).float(), values)

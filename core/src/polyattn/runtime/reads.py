@@ -1,0 +1,474 @@
+"""What does a plan have its kernels read, and is that each key once? A checker that knows no planner.
+
+A backend writes down what its launches do with a plan, as `Reads`: items of work, the keys of each, the
+merges of partial results. `problems` then holds that against the layer's definition: which (row, key)
+pairs a mask shows is asked of the rule itself, pair by pair, never of `key_ranges`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from polyattn.errors import PluginError, shown
+from polyattn.runtime.backend import AttentionBackend
+from polyattn.spec.layer import LayerSpec
+
+if TYPE_CHECKING:
+    from polyattn.runtime.program import StepPlan
+    from polyattn.runtime.step.batch import Batch
+
+Ints = NDArray[np.signedinteger[Any]]
+
+PAIRS = 1 << 20
+"""(query token, key) pairs that are asked at a time."""
+TOGETHER = 1 << 11
+"""Pairs up to which regions are asked together."""
+MOST_PAIRS = 1 << 24
+"""Pairs that are asked of a region that should show none; of a larger one its edges are."""
+EDGE = 64
+"""Rows and keys of an edge."""
+SHARE = 0.2
+"""Of the time that plans take, what checking them may take with `POLYATTN_CHECKS`."""
+MOST_TOLD = 5
+"""Problems of one kind that are described."""
+
+
+class Items(NamedTuple):
+    """Pieces of work, int64 (items,) each. Rows count (query token, head of a KV head's group) pairs.
+
+    - `seq`: whose queries. `row`, `rows`: the first row within the sequence, and how many.
+    - `head`, `heads`: the first KV head, and how many.
+    - `place`, `extent`: where a partial result begins in the workspace, and how much of it is written,
+      for the first KV head; -1 and 0: the item writes the output.
+    - `table`: the sequence whose block table says where the keys are.
+    """
+
+    seq: Ints
+    row: Ints
+    rows: Ints
+    head: Ints
+    heads: Ints
+    place: Ints
+    extent: Ints
+    table: Ints
+
+
+class Keys(NamedTuple):
+    """The keys [`begin`, `end`) that item `item` attends to; an item may have several such ranges."""
+
+    item: Ints
+    begin: Ints
+    end: Ints
+
+
+class Merges(NamedTuple):
+    """The keys [`begin`, `end`) that item `item` attends to; an item may have several ranges."""
+
+    seq: Ints
+    row: Ints
+    rows: Ints
+    head: Ints
+    heads: Ints
+    first: Ints
+    places: Ints
+
+
+@dataclass
+class Reads:
+    """All that a step's launches do, as the kernels walk through the plan.
+
+    - `group`: query heads of a KV head. `heads`: KV heads.
+    - `room`: of the workspace; `apart`: from one KV head's partial result to the next one's.
+    - `block_size`: of the table that the items read, 0 without one.
+    - `faults`: what the walk met outside of a buffer, in words.
+    - `batch`, `spec`: what rows and keys count in, where it isn't the call's.
+    """
+
+    group: int
+    heads: int
+    items: Items
+    keys: Keys
+    merges: Merges
+    room: int = 0
+    apart: int = 0
+    block_size: int = 0
+    faults: list[str] = field(default_factory=list)
+    batch: Batch | None = None
+    spec: LayerSpec | None = None
+
+
+def no_merges() -> Merges:
+    """Return the merges of a plan that cuts nothing."""
+    none = np.zeros(0, np.int64)
+    return Merges(none, none, none, none, none, np.zeros(1, np.int64), none)
+
+
+def shows(spec: LayerSpec, query: Any, key: Any, length: Any) -> NDArray[np.bool_]:
+    """Return whether queries at these positions see keys at those, of sequences of `length` keys.
+
+    The layer's definition, as `families.attention.reference.visible` has it, pair by pair.
+    """
+    seen: Any = (key >= 0) & (key < length)
+    if spec.causal:
+        seen = seen & (key <= query)
+    near: Any = True
+    if spec.sliding_window is not None:
+        near = query - key < spec.sliding_window
+        if not spec.causal and spec.window_right is None:
+            near = near & (key - query < spec.sliding_window)
+    if spec.window_right is not None:
+        near = near & (key - query <= spec.window_right)
+    seen = seen & (near | (key < spec.sink_tokens))
+    if spec.chunk_size is not None:
+        seen = seen & (key // spec.chunk_size == query // spec.chunk_size)
+    return np.asarray(seen)
+
+
+def problems(spec: LayerSpec, batch: Batch, reads: Reads) -> list[str]:
+    """Return what is wrong with a plan of a step, with rows, KV heads and keys; [] for nothing.
+
+    Each (row, KV head, key) that the mask shows is attended to exactly once, each row is written exactly
+    once, each partial result is merged exactly once and in the order of its keys, and nothing lies
+    outside of its buffer.
+    """
+    batch, spec = reads.batch or batch, reads.spec or spec
+    found = _told(reads.faults)
+    outside = _outside(batch, reads)
+    if outside:  # what follows would index by it
+        return found + outside
+    grid = _Grid.of(batch, reads)
+    found += _unevenly_read(spec, grid, reads)
+    found += _unevenly_written(grid, reads)
+    found += _overlapping(reads)
+    found += _unmerged(reads)
+    found += _other_tables(batch, reads)
+    return found
+
+
+def _told(texts: list[str]) -> list[str]:
+    rest = len(texts) - MOST_TOLD
+    return [*texts[:MOST_TOLD], f"and {rest} more"] if rest > 0 else texts
+
+
+def _outside(batch: Batch, reads: Reads) -> list[str]:
+    """Items and merges whose sequence, rows or heads aren't the step's."""
+    queries = np.diff(batch.host_starts) * reads.group
+    found = []
+    for name, some in (("item", reads.items), ("merge", reads.merges)):
+        inside = (some.seq >= 0) & (some.seq < batch.num_seqs)
+        last = queries[np.where(inside, some.seq, 0)] if len(queries) else 0 * some.seq
+        inside &= (some.row >= 0) & (some.rows > 0) & (some.row + some.rows <= last)
+        inside &= (some.head >= 0) & (some.heads > 0) & (some.head + some.heads <= reads.heads)
+        found += [
+            f"{name} {i}: sequence {some.seq[i]}, rows {some.row[i]} to {some.row[i] + some.rows[i]}, "
+            f"KV heads {some.head[i]} to {some.head[i] + some.heads[i]} aren't all the step's"
+            for i in np.flatnonzero(~inside)
+        ]
+    ends = reads.items.place + reads.items.extent + (reads.items.heads - 1) * reads.apart
+    cut = reads.items.place >= 0
+    for i in np.flatnonzero(cut & (ends > reads.room)):
+        found.append(
+            f"item {i}: its partial result ends at {ends[i]}, the workspace at {reads.room}"
+        )
+    none = (reads.items.table < 0) | (reads.items.table >= max(1, batch.num_seqs))
+    found += [f"item {i}: no sequence {reads.items.table[i]}" for i in np.flatnonzero(none)]
+    return _told(found)
+
+
+@dataclass
+class _Grid:
+    """All rows and KV heads, cut wherever an item or a merge begins or ends.
+
+    `bounds` (cells + 1,): rows of the step; `heads` likewise. `seq` (cells,): whose rows.
+    """
+
+    bounds: Ints
+    heads: Ints
+    offset: Ints
+    seq: Ints
+    lens: Ints
+    group: int
+    context: Ints
+
+    @classmethod
+    def of(cls, batch: Batch, reads: Reads) -> _Grid:
+        items, merges = reads.items, reads.merges
+        starts = np.asarray(batch.host_starts, np.int64)
+        lens = np.asarray(batch.host_lens, np.int64)
+        offset = starts * reads.group
+        edges, sides = [offset], [np.array([0, reads.heads])]
+        for some in (items, merges):
+            begin = offset[some.seq] + some.row
+            edges += [begin, begin + some.rows]
+            sides += [some.head, some.head + some.heads]
+        bounds = np.unique(np.concatenate(edges))
+        seq = offset.searchsorted(bounds[:-1], "right") - 1
+        context = lens - np.diff(starts)
+        heads = np.unique(np.concatenate(sides))
+        return cls(bounds, heads, offset, seq, lens, reads.group, context)
+
+    @property
+    def rows(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def cells(self) -> int:
+        return self.rows * (len(self.heads) - 1)
+
+    def over(self, some: Any) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return items' or merges' cells: of rows from, to, of heads from, to."""
+        begin = self.offset[some.seq] + some.row
+        rows = self.bounds.searchsorted(begin), self.bounds.searchsorted(begin + some.rows)
+        heads = self.heads.searchsorted(some.head), self.heads.searchsorted(some.head + some.heads)
+        return (*rows, *heads)
+
+    def name(self, cell: int, row: int, key: int | None) -> str:
+        """Say which row of a cell, for people; `row`: of the step's."""
+        head, seq = int(self.heads[cell // self.rows]), int(self.seq[cell % self.rows])
+        token, of_group = divmod(row - int(self.offset[seq]), self.group)
+        text = f"sequence {seq}, query token {token}, query head {head * self.group + of_group}"
+        return f"{text}, KV head {head}" + ("" if key is None else f", key {key}")
+
+
+def _spread(count: Ints) -> tuple[Ints, Ints]:
+    """Return for each of `count[i]` copies of i: i, and which copy it is."""
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) - np.repeat(np.cumsum(count) - count, count)
+
+
+def _unevenly_read(spec: LayerSpec, grid: _Grid, reads: Reads) -> list[str]:
+    """Pairs that the mask shows and that no item, or several, read."""
+    row, row_end, head, head_end = grid.over(reads.items)
+    item = reads.keys.item
+    height = (row_end - row)[item]
+    which, copy = _spread(height * (head_end - head)[item])
+    item = item[which]
+    height = height[which]
+    cell = (head[item] + copy // np.maximum(height, 1)) * grid.rows + row[item]
+    cell += copy % np.maximum(height, 1)
+    length = grid.lens[grid.seq[cell % grid.rows]] if grid.rows else cell
+    begin = np.clip(reads.keys.begin[which], 0, length)
+    end = np.clip(reads.keys.end[which], 0, length)
+    some = end > begin
+    cell, begin, end = cell[some], begin[some], end[some]
+    order = np.lexsort((begin, cell))
+    cell, begin, end = cell[order], begin[order], end[order]
+    far = int(grid.lens.max(initial=0)) + 1
+    # Of each cell's ranges, where those before it end; 0 for the first.
+    reach = np.maximum.accumulate(cell * far + end)
+    before = np.zeros_like(end)
+    before[1:] = np.maximum(reach[:-1] - cell[1:] * far, 0)
+    all_cells = np.arange(grid.cells)
+    last = np.zeros(grid.cells, np.int64)
+    np.maximum.at(last, cell, end)
+    whole = grid.lens[grid.seq[all_cells % grid.rows]] if grid.rows else last
+    gaps = (np.concatenate([cell, all_cells]), np.concatenate([before, last]),
+            np.concatenate([begin, whole]))  # fmt: skip
+    twice = cell, begin, np.minimum(end, before)
+    found = []
+    for words, regions in (("is attended to by no item", gaps), ("by several items", twice)):
+        texts = (
+            f"{grid.name(at, row, key)}: {words}" for at, row, key in _shown(spec, grid, *regions)
+        )
+        found += _told(list(texts))
+    return found
+
+
+def _shown(
+    spec: LayerSpec, grid: _Grid, cell: Ints, begin: Ints, end: Ints
+) -> Iterator[tuple[int, int, int]]:
+    """Yield of each region of a cell's rows and these keys the first pair that the mask shows, if any."""
+    some = end > begin
+    cell, begin, end = cell[some], begin[some], end[some]
+    if len(grid.heads) > 2:  # what several KV heads have alike is asked once
+        _, once = np.unique(np.stack([cell % grid.rows, begin, end]), axis=1, return_index=True)
+        cell, begin, end = cell[once], begin[once], end[once]
+    if not len(cell):
+        return
+    at = cell % grid.rows
+    seq = grid.seq[at]
+    first = (grid.bounds[at] - grid.offset[seq]) // grid.group
+    last = (grid.bounds[at + 1] - 1 - grid.offset[seq]) // grid.group
+    pairs = (last - first + 1) * (end - begin)
+    small = np.flatnonzero(pairs <= TOGETHER)
+    which, copy = _spread(pairs[small])
+    of, width = small[which], (end - begin)[small][which]
+    token, key = first[of] + copy // width, begin[of] + copy % width
+    hits = np.flatnonzero(shows(spec, grid.context[seq[of]] + token, key, grid.lens[seq[of]]))
+    _, once = np.unique(which[hits], return_index=True)
+    pairs_shown = [(int(of[i]), int(token[i]), int(key[i])) for i in hits[once]]
+    for where in np.flatnonzero(pairs > TOGETHER).tolist():
+        tokens, keys = np.arange(first[where], last[where] + 1), np.arange(begin[where], end[where])
+        if pairs[where] > MOST_PAIRS:
+            tokens, keys = _edges(tokens), _edges(keys)
+        context, length = grid.context[seq[where]], grid.lens[seq[where]]
+        step = max(1, PAIRS // len(keys))
+        for some in np.split(tokens, range(step, len(tokens), step)):
+            seen = shows(spec, context + some[:, None], keys[None], length)
+            if seen.any():
+                row, column = divmod(
+                    int(np.broadcast_to(seen, (len(some), len(keys))).argmax()), len(keys)
+                )
+                pairs_shown.append((where, int(some[row]), int(keys[column])))
+                break
+    for where, in_seq, shown_key in pairs_shown:
+        row = max(int(grid.offset[seq[where]]) + in_seq * grid.group, int(grid.bounds[at[where]]))
+        yield int(cell[where]), row, shown_key
+
+
+def _edges(values: Ints) -> Ints:
+    return values if len(values) <= 2 * EDGE else np.concatenate([values[:EDGE], values[-EDGE:]])
+
+
+def _unevenly_written(grid: _Grid, reads: Reads) -> list[str]:
+    """Rows that nobody, or several, write to the output."""
+    written = np.zeros((len(grid.heads), grid.rows + 1), np.int64)
+    direct = reads.items.place < 0
+    for some, mask in ((reads.items, direct), (reads.merges, np.ones(len(reads.merges.seq), bool))):
+        row, row_end, head, head_end = (x[mask] for x in grid.over(some))
+        for rows, by in ((row, 1), (row_end, -1)):
+            np.add.at(written, (head, rows), by)
+            np.add.at(written, (head_end, rows), -by)
+    written = written.cumsum(0).cumsum(1)[:-1, :-1]
+    return _told([
+        f"{grid.name(int(h) * grid.rows + int(r), int(grid.bounds[r]), None)}: its output is written "
+        f"{written[h, r]} times"
+        for h, r in np.argwhere(written != 1)
+    ])  # fmt: skip
+
+
+def _overlapping(reads: Reads) -> list[str]:
+    """Partial results that lie in one place."""
+    cut = np.flatnonzero(reads.items.place >= 0)
+    if not len(cut):
+        return []
+    heads = reads.items.heads[cut] if reads.apart else np.ones(len(cut), np.int64)
+    which, head = _spread(heads)
+    begin = reads.items.place[cut][which] + head * reads.apart
+    order = np.argsort(begin, kind="stable")
+    begin, which = begin[order], which[order]
+    end = begin + reads.items.extent[cut][which]
+    bad = np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1])
+    return _told([
+        f"items {cut[which[i]]} and {cut[which[i + 1]]}: both partial results lie at {begin[i + 1]} "
+        "of the workspace"
+        for i in bad
+    ])  # fmt: skip
+
+
+def _unmerged(reads: Reads) -> list[str]:
+    """Partial results that aren't merged once, by the merge of their own rows, in the keys' order."""
+    items, merges = reads.items, reads.merges
+    cut = np.flatnonzero(items.place >= 0)
+    order = cut[np.argsort(items.place[cut], kind="stable")]
+    places = items.place[order]
+    at = np.minimum(places.searchsorted(merges.places), max(0, len(places) - 1))
+    there = places[at] == merges.places if len(places) else np.zeros(len(merges.places), bool)
+    merge = np.repeat(np.arange(len(merges.seq)), np.diff(merges.first))
+    texts = [
+        f"merge {merge[i]}: there is no partial result at {merges.places[i]}"
+        for i in np.flatnonzero(~there)
+    ]
+    of, merge = order[at[there]] if len(order) else at[there], merge[there]
+    alike = np.ones(len(of), bool)
+    for name in ("seq", "row", "rows", "head", "heads"):
+        alike &= getattr(items, name)[of] == getattr(merges, name)[merge]
+    texts += [
+        f"merge {merge[i]}: item {of[i]} has other rows (sequence {items.seq[of[i]]}, rows from "
+        f"{items.row[of[i]]}, KV heads from {items.head[of[i]]})"
+        for i in np.flatnonzero(~alike)
+    ]
+    times = np.bincount(of, minlength=len(items.seq))
+    texts += [
+        f"item {i} (sequence {items.seq[i]}, rows {items.row[i]} to {items.row[i] + items.rows[i]}, KV "
+        f"heads from {items.head[i]}): its partial result is merged {times[i]} times"
+        for i in cut
+        if times[i] != 1
+    ]
+    first = np.full(len(items.seq), np.iinfo(np.int64).max)
+    some = reads.keys.begin < reads.keys.end
+    np.minimum.at(first, reads.keys.item[some], reads.keys.begin[some])
+    begins, held = first[of], first[of] < np.iinfo(np.int64).max
+    begins, merge, of = begins[held], merge[held], of[held]
+    wrong = np.flatnonzero((merge[1:] == merge[:-1]) & (begins[1:] <= begins[:-1]))
+    texts += [
+        f"merge {merge[i]}: key {begins[i + 1]} comes after key {begins[i]}; the order of a sum must be "
+        "its keys'"
+        for i in wrong
+    ]
+    return _told(texts)
+
+
+def _other_tables(batch: Batch, reads: Reads) -> list[str]:
+    """Keys that are read by another sequence's block table, where that names another block."""
+    keys, items, size = reads.keys, reads.items, reads.block_size
+    other = np.flatnonzero((items.table != items.seq)[keys.item] & (keys.end > keys.begin))
+    if not len(other):
+        return []
+    if batch.host_block_table is None or not size:
+        return ["another sequence's block table is read, and there is none on the host"]
+    first = keys.begin[other] // size
+    which, copy = _spread(-(-keys.end[other] // size) - first)
+    item, block = keys.item[other][which], first[which] + copy
+    table = batch.host_block_table
+    theirs, own = table[items.table[item], block], table[items.seq[item], block]
+    return _told([
+        f"sequence {items.seq[item[i]]}, key {block[i] * size}: read from block {theirs[i]}, it lies in "
+        f"{own[i]}"
+        for i in np.flatnonzero(theirs != own)
+    ])  # fmt: skip
+
+
+class PlanChecks:
+    """Checks steps as they are planned, and stays within a share of the time that planning takes.
+
+    `share`: of that time; infinity checks every step. The first is always checked. `plans`: of backends,
+    `checked`: those that could be told.
+    """
+
+    def __init__(self, share: float = SHARE):
+        self.share, self.planned, self.spent = share, 0.0, 0.0
+        self.plans = self.checked = 0
+
+    def __call__(self, plan: Callable[[], StepPlan], reuse: StepPlan | None) -> StepPlan:
+        """Plan a step, and check its calls. `reuse`: the captured step. Raises `PluginError`."""
+        begin = time.perf_counter()
+        step = plan()
+        made = time.perf_counter()
+        self.planned += made - begin
+        if not self.plans or self.spent <= self.share * self.planned:
+            captured = {} if reuse is None else {call.phase: call.plan for call in reuse.calls}
+            for call in step.calls:
+                self.plans += 1
+                held = captured.get(call.phase, call.plan)
+                self.checked += check_plan(call.backend, held, call.plan.batch)
+            self.spent += time.perf_counter() - made
+        return step
+
+
+def check_plan(backend: Any, plan: Any, batch: Batch) -> bool:
+    """Check that a plan reads what the layer's mask shows. Returns whether the backend could tell.
+
+    `batch`: the step whose work the plan's buffers hold, which for a captured plan may be a later one's.
+    Raises `PluginError` with what is wrong.
+    """
+    if batch.lens_are_bounds or not isinstance(backend, AttentionBackend):
+        return False
+    reads = backend.reads(plan, batch)
+    if reads is None:
+        return False
+    spec = reads.spec or backend.spec_of(batch)
+    found = problems(spec, batch, reads)
+    if found:
+        raise PluginError(
+            f"{type(backend).name} planned a step wrongly, and its answer would be wrong: "
+            f"{'; '.join(found)} ({spec}, query lengths {shown(batch.query_lens)}, lengths "
+            f"{shown(batch.lens)}); report it, and select another backend until it is fixed"
+        )
+    return True

@@ -1,0 +1,168 @@
+"""Encoders of text and images, and models of an encoder and a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from polyattn import LayerSpec, Role, RopeSpec
+
+from polyattn_models.attention import head_sizes
+from polyattn_models.config import Config
+from polyattn_models.layers import Missing, Part, Reader, Towers
+from polyattn_models.patterns import FULL, SLIDING, layer_types, starting
+from polyattn_models.rotary import nested_parameters, read_rope
+
+RELATIVE_BIAS = "a learned relative position bias"
+ENCODER: dict[str, Any] = {"role": Role.ENCODER_ONLY, "causal": False}
+
+
+def encoder(
+    tower: str = "text",
+    rope: Callable[[Config, int], RopeSpec | None] = lambda cfg, size: None,
+    head_dim: bool = False,
+) -> Reader:
+    """Return a reader of encoders; one with `is_decoder` is a causal decoder (BERT's family)."""
+
+    def read(cfg: Config) -> Towers:
+        cfg.only("position_embedding_type", "absolute")
+        cfg.only("add_cross_attention", False)
+        heads, _, size = head_sizes(cfg, head_dim=head_dim, kv=False)
+        if "is_decoder" not in cfg.cls.fields:
+            cfg.only("is_decoder", False)
+        role: dict[str, Any] = {} if cfg.flag("is_decoder") else ENCODER
+        spec = LayerSpec(
+            num_heads=heads, head_size=size, dtype=cfg.dtype, rope=rope(cfg, size), **role
+        )
+        count = cfg.need("num_hidden_layers") * (cfg.integer("inner_group_num") or 1)
+        return {tower: [(spec,)] * count}
+
+    return read
+
+
+def esm(cfg: Config) -> Towers:
+    """Protein encoders, rotated or with learned positions."""
+    kind = cfg.get("position_embedding_type")
+    if kind == "rotary":
+        cfg.values["position_embedding_type"] = "absolute"
+        base = cfg.number("rope_theta", 10000.0)
+        return encoder(rope=lambda cfg, size: RopeSpec(rotary_size=size, base=base))(cfg)  # type: ignore[arg-type]
+    return encoder()(cfg)
+
+
+def modernbert(causal: bool) -> Reader:
+    """Return the reader of ModernBERT: two of three layers see `local_attention` tokens around."""
+
+    def read(cfg: Config) -> Towers:
+        count, (heads, _, size) = cfg.need("num_hidden_layers"), head_sizes(cfg, False, False)
+        types = layer_types(cfg, count, starting(3, "global_attn_every_n_layers"), (FULL, SLIDING))
+        half = cfg.need("local_attention") // 2
+        cfg.only("sliding_window", half)
+        window = half if causal else half + 1
+        role: dict[str, Any] = {} if causal else ENCODER
+        return {
+            "text": [
+                (LayerSpec(
+                    num_heads=heads, head_size=size, dtype=cfg.dtype,
+                    sliding_window=window if kind == SLIDING else None,
+                    rope=_modernbert_rope(cfg, size, kind), **role,
+                ),)
+                for kind in types
+            ]
+        }  # fmt: skip
+
+    return read
+
+
+def _modernbert_rope(cfg: Config, size: int, kind: str) -> RopeSpec:
+    nested_parameters(cfg)
+    place = "local" if kind == SLIDING else "global"
+    base = cfg.number(f"{place}_rope_theta", cfg.cls.theta[place])
+    return read_rope(cfg, size, layer_type=kind, theta=base)
+
+
+def two_towers(causal_text: bool) -> Reader:
+    """Return the reader of CLIP's family, whose towers are models by themselves."""
+
+    def read(cfg: Config) -> Towers:
+        text = cfg.part("text_config", f"{cfg.model_type}_text_model")
+        vision = cfg.part("vision_config", f"{cfg.model_type}_vision_model")
+        return {
+            "text_model": (causal_text_tower if causal_text else encoder())(text)["text"],
+            "vision_model": encoder("vision")(vision)["vision"],
+        }
+
+    return read
+
+
+def causal_text_tower(cfg: Config) -> Towers:
+    """CLIP's text tower has a causal mask."""
+    heads, _, size = head_sizes(cfg, head_dim=False, kv=False)
+    spec = LayerSpec(num_heads=heads, head_size=size, dtype=cfg.dtype, cached=False)
+    return {"text": [(spec,)] * cfg.need("num_hidden_layers")}
+
+
+def encoder_decoder(cfg: Config) -> Towers:
+    """BART's family and Whisper: the decoder attends to itself, then to the encoder's output."""
+    width = cfg.need("d_model")
+
+    def spec(side: str, role: Role) -> LayerSpec:
+        heads = cfg.need(f"{side}_attention_heads")
+        if width % heads:
+            raise cfg.error(f"{side}_attention_heads", heads, f"doesn't divide d_model={width}")
+        return LayerSpec(
+            num_heads=heads, head_size=width // heads, dtype=cfg.dtype, role=role,
+            causal=role is Role.DECODER,
+        )  # fmt: skip
+
+    decoder = (spec("decoder", Role.DECODER), spec("decoder", Role.CROSS))
+    return {
+        "encoder": [(spec("encoder", Role.ENCODER),)] * cfg.need("encoder_layers"),
+        "decoder": [decoder] * cfg.need("decoder_layers"),
+    }
+
+
+def t5(cfg: Config) -> Towers:
+    """T5's family: self-attention has a bias of distances, cross-attention is plain; their scale is 1."""
+    heads, size = cfg.need("num_heads"), cfg.need("d_kv")
+
+    def spec(role: Role, variant: str | None) -> LayerSpec:
+        return LayerSpec(
+            num_heads=heads, head_size=size, dtype=cfg.dtype, role=role, scale=1.0,
+            causal=role is Role.DECODER, variant=variant,
+        )  # fmt: skip
+
+    decoder: tuple[Part, ...] = (spec(Role.DECODER, "relative_bias"), spec(Role.CROSS, None))
+    return {
+        "encoder": [(spec(Role.ENCODER, "relative_bias"),)] * cfg.need("num_layers"),
+        "decoder": [decoder] * cfg.need("num_decoder_layers", "num_layers"),
+    }
+
+
+def biased(cfg: Config) -> Towers:
+    """MPNet and DeBERTa: every layer needs a bias."""
+    return {"text": [(Missing(RELATIVE_BIAS),)] * cfg.need("num_hidden_layers")}
+
+
+READERS: dict[str, Reader] = {
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "camembert", "electra", "distilbert", "albert",
+         "xlm-roberta-xl", "roberta-prelayernorm", "data2vec-text", "siglip_text_model", "ernie"),
+        encoder(),
+    ),
+    **dict.fromkeys(
+        ("vit", "deit", "dinov2", "clip_vision_model", "siglip_vision_model", "idefics3_vision",
+         "smolvlm_vision"),
+        encoder("vision"),
+    ),
+    "nomic_bert": encoder(rope=lambda cfg, size: read_rope(cfg, size), head_dim=True),
+    "esm": esm,
+    "modernbert": modernbert(causal=False),
+    "modernbert-decoder": modernbert(causal=True),
+    "clip": two_towers(causal_text=True),
+    "clip_text_model": causal_text_tower,
+    "siglip": two_towers(causal_text=False),
+    **dict.fromkeys(("bart", "mbart", "whisper", "marian", "pegasus", "m2m_100"), encoder_decoder),
+    **dict.fromkeys(("t5", "mt5", "umt5"), t5),
+    **dict.fromkeys(("mpnet", "deberta", "deberta-v2"), biased),
+}  # fmt: skip
