@@ -94,7 +94,7 @@ CLAIMS: tuple[tuple[type[Any], Capabilities], ...] = (
     (HonestBounds, BOUNDS),
     (variances.Same, SAME),
     (variances.OneSequenceAtATime, SAME),
-    (variances.Captured, replace(GRAPHS, features=SAME.features)),
+    (variances.PlansForGraphs, replace(GRAPHS, features=SAME.features)),
     (variances.ChunksFromTheStep, SCANS),
     (variances.ScansByTheBatch, SCANS),
     (variances.StatesByTheBatch, SCANS),

@@ -167,13 +167,7 @@ class PackedBehindOthers(Same):
         return not self.paged and batch.key_starts[index] > 0
 
 
-class Captured(HonestGraph):
-    """What is planned for a graph has the same bits as what isn't; honest."""
-
-    by = ()
-
-
-class PlansForGraphs(Captured):
+class PlansForGraphs(HonestGraph):
     """A captured step's splits are as many as the chip's programs."""
 
     by = ("planned_alike",)

@@ -163,8 +163,9 @@ def drawn_pieces(
 
     `coarse`: of long sequences, in fewer steps.
     """
-    sizes = (1, 2, 3, 5, block - 1 or 1, block, block + 1, 40, 1 << 20)
-    sizes = (1, 7, 100, 300, 700) if coarse else sizes
+    sizes: tuple[int, ...] = (1, 2, 3, 5, block - 1 or 1, block, block + 1, 40, 1 << 20)
+    if coarse:
+        sizes = (1, 7, 100, 300, 700)
     at = [0] * len(totals)
     while any(a < total for a, total in zip(at, totals, strict=True)):
         some = [i for i, total in enumerate(totals) if at[i] < total]
