@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from fakes import GENERAL, backend, choose
 from polyattn import (
+    GraphCapture,
     Invariance,
     LatentSpec,
     LayerSpec,
@@ -15,6 +16,7 @@ from polyattn import (
 from polyattn.errors import SelectionError, SpecError
 
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, head_size=64, batch_invariant=True)
+PHASES = ("prefill", "decode")
 LEVELS = ("batch", "steps", "calls")
 
 
@@ -82,6 +84,21 @@ def test_one_backend_runs_prefill_and_decode_where_steps_must_not_count() -> Non
         assert (chosen["prefill"], chosen["decode"]) == pair
         given = dict(choose(PREFILLS, BOTH, spec=spec.replace(cached=False)).chosen)
         assert given["prefill"] == ("BOTH" if level == "calls" else "PREFILLS")
+
+
+@pytest.mark.parametrize("fields", [{"length_bounds": True}, {"graph_capture": "any"}])
+def test_one_backend_runs_steps_whose_phases_the_batch_decides(fields: dict[str, object]) -> None:
+    features = {"features": CLAIMS["features"] | {"length_bounds"}}
+    captures = {"graph_capture": GraphCapture.ANY}
+    pair = (
+        backend("PREFILLS", 90, phases=frozenset({"prefill"}), **features, **captures),
+        backend("DECODES", 90, phases=frozenset({"decode"}), **features, **captures),
+    )
+    both = backend("BOTH", 60, **features, **captures)
+    for invariant in (False, True):
+        spec = SPEC.replace(batch_invariant=invariant, **fields)
+        names = {n for p, n in choose(*pair, both, GENERAL, spec=spec).chosen if p in PHASES}
+        assert names == ({"BOTH"} if invariant else {"PREFILLS", "DECODES"})
 
 
 def test_steps_with_kept_first_tokens_are_refused_by_name() -> None:

@@ -221,8 +221,8 @@ def _selection(decision: Decision, facts: Facts, measured: Timings) -> Selection
     models = tuple(m for m in measured.models(spec, device) if m.backend in candidates)
     notes = measured.notes(device)
     if models and spec.batch_invariant:
-        models = ()  # who is the fastest depends on who else is in the batch, and so would the bits
-        notes.append("one backend runs all steps, whatever times were measured: batch_invariant")
+        models = ()  # the fastest backend depends on the rest of the batch, and so would the bits
+        notes.append("batch_invariant: one backend runs all steps, whatever times were measured")
     if models:
         sources = ", ".join(sorted({m.source for m in models}))
         notes.append(f"who runs is chosen for each step, by times measured in {sources}")
