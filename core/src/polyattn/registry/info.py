@@ -10,6 +10,7 @@ from typing import Any
 from polyattn.device import Device, arch_matches
 from polyattn.errors import PluginError, shown
 from polyattn.registry.capabilities import ANY_PLATFORM, Capabilities
+from polyattn.registry.proofs import records_of
 from polyattn.spec.features import features
 from polyattn.spec.kinds import AttentionKind
 from polyattn.spec.layer import LayerSpec
@@ -22,13 +23,19 @@ It changes when a name of a door goes, or changes its meaning or its arguments.
 
 
 class Proof(str, Enum):
-    """How far a claim about a platform has been proven, strongest first."""
+    """How far a claim about a platform has been proven, strongest first.
+
+    MEASURED and IN_PART are what records of results say (`registry.proofs`), of one build on one
+    architecture; DECLARED is a plugin's word that it ran there, without a record.
+    """
 
     MEASURED = "measured"
+    IN_PART = "measured in part"
     EMULATED = "emulated"
     COMPILED = "compiled"
     INTERPRETED = "interpreted"
     SIGNATURE = "signature"
+    DECLARED = "declared"
     UNPROVEN = "unproven"
 
 
@@ -94,7 +101,8 @@ class BackendInfo:
     - `requires`: packages that must be installed, as requirement strings (`"flash-attn>=2.7"`).
     - `install`: what the user does when they are not.
     - `priorities`: the first that applies counts; none means score 0.
-    - `proof`: platform (or arch) to how far the claims there are proven.
+    - `proof`: platform (or arch) to how far the claims there are proven. "measured" counts where a record
+      of results says so; without one it is "declared", or what is declared of the platform.
     - `proof_of_runs`: what `runs` may name (an instruction set) to how far that is proven, where it
       isn't as far as its arch.
     - `by_name_only`: it serves where the user names it, and is never chosen by itself.
@@ -156,9 +164,25 @@ class BackendInfo:
 
         `runs`: what of it runs there, which may be proven to another degree.
         """
-        there = self.proof.get(device.arch) or self.proof.get(device.platform)
         name, _, _ = runs.partition(" ")
-        return Proof.UNPROVEN if there is None else self.proof_of_runs.get(name, there)
+        return self._proven(device.arch, device.platform, name)
+
+    def proof_at(self, arch: str, platform: str) -> Proof:
+        """Return the same of an architecture, whatever of it runs there."""
+        return self._proven(arch, platform, "")
+
+    def _proven(self, arch: str, platform: str, runs: str) -> Proof:
+        """Return what records say, else what is declared; "measured" isn't anybody's to declare."""
+        declared = [self.proof[where] for where in (arch, platform) if where in self.proof]
+        if declared and runs in self.proof_of_runs:
+            declared.insert(0, self.proof_of_runs[runs])
+        records = records_of(self, arch, runs)
+        if records and declared[:1] == [Proof.MEASURED]:
+            return Proof.MEASURED if records[0].whole else Proof.IN_PART
+        for proof in declared:
+            if proof not in (Proof.MEASURED, Proof.IN_PART):
+                return proof
+        return Proof.DECLARED if declared else Proof.UNPROVEN
 
 
 def _claims(variant: Variant) -> dict[str, Any]:
